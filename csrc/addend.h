@@ -1,0 +1,87 @@
+// The element types that accumulate can add, and their addition on the CPU. No CUDA here.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+
+#include "addend_kind.h"
+#include "rows.h"
+
+namespace speedtorch {
+
+// How to add elements of the tensor's dtype. Signed and unsigned integers of one width add alike,
+// modulo 2^bits; a complex number adds as two. Throws ValueError for dtypes without addition
+// (float8 and the like).
+inline AddendKind addend_of(const char* op, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Bool:
+      return AddendKind::kBool;
+    case ScalarType::Char:
+    case ScalarType::Byte:
+      return AddendKind::kInt8;
+    case ScalarType::Short:
+    case ScalarType::UInt16:
+      return AddendKind::kInt16;
+    case ScalarType::Int:
+    case ScalarType::UInt32:
+      return AddendKind::kInt32;
+    case ScalarType::Long:
+    case ScalarType::UInt64:
+      return AddendKind::kInt64;
+    case ScalarType::Half:
+    case ScalarType::ComplexHalf:
+      return AddendKind::kHalf;
+    case ScalarType::BFloat16:
+      return AddendKind::kBFloat16;
+    case ScalarType::Float:
+    case ScalarType::ComplexFloat:
+      return AddendKind::kFloat;
+    case ScalarType::Double:
+    case ScalarType::ComplexDouble:
+      return AddendKind::kDouble;
+    default:
+      throw_value_error(op, std::string("accumulate=True needs a dtype that has addition, got ") +
+                                dtype_text(tensor) +
+                                "; add in a wider dtype, or use accumulate=False");
+  }
+}
+
+struct BoolByte {
+  uint8_t value;
+};
+
+// Rounded to the type at each addition, as np.add.at rounds.
+template <typename T>
+T add(T a, T b) {
+  return static_cast<T>(a + b);
+}
+inline BoolByte add(BoolByte a, BoolByte b) { return {static_cast<uint8_t>(a.value | b.value)}; }
+
+// Calls `use` with a value of the kind's type.
+template <typename Use>
+void with_addend_type(AddendKind kind, Use use) {
+  switch (kind) {
+    case AddendKind::kBool:
+      return use(BoolByte{});
+    case AddendKind::kInt8:
+      return use(uint8_t{});
+    case AddendKind::kInt16:
+      return use(uint16_t{});
+    case AddendKind::kInt32:
+      return use(uint32_t{});
+    case AddendKind::kInt64:
+      return use(uint64_t{});
+    case AddendKind::kHalf:
+      return use(torch::headeronly::Half{});
+    case AddendKind::kBFloat16:
+      return use(torch::headeronly::BFloat16{});
+    case AddendKind::kFloat:
+      return use(float{});
+    case AddendKind::kDouble:
+      return use(double{});
+  }
+}
+
+}  // namespace speedtorch

@@ -1,0 +1,105 @@
+// Streams and the letter box; see gpu.h.
+
+#include "gpu.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+namespace speedtorch {
+namespace {
+
+using CurrentStreamOf = int32_t (*)(int32_t device, void** stream);
+
+// torch's CUDA library is asked for by name, so that this library needs none of its symbols to
+// load.
+CurrentStreamOf current_stream_of() {
+  static const CurrentStreamOf function = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    return library == nullptr ? nullptr
+                              : reinterpret_cast<CurrentStreamOf>(
+                                    dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  return function;
+}
+
+constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimizer_state_swap"};
+constexpr const char* kListNames[] = {"index", "evict", "load"};
+
+std::atomic<Letter*> the_letter_box{nullptr};
+pid_t letter_box_owner = 0;  // a forked child must not touch it
+
+}  // namespace
+
+CurrentStream::CurrentStream(const char* op, const Tensor& tensor) {
+  if constexpr (!kWithCuda) {
+    throw std::runtime_error(
+        std::string(op) +
+        ": this speedtorch was built without CUDA kernels; install nvcc and build it again "
+        "(SPEEDTORCH_CUDA=1 says why if that fails)");
+  }
+  const CurrentStreamOf stream_of = current_stream_of();
+  if (stream_of == nullptr) {
+    throw std::runtime_error(std::string(op) +
+                             ": torch's CUDA library is not loaded or has no "
+                             "aoti_torch_get_current_cuda_stream (torch >= 2.11 is needed)");
+  }
+  const int device = tensor.get_device_index();
+  if (stream_of(device, &stream_) != 0) {
+    throw std::runtime_error(std::string(op) +
+                             ": torch gave no current stream for cuda:" + std::to_string(device));
+  }
+  check_cuda(cuda_calls().get_device(&previous_), op);
+  if (previous_ != device) check_cuda(cuda_calls().set_device(device), op);
+}
+
+CurrentStream::~CurrentStream() {
+  if (cuda_calls().set_device(previous_) != 0) cuda_calls().last_error();
+}
+
+void CurrentStream::refuse_capture(const char* op, const char* why) const {
+  int capturing = 0;
+  check_cuda(cuda_calls().stream_is_capturing(stream_, &capturing), op);
+  if (capturing)
+    throw std::runtime_error(std::string(op) +
+                             ": not possible while a CUDA graph is captured: " + why);
+}
+
+Letter* letter_box() {
+  if (Letter* box = the_letter_box.load()) return box;
+  static std::mutex making;
+  std::lock_guard lock(making);
+  if (Letter* box = the_letter_box.load()) return box;
+  const RelaxedCapture while_capturing;
+  void* memory = nullptr;
+  check_cuda(cuda_calls().host_alloc(&memory, sizeof(Letter)),
+             "speedtorch: cudaHostAlloc of the letter box");
+  std::memset(memory, 0, sizeof(Letter));
+  letter_box_owner = getpid();
+  the_letter_box = static_cast<Letter*>(memory);
+  return the_letter_box;
+}
+
+void throw_pending() {
+  Letter* box = the_letter_box.load();
+  if (box == nullptr || letter_box_owner != getpid()) return;
+  auto* full = reinterpret_cast<std::atomic<int32_t>*>(&box->full);
+  if (full->load(std::memory_order_acquire) == 0) return;
+  const Letter letter = *box;
+  if (full->exchange(0) == 0) return;  // another thread took it
+  throw_bad_ids({.kind = static_cast<LetterKind>(letter.kind),
+                 .op = kOpNames[letter.op],
+                 .list = kListNames[letter.list],
+                 .rows = letter.rows,
+                 .id = letter.id,
+                 .position = letter.position,
+                 .bad_count = letter.bad_count,
+                 .count = letter.count});
+}
+
+}  // namespace speedtorch

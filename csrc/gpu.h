@@ -1,0 +1,37 @@
+// What an op needs of the GPU besides its kernels: the current stream, and the letter box in which
+// kernels leave word of bad ids. Checking ids on the GPU costs no synchronisation this way: the op
+// that has a bad id moves nothing, and a later call reads the letter and throws.
+#pragma once
+
+#include "cuda_calls.h"
+#include "letter.h"
+#include "plan_view.h"
+#include "rows.h"
+
+namespace speedtorch {
+
+// The stream that torch has made current on the device of `tensor`; that device is current while
+// this lives.
+class CurrentStream {
+ public:
+  CurrentStream(const char* op, const Tensor& tensor);
+  ~CurrentStream();
+  CurrentStream(const CurrentStream&) = delete;
+  CurrentStream& operator=(const CurrentStream&) = delete;
+
+  void* get() const { return stream_; }
+  // Throws unless the stream is free of graph capture: `why` says what the op cannot do while
+  // capturing.
+  void refuse_capture(const char* op, const char* why) const;
+
+ private:
+  void* stream_ = nullptr;
+  int previous_ = 0;
+};
+
+// The letter box of this process, mapped into every GPU; made at the first call.
+Letter* letter_box();
+// If a kernel has left word of bad ids: empties the letter box and throws IndexError.
+void throw_pending();
+
+}  // namespace speedtorch

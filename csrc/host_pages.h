@@ -1,0 +1,22 @@
+// Pages of host memory: mapping, filling in parallel, and what the machine has left. No CUDA here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace speedtorch {
+
+// Maps `bytes` of private anonymous memory, large pages advised, starting at a 2 MiB boundary when
+// it is that long. Throws std::bad_alloc with a message.
+void* map_pages(int64_t bytes);
+void unmap_pages(void* address, int64_t bytes);
+// Writes zeros in parallel, so that every page is there afterwards.
+void fill_with_zeros(void* address, int64_t bytes);
+// Bytes that can still be had: the least of MemAvailable and the room under the cgroup's limits.
+int64_t available_bytes();
+// Throws (MemoryError in Python) with the numbers and the remedy if `bytes` are not there.
+void refuse_if_short(int64_t bytes);
+
+[[noreturn]] void throw_memory_error(const char* message);
+
+}  // namespace speedtorch

@@ -1,0 +1,99 @@
+// The schema of every op in one table, the ops on memory, and an empty Python module.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+
+#include "cuda_calls.h"
+#include "gpu.h"
+#include "host_memory.h"
+
+// Without Python (in a C++ program) this symbol is missing, and nobody calls the module's
+// initialiser.
+#pragma weak PyModule_Create2
+
+STABLE_TORCH_LIBRARY(speedtorch, m) {
+  m.def("plan_rows(Tensor index, int rows) -> Tensor[]");
+
+  m.def("pinned_gather(Tensor table, Tensor index) -> Tensor");
+  m.def("pinned_gather.out(Tensor table, Tensor index, Tensor(a!) out) -> ()");
+  m.def("pinned_gather.planned(Tensor table, Tensor index, Tensor[] plan) -> Tensor");
+  m.def(
+      "pinned_gather.planned_out(Tensor table, Tensor index, Tensor[] plan, Tensor(a!) out) -> ()");
+
+  m.def("pinned_scatter(Tensor(a!) table, Tensor index, Tensor src, bool accumulate=False) -> ()");
+  m.def(
+      "pinned_scatter.planned(Tensor(a!) table, Tensor index, Tensor src, Tensor[] plan, bool "
+      "accumulate=False) "
+      "-> ()");
+
+  m.def(
+      "optimizer_state_swap(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor(b!)[] "
+      "arriving, Tensor load) "
+      "-> ()");
+  m.def(
+      "optimizer_state_swap.planned(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor[] "
+      "evict_plan, "
+      "Tensor(b!)[] arriving, Tensor load, Tensor[] load_plan) -> ()");
+
+  // Ops on memory, for speedtorch/memory.py. Kinds are numbers: see MemoryKind.
+  m.def("host_empty(int bytes, int kind, bool check_memory) -> Tensor");
+  m.def("host_register(Tensor tensor) -> ()");
+  m.def("host_unregister(Tensor tensor) -> ()");
+  m.def("memory_kind(Tensor tensor) -> int");
+  m.def("memory_stats() -> Tensor");
+  m.def("let_captured_go(Tensor tensor) -> ()");
+  m.def("check_owner(Tensor tensor) -> ()");
+  m.def("managed_supported() -> bool");
+  m.def("built_with_cuda() -> bool");
+  m.def("throw_pending() -> ()");
+  m.def("stop() -> ()");
+}
+
+namespace speedtorch {
+namespace {
+
+// True if every GPU can use managed memory that stays on the host; false without a GPU.
+bool managed_supported() {
+  int devices = 0;
+  if (cuda_calls().device_count(&devices) != 0) {
+    cuda_calls().last_error();
+    return false;
+  }
+  for (int device = 0; device < devices; ++device) {
+    int supported = 0;
+    if (cuda_calls().concurrent_managed_access(device, &supported) != 0) cuda_calls().last_error();
+    if (!supported) return false;
+  }
+  return devices > 0;
+}
+
+bool built_with_cuda() { return kWithCuda; }
+
+void throw_pending_and_drop_finished() {
+  drop_finished();
+  throw_pending();
+}
+
+}  // namespace
+}  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("host_empty", TORCH_BOX(&speedtorch::host_empty));
+  m.impl("host_register", TORCH_BOX(&speedtorch::host_register));
+  m.impl("host_unregister", TORCH_BOX(&speedtorch::host_unregister));
+  m.impl("memory_kind", TORCH_BOX(&speedtorch::memory_kind));
+  m.impl("memory_stats", TORCH_BOX(&speedtorch::memory_stats));
+  m.impl("let_captured_go", TORCH_BOX(&speedtorch::let_captured_go));
+  m.impl("check_owner", TORCH_BOX(&speedtorch::check_owner));
+  m.impl("managed_supported", TORCH_BOX(&speedtorch::managed_supported));
+  m.impl("built_with_cuda", TORCH_BOX(&speedtorch::built_with_cuda));
+  m.impl("throw_pending", TORCH_BOX(&speedtorch::throw_pending_and_drop_finished));
+  m.impl("stop", TORCH_BOX(&speedtorch::stop));
+}
+
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create2(&module, PYTHON_ABI_VERSION);
+}

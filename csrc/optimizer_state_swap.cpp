@@ -1,0 +1,290 @@
+// optimizer_state_swap: rows of `evict` leave for host fields while rows of `load` arrive; rows in
+// both lists pass from leaving to arriving and do not touch the host. Checks, the CPU kernel and
+// the choice of path; GPU kernels: .cu.
+
+#include "optimizer_state_swap_launch.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gpu.h"
+#include "host_memory.h"
+#include "plan.h"
+#include "rows.h"
+#include "staging.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr const char* kOp = "optimizer_state_swap";
+constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
+
+using Tensors = std::vector<Tensor>;
+using Plan = std::optional<Tensors>;
+
+struct Field {
+  Rows host, leaving, arriving;
+};
+
+std::string item(const char* list, size_t k) {
+  return std::string(list) + "[" + std::to_string(k) + "]";
+}
+
+// Rows of two fields may interleave (fields of one record) but must not overlap.
+void check_fields_apart(const std::string& a_name, const Rows& a, const std::string& b_name,
+                        const Rows& b) {
+  if (a.base == nullptr || b.base == nullptr || a.base >= b.end() || b.base >= a.end()) return;
+  if (a.stride_bytes == b.stride_bytes) {
+    const int64_t stride = std::max<int64_t>(a.stride_bytes, 1);
+    const int64_t apart = (((b.base - a.base) % stride) + stride) % stride;
+    if (apart >= a.row_bytes && stride - apart >= b.row_bytes) return;
+  }
+  throw_value_error(kOp, a_name + " and " + b_name + " overlap in memory");
+}
+
+std::vector<Field> checked_fields(const Tensors& host, const Tensors& leaving,
+                                  const Tensors& arriving, int64_t evicted, int64_t loaded) {
+  if (host.empty()) throw_value_error(kOp, "host must name at least one field, got an empty list");
+  if (leaving.size() != host.size() || arriving.size() != host.size()) {
+    throw_value_error(kOp, "host, leaving and arriving must be lists of one length, got " +
+                               std::to_string(host.size()) + ", " + std::to_string(leaving.size()) +
+                               " and " + std::to_string(arriving.size()));
+  }
+  std::vector<Field> fields;
+  for (size_t k = 0; k < host.size(); ++k) {
+    const std::string host_name = item("host", k);
+    Field field;
+    field.host = as_writable_rows(kOp, host_name.c_str(), host[k]);
+    check_writable(kOp, host_name.c_str(), field.host);
+    if (host[k].size(0) != host[0].size(0)) {
+      throw_value_error(kOp, host_name + " has " + std::to_string(host[k].size(0)) +
+                                 " rows, host[0] has " + std::to_string(host[0].size(0)) +
+                                 "; all fields of a table have the same rows");
+    }
+    check_device(kOp, host_name.c_str(), host[k], "arriving[0]", arriving[0]);
+    auto check_side = [&](const char* list, const Tensor& side, int64_t needed) {
+      const std::string name = item(list, k);
+      const Rows rows = as_rows(kOp, name.c_str(), side);
+      check_contiguous(kOp, name.c_str(), side);
+      check_dtype(kOp, name.c_str(), side, host_name.c_str(), host[k]);
+      check_same_device(kOp, name.c_str(), side, "arriving[0]", arriving[0]);
+      std::vector<int64_t> expected = shape_of(host[k]);
+      expected[0] = side.size(0);
+      check_shape(kOp, name.c_str(), side, expected);
+      if (side.size(0) < needed) {
+        throw_value_error(kOp, name + " has " + std::to_string(side.size(0)) + " rows, at least " +
+                                   std::to_string(needed) + " are needed");
+      }
+      return rows;
+    };
+    field.leaving = check_side("leaving", leaving[k], evicted);
+    field.arriving = check_side("arriving", arriving[k], loaded);
+    fields.push_back(field);
+  }
+  for (size_t k = 0; k < fields.size(); ++k) {
+    for (size_t j = 0; j < fields.size(); ++j) {
+      const std::string arriving_name = item("arriving", k);
+      check_disjoint(kOp, arriving_name.c_str(), fields[k].arriving, item("leaving", j).c_str(),
+                     fields[j].leaving);
+      check_disjoint(kOp, arriving_name.c_str(), fields[k].arriving, item("host", j).c_str(),
+                     fields[j].host);
+      check_disjoint(kOp, item("leaving", k).c_str(), fields[k].leaving, item("host", j).c_str(),
+                     fields[j].host);
+      if (j < k) {
+        check_disjoint(kOp, arriving_name.c_str(), fields[k].arriving, item("arriving", j).c_str(),
+                       fields[j].arriving);
+        check_fields_apart(item("host", j), fields[j].host, item("host", k), fields[k].host);
+      }
+    }
+  }
+  return fields;
+}
+
+// For ids that lie on the CPU, whose plan is there too.
+void check_distinct(const char* list, const PlanView& plan, int64_t rows) {
+  const PlanStatus& status = *plan.status;
+  if (status.distinct == status.count) return;
+  throw_bad_ids({.kind = LetterKind::kRepeated,
+                 .op = kOp,
+                 .list = list,
+                 .rows = rows,
+                 .id = status.repeat_id,
+                 .position = status.repeat_position,
+                 .bad_count = status.count - status.distinct,
+                 .count = status.count});
+}
+
+void swap_on_cpu(const std::vector<Field>& fields, const PlanView& evict, const PlanView& load) {
+  int64_t record_bytes = 1;
+  for (const Field& field : fields) record_bytes += field.host.row_bytes;
+  const int64_t entries_per_task = kBytesPerTask / record_bytes + 1;
+  const int64_t* evict_end = evict.unique + evict.count;
+  const int64_t* load_end = load.unique + load.count;
+  auto move = [](char* to, const char* from, int64_t bytes) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+  };
+  torch::stable::parallel_for(0, load.count, entries_per_task, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      const int64_t id = load.unique[m];
+      const int64_t* found = std::lower_bound(evict.unique, evict_end, id);
+      const bool stays = found != evict_end && *found == id;
+      for (const Field& field : fields) {
+        const char* from =
+            stays ? field.leaving.row(evict.order[found - evict.unique]) : field.host.row(id);
+        if (field.host.row_bytes > 0)
+          move(field.arriving.row(load.order[m]), from, field.host.row_bytes);
+      }
+    }
+  });
+  torch::stable::parallel_for(0, evict.count, entries_per_task, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      const int64_t id = evict.unique[m];
+      if (std::binary_search(load.unique, load_end, id)) continue;
+      for (const Field& field : fields) {
+        if (field.host.row_bytes > 0)
+          move(field.host.row(id), field.leaving.row(evict.order[m]), field.host.row_bytes);
+      }
+    }
+  });
+}
+
+void swap_on_gpu(const Tensors& host, const std::vector<Field>& fields, const PlanView& evict,
+                 const PlanView& load, const Tensor& on, const CurrentStream& stream) {
+  if constexpr (kWithCuda) {
+    const std::array<int64_t, 1> load_size{load.count}, evict_size{evict.count};
+    const Tensor arrives_from =
+        torch::stable::empty(load_size, ScalarType::Long, std::nullopt, on.device());
+    const Tensor stays =
+        torch::stable::empty(evict_size, ScalarType::Byte, std::nullopt, on.device());
+    const SwapScratch scratch{.arrives_from = static_cast<int64_t*>(arrives_from.data_ptr()),
+                              .stays = static_cast<uint8_t*>(stays.data_ptr())};
+    check_cuda(launch_swap_match(evict, load, scratch, stream.get()), kOp);
+    for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
+      const size_t last = std::min(fields.size(), first + kFieldsPerLaunch);
+      std::vector<SwapField> some;
+      bool crosses_link = false;
+      for (size_t k = first; k < last; ++k) {
+        some.push_back({.host = fields[k].host.base,
+                        .host_stride_bytes = fields[k].host.stride_bytes,
+                        .leaving = fields[k].leaving.base,
+                        .arriving = fields[k].arriving.base,
+                        .row_bytes = fields[k].host.row_bytes});
+        crosses_link |= !host[k].is_cuda();
+      }
+      check_cuda(launch_swap(some.data(), static_cast<int>(some.size()), fields[0].host.count,
+                             evict, load, scratch, crosses_link, letter_box(), stream.get()),
+                 kOp);
+    }
+  }
+  for (size_t k = 0; k < fields.size(); ++k) note_use(host[k], fields[k].host, stream.get());
+}
+
+void swap_staged(const Tensors& host, const Tensors& leaving, const Ids& evict,
+                 const Plan& evict_plan, const Tensors& arriving, const Ids& load,
+                 const Plan& load_plan, const CurrentStream& stream) {
+  stream.refuse_capture(kOp,
+                        "a host field is in pageable memory, which takes the host; pin it with "
+                        "speedtorch.pin_memory_(field) or keep it in a HostTable");
+  Tensors staged_leaving, staged_arriving;
+  for (size_t k = 0; k < host.size(); ++k) {
+    staged_leaving.push_back(
+        copy_to_cpu(torch::stable::narrow(const_cast<Tensor&>(leaving[k]), 0, 0, evict.count)));
+    std::vector<int64_t> shape = shape_of(arriving[k]);
+    shape[0] = load.count;
+    staged_arriving.push_back(pinned_like(arriving[k], shape));
+  }
+  const Ids evict_ids = as_ids(kOp, "evict", copy_to_cpu(evict.keep));
+  const Ids load_ids = as_ids(kOp, "load", copy_to_cpu(load.keep));
+  const int64_t rows = host[0].size(0);
+  check_ids_on_cpu(kOp, "evict", evict_ids, rows);
+  check_ids_on_cpu(kOp, "load", load_ids, rows);
+  if (evict_plan) {
+    check_plan_on_cpu(kOp, "evict", *evict_plan, evict.count, rows, arriving[0]);
+  }
+  if (load_plan) check_plan_on_cpu(kOp, "load", *load_plan, load.count, rows, arriving[0]);
+  const Tensors evict_made = make_plan(kOp, evict_ids, rows, evict_ids.keep, nullptr);
+  const Tensors load_made = make_plan(kOp, load_ids, rows, load_ids.keep, nullptr);
+  const PlanView evict_view =
+      view_plan(kOp, "evict", evict_made, evict.count, rows, evict_ids.keep);
+  const PlanView load_view = view_plan(kOp, "load", load_made, load.count, rows, load_ids.keep);
+  check_distinct("evict", evict_view, rows);
+  check_distinct("load", load_view, rows);
+  swap_on_cpu(checked_fields(host, staged_leaving, staged_arriving, evict.count, load.count),
+              evict_view, load_view);
+  for (size_t k = 0; k < host.size(); ++k) {
+    copy_async(staged_arriving[k],
+               torch::stable::narrow(const_cast<Tensor&>(arriving[k]), 0, 0, load.count));
+  }
+}
+
+void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, const Plan& evict_plan,
+          const Tensors& arriving, const Tensor& load, const Plan& load_plan) {
+  throw_pending();
+  Ids evict_ids = as_ids(kOp, "evict", evict);
+  Ids load_ids = as_ids(kOp, "load", load);
+  const std::vector<Field> fields =
+      checked_fields(host, leaving, arriving, evict_ids.count, load_ids.count);
+  const Tensor& on = arriving[0];
+  const int64_t rows = fields[0].host.count;
+  check_device(kOp, "evict", evict, "arriving[0]", on);
+  check_device(kOp, "load", load, "arriving[0]", on);
+  if (evict_ids.on_cpu) check_ids_on_cpu(kOp, "evict", evict_ids, rows);
+  if (load_ids.on_cpu) check_ids_on_cpu(kOp, "load", load_ids, rows);
+  auto planned = [&](const char* list, const Ids& ids, const Plan& plan, void* stream) {
+    Tensors made = plan ? *plan : make_plan(kOp, ids, rows, ids.keep, stream);
+    const PlanView view = view_plan(kOp, list, made, ids.count, rows, ids.keep);
+    if (ids.on_cpu) check_distinct(list, view, rows);
+    return std::pair{std::move(made), view};
+  };
+  if (on.is_cpu()) {
+    for (const Tensor& field : host) check_owner(field);
+    const auto [evict_made, evict_view] = planned("evict", evict_ids, evict_plan, nullptr);
+    const auto [load_made, load_view] = planned("load", load_ids, load_plan, nullptr);
+    swap_on_cpu(fields, evict_view, load_view);
+    return;
+  }
+  const CurrentStream stream(kOp, on);
+  bool mapped = true;
+  for (size_t k = 0; k < host.size(); ++k) mapped &= is_mapped(kOp, host[k], fields[k].host);
+  if (!mapped) {
+    swap_staged(host, leaving, evict_ids, evict_plan, arriving, load_ids, load_plan, stream);
+    return;
+  }
+  auto to_device = [&](const char* list, Ids& ids) {
+    if (!ids.on_cpu) return;
+    planned(list, ids, std::nullopt,
+            nullptr);  // ids on the CPU are checked there, for repetitions too
+    ids = as_ids(kOp, list, copy_to_device(ids.keep, on));
+  };
+  to_device("evict", evict_ids);
+  to_device("load", load_ids);
+  const auto [evict_made, evict_view] = planned("evict", evict_ids, evict_plan, stream.get());
+  const auto [load_made, load_view] = planned("load", load_ids, load_plan, stream.get());
+  swap_on_gpu(host, fields, evict_view, load_view, on, stream);
+}
+
+void optimizer_state_swap(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                          const Tensors& arriving, const Tensor& load) {
+  swap(host, leaving, evict, std::nullopt, arriving, load, std::nullopt);
+}
+
+void optimizer_state_swap_planned(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                                  const Tensors& evict_plan, const Tensors& arriving,
+                                  const Tensor& load, const Tensors& load_plan) {
+  swap(host, leaving, evict, evict_plan, arriving, load, load_plan);
+}
+
+}  // namespace
+}  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("optimizer_state_swap", TORCH_BOX(&speedtorch::optimizer_state_swap));
+  m.impl("optimizer_state_swap.planned", TORCH_BOX(&speedtorch::optimizer_state_swap_planned));
+}

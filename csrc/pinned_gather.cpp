@@ -1,0 +1,173 @@
+// pinned_gather: out[i] = table[index[i]], the table in host memory (or on the GPU of the ids).
+// Checks, the CPU kernel and the choice of path; the GPU kernels are in pinned_gather.cu.
+//
+// Paths on the GPU: rows in index order from managed memory and from tables on the GPU (order does
+// not matter there), in address order from registered memory (measured: three times as fast),
+// through a staged copy from pageable memory.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "gpu.h"
+#include "host_memory.h"
+#include "pinned_gather_launch.h"
+#include "plan.h"
+#include "plan_launch.h"
+#include "rows.h"
+#include "staging.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr const char* kOp = "pinned_gather";
+constexpr const char* kIndex = "index";
+constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
+
+using Plan = std::optional<std::vector<Tensor>>;
+
+void gather_on_cpu(const Rows& table, const Ids& ids, const Rows& out) {
+  const int64_t rows_per_task = kBytesPerTask / (out.row_bytes + 1) + 1;
+  torch::stable::parallel_for(0, ids.count, rows_per_task, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      std::memcpy(out.row(i), table.row(ids.at(i)), static_cast<size_t>(out.row_bytes));
+    }
+  });
+}
+
+// One contiguous row per id, whatever the shape of the index.
+Rows rows_per_id(const Tensor& out, const Rows& table, const Ids& ids) {
+  return {.base = static_cast<char*>(out.mutable_data_ptr()),
+          .count = ids.count,
+          .row_bytes = table.row_bytes,
+          .stride_bytes = table.row_bytes};
+}
+
+void gather_staged(const Tensor& table, const Ids& ids, const Plan& plan, const Tensor& out,
+                   const CurrentStream& stream) {
+  stream.refuse_capture(kOp,
+                        "the table is in pageable memory, which takes the host; pin it with "
+                        "speedtorch.pin_memory_(table) or keep it in a HostTable");
+  const Ids on_cpu = as_ids(kOp, kIndex, copy_to_cpu(ids.keep));
+  const Rows rows = as_rows(kOp, "table", table);
+  check_ids_on_cpu(kOp, kIndex, on_cpu, rows.count);
+  if (plan) check_plan_on_cpu(kOp, kIndex, *plan, ids.count, rows.count, out);
+  const Tensor staging = pinned_like(out, shape_of(out));
+  gather_on_cpu(rows, on_cpu, rows_per_id(staging, rows, on_cpu));
+  copy_async(staging, out);
+}
+
+void gather_on_gpu(const Tensor& table, const Rows& rows, const Ids& ids, const Plan& plan,
+                   const Tensor& out, const CurrentStream& stream) {
+  const GatherRows work{.table = rows.base,
+                        .table_rows = rows.count,
+                        .table_stride_bytes = rows.stride_bytes,
+                        .out = static_cast<char*>(out.mutable_data_ptr()),
+                        .row_bytes = rows.row_bytes,
+                        .count = ids.count,
+                        .crosses_link = !table.is_cuda()};
+  const bool any_order =
+      static_cast<MemoryKind>(memory_kind(table)) == MemoryKind::kManaged || table.is_cuda();
+  if constexpr (kWithCuda) {
+    if (!plan && any_order) {
+      const std::array<int64_t, 1> size{kPlanStatusFields};
+      const Tensor memory =
+          torch::stable::empty(size, ScalarType::Long, std::nullopt, out.device());
+      auto* status = static_cast<PlanStatus*>(memory.mutable_data_ptr());
+      check_cuda(launch_check_ids(ids.data, ids.wide, ids.count, rows.count, status, stream.get()),
+                 kOp);
+      check_cuda(launch_gather_direct(work, ids.data, ids.wide, status, letter_box(), stream.get()),
+                 kOp);
+    } else {
+      const std::vector<Tensor> made =
+          plan ? *plan : make_plan(kOp, ids, rows.count, out, stream.get());
+      const PlanView view = view_plan(kOp, kIndex, made, ids.count, rows.count, out);
+      check_cuda(launch_gather_planned(work, view, letter_box(), stream.get()), kOp);
+    }
+  }
+  note_use(table, rows, stream.get());
+}
+
+void gather(const Tensor& table, const Tensor& index, const Plan& plan, const Tensor& out) {
+  const Rows rows = as_rows(kOp, "table", table);
+  Ids ids = as_ids(kOp, kIndex, index);
+  check_device(kOp, "table", table, "the result", out);
+  check_device(kOp, kIndex, index, "the result", out);
+  if (ids.on_cpu) check_ids_on_cpu(kOp, kIndex, ids, rows.count);
+  if (out.is_cpu()) {
+    check_owner(table);
+    if (plan) view_plan(kOp, kIndex, *plan, ids.count, rows.count, out);
+    if (out.numel() > 0) gather_on_cpu(rows, ids, rows_per_id(out, rows, ids));
+    return;
+  }
+  const CurrentStream stream(kOp, out);
+  if (ids.on_cpu) ids = as_ids(kOp, kIndex, copy_to_device(ids.keep, out));
+  if (out.numel() > 0 && !is_mapped(kOp, table, rows)) {
+    gather_staged(table, ids, plan, out, stream);
+  } else if (ids.count > 0) {
+    gather_on_gpu(table, rows, ids, plan, out, stream);
+  }
+}
+
+std::vector<int64_t> result_shape(const Tensor& table, const Tensor& index) {
+  as_rows(kOp, "table", table);
+  std::vector<int64_t> shape = shape_of(index);
+  for (int64_t d = 1; d < table.dim(); ++d) shape.push_back(table.size(d));
+  return shape;
+}
+
+Tensor gather_new(const Tensor& table, const Tensor& index, const Plan& plan) {
+  throw_pending();
+  check_device(kOp, "table", table, kIndex, index);
+  Tensor out = torch::stable::empty(result_shape(table, index), table.scalar_type(), std::nullopt,
+                                    index.device());
+  gather(table, index, plan, out);
+  return out;
+}
+
+void gather_into(const Tensor& table, const Tensor& index, const Plan& plan, const Tensor& out) {
+  throw_pending();
+  check_shape(kOp, "out", out, result_shape(table, index));
+  check_dtype(kOp, "out", out, "table", table);
+  check_contiguous(kOp, "out", out);
+  if (out.numel() > 0) {
+    const Rows written{.base = static_cast<char*>(out.mutable_data_ptr()),
+                       .count = 1,
+                       .row_bytes = out.numel() * element_bytes(out),
+                       .stride_bytes = 0};
+    check_disjoint(kOp, "out", written, "table", as_rows(kOp, "table", table));
+  }
+  gather(table, index, plan, out);
+}
+
+Tensor pinned_gather(const Tensor& table, const Tensor& index) {
+  return gather_new(table, index, std::nullopt);
+}
+
+void pinned_gather_out(const Tensor& table, const Tensor& index, const Tensor& out) {
+  gather_into(table, index, std::nullopt, out);
+}
+
+Tensor pinned_gather_planned(const Tensor& table, const Tensor& index,
+                             const std::vector<Tensor>& plan) {
+  return gather_new(table, index, plan);
+}
+
+void pinned_gather_planned_out(const Tensor& table, const Tensor& index,
+                               const std::vector<Tensor>& plan, const Tensor& out) {
+  gather_into(table, index, plan, out);
+}
+
+}  // namespace
+}  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("pinned_gather", TORCH_BOX(&speedtorch::pinned_gather));
+  m.impl("pinned_gather.out", TORCH_BOX(&speedtorch::pinned_gather_out));
+  m.impl("pinned_gather.planned", TORCH_BOX(&speedtorch::pinned_gather_planned));
+  m.impl("pinned_gather.planned_out", TORCH_BOX(&speedtorch::pinned_gather_planned_out));
+}

@@ -1,0 +1,180 @@
+// plan_rows: ids in address order, on the CPU here and on the GPU in plan.cu; see plan.h.
+
+#include "plan.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "gpu.h"
+#include "plan_launch.h"
+#include "staging.h"
+
+namespace speedtorch {
+namespace {
+
+enum PlanPart : size_t { kUnique, kInverse, kOrder, kOffsets, kStatus, kParts };
+constexpr const char* kPartNames[kParts] = {"unique", "inverse", "order", "offsets", "status"};
+
+int64_t part_length(size_t part, int64_t count) {
+  return part == kStatus ? kPlanStatusFields : count + (part == kOffsets ? 1 : 0);
+}
+
+int64_t* data_of(const Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<int64_t*>(tensor.data_ptr());
+}
+
+// Positions 0..n-1 sorted by id, equal ids in position order. Least significant digit first; ids
+// lie below `rows`.
+void sort_positions(const Ids& ids, int64_t rows, int64_t* order) {
+  constexpr int kDigitBits = 11;  // 2,048 counters of 8 bytes stay in the first-level cache
+  constexpr size_t kBuckets = size_t{1} << kDigitBits;
+  const int64_t n = ids.count;
+  auto other = std::make_unique<int64_t[]>(static_cast<size_t>(n));
+  int64_t* from = order;
+  int64_t* to = other.get();
+  for (int64_t i = 0; i < n; ++i) from[i] = i;
+  const int bits = std::bit_width(static_cast<uint64_t>(std::max<int64_t>(rows - 1, 0)));
+  for (int shift = 0; shift < bits; shift += kDigitBits) {
+    auto digit = [&](int64_t i) {
+      return (static_cast<uint64_t>(ids.at(i)) >> shift) & (kBuckets - 1);
+    };
+    std::array<int64_t, kBuckets> next{};
+    for (int64_t i = 0; i < n; ++i) ++next[digit(i)];
+    int64_t sum = 0;
+    for (int64_t& bucket : next) bucket = std::exchange(sum, sum + bucket);
+    for (int64_t i = 0; i < n; ++i) to[next[digit(from[i])]++] = from[i];
+    std::swap(from, to);
+  }
+  if (from != order) std::memcpy(order, from, static_cast<size_t>(n) * sizeof(int64_t));
+}
+
+void fill_plan_on_cpu(const Ids& ids, int64_t rows, const std::vector<Tensor>& plan) {
+  int64_t* unique = data_of(plan[kUnique]);
+  int64_t* inverse = data_of(plan[kInverse]);
+  int64_t* order = data_of(plan[kOrder]);
+  int64_t* offsets = data_of(plan[kOffsets]);
+  const int64_t n = ids.count;
+  if (n > 0) sort_positions(ids, rows, order);
+  int64_t distinct = 0, repeat = n;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t id = ids.at(order[i]);
+    if (distinct == 0 || id != unique[distinct - 1]) {
+      unique[distinct] = id;
+      offsets[distinct++] = i;
+    } else {
+      repeat = std::min(repeat, order[i]);
+    }
+    inverse[order[i]] = distinct - 1;
+  }
+  std::fill(unique + distinct, unique + n, -1);
+  std::fill(offsets + distinct, offsets + n + 1, n);
+  *reinterpret_cast<PlanStatus*>(data_of(plan[kStatus])) = {
+      .bad_count = 0,
+      .bad_position = n,
+      .bad_id = 0,
+      .distinct = distinct,
+      .rows = rows,
+      .count = n,
+      .repeat_position = repeat,
+      .repeat_id = repeat < n ? ids.at(repeat) : 0};
+}
+
+PlanView view_of(const std::vector<Tensor>& plan, int64_t count) {
+  return {.unique = data_of(plan[kUnique]),
+          .inverse = data_of(plan[kInverse]),
+          .order = data_of(plan[kOrder]),
+          .offsets = data_of(plan[kOffsets]),
+          .status = reinterpret_cast<const PlanStatus*>(data_of(plan[kStatus])),
+          .count = count};
+}
+
+}  // namespace
+
+std::vector<Tensor> make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on,
+                              void* stream) {
+  std::vector<Tensor> plan;
+  for (size_t part = 0; part < kParts; ++part) {
+    const std::array<int64_t, 1> size{part_length(part, ids.count)};
+    plan.push_back(torch::stable::empty(size, ScalarType::Long, std::nullopt, on.device()));
+  }
+  if (on.is_cpu()) {
+    fill_plan_on_cpu(ids, rows, plan);
+    return plan;
+  }
+  if constexpr (kWithCuda) {
+    const std::array<int64_t, 1> scratch_bytes{plan_scratch_bytes(ids.count, rows)};
+    const Tensor scratch =
+        torch::stable::empty(scratch_bytes, ScalarType::Byte, std::nullopt, on.device());
+    check_cuda(
+        launch_plan(ids.data, ids.wide, ids.count, rows, scratch.data_ptr(), scratch_bytes[0],
+                    {.unique = data_of(plan[kUnique]),
+                     .inverse = data_of(plan[kInverse]),
+                     .order = data_of(plan[kOrder]),
+                     .offsets = data_of(plan[kOffsets]),
+                     .status = reinterpret_cast<PlanStatus*>(data_of(plan[kStatus]))},
+                    stream),
+        op);
+  }
+  return plan;
+}
+
+PlanView view_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+                   int64_t rows, const Tensor& on) {
+  const std::string name = "the plan of " + std::string(list);
+  if (plan.size() != kParts) {
+    throw_value_error(op, name + " has " + std::to_string(plan.size()) +
+                              " tensors, expected the 5 that plan_rows returns");
+  }
+  for (size_t part = 0; part < kParts; ++part) {
+    const std::string part_name = name + " (" + kPartNames[part] + ")";
+    if (plan[part].scalar_type() != ScalarType::Long || !plan[part].is_contiguous()) {
+      throw_value_error(op,
+                        part_name + " must be a contiguous int64 tensor as plan_rows returns it");
+    }
+    check_shape(op, part_name.c_str(), plan[part], {part_length(part, count)});
+    check_same_device(op, part_name.c_str(), plan[part], "this op's GPU side", on);
+  }
+  const PlanView view = view_of(plan, count);
+  if (on.is_cpu() && view.status->rows != rows) {
+    throw_bad_ids({.kind = LetterKind::kForeignPlan,
+                   .op = op,
+                   .list = list,
+                   .rows = rows,
+                   .id = view.status->rows});
+  }
+  return view;
+}
+
+void check_plan_on_cpu(const char* op, const char* list, const std::vector<Tensor>& plan,
+                       int64_t count, int64_t rows, const Tensor& on) {
+  view_plan(op, list, plan, count, rows, on);
+  std::vector<Tensor> on_cpu;
+  for (const Tensor& part : plan) on_cpu.push_back(copy_to_cpu(part));
+  view_plan(op, list, on_cpu, count, rows, on_cpu[kStatus]);
+}
+
+std::vector<Tensor> plan_rows(const Tensor& index, int64_t rows) {
+  constexpr const char* kOp = "plan_rows";
+  throw_pending();
+  if (rows < 0) throw_value_error(kOp, "rows must not be negative, got " + std::to_string(rows));
+  const Ids ids = as_ids(kOp, "index", index);
+  if (ids.on_cpu) {
+    check_ids_on_cpu(kOp, "index", ids, rows);
+    return make_plan(kOp, ids, rows, ids.keep, nullptr);
+  }
+  const CurrentStream stream(kOp, index);
+  return make_plan(kOp, ids, rows, ids.keep, stream.get());
+}
+
+}  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("plan_rows", TORCH_BOX(&speedtorch::plan_rows));
+}

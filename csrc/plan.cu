@@ -1,0 +1,215 @@
+// Ids -> address order on the GPU: mark bad ids, sort (id, position) by id, number the distinct
+// ids. Called by plan.cpp. Every id is read once or twice from GPU memory; nothing crosses the
+// link. Bad ids leave garbage in the plan but never an address out of bounds; the status tells the
+// movers to leave everything as it was.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <bit>
+#include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_scan.cuh>
+
+#include "plan_launch.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr int kThreads = 256;
+// Enough threads to saturate GPU memory on batches of a million ids, few enough to leave room
+// beside them.
+constexpr int64_t kMaxBlocks = 1024;
+constexpr int64_t kAlign = 256;  // of the pieces of scratch, as cudaMalloc aligns
+
+int blocks_for(int64_t n) {
+  return static_cast<int>(std::clamp<int64_t>((n + kThreads - 1) / kThreads, 1, kMaxBlocks));
+}
+
+struct Scratch {
+  uint64_t* keys;
+  uint64_t* sorted_keys;
+  int32_t* positions;
+  int32_t* sorted_positions;
+  int32_t* heads;
+  int32_t* ranks;
+  void* cub;
+  int64_t cub_bytes;
+};
+
+int end_bit(int64_t rows) {
+  return std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(rows - 1))));
+}
+
+int64_t padded(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+size_t cub_scratch_bytes(int64_t n, int64_t rows) {
+  size_t sort_bytes = 0, scan_bytes = 0;
+  cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, static_cast<uint64_t*>(nullptr),
+                                  static_cast<uint64_t*>(nullptr), static_cast<int32_t*>(nullptr),
+                                  static_cast<int32_t*>(nullptr), static_cast<int>(n), 0,
+                                  end_bit(rows));
+  cub::DeviceScan::InclusiveSum(nullptr, scan_bytes, static_cast<int32_t*>(nullptr),
+                                static_cast<int32_t*>(nullptr), static_cast<int>(n));
+  return std::max(sort_bytes, scan_bytes);
+}
+
+Scratch carve(void* memory, int64_t bytes, int64_t n) {
+  char* next = static_cast<char*>(memory);
+  auto take = [&](int64_t size) { return std::exchange(next, next + padded(size)); };
+  Scratch scratch{};
+  scratch.keys = reinterpret_cast<uint64_t*>(take(n * 8));
+  scratch.sorted_keys = reinterpret_cast<uint64_t*>(take(n * 8));
+  scratch.positions = reinterpret_cast<int32_t*>(take(n * 4));
+  scratch.sorted_positions = reinterpret_cast<int32_t*>(take(n * 4));
+  scratch.heads = reinterpret_cast<int32_t*>(take(n * 4));
+  scratch.ranks = reinterpret_cast<int32_t*>(take(n * 4));
+  scratch.cub = next;
+  scratch.cub_bytes = static_cast<char*>(memory) + bytes - next;
+  return scratch;
+}
+
+// ----------------------------------------------------------------------------------------------------------
+// kernels
+
+// One thread: a status of a batch in which nothing is wrong yet.
+__global__ void reset_status_kernel(PlanStatus* status, int64_t rows, int64_t n) {
+  *status = {0, n, 0, 0, rows, n, n, 0};
+}
+
+// A thread owns ids i, i + threads, ...: finds those out of range and, where `keys` is given,
+// prepares the sort.
+template <typename Id>
+__global__ void mark_ids_kernel(const Id* ids, int64_t n, int64_t rows, uint64_t* keys,
+                                int32_t* positions, PlanStatus* status) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
+    const uint64_t id = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
+    if (id >= static_cast<uint64_t>(rows)) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(&status->bad_count), 1ull);
+      atomicMin(reinterpret_cast<unsigned long long*>(&status->bad_position),
+                static_cast<unsigned long long>(i));
+    }
+    if (keys != nullptr) {
+      keys[i] = id;
+      positions[i] = static_cast<int32_t>(i);
+    }
+  }
+}
+
+// One thread: the id at the first bad position.
+template <typename Id>
+__global__ void name_bad_id_kernel(const Id* ids, PlanStatus* status) {
+  if (status->bad_count > 0) status->bad_id = static_cast<int64_t>(ids[status->bad_position]);
+}
+
+// A thread owns sorted entries: 1 where an id differs from the one before it.
+__global__ void mark_heads_kernel(const uint64_t* sorted_keys, int64_t n, int32_t* heads) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
+    heads[i] = i == 0 || sorted_keys[i] != sorted_keys[i - 1];
+  }
+}
+
+// A thread owns sorted entries: writes its share of the plan. ranks[i] is the number of distinct
+// ids up to entry i.
+template <typename Id>
+__global__ void write_plan_kernel(const Id* ids, const uint64_t* sorted_keys,
+                                  const int32_t* sorted_positions, const int32_t* ranks, int64_t n,
+                                  PlanOut out) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  const int64_t distinct = ranks[n - 1];
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
+    const int64_t mine = ranks[i] - 1;
+    const int64_t position = sorted_positions[i];
+    const bool head = i == 0 || ranks[i - 1] != ranks[i];
+    out.order[i] = position;
+    out.inverse[position] = mine;
+    if (head) {
+      out.unique[mine] = static_cast<int64_t>(sorted_keys[i]);
+      out.offsets[mine] = i;
+    } else {
+      atomicMin(reinterpret_cast<unsigned long long*>(&out.status->repeat_position),
+                static_cast<unsigned long long>(position));
+    }
+    if (i >= distinct) {
+      out.unique[i] = -1;
+      out.offsets[i] = n;
+    }
+    if (i == n - 1) {
+      out.offsets[n] = n;
+      out.status->distinct = distinct;
+    }
+  }
+}
+
+// One thread: the id at the first repeated position.
+template <typename Id>
+__global__ void name_repeat_kernel(const Id* ids, int64_t n, PlanStatus* status) {
+  if (status->repeat_position < n)
+    status->repeat_id = static_cast<int64_t>(ids[status->repeat_position]);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// launchers
+
+template <typename Id>
+void mark_ids(const Id* ids, int64_t n, int64_t rows, uint64_t* keys, int32_t* positions,
+              PlanStatus* status, cudaStream_t stream) {
+  reset_status_kernel<<<1, 1, 0, stream>>>(status, rows, n);
+  if (n == 0) return;
+  mark_ids_kernel<<<blocks_for(n), kThreads, 0, stream>>>(ids, n, rows, keys, positions, status);
+  name_bad_id_kernel<<<1, 1, 0, stream>>>(ids, status);
+}
+
+template <typename Id>
+cudaError_t plan(const Id* ids, int64_t n, int64_t rows, const Scratch& scratch, PlanOut out,
+                 cudaStream_t stream) {
+  mark_ids(ids, n, rows, scratch.keys, scratch.positions, out.status, stream);
+  if (n == 0) {
+    if (cudaError_t error = cudaMemsetAsync(out.offsets, 0, sizeof(int64_t), stream);
+        error != cudaSuccess)
+      return error;
+    return cudaGetLastError();
+  }
+  size_t cub_bytes = static_cast<size_t>(scratch.cub_bytes);
+  cudaError_t error = cub::DeviceRadixSort::SortPairs(
+      scratch.cub, cub_bytes, scratch.keys, scratch.sorted_keys, scratch.positions,
+      scratch.sorted_positions, static_cast<int>(n), 0, end_bit(rows), stream);
+  if (error != cudaSuccess) return error;
+  mark_heads_kernel<<<blocks_for(n), kThreads, 0, stream>>>(scratch.sorted_keys, n, scratch.heads);
+  error = cub::DeviceScan::InclusiveSum(scratch.cub, cub_bytes, scratch.heads, scratch.ranks,
+                                        static_cast<int>(n), stream);
+  if (error != cudaSuccess) return error;
+  write_plan_kernel<<<blocks_for(n), kThreads, 0, stream>>>(
+      ids, scratch.sorted_keys, scratch.sorted_positions, scratch.ranks, n, out);
+  name_repeat_kernel<<<1, 1, 0, stream>>>(ids, n, out.status);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int64_t plan_scratch_bytes(int64_t n, int64_t rows) {
+  if (n == 0) return kAlign;
+  return 2 * padded(n * 8) + 4 * padded(n * 4) + static_cast<int64_t>(cub_scratch_bytes(n, rows));
+}
+
+int launch_plan(const void* ids, bool wide, int64_t n, int64_t rows, void* scratch,
+                int64_t scratch_bytes, PlanOut out, void* stream) {
+  const Scratch pieces = carve(scratch, scratch_bytes, n);
+  auto on = static_cast<cudaStream_t>(stream);
+  return wide ? plan(static_cast<const int64_t*>(ids), n, rows, pieces, out, on)
+              : plan(static_cast<const int32_t*>(ids), n, rows, pieces, out, on);
+}
+
+int launch_check_ids(const void* ids, bool wide, int64_t n, int64_t rows, PlanStatus* status,
+                     void* stream) {
+  auto on = static_cast<cudaStream_t>(stream);
+  if (wide) {
+    mark_ids(static_cast<const int64_t*>(ids), n, rows, nullptr, nullptr, status, on);
+  } else {
+    mark_ids(static_cast<const int32_t*>(ids), n, rows, nullptr, nullptr, status, on);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace speedtorch

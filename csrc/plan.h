@@ -1,0 +1,31 @@
+// A batch's ids in address order. One plan serves every op on the same ids.
+//
+// A plan is a list of tensors on one device: unique [n], inverse [n], order [n], offsets [n + 1],
+// status [8], all int64; with u distinct ids the first u of `unique` are valid, ascending, and
+// positions order[offsets[k]] up to order[offsets[k + 1]] name unique[k], in index order.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan_view.h"
+#include "rows.h"
+
+namespace speedtorch {
+
+std::vector<Tensor> plan_rows(const Tensor& index, int64_t rows);
+
+// A plan of ids on their own device, without the checks that plan_rows makes of bad ids on the CPU.
+std::vector<Tensor> make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on,
+                              void* stream);
+// Checks a plan that the user passed: number, shapes, dtypes, devices; on the CPU its status too.
+// (On a GPU the kernels look at the status.)
+PlanView view_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+                   int64_t rows, const Tensor& on);
+
+// For paths that work on the CPU although the plan lies on a GPU: checks it there, which waits for
+// the GPU.
+void check_plan_on_cpu(const char* op, const char* list, const std::vector<Tensor>& plan,
+                       int64_t count, int64_t rows, const Tensor& on);
+
+}  // namespace speedtorch

@@ -1,0 +1,195 @@
+// Argument checks shared by all ops; see rows.h.
+
+#include "rows.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+#include <limits>
+#include <stdexcept>
+
+namespace speedtorch {
+namespace {
+
+constexpr int64_t kMaxIds = std::numeric_limits<int32_t>::max();
+constexpr int64_t kIdsPerTask =
+    1 << 16;  // checking is a few ns an id: smaller tasks cost more than they save
+
+std::string text(int64_t value) { return std::to_string(value); }
+
+}  // namespace
+
+void throw_value_error(const char* op, const std::string& message) {
+  throw std::invalid_argument(std::string(op) + ": " + message);
+}
+
+int64_t element_bytes(const Tensor& tensor) {
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+}
+
+std::vector<int64_t> shape_of(const Tensor& tensor) {
+  std::vector<int64_t> shape(static_cast<size_t>(tensor.dim()));
+  for (size_t d = 0; d < shape.size(); ++d) shape[d] = tensor.size(static_cast<int64_t>(d));
+  return shape;
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string result = "[";
+  for (size_t d = 0; d < shape.size(); ++d) result += (d ? ", " : "") + text(shape[d]);
+  return result + "]";
+}
+
+std::string device_text(const Tensor& tensor) {
+  if (tensor.is_cpu()) return "cpu";
+  return (tensor.is_cuda() ? "cuda:" : "device ") + text(tensor.get_device_index());
+}
+
+const char* dtype_text(const Tensor& tensor) {
+  return torch::headeronly::toString(tensor.scalar_type());
+}
+
+Rows as_rows(const char* op, const char* name, const Tensor& tensor) {
+  if (!tensor.is_cpu() && !tensor.is_cuda()) {
+    throw_value_error(op, std::string(name) + " must be on the CPU or on a CUDA device");
+  }
+  if (tensor.layout() != torch::headeronly::Layout::Strided) {
+    throw_value_error(op, std::string(name) + " must be a dense (strided) tensor");
+  }
+  const int64_t dims = tensor.dim();
+  if (dims == 0) {
+    throw_value_error(
+        op, std::string(name) + " must have at least one dimension [rows, ...], got a scalar");
+  }
+  const int64_t item = element_bytes(tensor);
+  int64_t columns = 1;
+  for (int64_t d = dims - 1; d >= 1; --d) {
+    if (tensor.numel() > 0 && tensor.size(d) != 1 && tensor.stride(d) != columns) {
+      throw_value_error(
+          op, "the rows of " + std::string(name) + " must be contiguous inside: dimension " +
+                  text(d) + " has stride " + text(tensor.stride(d)) + ", expected " +
+                  text(columns) + " (call .contiguous(), or pass a tensor whose rows are whole)");
+    }
+    columns *= tensor.size(d);
+  }
+  Rows rows;
+  rows.count = tensor.size(0);
+  rows.row_bytes = columns * item;
+  rows.stride_bytes = tensor.stride(0) * item;
+  rows.base = tensor.numel() == 0 ? nullptr : static_cast<char*>(tensor.data_ptr());
+  return rows;
+}
+
+Rows as_writable_rows(const char* op, const char* name, const Tensor& tensor) {
+  const Rows rows = as_rows(op, name, tensor);
+  if (rows.count > 1 && rows.stride_bytes < rows.row_bytes) {
+    throw_value_error(
+        op, "the rows of " + std::string(name) + " overlap (row stride " + text(rows.stride_bytes) +
+                " bytes, row " + text(rows.row_bytes) +
+                " bytes): an expanded tensor cannot be written row by row, clone it first");
+  }
+  return rows;
+}
+
+Ids as_ids(const char* op, const char* name, const Tensor& index) {
+  const ScalarType dtype = index.scalar_type();
+  if (dtype != ScalarType::Long && dtype != ScalarType::Int) {
+    throw_value_error(op, std::string(name) + " must be int32 or int64, got " + dtype_text(index));
+  }
+  if (index.numel() > kMaxIds) {
+    throw_value_error(op, std::string(name) + " has " + text(index.numel()) + " ids, at most " +
+                              text(kMaxIds) + " are allowed in one call");
+  }
+  Ids ids;
+  ids.keep = index.is_contiguous() ? index : torch::stable::contiguous(index);
+  ids.count = index.numel();
+  ids.data = ids.count == 0 ? nullptr : ids.keep.data_ptr();
+  ids.wide = dtype == ScalarType::Long;
+  ids.on_cpu = index.is_cpu();
+  return ids;
+}
+
+void check_shape(const char* op, const char* name, const Tensor& tensor,
+                 const std::vector<int64_t>& expected) {
+  if (shape_of(tensor) != expected) {
+    throw_value_error(op, std::string(name) + " has shape " + shape_text(shape_of(tensor)) +
+                              ", expected " + shape_text(expected));
+  }
+}
+
+void check_dtype(const char* op, const char* name, const Tensor& tensor, const char* other_name,
+                 const Tensor& other) {
+  if (tensor.scalar_type() != other.scalar_type()) {
+    throw_value_error(op, std::string(name) + " has dtype " + dtype_text(tensor) + ", expected " +
+                              dtype_text(other) + " as " + other_name);
+  }
+}
+
+void check_contiguous(const char* op, const char* name, const Tensor& tensor) {
+  if (!tensor.is_contiguous()) throw_value_error(op, std::string(name) + " must be contiguous");
+}
+
+void check_disjoint(const char* op, const char* name, const Rows& a, const char* other_name,
+                    const Rows& b) {
+  if (a.base == nullptr || b.base == nullptr) return;
+  if (a.base < b.end() && b.base < a.end()) {
+    throw_value_error(op, std::string(name) + " and " + other_name + " overlap in memory");
+  }
+}
+
+void check_device(const char* op, const char* name, const Tensor& tensor, const char* compute_name,
+                  const Tensor& compute) {
+  if (!tensor.is_cpu()) check_same_device(op, name, tensor, compute_name, compute);
+}
+
+void check_same_device(const char* op, const char* name, const Tensor& tensor,
+                       const char* compute_name, const Tensor& compute) {
+  if (device_text(tensor) != device_text(compute)) {
+    throw_value_error(op, std::string(name) + " is on " + device_text(tensor) + " but " +
+                              compute_name + " is on " + device_text(compute) +
+                              "; move one of them with .to()");
+  }
+}
+
+void throw_bad_ids(const BadIds& bad) {
+  const std::string head = std::string(bad.op) + ": ";
+  const std::string at = " at position " + text(bad.position) + " of " + bad.list;
+  const std::string unmoved = "; no row was moved";
+  if (bad.kind == LetterKind::kForeignPlan) {
+    throw std::out_of_range(head + "the plan of " + bad.list + " was made for a table of " +
+                            text(bad.id) + " rows, this table has " + text(bad.rows) + unmoved);
+  }
+  if (bad.kind == LetterKind::kRepeated) {
+    throw std::out_of_range(head + "id " + text(bad.id) + at + " appears twice (" +
+                            text(bad.bad_count) + " of " + text(bad.count) +
+                            " ids are repeated); the ids of one list must be distinct" + unmoved);
+  }
+  throw std::out_of_range(head + "id " + text(bad.id) + at + " is out of range for a table of " +
+                          text(bad.rows) + " rows (" + text(bad.bad_count) + " of " +
+                          text(bad.count) + " ids are out of range)" + unmoved);
+}
+
+void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t rows) {
+  std::atomic<bool> all_good{true};
+  auto is_bad = [&](int64_t i) {
+    return static_cast<uint64_t>(ids.at(i)) >= static_cast<uint64_t>(rows);
+  };
+  torch::stable::parallel_for(0, ids.count, kIdsPerTask, [&](int64_t begin, int64_t end) {
+    bool good = true;
+    for (int64_t i = begin; i < end; ++i) good &= !is_bad(i);
+    if (!good) all_good = false;
+  });
+  if (all_good) return;
+  BadIds bad{
+      .kind = LetterKind::kOutOfRange, .op = op, .list = list, .rows = rows, .count = ids.count};
+  for (int64_t i = ids.count - 1; i >= 0; --i) {
+    if (!is_bad(i)) continue;
+    ++bad.bad_count;
+    bad.position = i;
+    bad.id = ids.at(i);
+  }
+  throw_bad_ids(bad);
+}
+
+}  // namespace speedtorch

@@ -1,0 +1,226 @@
+"""Builds speedtorch/_C: one library for every torch >= 2.11 and every CPython >= 3.10.
+
+The C++ files go through torch's BuildExtension. The CUDA files hold no torch header, so nvcc
+compiles them here, also beside a torch without CUDA; the CUDA runtime is linked statically, and
+neither the driver nor torch's CUDA libraries are linked at all.
+
+    SPEEDTORCH_CUDA=auto   CUDA kernels if nvcc is found (default)
+    SPEEDTORCH_CUDA=1      stop if nvcc is not found
+    SPEEDTORCH_CUDA=0      CPU kernels only
+    SPEEDTORCH_CUDA_ARCHS  comma-separated GPU architectures instead of the list below
+    MAX_JOBS               how many compilers run at once
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from setuptools import setup
+from setuptools.errors import CompileError, SetupError
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"speedtorch: the build needs torch >= 2.11 in this environment ({error}): "
+        "install torch, then run pip install --no-build-isolation ."
+    ) from None
+
+ROOT = Path(__file__).resolve().parent
+BUILD = ROOT / "build"
+ARCHS = (75, 80, 86, 89, 90, 100, 120)
+# The binary uses no symbol newer than this torch and this CPython.
+TORCH_TARGET = "0x020b000000000000"
+PYTHON_TARGET = "0x030A0000"
+LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
+NO_NVCC = (
+    "speedtorch: SPEEDTORCH_CUDA=1 but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or "
+    "/usr/local/cuda"
+)
+WITHOUT = "SPEEDTORCH_CUDA=0 builds the CPU kernels alone"
+
+
+class Toolkit(NamedTuple):
+    """A CUDA toolkit: its compiler, what that calls itself, its headers, its static runtime."""
+
+    nvcc: str
+    version: str
+    include: Path
+    cudart: Path
+    archs: tuple[int, ...]
+
+
+def jobs() -> int:
+    """How many compilers may run at once."""
+    return max(1, int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))))
+
+
+def output_of(*command: str) -> str:
+    """Standard output and standard error of a command that must succeed."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SetupError(f"speedtorch: {shlex.join(command)} failed: {done.stdout.strip()}")
+    return done.stdout
+
+
+def find_nvcc() -> str | None:
+    """The nvcc of CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda, the first that is there."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    named = [shutil.which(str(Path(home) / "bin" / "nvcc")) for home in homes]
+    found = [*named, shutil.which("nvcc"), shutil.which("/usr/local/cuda/bin/nvcc")]
+    return next((nvcc for nvcc in found if nvcc), None)
+
+
+def open_toolkit(nvcc: str) -> Toolkit:
+    """Asks nvcc where its toolkit lies: nvcc itself may be a link or a script."""
+    dryrun = output_of(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull)
+    top = re.search(r"^#\$ TOP=(.*)$", dryrun, re.MULTILINE)
+    home = Path(top[1].strip() if top else Path(nvcc).resolve().parent.parent).resolve()
+    targets = [home, *sorted(home.glob("targets/*"))]
+    named = [Path(path) for path in re.findall(r"-[IL]([^\s\"]+)", dryrun)]
+    includes = [target / "include" for target in targets] + named
+    libraries = [target / lib for target in targets for lib in ("lib64", "lib")] + named
+    include = next((path for path in includes if (path / "cuda_runtime_api.h").is_file()), None)
+    if include is None:
+        raise SetupError(f"speedtorch: {nvcc} has no cuda_runtime_api.h below {home}; {WITHOUT}")
+    archives = [path / "libcudart_static.a" for path in libraries]
+    cudart = next((path for path in archives if path.is_file()), None)
+    if cudart is None:
+        raise SetupError(f"speedtorch: {nvcc} has no libcudart_static.a below {home}; {WITHOUT}")
+    known = {int(number) for number in re.findall(r"_(\d+)\b", output_of(nvcc, "--list-gpu-arch"))}
+    wanted = os.environ.get("SPEEDTORCH_CUDA_ARCHS") or ",".join(map(str, ARCHS))
+    archs = tuple(sorted(known.intersection(int(arch) for arch in wanted.split(","))))
+    if not archs:
+        raise SetupError(f"speedtorch: {nvcc} knows none of the architectures {wanted}")
+    release = re.search(r"release [^\n]*", output_of(nvcc, "--version"))
+    version = f"nvcc {release[0] if release else 'of unknown release'}"
+    return Toolkit(nvcc, version, include.resolve(), cudart.resolve(), archs)
+
+
+def toolkit() -> Toolkit | None:
+    """The CUDA toolkit that SPEEDTORCH_CUDA and this machine give, None for the CPU alone."""
+    choice = os.environ.get("SPEEDTORCH_CUDA") or "auto"
+    if choice not in ("auto", "1", "0"):
+        raise SetupError(f"speedtorch: SPEEDTORCH_CUDA={choice}; allowed are auto, 1 and 0")
+    nvcc = find_nvcc() if choice != "0" else None
+    if choice == "1" and nvcc is None:
+        raise SetupError(NO_NVCC)
+    return open_toolkit(nvcc) if nvcc else None
+
+
+def outdated(target: Path, record: Path, command: str, inputs: list[Path]) -> bool:
+    """True if the target is missing, older than an input or was made by another command."""
+    if not target.is_file() or not record.is_file() or record.read_text() != command:
+        return True
+    return target.stat().st_mtime < max(path.stat().st_mtime for path in inputs)
+
+
+def headers() -> list[Path]:
+    """The headers that any source may include."""
+    return sorted([*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/*.cuh")])
+
+
+def compile_cuda(cuda: Toolkit) -> list[str]:
+    """Compiles every csrc/*.cu that is out of date, several at once; returns the object files."""
+    sources = sorted(ROOT.glob("csrc/*.cu"))
+    folder = BUILD / "cuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Paths are relative to the root: a space in its path does not survive nvcc's call of gcc.
+    flags = ["-std=c++20", "-O3", "-DSPEEDTORCH_CUDA=1", "-Icsrc"]
+    flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in cuda.archs]
+    flags += [f"-gencode=arch=compute_{cuda.archs[-1]},code=compute_{cuda.archs[-1]}"]
+    if os.environ.get("CXX"):
+        flags += ["-ccbin", shlex.split(os.environ["CXX"])[-1]]
+    at_once = min(jobs(), max(1, len(sources)))
+    threads = f"--threads={max(1, jobs() // at_once)}"
+
+    def compile_one(source: Path) -> str:
+        target = folder / f"{source.stem}.o"
+        record = folder / f"{source.stem}.command"
+        names = [str(path.relative_to(ROOT)) for path in (source, target)]
+        command = [cuda.nvcc, *flags, "-c", names[0], "-o", names[1]]
+        text = f"{cuda.version}\n{shlex.join(command)}\n"
+        if outdated(target, record, text, [source, *headers()]):
+            record.unlink(missing_ok=True)
+            print(shlex.join([*command, threads]), flush=True)
+            if subprocess.run([*command, threads], cwd=ROOT).returncode:
+                raise CompileError(f"speedtorch: nvcc failed on csrc/{source.name}; {WITHOUT}")
+            record.write_text(text)
+        return str(target)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(compile_one, sources))
+
+
+class BuildLibrary(BuildExtension):
+    """BuildExtension that adds the CUDA objects and keeps its objects between builds."""
+
+    def finalize_options(self) -> None:
+        """Keeps C++ objects below build/, where an editable install would use a new folder."""
+        super().finalize_options()
+        self.build_temp = str(BUILD / f"cpp.{sysconfig.get_platform()}")
+
+    def build_extensions(self) -> None:
+        """Compiles the CUDA files, then lets torch compile the C++ files and link all."""
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+            raise SetupError(f"speedtorch: needs torch >= 2.11, found {torch.__version__}")
+        cuda = toolkit()
+        (extension,) = self.extensions
+        if cuda:
+            extension.extra_compile_args += ["-DSPEEDTORCH_CUDA=1", "-isystem", str(cuda.include)]
+            extension.extra_objects += [*compile_cuda(cuda), str(cuda.cudart)]
+        print(f"speedtorch: {cuda.version if cuda else 'no CUDA: CPU kernels alone'}", flush=True)
+        # Without ninja, setuptools looks at dates alone and would keep the objects of other flags.
+        command = shlex.join([*extension.extra_compile_args, *extension.extra_objects])
+        record = BUILD / "cpp.command"
+        if not record.is_file() or record.read_text() != command:
+            self.force = True
+        BUILD.mkdir(exist_ok=True)
+        record.unlink(missing_ok=True)
+        super().build_extensions()
+        record.write_text(command)
+
+
+def library() -> CppExtension:
+    """The extension module: libtorch_cpu is all it links of torch."""
+    flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fvisibility-inlines-hidden"]
+    flags += ["-Wall", "-Wextra", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+    # Messages name files without the folders of the machine that built the library.
+    for folder, name in ((ROOT, "."), (Path(torch.__file__).parent, "torch")):
+        flags += [f"-ffile-prefix-map={folder}={name}"]
+    # A folder named with -isystem counts as a system folder although BuildExtension names it with
+    # -I too: only our own files give warnings.
+    for path in include_paths():
+        flags += ["-isystem", path]
+    if LIMITED_API:
+        flags += [f"-DPy_LIMITED_API={PYTHON_TARGET}"]
+    extension = CppExtension(
+        "speedtorch._C",
+        sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cpp")),
+        depends=[str(path.relative_to(ROOT)) for path in [*headers(), *ROOT.glob("csrc/*.cu")]],
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args=flags,
+        # The CUDA runtime's symbols stay inside: torch brings a runtime of its own.
+        extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-ldl", "-lrt", "-lpthread"],
+        py_limited_api=LIMITED_API,
+    )
+    # BuildExtension would add torch_python and torch_cuda's wrapper: a program without Python, or a
+    # torch without CUDA, has neither.
+    extension.libraries = ["torch_cpu"]
+    return extension
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[library()],
+        cmdclass={"build_ext": BuildLibrary},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED_API else {},
+    )

@@ -1,0 +1,196 @@
+"""Calls on files, exact reads, mapped files.
+
+Every call on a file goes through `calls`, so that tests can make each of them fail or record their
+order. None of them holds the GIL while it waits for the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "NOT_SUPPORTED",
+    "FileCalls",
+    "about",
+    "calls",
+    "map_new_file",
+    "open_folder",
+    "open_to_read",
+    "reserve",
+    "sync_folder",
+]
+
+# What the kernel answers on file systems that cannot do what was asked (NFS, CIFS, some FUSE).
+NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass
+class FileCalls:
+    """The file calls of tables and checkpoints; tests put failing or recording ones here."""
+
+    open: Callable[..., int] = os.open
+    reserve: Callable[[int, int, int], None] = os.posix_fallocate
+    write: Callable[[int, memoryview], int] = os.write
+    read: Callable[[int, Sequence[memoryview], int], int] = os.preadv
+    map: Callable[[int, int], mmap.mmap] = mmap.mmap
+    fsync: Callable[[int], None] = os.fsync
+    lock: Callable[[int, int], Any] = fcntl.flock
+    link: Callable[[str, str], None] = os.link
+    rename: Callable[[str, str], None] = os.replace
+    unlink: Callable[[str], None] = os.unlink
+    close: Callable[[int], None] = os.close
+
+
+calls = FileCalls()
+
+
+@contextmanager
+def about(path: str) -> Iterator[None]:
+    """Names the file in errors of calls that only know a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
+def reserve(descriptor: int, count: int, path: str) -> None:
+    """Takes `count` bytes of disk for a new file now, rather than find none left half-way."""
+    if count == 0:
+        return
+    try:
+        calls.reserve(descriptor, 0, count)
+    except OSError as error:
+        free = os.statvfs(os.path.dirname(path))
+        text = (
+            f"{os.strerror(error.errno or 0)}: {count:,} bytes are needed and "
+            f"{free.f_bavail * free.f_frsize:,} are free"
+        )
+        raise OSError(error.errno, text, path) from error
+
+
+def open_folder(folder: str) -> int:
+    """Opens a folder, to sync the names in it."""
+    try:
+        return calls.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        text = "the folder does not exist; create it first"
+        raise FileNotFoundError(errno.ENOENT, text, folder) from error
+
+
+def sync_folder(folder: str, descriptor: int) -> None:
+    """Brings the names in a folder to the disk."""
+    try:
+        calls.fsync(descriptor)
+    except OSError as error:
+        if error.errno in NOT_SUPPORTED:  # Some network file systems sync names by themselves.
+            return
+        text = "the new file is in place and whole, but a power loss may still undo it"
+        raise OSError(error.errno, f"{os.strerror(error.errno or 0)}: {text}", folder) from error
+
+
+@contextmanager
+def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., None], int]]:
+    """Opens a regular file for reads at any place.
+
+    Args:
+        path: The file.
+
+    Yields:
+        `(read, size)`: `read(view, offset)` fills `view` with the bytes from `offset` on, and
+        `size` is the file's length in bytes.
+
+    Raises:
+        ValueError: It is no regular file, or it ends before `view` is full.
+        OSError: It cannot be opened or read.
+
+    Example:
+        >>> with open_to_read(__file__) as (read, size):
+        ...     first = bytearray(3)
+        ...     read(memoryview(first), 0)
+        >>> bytes(first)
+        b'\"\"\"'
+    """
+    name = os.fspath(path)
+    # Opening a named pipe must not wait for its writer.
+    descriptor = calls.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{name}: is not a regular file")
+
+        def read(view: memoryview, offset: int) -> None:
+            with about(name):
+                while len(view):
+                    count = calls.read(descriptor, [view], offset)
+                    if count == 0:
+                        raise ValueError(f"{name}: ends at byte {offset:,}; it was cut off")
+                    view, offset = view[count:], offset + count
+
+        yield read, status.st_size
+    finally:
+        calls.close(descriptor)
+
+
+def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]:
+    """Maps a new file of `count` zero bytes whose disk space is already taken.
+
+    With the space taken first, a full disk is an error here and no SIGBUS later.
+
+    Args:
+        path: The file, which must not exist yet.
+        count: Its size in bytes.
+
+    Returns:
+        The mapped bytes, uint8 `[count]`, and the file's open descriptor (for fsync; the caller
+        closes it).
+
+    Raises:
+        FileExistsError: There is such a file already.
+        OSError: Too little space, or no permission; nothing is left behind.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     data, descriptor = map_new_file(f"{folder}/rows.bin", 8)
+        ...     os.close(descriptor)
+        >>> data
+        tensor([0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)
+    """
+    name = os.path.abspath(path)
+    folder = os.path.dirname(name)
+    with ExitStack() as stack:
+        parent = open_folder(folder)
+        stack.callback(calls.close, parent)
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = calls.open(name, flags, 0o666)
+        except FileExistsError as error:
+            text = "exists already; delete it or choose another path"
+            raise FileExistsError(errno.EEXIST, text, name) from error
+        try:
+            reserve(descriptor, count, name)
+            with about(name):  # An empty file cannot be mapped.
+                data = (
+                    torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
+                    if (count)
+                    else torch.empty(0, dtype=torch.uint8)
+                )
+            sync_folder(folder, parent)
+        except BaseException:
+            calls.close(descriptor)
+            calls.unlink(name)
+            raise
+    return data, descriptor

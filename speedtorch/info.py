@@ -1,0 +1,94 @@
+"""What this installation of speedtorch is and what it runs on."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, fields
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from speedtorch.memory import memory_stats
+
+__all__ = ["Info", "info"]
+
+
+@dataclass(frozen=True)
+class Info:
+    """Versions, what was built, the GPU and its link, and host memory in use; prints as a table."""
+
+    speedtorch: str
+    python: str
+    torch: str
+    library: str
+    """Path of the library that holds the ops."""
+    kernels: str
+    """"CPU and CUDA", or "CPU" where nvcc was missing when the library was built."""
+    gpu: str
+    """Names of the GPUs that torch sees."""
+    link: str
+    """PCIe speed and width of the first GPU's link, as the system tells them."""
+    default_memory: str
+    """What `memory="auto"` means here."""
+    host_bytes: dict[str, int]
+    """Bytes of host memory in use, by kind."""
+
+    def __str__(self) -> str:
+        names = [field.name for field in fields(self)]
+        width = max(map(len, names))
+        return "\n".join(f"{name.replace('_', ' '):{width}}  {getattr(self, name)}" for name in names)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("speedtorch")
+    except metadata.PackageNotFoundError:
+        return "not installed (used from a checkout)"
+
+
+def _link_of_first_gpu() -> str:
+    properties = torch.cuda.get_device_properties(0)
+    address = (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    )
+    folder = Path("/sys/bus/pci/devices") / address
+    try:
+        speed = (folder / "current_link_speed").read_text().strip()
+        width = (folder / "current_link_width").read_text().strip()
+    except OSError:
+        return "not told by this system"
+    return f"{speed} x{width}"
+
+
+def info() -> Info:
+    """Collects versions, build, GPU, link and memory in use.
+
+    Returns:
+        An `Info`; `print(speedtorch.info())` shows it as a table.
+
+    Example:
+        >>> info().torch == torch.__version__
+        True
+    """
+    from speedtorch import _C  # type: ignore[attr-defined]
+
+    ops = torch.ops.speedtorch
+    with_gpu = torch.cuda.is_available()
+    with_kernels = ops.built_with_cuda()
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if with_gpu else []
+    if ops.managed_supported():
+        default_memory = "managed"
+    else:
+        default_memory = "registered" if with_gpu and with_kernels else "plain"
+    return Info(
+        speedtorch=_version(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        library=_C.__file__,
+        kernels="CPU and CUDA" if with_kernels else "CPU (nvcc was not found when it was built)",
+        gpu=", ".join(names) or "none",
+        link=_link_of_first_gpu() if with_gpu else "none",
+        default_memory=default_memory,
+        host_bytes=memory_stats(),
+    )

@@ -1,0 +1,183 @@
+"""Host memory for tables: exact size, filled in parallel, pinned in place.
+
+Three kinds, each an ordinary CPU tensor:
+
+- *managed* (CUDA managed memory that prefers the CPU and is accessed by the GPU): kernels read and write it at the
+  link's speed in any order, because the GPU maps it in large pages. It must not be touched in a forked child.
+- *registered* (memory of this process that is pinned with cudaHostRegister): works wherever a GPU is, and is safe to
+  fork (a DataLoader worker whose dataset holds the table, for instance).
+- *plain*: not pinned; what a machine without a GPU uses.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import speedtorch.ops  # noqa: F401  (registers the ops)
+
+__all__ = [
+    "check_owner",
+    "empty",
+    "memory_kind",
+    "memory_stats",
+    "pin_memory_",
+    "release",
+    "unpin_memory_",
+]
+
+# The library's numbers for the kinds (MemoryKind in csrc/host_memory.h).
+KINDS = {"plain": 0, "registered": 1, "managed": 2}
+KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")
+
+_ops = torch.ops.speedtorch
+# By id() of the tensor object, as tensors do not compare as keys must; an entry goes when its tensor does.
+_pinned: dict[int, weakref.finalize[[int, Tensor], Tensor]] = {}
+
+
+def _memory_is_checked() -> bool:
+    return os.environ.get("SPEEDTORCH_MEMORY_CHECK", "1") != "0"
+
+
+def _allocate(nbytes: int, memory: str) -> Tensor:
+    """uint8 tensor of zeros; `auto` takes the fastest kind that this machine has."""
+    if memory in KINDS:
+        return _ops.host_empty(nbytes, KINDS[memory], _memory_is_checked())
+    if memory != "auto":
+        raise ValueError(
+            f"memory must be 'auto', 'managed', 'registered' or 'plain', got {memory!r}"
+        )
+    if _ops.managed_supported():
+        return _allocate(nbytes, "managed")
+    if not (_ops.built_with_cuda() and torch.cuda.is_available()):
+        return _allocate(nbytes, "plain")
+    try:
+        return _allocate(nbytes, "registered")
+    except RuntimeError as error:
+        warnings.warn(
+            f"this table is not pinned, so the GPU reaches it more slowly: {error}", stacklevel=3
+        )
+        return _allocate(nbytes, "plain")
+
+
+def empty(
+    size: int | Sequence[int], *, dtype: torch.dtype = torch.float32, memory: str = "auto"
+) -> Tensor:
+    """A tensor of zeros in host memory, exactly as many bytes as it needs.
+
+    Args:
+        size: number of elements, or shape.
+        dtype: any torch dtype of whole bytes.
+        memory: "managed", "registered", "plain", or "auto": managed where every GPU can reach it, registered where
+            there is a GPU at all, plain otherwise.
+
+    Returns:
+        A contiguous CPU tensor of that shape. Its memory goes once it dies and the GPU work that used it is done.
+
+    Raises:
+        MemoryError: the machine has not that many bytes (SPEEDTORCH_MEMORY_CHECK=0 tries all the same).
+        RuntimeError: the kind of memory cannot be had here.
+        ValueError: `memory` or `size` is not one of those above.
+
+    Example:
+        >>> empty((3, 2), memory="plain").tolist()
+        [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    """
+    shape = (size,) if isinstance(size, int) else tuple(size)
+    if any(length < 0 for length in shape):
+        raise ValueError(f"size must not be negative, got {shape}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    return _allocate(nbytes, memory).view(dtype).view(shape)
+
+
+def _unregister(key: int, alias: Tensor) -> None:
+    _pinned.pop(key, None)
+    _ops.host_unregister(alias)
+
+
+def pin_memory_(tensor: Tensor) -> Tensor:
+    """Pins the memory of a CPU tensor where it is, so that the GPU reaches it; no copy is made.
+
+    It stays pinned until `unpin_memory_` or until this tensor object dies; views of it are pinned with it. Read-only
+    mappings of files are pinned read-only, and ops refuse to write to them.
+
+    Args:
+        tensor: any CPU tensor with elements.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        ValueError: the tensor is not on the CPU, or (part of) its memory is pinned already.
+        RuntimeError: CUDA refused; the message says how many bytes, why, and what to do.
+    """
+    _ops.host_register(tensor)
+    # The alias keeps the storage for as long as it is registered, whatever happens to `tensor`'s storage.
+    finalizer = weakref.finalize(tensor, _unregister, id(tensor), tensor.detach())
+    finalizer.atexit = False  # no CUDA call while the interpreter ends
+    _pinned[id(tensor)] = finalizer
+    return tensor
+
+
+def unpin_memory_(tensor: Tensor) -> Tensor:
+    """Undoes `pin_memory_`, after the GPU work that uses the memory is done.
+
+    Args:
+        tensor: the tensor object that was pinned.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        ValueError: the tensor was not pinned with `pin_memory_`.
+    """
+    finalizer = _pinned.get(id(tensor))
+    if finalizer is None:
+        raise ValueError("unpin_memory_: the tensor was not pinned with pin_memory_")
+    finalizer()
+    return tensor
+
+
+def memory_kind(tensor: Tensor) -> str:
+    """Where a tensor's memory is: "managed", "registered", "pinned" (by others), "plain" or "cuda".
+
+    Example:
+        >>> memory_kind(torch.zeros(3))
+        'plain'
+    """
+    return KIND_NAMES[_ops.memory_kind(tensor)]
+
+
+def memory_stats() -> dict[str, int]:
+    """Bytes that this process holds through speedtorch, by kind.
+
+    Returns:
+        Bytes under "plain", "registered", "managed", and "captured": memory of dead tensors that a captured CUDA
+        graph may still use.
+
+    Example:
+        >>> sorted(memory_stats())
+        ['captured', 'managed', 'plain', 'registered']
+    """
+    plain, registered, managed, captured = _ops.memory_stats().tolist()
+    return {"plain": plain, "registered": registered, "managed": managed, "captured": captured}
+
+
+def release(tensor: Tensor) -> None:
+    """Says that no captured CUDA graph will use this tensor's memory again: it goes when the tensor dies."""
+    _ops.let_captured_go(tensor)
+
+
+def check_owner(tensor: Tensor) -> None:
+    """Refuses managed memory in a forked child, where touching it would kill the process.
+
+    Raises:
+        RuntimeError: the memory was made in another process; the message says what to do instead.
+    """
+    _ops.check_owner(tensor)

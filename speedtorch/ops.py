@@ -1,0 +1,293 @@
+"""The registered ops: Python signatures, fake kernels and autograd.
+
+The kernels are in the library `speedtorch._C`; importing it registers `torch.ops.speedtorch.*`. The functions
+here are those ops with defaults and keywords. They run on torch's current stream and synchronise nothing,
+unless a table lies in pageable memory and the other tensors on a GPU.
+
+Ids that lie on the CPU are checked before anything moves. Ids on a GPU are checked there: an op that finds a
+bad one moves no row (a gather gives zeros), and the first later call that sees it raises `IndexError`, at the
+latest `synchronize`.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["optimizer_state_swap", "pinned_gather", "pinned_scatter", "plan_rows", "synchronize"]
+
+STATUS_FIELDS = 8
+
+
+def _load_library() -> None:
+    """Registers the ops, or says what keeps the library from loading."""
+    try:
+        from speedtorch import _C  # type: ignore[attr-defined]  # noqa: F401
+    except ImportError as error:
+        built = sorted(Path(__file__).parent.glob("_C*.so"))
+        raise ImportError(
+            f"speedtorch: its library does not load beside torch {torch.__version__} ({error}). "
+            f"Library: {built[0] if built else 'not built'}. It needs torch >= 2.11; build it with "
+            "`pip install --no-build-isolation .` in a checkout."
+        ) from error
+
+
+_load_library()
+_ops = torch.ops.speedtorch
+# Tensors that go while the interpreter ends must make no CUDA call any more.
+atexit.register(_ops.stop)
+
+
+def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
+    """Puts the ids of a batch in address order, once for every op on the same ids.
+
+    Args:
+        index: int32 or int64 ids of any shape, n in all, on the CPU or a GPU.
+        rows: rows of the table that the ids name.
+
+    Returns:
+        `[unique, inverse, order, offsets, status]` on the device of `index`, all int64. With u distinct ids:
+        `unique` [n] holds them ascending in its first u entries (-1 after them); `inverse` [n] is the entry of
+        `unique` for each position; `order` [n] the positions sorted by id, equal ids in index order; positions
+        `order[offsets[k]:offsets[k + 1]]` name `unique[k]` (`offsets` [n + 1]); `status` [8] holds the number of
+        ids out of range, the first such position (n if none), its id, u, rows, n, the first position whose id
+        stands earlier too (n if none), its id.
+
+    Raises:
+        IndexError: an id on the CPU is not in [0, rows). Ids on a GPU are reported by the op that uses the plan.
+        ValueError: `index` is not int32 or int64, or has 2^31 ids or more.
+
+    Example:
+        >>> unique, inverse, order, offsets, status = plan_rows(torch.tensor([7, 2, 7]), rows=10)
+        >>> unique.tolist(), inverse.tolist(), order.tolist(), offsets.tolist()
+        ([2, 7, -1], [1, 0, 1], [1, 0, 2], [0, 1, 3, 3])
+    """
+    return list(_ops.plan_rows(index, rows))
+
+
+def pinned_gather(
+    table: Tensor, index: Tensor, *, out: Tensor | None = None, plan: Sequence[Tensor] | None = None
+) -> Tensor:
+    """Brings rows of a host table to the device of the ids: `result[i] = table[index[i]]`.
+
+    Rows move as bytes. A GPU reads mapped host memory (managed, registered, pinned) in place; a table in pageable
+    memory goes through a staged copy, which synchronises. Differentiable with respect to `table`: the gradient is
+    a sparse COO tensor on the table's device, as `torch.nn.Embedding(sparse=True)` gives. With `out` nothing is
+    recorded for autograd.
+
+    Args:
+        table: `[rows, ...]` on the CPU, or on the GPU of the result; any dtype and row stride, rows contiguous inside.
+        index: int32 or int64 ids of any shape, on the CPU or on the device of the result.
+        out: contiguous tensor `[*index.shape, *table.shape[1:]]` to write to; ids on the CPU with `out` on a GPU
+            bring rows to that GPU.
+        plan: result of `plan_rows(index, table.shape[0])`, on the device of the result.
+
+    Returns:
+        `out`, or a new tensor `[*index.shape, *table.shape[1:]]` on the device of `index`.
+
+    Raises:
+        IndexError: an id is not in [0, rows); see `synchronize` for ids on a GPU.
+        ValueError: a shape, dtype, device or stride does not fit.
+        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is captured.
+
+    Example:
+        >>> table = torch.arange(12.0).reshape(4, 3)
+        >>> pinned_gather(table, torch.tensor([2, 0])).tolist()
+        [[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]
+    """
+    if out is None:
+        if plan is None:
+            return _ops.pinned_gather(table, index)
+        return _ops.pinned_gather.planned(table, index, list(plan))
+    with torch.no_grad():
+        if plan is None:
+            _ops.pinned_gather.out(table, index, out)
+        else:
+            _ops.pinned_gather.planned_out(table, index, list(plan), out)
+    return out
+
+
+def pinned_scatter(
+    table: Tensor,
+    index: Tensor,
+    src: Tensor,
+    *,
+    accumulate: bool = False,
+    plan: Sequence[Tensor] | None = None,
+) -> None:
+    """Puts rows into a host table, in place: `table[index[i]] = src[i]`.
+
+    Of several occurrences of an id the last in index order wins, as in NumPy's assignment, on every device. With
+    `accumulate` they add up in index order, rounded at each addition, as `numpy.add.at` does.
+
+    Args:
+        table: `[rows, ...]` on the CPU, or on the GPU of `src`; rows contiguous inside.
+        index: int32 or int64 ids of any shape, on the CPU or on the device of `src`.
+        src: `[*index.shape, *table.shape[1:]]` of the table's dtype; its device does the work.
+        accumulate: add instead of replace; float8 dtypes have no addition.
+        plan: result of `plan_rows(index, table.shape[0])`, on the device of `src`.
+
+    Raises:
+        IndexError: an id is not in [0, rows); no row has changed. See `synchronize` for ids on a GPU.
+        ValueError: a shape, dtype, device or stride does not fit, or the dtype has no addition.
+        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is captured.
+
+    Example:
+        >>> table = torch.zeros(3, 2)
+        >>> pinned_scatter(table, torch.tensor([1, 1]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> table.tolist()
+        [[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]]
+    """
+    with torch.no_grad():
+        if plan is None:
+            _ops.pinned_scatter(table, index, src, accumulate)
+        else:
+            _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
+
+
+def optimizer_state_swap(
+    host: Sequence[Tensor],
+    leaving: Sequence[Tensor],
+    evict: Tensor,
+    arriving: Sequence[Tensor],
+    load: Tensor,
+    *,
+    evict_plan: Sequence[Tensor] | None = None,
+    load_plan: Sequence[Tensor] | None = None,
+) -> None:
+    """Exchanges the rows of two id lists, weights and optimizer state together, both directions at once.
+
+    For every field k: `host[k][evict] = leaving[k][:len(evict)]` and `arriving[k][:len(load)] = host[k][load]`. A
+    row in both lists goes from `leaving` to `arriving` and its host copy is left as it was: it is current again
+    once a later swap evicts it.
+
+    Args:
+        host: fields `[rows, ...]` of one table, on the CPU or on the GPU of the other side.
+        leaving: for each field a contiguous tensor `[n, ...]`, n at least `len(evict)`.
+        evict: distinct int32 or int64 ids of the rows that leave.
+        arriving: for each field a contiguous tensor `[m, ...]`, m at least `len(load)`; rows beyond stay as they are.
+        load: distinct int32 or int64 ids of the rows that arrive.
+        evict_plan: result of `plan_rows(evict, rows)`.
+        load_plan: result of `plan_rows(load, rows)`.
+
+    Raises:
+        IndexError: an id is not in [0, rows) or stands twice in its list; no row has changed.
+        ValueError: lists, shapes, dtypes, devices or strides do not fit, or tensors overlap.
+        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is captured.
+
+    Example:
+        >>> weight = torch.arange(4.0).reshape(4, 1)
+        >>> gone, come = torch.tensor([[10.0], [30.0]]), torch.empty(2, 1)
+        >>> optimizer_state_swap([weight], [gone], torch.tensor([1, 3]), [come], torch.tensor([3, 0]))
+        >>> weight.flatten().tolist(), come.flatten().tolist()
+        ([0.0, 10.0, 2.0, 3.0], [30.0, 0.0])
+    """
+    with torch.no_grad():
+        if evict_plan is None and load_plan is None:
+            _ops.optimizer_state_swap(list(host), list(leaving), evict, list(arriving), load)
+            return
+        rows = host[0].shape[0]
+        _ops.optimizer_state_swap.planned(
+            list(host),
+            list(leaving),
+            evict,
+            list(evict_plan) if evict_plan is not None else plan_rows(evict, rows),
+            list(arriving),
+            load,
+            list(load_plan) if load_plan is not None else plan_rows(load, rows),
+        )
+
+
+def synchronize(device: torch.device | str | int | None = None) -> None:
+    """Waits for the GPU's queued work and reports bad ids that were found on it.
+
+    After this the CPU sees every row that ops have written. Without a GPU it only reports.
+
+    Args:
+        device: the GPU to wait for; the current one if not given.
+
+    Raises:
+        IndexError: an op since the last report was given an id out of range, or one twice where ids must be
+            distinct; that op moved no row.
+
+    Example:
+        >>> synchronize()
+    """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize(device)
+    _ops.throw_pending()
+
+
+# ------------------------------------------------------------------------------------------- fake kernels
+
+
+@torch.library.register_fake("speedtorch::plan_rows")
+def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
+    count = index.numel()
+    lengths = (count, count, count, count + 1, STATUS_FIELDS)
+    return [index.new_empty(length, dtype=torch.int64) for length in lengths]
+
+
+@torch.library.register_fake("speedtorch::pinned_gather")
+def _pinned_gather_fake(table: Tensor, index: Tensor) -> Tensor:
+    return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
+
+
+@torch.library.register_fake("speedtorch::pinned_gather.planned")
+def _pinned_gather_planned_fake(table: Tensor, index: Tensor, plan: list[Tensor]) -> Tensor:
+    return _pinned_gather_fake(table, index)
+
+
+def _writes_its_arguments(*args: object, **kwargs: object) -> None:
+    """Fake kernel of the ops that return nothing."""
+
+
+for _overload in (
+    "pinned_gather.out",
+    "pinned_gather.planned_out",
+    "pinned_scatter",
+    "pinned_scatter.planned",
+    "optimizer_state_swap",
+    "optimizer_state_swap.planned",
+):
+    torch.library.register_fake(f"speedtorch::{_overload}", _writes_its_arguments)
+
+
+# ----------------------------------------------------------------------------------------------- autograd
+
+
+def _remember_index(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    table, index = inputs[:2]
+    ctx.save_for_backward(index)
+    ctx.table_shape = table.shape  # type: ignore[attr-defined]
+    ctx.table_device = table.device  # type: ignore[attr-defined]
+
+
+def _table_gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+    (index,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    shape, device = ctx.table_shape, ctx.table_device  # type: ignore[attr-defined]
+    rows = index.reshape(1, -1).to(device=device, dtype=torch.int64)
+    values = grad.reshape(rows.shape[1], *shape[1:]).to(device)
+    return torch.sparse_coo_tensor(rows, values, shape, check_invariants=False)
+
+
+def _gather_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    return _table_gradient(ctx, grad), None
+
+
+def _planned_gather_backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor
+) -> tuple[Tensor, None, list[None]]:
+    return _table_gradient(ctx, grad), None, [None] * 5
+
+
+torch.library.register_autograd(
+    "speedtorch::pinned_gather", _gather_backward, setup_context=_remember_index
+)
+torch.library.register_autograd(
+    "speedtorch::pinned_gather.planned", _planned_gather_backward, setup_context=_remember_index
+)

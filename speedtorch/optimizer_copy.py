@@ -1,0 +1,209 @@
+"""Copies of an optimizer that step a small parameter of their own, and watch the state it makes.
+
+Called by the probe in optimizer_state.py. A copy shares nothing that a step could change with the
+optimizer it came from: settings, attributes and state are its own, hooks are gone, and every
+parameter it refers to is replaced by a small one.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["OptimizerCopy", "copy_optimizer", "group_of"]
+
+
+def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """The parameter group that holds a parameter.
+
+    Raises:
+        ValueError: no group does.
+    """
+    for group in optimizer.param_groups:
+        if any(held is parameter for held in group["params"]):
+            return group
+    raise ValueError(
+        f"{type(optimizer).__name__} does not hold this parameter of shape"
+        f" {list(parameter.shape)}: build the optimizer with it first"
+    )
+
+
+class Recorder(dict[str, Any]):
+    """A parameter's state that keeps a copy of each entry as it was first assigned.
+
+    Optimizers assign zeros and update them in place, so the first value is the one before the first
+    update. A None stands for "not made yet".
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+        self.update(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.first.get(name) is None:
+            self.first[name] = snapshot(value)
+        super().__setitem__(name, value)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """As dict's, recorded."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As dict's, recorded."""
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> Recorder:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+
+class _StateMap(defaultdict[Any, Any]):
+    """An optimizer's whole state: parameters to recorders."""
+
+    def __init__(self) -> None:
+        super().__init__(Recorder)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        # An empty dict that the optimizer fills later, behind our back, stays as it is and is found
+        # out by `OptimizerCopy.first_values`.
+        if isinstance(value, Mapping) and value and not isinstance(value, Recorder):
+            value = Recorder(value)
+        super().__setitem__(key, value)
+
+
+def snapshot(value: Any) -> Any:
+    """A copy of one entry of a state."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+class OptimizerCopy:
+    """A copied optimizer, its small parameter, and that parameter's state.
+
+    Attributes:
+        optimizer: the copy; it holds nothing but `probe`.
+        probe: the small parameter.
+    """
+
+    def __init__(self, optimizer: Optimizer, probe: nn.Parameter, states: _StateMap) -> None:
+        """Holds the three together."""
+        self.optimizer = optimizer
+        self.probe = probe
+        self._states = states
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the small parameter; empty before the optimizer makes one."""
+        state: dict[str, Any] = self._states[self.probe]
+        return state
+
+    def copied_state(self) -> dict[str, Any]:
+        """A copy of the state, to hand to another optimizer."""
+        return {name: snapshot(value) for name, value in self.state.items()}
+
+    def first_values(self) -> dict[str, Any]:
+        """Every entry of the state as it was first assigned.
+
+        Raises:
+            ValueError: the optimizer fills a dict of its own, so that nothing was seen.
+        """
+        state = self.state
+        if isinstance(state, Recorder):
+            return state.first
+        raise ValueError("it replaces the dict that holds its state, so its start cannot be seen")
+
+    def install(self, values: Tensor, rows: Mapping[str, Tensor]) -> None:
+        """Puts other rows, with their state, in place of the parameter's."""
+        self.probe.grad = None
+        self.probe.data = values.clone()
+        self.state.update({name: value.clone() for name, value in rows.items()})
+
+    def step(self, gradient: Tensor, *, sparse: bool) -> None:
+        """One step of the optimizer, without hooks."""
+        if sparse:
+            every_row = torch.arange(gradient.shape[0], device=gradient.device)
+            gradient = torch.sparse_coo_tensor(
+                every_row[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
+            )
+        self.probe.grad = gradient
+        step = type(self.optimizer).step
+        if getattr(step, "hooked", False):  # torch's wrapper, which calls global hooks
+            step = getattr(step, "__wrapped__", step)
+        step(self.optimizer)
+
+
+def copy_optimizer(
+    optimizer: Optimizer,
+    parameter: Tensor,
+    values: Tensor,
+    settings: Mapping[str, Any],
+    *,
+    construct: bool,
+) -> OptimizerCopy:
+    """Copies an optimizer for a small parameter, which starts without any state.
+
+    Args:
+        optimizer: what to copy; unchanged.
+        parameter: the parameter whose group's settings the copy gets.
+        values: what the small parameter holds `[rows, ...]`; copied.
+        settings: other values for settings that the group has.
+        construct: call the class again with the group's settings instead of copying attributes, for
+            optimizers that make their state while they are constructed.
+
+    Returns:
+        The copy.
+
+    Raises:
+        TypeError: the class cannot be called with the group's settings alone.
+    """
+    probe = nn.Parameter(values.detach().clone())
+    states = _StateMap()
+    group = group_of(optimizer, parameter)
+    # What deepcopy must not copy but replace: each parameter, and what we set up ourselves.
+    stand_ins: dict[int, Any] = {
+        id(held): nn.Parameter(held.new_zeros(1), requires_grad=False)
+        if held is not parameter
+        else probe
+        for any_group in optimizer.param_groups
+        for held in any_group["params"]
+    }
+    own = {
+        name: copy.deepcopy(value, stand_ins)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+    for name, value in settings.items():
+        if name in own:
+            is_tensor = isinstance(own[name], Tensor)
+            own[name] = torch.full_like(own[name], value) if is_tensor else value
+    own["params"] = [probe]
+    kind = type(optimizer)
+    if construct:
+        accepted = set(inspect.signature(kind).parameters) & set(own) - {"params"}
+        made = kind([probe], **{name: own[name] for name in accepted})
+        made.param_groups[0].update(own)
+        states[probe] = dict(made.state[probe])
+        made.state = states
+        return OptimizerCopy(made, probe, states)
+    made = object.__new__(kind)
+    stand_ins[id(optimizer)] = made
+    stand_ins[id(optimizer.param_groups)] = [own]
+    stand_ins[id(optimizer.state)] = states
+    attributes = {
+        # Schedulers put a `step` that is bound to the original in front of the class's.
+        name: OrderedDict() if name.endswith("_hooks") else value
+        for name, value in vars(optimizer).items()
+        if not callable(getattr(kind, name, None))
+    }
+    vars(made).update(copy.deepcopy(attributes, stand_ins))
+    return OptimizerCopy(made, probe, states)

@@ -1,0 +1,94 @@
+"""Where the bytes of a table live: host memory of a kind, a GPU, or a mapped file."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import torch
+
+from speedtorch import files, memory, ops
+
+__all__ = ["Placement"]
+
+_KINDS = ("auto", "managed", "registered", "plain", "cuda", "file")
+_LARGEST = 2**63 - 1
+
+
+class Placement:
+    """Zeroed bytes of one kind of memory, exactly as many as asked for.
+
+    Args:
+        count: Number of bytes.
+        kind: "auto", "managed", "registered", "plain", "cuda" or "file".
+        device: The GPU of "cuda"; None is the current one.
+        path: The new file of "file".
+
+    Attributes:
+        data: The bytes, uint8 `[count]`.
+        memory: The kind that "auto" became, or else `kind`.
+        path: The mapped file, or None.
+
+    Raises:
+        ValueError: An unknown kind, arguments that do not go with it, or too many bytes.
+        MemoryError, OSError, RuntimeError: The memory, the file or the GPU cannot be had.
+
+    Example:
+        >>> Placement(16, "plain").data.sum()
+        tensor(0)
+    """
+
+    def __init__(
+        self,
+        count: int,
+        kind: str,
+        device: str | int | torch.device | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if kind not in _KINDS:
+            raise ValueError(f"memory: expected one of {', '.join(_KINDS)}, got {kind!r}")
+        if device is not None and kind != "cuda":
+            raise ValueError(f"device: goes with memory='cuda' only, not with {kind!r}")
+        if (path is not None) != (kind == "file"):
+            raise ValueError(f"path: goes with memory='file', and with it only; memory is {kind!r}")
+        if count > _LARGEST:
+            raise ValueError(f"rows: {count:,} bytes are more than any memory has (2^63 - 1)")
+        self.memory = kind
+        self.path: str | None = None
+        self._descriptor: int | None = None
+        if path is not None:
+            self.path = os.path.abspath(path)
+            self.data, self._descriptor = files.map_new_file(self.path, count)
+            self._closer = weakref.finalize(self, files.calls.close, self._descriptor)
+        elif kind == "cuda":
+            if not torch.cuda.is_available():
+                raise RuntimeError("memory='cuda' needs a GPU, and torch finds none here")
+            place = torch.device("cuda", device) if isinstance(device, int) else device
+            self.data = torch.zeros(count, dtype=torch.uint8, device=place or "cuda")
+        else:
+            self.data = memory.empty(count, dtype=torch.uint8, memory=kind)
+            self.memory = memory.memory_kind(self.data)
+
+    def settle(self) -> None:
+        """Waits until the GPU has done its work on the bytes; raises what it found wrong."""
+        memory.check_owner(self.data)
+        ops.synchronize(self.data.device if self.memory == "cuda" else None)
+
+    def flush(self) -> None:
+        """Settles, and brings a mapped file's bytes to the disk."""
+        self.settle()
+        if self._descriptor is not None:
+            files.calls.fsync(self._descriptor)
+
+    def release(self) -> None:
+        """Lets the memory go once no tensor uses it, also if a captured CUDA graph still does."""
+        if self._descriptor is not None:
+            self._closer()
+            self._descriptor = None
+        elif self.memory != "cuda":
+            memory.release(self.data)
+
+    def remove_file(self) -> None:
+        """Deletes the mapped file, if there is one."""
+        if self.path is not None:
+            files.calls.unlink(self.path)

@@ -1,0 +1,248 @@
+"""First values for the rows of a table: in parallel, and the same whatever the number of threads.
+
+Rows are cut into fixed blocks, and each block draws from a generator of its own, seeded by the seed
+and the block's number. Within a block, pieces are so small that torch works on them in one thread.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+__all__ = ["draw_rows", "fill_rows"]
+
+# A block is one task of one thread: 4 MiB of float32.
+_BLOCK_ELEMENTS = 1 << 20
+# torch works in several threads from 32,768 elements on; split work rounds elsewhere.
+_PIECE_ELEMENTS = 32_767
+_BAR_AFTER_SECONDS = 2.0
+
+
+def fill_rows(field: Tensor, row: Tensor, *, progress: bool | None = None) -> None:
+    """Copies one row to all.
+
+    Args:
+        field: Where to, `[N, *shape]`, any row stride.
+        row: What, `[*shape]`, of the same dtype: its bits arrive as they are.
+        progress: A bar on stderr: always, never, or (None) when it takes long.
+
+    Example:
+        >>> field = torch.zeros(2, 3)
+        >>> fill_rows(field, torch.arange(3.0))
+        >>> field.tolist()
+        [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
+    """
+
+    def work(rows: Tensor, block: int) -> None:
+        for piece in _pieces(rows):
+            piece.copy_(row.expand_as(piece))
+
+    _in_parallel(field, work, progress)
+
+
+def draw_rows(
+    field: Tensor,
+    function: Callable[..., object],
+    *args: Any,
+    seed: int | None = None,
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> None:
+    """Runs an initialiser of torch's, or one like it, over all rows.
+
+    Functions that treat all elements alike, once they know the tensor's shape (uniform_, normal_,
+    trunc_normal_, xavier_..., kaiming_..., constant_, ...) run in parallel, with a few MB of extra
+    memory. Those that look at the whole (orthogonal_, eye_, dirac_, sparse_) run once, on a copy of
+    the field.
+
+    Args:
+        field: What to initialise, `[N, *shape]`, any row stride, on any device.
+        function: Called as function(tensor, *args, **kwargs); it changes the tensor in place.
+        *args: Passed on.
+        seed: The same seed gives the same bits. None takes one from torch's default generator.
+        progress: A bar on stderr: always, never, or (None) when it takes long.
+        **kwargs: Passed on.
+
+    Raises:
+        TypeError: A generator was given, or the seed is no int.
+        ValueError: Random numbers for a field of integers.
+
+    Example:
+        >>> field = torch.zeros(1000, 8)
+        >>> draw_rows(field, torch.nn.init.uniform_, -1, 1, seed=7)
+        >>> bool(field.min() < -0.9), bool(field.max() > 0.9)
+        (True, True)
+    """
+    if "generator" in kwargs:
+        raise TypeError("generator: every block of rows has its own; give seed= instead")
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ()))
+    elif isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed: expected an int, got {seed!r}")
+    if field.numel() == 0:
+        return
+    # torch has no random float8: drawn as float32, then rounded.
+    small = field.dtype.is_floating_point and field.dtype.itemsize == 1
+    values = torch.zeros(1, dtype=torch.float32 if small else field.dtype)
+    if function is torch.nn.init.trunc_normal_:  # No fixed steps: it draws again what fell outside.
+        steps = [_Step(function, args, kwargs, random=True, overwrites=True)]
+    else:
+        steps = _elementwise_steps(values.expand(field.shape), function, args, kwargs)
+    if any(step.random for step in steps) and not (small or _is_continuous(field.dtype)):
+        raise ValueError(f"random numbers need a floating or complex field, this has {field.dtype}")
+    if steps:
+        _draw_elements(field, values.dtype, steps, seed, progress)
+    else:
+        _draw_whole(field, values.dtype, lambda rows: function(rows, *args, **kwargs), seed)
+
+
+def _is_continuous(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+class _Step(NamedTuple):
+    """One call that changes every element of a tensor in the same way."""
+
+    function: Callable[..., object]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: bool
+    overwrites: bool
+
+    def __call__(self, values: Tensor, generator: torch.Generator) -> None:
+        extra = {"generator": generator} if self.random else {}
+        self.function(values, *self.args, **self.kwargs | extra)
+
+
+class _NotElementwiseError(Exception):
+    """The function did something that depends on more than one element."""
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the in-place calls on one tensor instead of making them."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[_Step] = []
+        self._target = target
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Tensor:
+        kwargs = {} if kwargs is None else kwargs
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        fills = func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+        alike = random or fills or torch.Tag.pointwise in func.tags
+        others = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args[1:], kwargs)))
+        in_place = bool(args) and args[0] is self._target and func._schema.name.endswith("_")
+        if not (alike and in_place) or others:
+            raise _NotElementwiseError
+        # dropout_ and its like are random and read what was there.
+        overwrites = fills or (random and torch.Tag.pointwise not in func.tags)
+        self.steps.append(_Step(func, args[1:], kwargs, random, overwrites))
+        return self._target
+
+
+def _elementwise_steps(
+    target: Tensor, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[_Step]:
+    """What the function does to a tensor of the field's shape; [] if that cannot be cut up.
+
+    Asked of a tensor of the full shape, because xavier's bounds depend on it, that holds a single
+    element; nothing is computed.
+    """
+    recorder = _Recorder(target)
+    try:
+        with torch.no_grad(), recorder:
+            function(target, *args, **kwargs)
+    except _NotElementwiseError:
+        return []
+    return recorder.steps
+
+
+def _draw_elements(
+    field: Tensor, dtype: torch.dtype, steps: list[_Step], seed: int, progress: bool | None
+) -> None:
+    first_seed = _mixed(seed)
+
+    def work(rows: Tensor, block: int) -> None:
+        # torch's CPU generator looks at 32 bits of its seed: consecutive ones never meet.
+        generator = torch.Generator().manual_seed((first_seed + block) & 0xFFFFFFFF)
+        buffer: Tensor | None = None
+        for piece in _pieces(rows):
+            if buffer is None:
+                buffer = torch.empty(piece.numel(), dtype=dtype)
+            values = buffer[: piece.numel()]
+            if not steps[0].overwrites:
+                values.view(piece.shape).copy_(piece)
+            for start in range(0, len(values), _PIECE_ELEMENTS):
+                for step in steps:
+                    step(values[start : start + _PIECE_ELEMENTS], generator)
+            piece.copy_(values.view(piece.shape))
+
+    _in_parallel(field, work, progress)
+
+
+def _draw_whole(
+    field: Tensor, dtype: torch.dtype, function: Callable[[Tensor], object], seed: int
+) -> None:
+    values = torch.empty(field.shape, dtype=dtype).copy_(field.detach())
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(seed)
+        function(values)
+    field.detach().copy_(values)
+
+
+def _mixed(seed: int) -> int:
+    """Spreads seeds over 64 bits (SplitMix64's finaliser), so that close ones lie far apart."""
+    mask = 0xFFFFFFFFFFFFFFFF
+    value = (seed + 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)
+
+
+def _pieces(rows: Tensor) -> Iterator[Tensor]:
+    """Runs of whole rows that one thread of torch works on, at least one row each."""
+    rows_per_piece = max(1, _PIECE_ELEMENTS // math.prod(rows.shape[1:]))
+    for start in range(0, len(rows), rows_per_piece):
+        yield rows[start : start + rows_per_piece]
+
+
+def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: bool | None) -> None:
+    """Calls work(rows, block number) for every block of rows, in as many threads as torch uses."""
+    if field.numel() == 0:
+        return
+    rows_per_block = max(1, _BLOCK_ELEMENTS // math.prod(field.shape[1:]))
+    field = field.detach()
+    with (
+        tqdm(
+            total=len(field),
+            unit="row",
+            unit_scale=True,
+            leave=False,
+            file=sys.stderr,
+            disable=progress is False,
+            delay=0.0 if progress else _BAR_AFTER_SECONDS,
+        ) as bar,
+        ThreadPoolExecutor(torch.get_num_threads()) as pool,
+    ):
+        starts = range(0, len(field), rows_per_block)
+        blocks = [field[start : start + rows_per_block] for start in starts]
+        tasks = {pool.submit(work, rows, block): len(rows) for block, rows in enumerate(blocks)}
+        try:
+            for task in as_completed(tasks):
+                task.result()
+                bar.update(tasks[task])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
