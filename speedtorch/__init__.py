@@ -1,6 +1,8 @@
-"""Train on rows that live in host memory: tables larger than the GPU, exchanged at the speed of the link."""
+"""Train on rows that live in host memory: tables larger than the GPU, at the speed of its link."""
 
+from speedtorch import legacy
 from speedtorch.info import info
+from speedtorch.legacy import *  # noqa: F403
 from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
 from speedtorch.ops import (
     optimizer_state_swap,
@@ -24,11 +26,5 @@ __all__ = [
     "plan_rows",
     "synchronize",
     "unpin_memory_",
+    *legacy.__all__,
 ]
-
-# TEMPORARY while the legacy package is being written
-import importlib.util as _u
-if _u.find_spec("speedtorch.legacy.model_factory"):
-    from speedtorch import legacy
-    from speedtorch.legacy import *
-    __all__ += getattr(legacy, "__all__", [])

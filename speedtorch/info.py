@@ -6,6 +6,7 @@ import platform
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,9 @@ class Info:
     def __str__(self) -> str:
         names = [field.name for field in fields(self)]
         width = max(map(len, names))
-        return "\n".join(f"{name.replace('_', ' '):{width}}  {getattr(self, name)}" for name in names)
+        return "\n".join(
+            f"{name.replace('_', ' '):{width}}  {getattr(self, name)}" for name in names
+        )
 
 
 def _version() -> str:
@@ -48,10 +51,9 @@ def _version() -> str:
 
 
 def _link_of_first_gpu() -> str:
-    properties = torch.cuda.get_device_properties(0)
-    address = (
-        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    )
+    properties: Any = torch.cuda.get_device_properties(0)  # its PCI fields are in no stub
+    domain, bus = properties.pci_domain_id, properties.pci_bus_id
+    address = f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
     folder = Path("/sys/bus/pci/devices") / address
     try:
         speed = (folder / "current_link_speed").read_text().strip()
@@ -76,7 +78,11 @@ def info() -> Info:
     ops = torch.ops.speedtorch
     with_gpu = torch.cuda.is_available()
     with_kernels = ops.built_with_cuda()
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if with_gpu else []
+    names = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if with_gpu
+        else []
+    )
     if ops.managed_supported():
         default_memory = "managed"
     else:
@@ -86,7 +92,9 @@ def info() -> Info:
         python=platform.python_version(),
         torch=torch.__version__,
         library=_C.__file__,
-        kernels="CPU and CUDA" if with_kernels else "CPU (nvcc was not found when it was built)",
+        kernels="CPU and CUDA"
+        if with_kernels
+        else "CPU (built without nvcc, or with SPEEDTORCH_CUDA=0)",
         gpu=", ".join(names) or "none",
         link=_link_of_first_gpu() if with_gpu else "none",
         default_memory=default_memory,

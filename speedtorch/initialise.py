@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from speedtorch import row_blocks
 from speedtorch.records import Records
@@ -41,7 +42,7 @@ class Initialisers(Records):
             >>> speedtorch.HostTable(2, 2).zeros_()["weight"].tolist()
             [[0.0, 0.0], [0.0, 0.0]]
         """
-        return self.fill_(0, field, progress=progress)
+        return self.fill_(False, field, progress=progress)
 
     def uniform_(
         self: _Self,
@@ -173,8 +174,8 @@ class Initialisers(Records):
 
         Raises:
             KeyError: There is no such field.
-            ValueError: A row of another shape, or of a dtype that loses its kind (complex to real,
-                floating to integers).
+            ValueError: A row of another shape, of a dtype that loses its kind (complex to real,
+                floating to integers), or with numbers beyond the field's dtype.
 
         Example:
             >>> import speedtorch
@@ -183,6 +184,10 @@ class Initialisers(Records):
         """
         rows = self[field]
         given = torch.as_tensor(value)
+        if not isinstance(value, Tensor) and given.dtype in (torch.float32, torch.complex64):
+            # Python's numbers have 64 bits; as float32 some would be infinite already.
+            wide = torch.complex128 if given.dtype.is_complex else torch.float64
+            given = torch.as_tensor(value, dtype=wide)
         if given.ndim and given.shape != rows.shape[1:]:
             raise ValueError(
                 f"fill_: a row of {field!r} has the shape {tuple(rows.shape[1:])}, got "
@@ -190,8 +195,23 @@ class Initialisers(Records):
             )
         if not torch.can_cast(given.dtype, rows.dtype):
             raise ValueError(f"fill_: {given.dtype} does not go into {field!r} of {rows.dtype}")
+        row = given.detach().to(rows.dtype)
+        if not _fits(given, row):
+            raise ValueError(f"fill_: {value!r} is beyond what {field!r} of {rows.dtype} can hold")
         self.settle()
-        row = given.detach().to(rows.device, rows.dtype)
-        row_blocks.fill_rows(rows, row, progress=progress)
+        row_blocks.fill_rows(rows, row.to(rows.device), progress=progress)
         self.settle()
         return self
+
+
+def _fits(given: Tensor, row: Tensor) -> bool:
+    """Whether no integer wrapped and no number was cut off when `given` became `row`."""
+    if row.dtype == given.dtype:
+        return True
+    if not (row.dtype.is_floating_point or row.dtype.is_complex):
+        return torch.equal(row.to(given.dtype), given)
+    numbers, kept = given.to(torch.complex128), row.to(torch.complex128)
+    # Some dtypes have no infinity and stop at their largest number instead.
+    largest = torch.finfo(row.dtype).max
+    small_enough = numbers.real.abs().maximum(numbers.imag.abs()) <= largest
+    return bool((~numbers.isfinite() | kept.isfinite() & small_enough).all())

@@ -2,10 +2,11 @@
 
 Three kinds, each an ordinary CPU tensor:
 
-- *managed* (CUDA managed memory that prefers the CPU and is accessed by the GPU): kernels read and write it at the
-  link's speed in any order, because the GPU maps it in large pages. It must not be touched in a forked child.
-- *registered* (memory of this process that is pinned with cudaHostRegister): works wherever a GPU is, and is safe to
-  fork (a DataLoader worker whose dataset holds the table, for instance).
+- *managed* (CUDA managed memory that prefers the CPU and is accessed by the GPU): kernels read and
+  write it at the link's speed in any order, because the GPU maps it in large pages. It must not be
+  touched in a forked child.
+- *registered* (memory of this process that is pinned with cudaHostRegister): works wherever a GPU
+  is, and is safe to fork (a DataLoader worker whose dataset holds the table, for instance).
 - *plain*: not pinned; what a machine without a GPU uses.
 """
 
@@ -37,7 +38,8 @@ KINDS = {"plain": 0, "registered": 1, "managed": 2}
 KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")
 
 _ops = torch.ops.speedtorch
-# By id() of the tensor object, as tensors do not compare as keys must; an entry goes when its tensor does.
+# By id() of the tensor object, as tensors do not compare as keys must; an entry goes when its
+# tensor does.
 _pinned: dict[int, weakref.finalize[[int, Tensor], Tensor]] = {}
 
 
@@ -48,7 +50,8 @@ def _memory_is_checked() -> bool:
 def _allocate(nbytes: int, memory: str) -> Tensor:
     """uint8 tensor of zeros; `auto` takes the fastest kind that this machine has."""
     if memory in KINDS:
-        return _ops.host_empty(nbytes, KINDS[memory], _memory_is_checked())
+        made: Tensor = _ops.host_empty(nbytes, KINDS[memory], _memory_is_checked())
+        return made
     if memory != "auto":
         raise ValueError(
             f"memory must be 'auto', 'managed', 'registered' or 'plain', got {memory!r}"
@@ -74,14 +77,16 @@ def empty(
     Args:
         size: number of elements, or shape.
         dtype: any torch dtype of whole bytes.
-        memory: "managed", "registered", "plain", or "auto": managed where every GPU can reach it, registered where
-            there is a GPU at all, plain otherwise.
+        memory: "managed", "registered", "plain", or "auto": managed where every GPU can reach it,
+            registered where there is a GPU at all, plain otherwise.
 
     Returns:
-        A contiguous CPU tensor of that shape. Its memory goes once it dies and the GPU work that used it is done.
+        A contiguous CPU tensor of that shape. Its memory goes once it dies and the GPU work that
+        used it is done.
 
     Raises:
-        MemoryError: the machine has not that many bytes (SPEEDTORCH_MEMORY_CHECK=0 tries all the same).
+        MemoryError: the machine has not that many bytes (SPEEDTORCH_MEMORY_CHECK=0 tries all the
+            same).
         RuntimeError: the kind of memory cannot be had here.
         ValueError: `memory` or `size` is not one of those above.
 
@@ -104,8 +109,8 @@ def _unregister(key: int, alias: Tensor) -> None:
 def pin_memory_(tensor: Tensor) -> Tensor:
     """Pins the memory of a CPU tensor where it is, so that the GPU reaches it; no copy is made.
 
-    It stays pinned until `unpin_memory_` or until this tensor object dies; views of it are pinned with it. Read-only
-    mappings of files are pinned read-only, and ops refuse to write to them.
+    It stays pinned until `unpin_memory_` or until this tensor object dies; views of it are pinned
+    with it. Read-only mappings of files are pinned read-only, and ops refuse to write to them.
 
     Args:
         tensor: any CPU tensor with elements.
@@ -118,7 +123,8 @@ def pin_memory_(tensor: Tensor) -> Tensor:
         RuntimeError: CUDA refused; the message says how many bytes, why, and what to do.
     """
     _ops.host_register(tensor)
-    # The alias keeps the storage for as long as it is registered, whatever happens to `tensor`'s storage.
+    # The alias keeps the storage for as long as it is registered, whatever happens to `tensor`'s
+    # storage.
     finalizer = weakref.finalize(tensor, _unregister, id(tensor), tensor.detach())
     finalizer.atexit = False  # no CUDA call while the interpreter ends
     _pinned[id(tensor)] = finalizer
@@ -158,8 +164,8 @@ def memory_stats() -> dict[str, int]:
     """Bytes that this process holds through speedtorch, by kind.
 
     Returns:
-        Bytes under "plain", "registered", "managed", and "captured": memory of dead tensors that a captured CUDA
-        graph may still use.
+        Bytes under "plain", "registered", "managed", and "captured": memory of dead tensors that a
+        captured CUDA graph may still use.
 
     Example:
         >>> sorted(memory_stats())
@@ -170,7 +176,7 @@ def memory_stats() -> dict[str, int]:
 
 
 def release(tensor: Tensor) -> None:
-    """Says that no captured CUDA graph will use this tensor's memory again: it goes when the tensor dies."""
+    """Says that no captured CUDA graph will use this tensor again: its memory goes with it."""
     _ops.let_captured_go(tensor)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from tokenize import TokenError
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ __all__ = ["NPY_DTYPES", "NPY_HEADER_BYTES", "npy_header", "read_npy_header"]
 
 # More than NumPy believes of a header (10,000 characters).
 NPY_HEADER_BYTES = 16_384
+
+# What NumPy's parser raises at texts that are no header.
+_BROKEN = (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError)
 
 # NumPy's name of each dtype that it shares with torch.
 NPY_DTYPES: dict[str, torch.dtype] = {
@@ -78,7 +82,7 @@ def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
             shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
         else:
             raise ValueError(f"it has version {version}; known are (1, 0) and (2, 0)")
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+    except _BROKEN as error:
         raise ValueError(f"this is no .npy header: {error}") from error
     if dtype.str not in NPY_DTYPES or dtype.hasobject or dtype.names:
         raise ValueError(f"arrays of dtype {dtype} are not read; known are {', '.join(NPY_DTYPES)}")

@@ -1,19 +1,20 @@
 """The registered ops: Python signatures, fake kernels and autograd.
 
-The kernels are in the library `speedtorch._C`; importing it registers `torch.ops.speedtorch.*`. The functions
-here are those ops with defaults and keywords. They run on torch's current stream and synchronise nothing,
-unless a table lies in pageable memory and the other tensors on a GPU.
+The kernels are in the library `speedtorch._C`; importing it registers `torch.ops.speedtorch.*`. The
+functions here are those ops with defaults and keywords. They run on torch's current stream and
+synchronise nothing, unless a table lies in pageable memory and the other tensors on a GPU.
 
-Ids that lie on the CPU are checked before anything moves. Ids on a GPU are checked there: an op that finds a
-bad one moves no row (a gather gives zeros), and the first later call that sees it raises `IndexError`, at the
-latest `synchronize`.
+Ids that lie on the CPU are checked before anything moves. Ids on a GPU are checked there: an op
+that finds a bad one moves no row (a gather gives zeros), and the first later call that sees it
+raises `IndexError`, at the latest `synchronize`.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,15 +51,17 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
         rows: rows of the table that the ids name.
 
     Returns:
-        `[unique, inverse, order, offsets, status]` on the device of `index`, all int64. With u distinct ids:
-        `unique` [n] holds them ascending in its first u entries (-1 after them); `inverse` [n] is the entry of
-        `unique` for each position; `order` [n] the positions sorted by id, equal ids in index order; positions
-        `order[offsets[k]:offsets[k + 1]]` name `unique[k]` (`offsets` [n + 1]); `status` [8] holds the number of
-        ids out of range, the first such position (n if none), its id, u, rows, n, the first position whose id
-        stands earlier too (n if none), its id.
+        `[unique, inverse, order, offsets, status]` on the device of `index`, all int64. With u
+        distinct ids: `unique` [n] holds them ascending in its first u entries (-1 after them);
+        `inverse` [n] is the entry of `unique` for each position; `order` [n] the positions sorted
+        by id, equal ids in index order; positions `order[offsets[k]:offsets[k + 1]]` name
+        `unique[k]` (`offsets` [n + 1]); `status` [8] holds the number of ids out of range, the
+        first such position (n if none), its id, u, rows, n, the first position whose id stands
+        earlier too (n if none), its id.
 
     Raises:
-        IndexError: an id on the CPU is not in [0, rows). Ids on a GPU are reported by the op that uses the plan.
+        IndexError: an id on the CPU is not in [0, rows). Ids on a GPU are reported by the op that
+            uses the plan.
         ValueError: `index` is not int32 or int64, or has 2^31 ids or more.
 
     Example:
@@ -74,16 +77,17 @@ def pinned_gather(
 ) -> Tensor:
     """Brings rows of a host table to the device of the ids: `result[i] = table[index[i]]`.
 
-    Rows move as bytes. A GPU reads mapped host memory (managed, registered, pinned) in place; a table in pageable
-    memory goes through a staged copy, which synchronises. Differentiable with respect to `table`: the gradient is
-    a sparse COO tensor on the table's device, as `torch.nn.Embedding(sparse=True)` gives. With `out` nothing is
-    recorded for autograd.
+    Rows move as bytes. A GPU reads mapped host memory (managed, registered, pinned) in place; a
+    table in pageable memory goes through a staged copy, which synchronises. Differentiable with
+    respect to `table`: the gradient is a sparse COO tensor on the table's device, as
+    `torch.nn.Embedding(sparse=True)` gives. With `out` nothing is recorded for autograd.
 
     Args:
-        table: `[rows, ...]` on the CPU, or on the GPU of the result; any dtype and row stride, rows contiguous inside.
+        table: `[rows, ...]` on the CPU, or on the GPU of the result; any dtype and row stride, rows
+            contiguous inside.
         index: int32 or int64 ids of any shape, on the CPU or on the device of the result.
-        out: contiguous tensor `[*index.shape, *table.shape[1:]]` to write to; ids on the CPU with `out` on a GPU
-            bring rows to that GPU.
+        out: contiguous tensor `[*index.shape, *table.shape[1:]]` to write to; ids on the CPU with
+            `out` on a GPU bring rows to that GPU.
         plan: result of `plan_rows(index, table.shape[0])`, on the device of the result.
 
     Returns:
@@ -92,7 +96,8 @@ def pinned_gather(
     Raises:
         IndexError: an id is not in [0, rows); see `synchronize` for ids on a GPU.
         ValueError: a shape, dtype, device or stride does not fit.
-        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is captured.
+        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
+            captured.
 
     Example:
         >>> table = torch.arange(12.0).reshape(4, 3)
@@ -100,9 +105,12 @@ def pinned_gather(
         [[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]
     """
     if out is None:
-        if plan is None:
-            return _ops.pinned_gather(table, index)
-        return _ops.pinned_gather.planned(table, index, list(plan))
+        rows: Tensor = (
+            _ops.pinned_gather(table, index)
+            if plan is None
+            else _ops.pinned_gather.planned(table, index, list(plan))
+        )
+        return rows
     with torch.no_grad():
         if plan is None:
             _ops.pinned_gather.out(table, index, out)
@@ -121,8 +129,9 @@ def pinned_scatter(
 ) -> None:
     """Puts rows into a host table, in place: `table[index[i]] = src[i]`.
 
-    Of several occurrences of an id the last in index order wins, as in NumPy's assignment, on every device. With
-    `accumulate` they add up in index order, rounded at each addition, as `numpy.add.at` does.
+    Of several occurrences of an id the last in index order wins, as in NumPy's assignment, on every
+    device. With `accumulate` they add up in index order, rounded at each addition, as
+    `numpy.add.at` does.
 
     Args:
         table: `[rows, ...]` on the CPU, or on the GPU of `src`; rows contiguous inside.
@@ -132,9 +141,11 @@ def pinned_scatter(
         plan: result of `plan_rows(index, table.shape[0])`, on the device of `src`.
 
     Raises:
-        IndexError: an id is not in [0, rows); no row has changed. See `synchronize` for ids on a GPU.
+        IndexError: an id is not in [0, rows); no row has changed. See `synchronize` for ids on a
+            GPU.
         ValueError: a shape, dtype, device or stride does not fit, or the dtype has no addition.
-        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is captured.
+        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
+            captured.
 
     Example:
         >>> table = torch.zeros(3, 2)
@@ -159,17 +170,18 @@ def optimizer_state_swap(
     evict_plan: Sequence[Tensor] | None = None,
     load_plan: Sequence[Tensor] | None = None,
 ) -> None:
-    """Exchanges the rows of two id lists, weights and optimizer state together, both directions at once.
+    """Exchanges the rows of two id lists, weights and optimizer state at once, both ways at once.
 
-    For every field k: `host[k][evict] = leaving[k][:len(evict)]` and `arriving[k][:len(load)] = host[k][load]`. A
-    row in both lists goes from `leaving` to `arriving` and its host copy is left as it was: it is current again
-    once a later swap evicts it.
+    For every field k: `host[k][evict] = leaving[k][:len(evict)]` and `arriving[k][:len(load)] =
+    host[k][load]`. A row in both lists goes from `leaving` to `arriving` and its host copy is left
+    as it was: it is current again once a later swap evicts it.
 
     Args:
         host: fields `[rows, ...]` of one table, on the CPU or on the GPU of the other side.
         leaving: for each field a contiguous tensor `[n, ...]`, n at least `len(evict)`.
         evict: distinct int32 or int64 ids of the rows that leave.
-        arriving: for each field a contiguous tensor `[m, ...]`, m at least `len(load)`; rows beyond stay as they are.
+        arriving: for each field a contiguous tensor `[m, ...]`, m at least `len(load)`; rows beyond
+            stay as they are.
         load: distinct int32 or int64 ids of the rows that arrive.
         evict_plan: result of `plan_rows(evict, rows)`.
         load_plan: result of `plan_rows(load, rows)`.
@@ -177,12 +189,14 @@ def optimizer_state_swap(
     Raises:
         IndexError: an id is not in [0, rows) or stands twice in its list; no row has changed.
         ValueError: lists, shapes, dtypes, devices or strides do not fit, or tensors overlap.
-        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is captured.
+        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
+            captured.
 
     Example:
         >>> weight = torch.arange(4.0).reshape(4, 1)
         >>> gone, come = torch.tensor([[10.0], [30.0]]), torch.empty(2, 1)
-        >>> optimizer_state_swap([weight], [gone], torch.tensor([1, 3]), [come], torch.tensor([3, 0]))
+        >>> evict, load = torch.tensor([1, 3]), torch.tensor([3, 0])
+        >>> optimizer_state_swap([weight], [gone], evict, [come], load)
         >>> weight.flatten().tolist(), come.flatten().tolist()
         ([0.0, 10.0, 2.0, 3.0], [30.0, 0.0])
     """
@@ -208,36 +222,35 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
     After this the CPU sees every row that ops have written. Without a GPU it only reports.
 
     Args:
-        device: the GPU to wait for; the current one if not given.
+        device: the GPU to wait for (none if it is the CPU); the current one if not given.
 
     Raises:
-        IndexError: an op since the last report was given an id out of range, or one twice where ids must be
-            distinct; that op moved no row.
+        IndexError: an op since the last report was given an id out of range, or one twice where ids
+            must be distinct; that op moved no row.
 
     Example:
         >>> synchronize()
     """
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    on_cpu = device is not None and torch.device(device).type == "cpu"
+    if not on_cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
     _ops.throw_pending()
 
 
-# ------------------------------------------------------------------------------------------- fake kernels
+# ------------------------------------------------------------------------------------------- fake
+# kernels
 
 
-@torch.library.register_fake("speedtorch::plan_rows")
 def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
     count = index.numel()
     lengths = (count, count, count, count + 1, STATUS_FIELDS)
     return [index.new_empty(length, dtype=torch.int64) for length in lengths]
 
 
-@torch.library.register_fake("speedtorch::pinned_gather")
 def _pinned_gather_fake(table: Tensor, index: Tensor) -> Tensor:
     return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
 
 
-@torch.library.register_fake("speedtorch::pinned_gather.planned")
 def _pinned_gather_planned_fake(table: Tensor, index: Tensor, plan: list[Tensor]) -> Tensor:
     return _pinned_gather_fake(table, index)
 
@@ -246,21 +259,28 @@ def _writes_its_arguments(*args: object, **kwargs: object) -> None:
     """Fake kernel of the ops that return nothing."""
 
 
-for _overload in (
-    "pinned_gather.out",
-    "pinned_gather.planned_out",
-    "pinned_scatter",
-    "pinned_scatter.planned",
-    "optimizer_state_swap",
-    "optimizer_state_swap.planned",
-):
-    torch.library.register_fake(f"speedtorch::{_overload}", _writes_its_arguments)
+_FAKE_KERNELS: dict[str, Callable[..., Any]] = {
+    "plan_rows": _plan_rows_fake,
+    "pinned_gather": _pinned_gather_fake,
+    "pinned_gather.out": _writes_its_arguments,
+    "pinned_gather.planned": _pinned_gather_planned_fake,
+    "pinned_gather.planned_out": _writes_its_arguments,
+    "pinned_scatter": _writes_its_arguments,
+    "pinned_scatter.planned": _writes_its_arguments,
+    "optimizer_state_swap": _writes_its_arguments,
+    "optimizer_state_swap.planned": _writes_its_arguments,
+}
+for _name, _kernel in _FAKE_KERNELS.items():
+    torch.library.register_fake(f"speedtorch::{_name}", _kernel)
 
 
-# ----------------------------------------------------------------------------------------------- autograd
+# -----------------------------------------------------------------------------------------------
+# autograd
 
 
-def _remember_index(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _remember_index(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor
+) -> None:
     table, index = inputs[:2]
     ctx.save_for_backward(index)
     ctx.table_shape = table.shape  # type: ignore[attr-defined]

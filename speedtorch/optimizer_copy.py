@@ -111,16 +111,13 @@ class OptimizerCopy:
         """A copy of the state, to hand to another optimizer."""
         return {name: snapshot(value) for name, value in self.state.items()}
 
-    def first_values(self) -> dict[str, Any]:
+    def first_values(self) -> dict[str, Any] | None:
         """Every entry of the state as it was first assigned.
 
-        Raises:
-            ValueError: the optimizer fills a dict of its own, so that nothing was seen.
+        None if the optimizer fills a dict of its own instead, so that nothing was seen.
         """
         state = self.state
-        if isinstance(state, Recorder):
-            return state.first
-        raise ValueError("it replaces the dict that holds its state, so its start cannot be seen")
+        return state.first if isinstance(state, Recorder) else None
 
     def install(self, values: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Puts other rows, with their state, in place of the parameter's."""

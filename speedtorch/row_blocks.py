@@ -25,6 +25,9 @@ _BLOCK_ELEMENTS = 1 << 20
 # torch works in several threads from 32,768 elements on; split work rounds elsewhere.
 _PIECE_ELEMENTS = 32_767
 _BAR_AFTER_SECONDS = 2.0
+# Known to draw every element alike; trunc_normal_ in no fixed steps, as it draws again what fell
+# outside. The others are recorded, for which torch loads its tracing machinery: a second, once.
+_KNOWN = (torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
 
 
 def fill_rows(field: Tensor, row: Tensor, *, progress: bool | None = None) -> None:
@@ -93,7 +96,7 @@ def draw_rows(
     # torch has no random float8: drawn as float32, then rounded.
     small = field.dtype.is_floating_point and field.dtype.itemsize == 1
     values = torch.zeros(1, dtype=torch.float32 if small else field.dtype)
-    if function is torch.nn.init.trunc_normal_:  # No fixed steps: it draws again what fell outside.
+    if function in _KNOWN:
         steps = [_Step(function, args, kwargs, random=True, overwrites=True)]
     else:
         steps = _elementwise_steps(values.expand(field.shape), function, args, kwargs)

@@ -1,0 +1,207 @@
+"""Text for the demonstration: English that every Python carries, or a file of the user's.
+
+The built-in text is the language reference behind `help()` (`pydoc_data.topics`) and the
+docstrings of the standard library. The docstrings are read from the source files with `ast`:
+nothing is imported or run for them, so no module with side effects wakes up.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import io
+import re
+import sysconfig
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Corpus", "builtin_passages", "file_passages"]
+
+_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*")
+_BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
+# Lines that start like an interactive session are code, not English.
+_CODE_LINE = re.compile(r"^[ \t]*(?:>>>|\.\.\.).*$", re.MULTILINE)
+# Tests are not prose, idlelib's and turtledemo's docstrings are mostly manual test scripts, and
+# site-packages differ from one machine to the next.
+_SKIPPED_FOLDERS = frozenset(
+    ("test", "tests", "idle_test", "idlelib", "turtledemo", "site-packages", "dist-packages")
+)
+_BLOCK_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A text as word ids, most frequent word first.
+
+    Attributes:
+        tokens: `[T]` int32, the id of every word kept, in reading order.
+        passage: `[T]` int32, the number of the passage that each token stands in, rising.
+        words: the vocabulary, `[V]`; word `i` has id `i`.
+        counts: `[V]` int64, how often each word occurs, falling.
+        characters: length of the text it was made from.
+
+    Example:
+        >>> corpus = Corpus.from_passages(["The cat sat.", "The cat ran."], min_count=2)
+        >>> corpus.words, corpus.tokens.tolist(), corpus.passage.tolist()
+        (('cat', 'the'), [1, 0, 1, 0], [0, 0, 1, 1])
+    """
+
+    tokens: npt.NDArray[np.int32]
+    passage: npt.NDArray[np.int32]
+    words: tuple[str, ...]
+    counts: npt.NDArray[np.int64]
+    characters: int
+
+    @classmethod
+    def from_passages(cls, passages: Iterable[str], *, min_count: int = 5) -> Corpus:
+        """Reads passages once, counts their words and keeps the frequent ones.
+
+        Args:
+            passages: pieces of text; training windows do not reach from one into the next.
+            min_count: words that occur less often are dropped, as if they were not there.
+
+        Returns:
+            The corpus. Words of equal count stand in alphabetical order.
+
+        Raises:
+            ValueError: `min_count` is below 1, or fewer than two different words are left.
+        """
+        if min_count < 1:
+            raise ValueError(f"min_count is {min_count}; it must be at least 1")
+        first_ids: dict[str, int] = {}
+        tokens, lengths, characters = array("i"), array("q"), 0
+        for text in passages:
+            before = len(tokens)
+            for word in _WORD.findall(text.lower()):
+                tokens.append(first_ids.setdefault(word, len(first_ids)))
+            lengths.append(len(tokens) - before)
+            characters += len(text)
+        read = np.frombuffer(tokens, dtype=np.intc) if tokens else np.zeros(0, np.intc)
+        counts = np.bincount(read, minlength=len(first_ids))
+        spelled = list(first_ids)
+        kept = [i for i in range(len(spelled)) if counts[i] >= min_count]
+        if len(kept) < 2:
+            raise ValueError(
+                f"the corpus has {len(kept)} words that occur {min_count} times or more "
+                f"({characters} characters, {len(read)} words in all); at least 2 are needed: "
+                "give a longer text or a smaller minimum count"
+            )
+        kept.sort(key=lambda i: (-counts[i], spelled[i]))
+        new_ids = np.full(len(spelled), -1, np.int32)
+        new_ids[kept] = np.arange(len(kept), dtype=np.int32)
+        ids = new_ids[read]
+        passage = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        return cls(
+            tokens=ids[ids >= 0],
+            passage=passage[ids >= 0],
+            words=tuple(spelled[i] for i in kept),
+            counts=counts[kept].astype(np.int64),
+            characters=characters,
+        )
+
+    def __len__(self) -> int:
+        """The number of words kept, `T`."""
+        return len(self.tokens)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    return (part for part in _BLANK_LINE.split(text) if part.strip())
+
+
+def _docstrings(source: bytes) -> Iterator[str]:
+    """Yields the docstrings of a source file; none if this Python cannot parse it."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        # A few files of the library are meant for other versions, or are broken on purpose.
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def builtin_passages(root: Path | None = None) -> Iterator[str]:
+    """Yields the paragraphs of Python's own documentation, each different text once.
+
+    Args:
+        root: folder of sources to read instead of the language reference and this Python's
+            standard library.
+
+    Yields:
+        Paragraphs without interactive examples: first the language reference, then the
+        docstrings, file by file in alphabetical order.
+
+    Raises:
+        ValueError: this Python carries neither the reference nor sources.
+    """
+    texts: dict[str, None] = {}
+    if root is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        try:
+            from pydoc_data.topics import topics
+        except ImportError:
+            pass  # Some distributions leave it out; the docstrings are enough.
+        else:
+            texts.update(dict.fromkeys(topics[name] for name in sorted(topics)))
+    for path in sorted(root.rglob("*.py")):
+        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1]):
+            source = path.read_bytes()
+            if b'"""' in source or b"'''" in source:
+                texts.update(dict.fromkeys(_docstrings(source)))
+    if not texts:
+        raise ValueError(f"no documentation in this Python ({root}): give a text with --corpus")
+    for text in texts:
+        yield from _paragraphs(_CODE_LINE.sub("", text))
+
+
+def file_passages(path: Path) -> Iterator[str]:
+    """Yields the paragraphs of a text file, plain or gzip, without holding it whole.
+
+    Args:
+        path: a UTF-8 text (bytes that are not UTF-8 count as blanks between words), recognised
+            as gzip by its first two bytes, whatever its name. Paragraphs end at blank lines, and
+            after about a million characters in a text that has none.
+
+    Yields:
+        The paragraphs.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it says that it is gzip, and is damaged or cut off.
+    """
+    with ExitStack() as stack:
+        raw = stack.enter_context(path.open("rb"))
+        zipped = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        plain = stack.enter_context(gzip.GzipFile(fileobj=raw)) if zipped else raw
+        text = io.TextIOWrapper(plain, encoding="utf-8", errors="replace")
+        rest = ""
+        while True:
+            try:
+                block = text.read(_BLOCK_CHARACTERS)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(f"{path} is a damaged gzip file: {error}") from error
+            if not block:
+                break
+            whole, rest = _split_tail(rest + block)
+            yield from _paragraphs(whole)
+        yield from _paragraphs(rest)
+
+
+def _split_tail(text: str) -> tuple[str, str]:
+    """Splits a text before its last paragraph, or else, when that is long, before its last word."""
+    cut = max(text.rfind("\n\n"), text.rfind("\n\r\n"))
+    if len(text) - max(cut, 0) > _BLOCK_CHARACTERS:
+        cut = max(text.rfind(" "), text.rfind("\n"))
+        # A "word" longer than a block is no word: cutting it keeps memory bounded.
+        cut = len(text) if cut < 0 else cut
+    return (text[:cut], text[cut:]) if cut > 0 else ("", text)

@@ -1,0 +1,145 @@
+"""How good the vectors are: a score on pairs kept out of training, and nearest neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from speedtorch.demo.corpus import Corpus
+from speedtorch.demo.pairs import HeldOut
+from speedtorch.demo.skipgram import Tables
+
+__all__ = ["Score", "content_words", "held_out_score", "nearest_neighbours", "row_blocks"]
+
+_BLOCK_ROWS = 1 << 14
+_FREQUENT = 200
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a model tells pairs of real text from chance pairs of the same words.
+
+    Attributes:
+        auc: the chance that a true pair, drawn at random, has a larger dot product than a false
+            one; ties count half. It is 0.5 before training.
+        log_likelihood: mean over the pairs of `log s(true) + log s(-false)`, where `s` is the
+            logistic function; the negated training loss for one negative per pair.
+        pairs: true pairs, and as many false ones.
+    """
+
+    auc: float
+    log_likelihood: float
+    pairs: int
+
+
+def held_out_score(tables: Tables, held: HeldOut) -> Score | None:
+    """Scores the vectors on pairs kept out of training.
+
+    Args:
+        tables: the trained tables.
+        held: true and false pairs.
+
+    Returns:
+        The score; None if no pair was held out.
+    """
+    if not len(held):
+        return None
+    true, false = (
+        _dots(tables, held.centre, held.context),
+        _dots(tables, held.centre, held.shuffled),
+    )
+    _, kind, counts = np.unique(
+        np.concatenate([true, false]), return_inverse=True, return_counts=True
+    )
+    # Equal values share the middle of the ranks that they take up.
+    ranks = np.cumsum(counts) - (counts - 1) / 2
+    size = len(true)
+    auc = (ranks[kind[:size]].sum() - size * (size + 1) / 2) / size**2
+    likelihood = -np.logaddexp(0, -true).mean() - np.logaddexp(0, false).mean()
+    return Score(float(auc), float(likelihood), size)
+
+
+def _dots(
+    tables: Tables, centre: npt.NDArray[np.int64], context: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Dot products `[P]` of u rows and v rows, in double precision."""
+    found = [np.zeros(0)]
+    for start in range(0, len(centre), _BLOCK_ROWS):
+        block = slice(start, start + _BLOCK_ROWS)
+        u = tables.rows("u_embeddings", torch.from_numpy(centre[block])).double()
+        v = tables.rows("v_embeddings", torch.from_numpy(context[block])).double()
+        found.append((u * v).sum(1).numpy())
+    return np.concatenate(found)
+
+
+def content_words(corpus: Corpus, number: int) -> list[int]:
+    """Finds frequent words that are about something, in any language.
+
+    Such words crowd in some passages, while words like "the" are strewn evenly. So, of the
+    frequent words, those are taken whose passages are the fewest for their number.
+
+    Args:
+        corpus: the text.
+        number: how many words at most.
+
+    Returns:
+        Ids of words of four letters or more, the most frequent first.
+
+    Example:
+        >>> text = ["rain and rain", "cold with wind", "wind with sun", "fog with hail"]
+        >>> corpus = Corpus.from_passages(text, min_count=1)
+        >>> [corpus.words[i] for i in content_words(corpus, 1)]
+        ['rain']
+    """
+    passages = len(np.unique(corpus.passage))
+    both = np.unique(corpus.tokens.astype(np.int64) * (1 << 32) + corpus.passage)
+    holding = np.bincount(both >> 32, minlength=len(corpus.words))
+    # Were its occurrences strewn evenly, this share of the passages would hold the word.
+    even = -np.expm1(-corpus.counts / passages)
+    crowding = np.log(even * passages / holding)
+    long = np.array([i for i, word in enumerate(corpus.words) if len(word) >= 4], np.int64)
+    frequent = long[:_FREQUENT]
+    if not len(frequent):
+        return []
+    crowded = crowding[frequent] >= np.quantile(crowding[frequent], 2 / 3)
+    found: list[int] = frequent[crowded][:number].tolist()
+    return found
+
+
+def nearest_neighbours(
+    tables: Tables, words: Sequence[str], chosen: Sequence[int], *, number: int = 6
+) -> dict[str, list[str]]:
+    """Finds the words whose u vectors point the same way (cosine).
+
+    Args:
+        tables: the trained tables.
+        words: the vocabulary, `[V]`.
+        chosen: ids to find neighbours of.
+        number: neighbours of each.
+
+    Returns:
+        For each chosen word its neighbours, nearest first.
+    """
+    if not chosen:
+        return {}
+    query = _unit(tables.rows("u_embeddings", torch.tensor(chosen)))
+    blocks = row_blocks(tables, "u_embeddings", len(words))
+    likeness = torch.cat([query @ _unit(block).T for block in blocks], dim=1)
+    likeness[torch.arange(len(chosen)), torch.tensor(chosen)] = -2.0  # a word is no neighbour
+    best = likeness.topk(min(number, len(words) - 1), dim=1).indices.tolist()
+    return {words[i]: [words[j] for j in row] for i, row in zip(chosen, best, strict=True)}
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(rows, dim=1)
+
+
+def row_blocks(tables: Tables, side: str, words: int) -> Iterator[Tensor]:
+    """Yields all rows of one side in turn, `[up to 16,384, D]`: never a second copy of a table."""
+    for start in range(0, words, _BLOCK_ROWS):
+        yield tables.rows(side, torch.arange(start, min(start + _BLOCK_ROWS, words)))

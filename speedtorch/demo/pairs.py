@@ -1,0 +1,266 @@
+"""Word ids -> training batches of skip-gram with negative sampling, and the pairs kept out of them.
+
+Everything here is NumPy on whole arrays and depends on the seed alone, so that two models can be
+trained on the very same batches one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from speedtorch.demo.corpus import Corpus
+
+__all__ = ["Batch", "HeldOut", "PairStream"]
+
+Ids = npt.NDArray[np.int64]
+
+_BLOCK_TOKENS = 1 << 20
+_STRETCH_TOKENS = 64
+_HELD_OUT_LIMIT = 50_000
+# First word of a generator's seed, so that no two uses draw the same numbers.
+_SPLIT, _TRAINING, _SCORE = 1, 2, 3
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Pairs of words and their negatives, as positions in two lists of distinct row ids.
+
+    A row is fetched once however often the batch names it, and the model looks it up by position:
+    so autograd adds up the gradients of a word's occurrences, and each row gets one update.
+
+    Attributes:
+        u_ids: `[R]` int64, distinct ids of the centre words' rows.
+        v_ids: `[S]` int64, distinct ids of the rows of contexts and negatives.
+        centre: `[B]` int64, positions in `u_ids`.
+        context: `[B]` int64, positions in `v_ids`.
+        negative: `[B, K]` int64, positions in `v_ids`.
+        progress: how much of the text was gone through when this batch ends, in epochs.
+    """
+
+    u_ids: Tensor
+    v_ids: Tensor
+    centre: Tensor
+    context: Tensor
+    negative: Tensor
+    progress: float
+
+    def __len__(self) -> int:
+        """The number of pairs."""
+        return len(self.centre)
+
+    def ids(self, side: str) -> Tensor:
+        """The row ids of "u_embeddings" or "v_embeddings"."""
+        return {"u_embeddings": self.u_ids, "v_embeddings": self.v_ids}[side]
+
+    def to(self, device: torch.device) -> Batch:
+        """Returns the batch on a device."""
+        return Batch(
+            u_ids=self.u_ids.to(device, non_blocking=True),
+            v_ids=self.v_ids.to(device, non_blocking=True),
+            centre=self.centre.to(device, non_blocking=True),
+            context=self.context.to(device, non_blocking=True),
+            negative=self.negative.to(device, non_blocking=True),
+            progress=self.progress,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Pairs from text that training never sees, and as many that chance makes of the same words.
+
+    Attributes:
+        centre: `[P]` int64 word ids.
+        context: `[P]` int64 word ids; `centre[i]` and `context[i]` stand near each other.
+        shuffled: `[P]` int64, `context` in random order: every word is as frequent among the false
+            pairs as among the true ones, so that frequencies alone say nothing.
+    """
+
+    centre: Ids
+    context: Ids
+    shuffled: Ids
+
+    def __len__(self) -> int:
+        """The number of pairs."""
+        return len(self.centre)
+
+
+class PairStream:
+    """The batches of a corpus, the same ones every time they are asked for.
+
+    Frequent words are dropped at random as in word2vec (with `t = sample` and a word's share `f`
+    of the text it is kept with probability `sqrt(t / f) + t / f`), windows have a random reach of
+    1 to `window` words around each centre, and negatives are drawn in proportion to `f ** 0.75`.
+    Stretches of 64 words, drawn at random, are held out: no pair with a word in them is trained on.
+
+    Args:
+        corpus: the text.
+        window: the furthest distance of a context word, in words left after dropping.
+        negatives: negatives per pair, `K`.
+        batch: pairs per batch, `B`; the last one of an epoch may be smaller.
+        sample: threshold `t` of the dropping of frequent words; 0 keeps all.
+        held_out: share of the text to keep out of training, from 0 to below 1.
+        seed: everything random depends on it alone.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> corpus = Corpus.from_passages(["red green blue " * 9], min_count=1)
+        >>> stream = PairStream(corpus, window=2, negatives=3, batch=8, sample=0)
+        >>> first = next(stream.epoch(0))
+        >>> len(first), first.negative.shape, len(first.u_ids)
+        (8, torch.Size([8, 3]), 3)
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        window: int = 5,
+        negatives: int = 5,
+        batch: int = 4096,
+        sample: float = 1e-3,
+        held_out: float = 0.05,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("window", window), ("negatives", negatives), ("batch", batch)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if sample < 0:
+            raise ValueError(f"sample is {sample}; it must be 0 or more")
+        if not 0 <= held_out < 1:
+            raise ValueError(f"held_out is {held_out}; it must be from 0 to below 1")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; it must be 0 or more")
+        self.corpus = corpus
+        self.window, self.negatives, self.batch, self.seed = window, negatives, batch, seed
+        share = corpus.counts / corpus.counts.sum()
+        ratio = sample / share if sample else np.ones_like(share)
+        self._keep = np.minimum(1.0, np.sqrt(ratio) + ratio)
+        noise = np.cumsum(corpus.counts**0.75)
+        self._noise = noise / noise[-1]
+        draws = np.random.default_rng([_SPLIT, seed]).random(-(-len(corpus) // _STRETCH_TOKENS))
+        held = np.repeat(draws < held_out, _STRETCH_TOKENS)[: len(corpus)]
+        # Pairs do not reach over the edge of a held-out stretch, or over the gap that it leaves.
+        edge = np.diff(corpus.passage, prepend=0) != 0
+        edge[1:] |= held[1:] != held[:-1]
+        piece = np.cumsum(edge, dtype=np.int64)
+        self._train = (corpus.tokens[~held], piece[~held])
+        self._held = (corpus.tokens[held], piece[held])
+
+    @property
+    def words(self) -> int:
+        """Words of the text that are trained on, `W`, before dropping."""
+        return len(self._train[0])
+
+    def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
+        """Yields batches epoch after epoch, until one of the limits given is reached.
+
+        Args:
+            epochs: passes over the text.
+            steps: batches.
+
+        Yields:
+            Batches on the CPU.
+
+        Raises:
+            ValueError: the text gives no pairs at all.
+        """
+        numbers = itertools.count() if epochs is None else iter(range(epochs))
+        return itertools.islice(self._epochs(numbers), steps)
+
+    def _epochs(self, numbers: Iterator[int]) -> Iterator[Batch]:
+        for number in numbers:
+            empty = True
+            for batch in self.epoch(number):
+                empty = False
+                yield batch
+            if empty:
+                raise ValueError(
+                    f"the text gives no pairs to train on ({self.words} words of "
+                    f"{len(self.corpus)} in training): give a longer one, or lower the minimum "
+                    "count or the held-out share"
+                )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """Yields the batches of one pass over the text.
+
+        Args:
+            number: of the epoch; each has its own dropping, windows, order and negatives.
+
+        Yields:
+            Batches on the CPU.
+        """
+        # Blocks bound the memory that the pairs of a long text take.
+        starts = range(0, self.words, _BLOCK_TOKENS)
+        order = np.random.default_rng([_TRAINING, self.seed, number]).permutation(len(starts))
+        done = 0
+        for index in order.tolist():
+            random = np.random.default_rng([_TRAINING, self.seed, number, index + 1])
+            block = slice(starts[index], starts[index] + _BLOCK_TOKENS)
+            tokens, piece = self._train[0][block], self._train[1][block]
+            length = len(tokens)
+            centre, context = self._pairs(tokens, piece, random)
+            shuffle = random.permutation(len(centre))
+            for begin in range(0, len(shuffle), self.batch):
+                pick = shuffle[begin : begin + self.batch]
+                gone = length * (begin + len(pick)) / len(shuffle)
+                progress = number + (done + gone) / self.words
+                yield self._make(centre[pick], context[pick], random, progress)
+            done += length
+
+    def held_out_pairs(self) -> HeldOut:
+        """Collects pairs of the held-out text, with dropping and windows as in training.
+
+        Returns:
+            At most 50,000 pairs, drawn at random; none if no text is held out.
+        """
+        random = np.random.default_rng([_SCORE, self.seed])
+        found = [np.zeros((2, 0), np.int64)]
+        for start in range(0, len(self._held[0]), _BLOCK_TOKENS):
+            block = slice(start, start + _BLOCK_TOKENS)
+            found.append(np.stack(self._pairs(self._held[0][block], self._held[1][block], random)))
+        pairs = random.permutation(np.concatenate(found, axis=1), axis=1)[:, :_HELD_OUT_LIMIT]
+        return HeldOut(pairs[0], pairs[1], random.permutation(pairs[1]))
+
+    def _pairs(
+        self, tokens: npt.NDArray[np.int32], piece: Ids, random: np.random.Generator
+    ) -> tuple[Ids, Ids]:
+        """Centres and contexts, `[P]` and `[P]`, from the words that dropping leaves."""
+        kept = random.random(len(tokens)) < self._keep[tokens]
+        tokens, piece = tokens[kept], piece[kept]
+        reach = random.integers(1, self.window + 1, len(tokens))
+        centres, contexts = [], []
+        for distance in range(1, self.window + 1):
+            left, right = tokens[:-distance], tokens[distance:]
+            near = (piece[:-distance] == piece[distance:]) & (left != right)
+            forward = near & (reach[:-distance] >= distance)
+            backward = near & (reach[distance:] >= distance)
+            centres += [left[forward], right[backward]]
+            contexts += [right[forward], left[backward]]
+        return np.concatenate(centres, dtype=np.int64), np.concatenate(contexts, dtype=np.int64)
+
+    def _make(
+        self, centre: Ids, context: Ids, random: np.random.Generator, progress: float
+    ) -> Batch:
+        draws = random.random((len(centre), self.negatives))
+        negative = np.searchsorted(self._noise, draws, side="right")
+        u_ids, centre_at = np.unique(centre, return_inverse=True)
+        both = np.concatenate([context, negative.reshape(-1)])
+        v_ids, both_at = np.unique(both, return_inverse=True)
+        context_at, negative_at = np.split(both_at, [len(context)])
+        return Batch(
+            u_ids=torch.from_numpy(u_ids),
+            v_ids=torch.from_numpy(v_ids),
+            centre=torch.from_numpy(centre_at),
+            context=torch.from_numpy(context_at),
+            negative=torch.from_numpy(negative_at.reshape(negative.shape)),
+            progress=progress,
+        )

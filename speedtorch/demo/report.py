@@ -1,0 +1,165 @@
+"""What is told and kept after training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speedtorch.demo.evaluate import Score, row_blocks
+from speedtorch.demo.plain import PlainTables
+from speedtorch.demo.skipgram import SIDES, HostTables, Tables
+from speedtorch.demo.training import Outcome
+from speedtorch.new_files import replace_files
+from speedtorch.npy_format import npy_header
+
+__all__ = ["compare", "peak_gpu_bytes", "peak_host_bytes", "print_report", "save_results"]
+
+# How far a figure may be from plain torch's on a GPU, where sums are formed in any order.
+_GPU_TOLERANCE = 0.01
+
+
+def save_results(
+    folder: Path, tables: Tables, words: Sequence[str], facts: Mapping[str, Any]
+) -> list[Path]:
+    """Writes the u vectors and what is known about them; all of the files, or none.
+
+    Args:
+        folder: made if it is not there.
+        tables: the trained tables.
+        words: the vocabulary, `[V]`.
+        facts: to be kept as JSON.
+
+    Returns:
+        The files: `vectors.npy` `[V, D]` float32; `vectors.txt` with the words, in word2vec's text
+        format (gensim: `KeyedVectors.load_word2vec_format`), whose digits give the same float32
+        back; `report.json`.
+
+    Raises:
+        OSError: a file cannot be written; earlier ones are as they were.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in ("vectors.npy", "vectors.txt", "report.json")]
+    dim = tables.rows("u_embeddings", torch.zeros(1, dtype=torch.int64)).shape[1]
+    line = "%s" + " %.9g" * dim + "\n"
+    with replace_files(paths) as (array, text, report):
+        array.write(npy_header((len(words), dim), torch.float32))
+        text.write(f"{len(words)} {dim}\n".encode())
+        row = 0
+        for block in row_blocks(tables, "u_embeddings", len(words)):
+            array.write(block.contiguous().numpy().tobytes())
+            named = zip(words[row : row + len(block)], block.tolist(), strict=True)
+            text.write("".join(line % (word, *values) for word, values in named).encode())
+            row += len(block)
+        report.write(json.dumps(dict(facts), indent=2).encode() + b"\n")
+    return paths
+
+
+def peak_host_bytes() -> int | None:
+    """The most host memory that this process has held so far; None where nobody counts it."""
+    try:
+        import resource
+    except ImportError:  # not a Unix system
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_gpu_bytes(device: torch.device) -> int | None:
+    """The most GPU memory that torch has given out since its peak was reset; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _size(count: int | None) -> str:
+    return "not counted here" if count is None else f"{count / 1e6:,.1f} MB"
+
+
+def print_report(facts: Mapping[str, Any], paths: Sequence[Path]) -> None:
+    """Prints what a run did, learnt and saved.
+
+    Args:
+        facts: as in `report.json`.
+        paths: the files saved.
+    """
+    training, held = facts["training"], facts["held_out"]
+    speed = training["words"] / training["seconds"]
+    gpu = facts["peak_gpu_bytes"]
+    lines = [
+        f"time       {training['seconds']:.1f} s on {facts['device']}: {training['steps']:,} steps,"
+        f" {training['pairs']:,} pairs, {speed:,.0f} words/s",
+        f"loss       {training['losses'][0]:.3f} per pair at first, {training['losses'][-1]:.3f} at"
+        " the end",
+        f"tables     {_size(facts['table_bytes'])}, {facts['memory']} memory, optimizer state"
+        " included",
+        f"exchanged  {_size(training['exchanged_bytes'])} between tables and model, both ways",
+        f"peak       {_size(facts['peak_host_bytes'])} of host memory"
+        + ("" if gpu is None else f", {_size(gpu)} on the GPU"),
+    ]
+    if held:
+        lines.append(
+            f"held out   AUC {held['auc']:.4f}, log-likelihood {held['log_likelihood']:.4f} on"
+            f" {held['pairs']:,} pairs kept out of training"
+        )
+    lines.append("nearest")
+    lines += [f"  {word:11}{', '.join(near)}" for word, near in facts["neighbours"].items()]
+    lines.append(f"saved      {', '.join(map(str, paths))}")
+    print("\n".join(lines), flush=True)
+
+
+def compare(
+    device: torch.device,
+    words: int,
+    ours: tuple[HostTables, Outcome, Score | None],
+    theirs: tuple[PlainTables, Outcome, Score | None],
+) -> dict[str, Any]:
+    """Compares a run with the same one in plain torch, and prints what came out.
+
+    Args:
+        device: what trained both.
+        words: rows of each table.
+        ours: tables, outcome and score of our run.
+        theirs: those of the other.
+
+    Returns:
+        `same`: on the CPU, whether all rows of both tables are equal bit for bit; on a GPU, whether
+        scores and last loss are within 1 %. `identical`, `farthest` (largest difference of two
+        numbers in the tables), `seconds`, `auc`, `log_likelihood`, `loss` and `peak_gpu_bytes` of
+        plain torch.
+    """
+    identical, farthest = True, 0.0
+    for side in SIDES:
+        blocks = zip(
+            row_blocks(ours[0], side, words), row_blocks(theirs[0], side, words), strict=True
+        )
+        for one, other in blocks:
+            identical &= torch.equal(one.view(torch.int32), other.view(torch.int32))
+            farthest = max(farthest, (one - other).abs().max().item())
+    figures = {"loss": (ours[1].losses[-1], theirs[1].losses[-1])}
+    if ours[2] and theirs[2]:
+        figures["auc"] = (ours[2].auc, theirs[2].auc)
+        figures["log_likelihood"] = (ours[2].log_likelihood, theirs[2].log_likelihood)
+    near = all(abs(one - other) <= _GPU_TOLERANCE * abs(other) for one, other in figures.values())
+    same = identical if device.type == "cpu" else near
+    told = ", ".join(
+        f"{name.replace('_', '-')} {other:.4f}" for name, (_, other) in figures.items()
+    )
+    print(
+        f"plain      torch on full-size tensors: {theirs[1].seconds:.1f} s, {told}"
+        + ("" if device.type == "cpu" else f", peak {_size(peak_gpu_bytes(device))} on the GPU")
+        + "\nagreement  "
+        + ("bit for bit" if identical else f"numbers differ by {farthest:.2g} at most")
+        + ("" if same else ": MORE THAN THEY SHOULD"),
+        flush=True,
+    )
+    return {
+        "same": same,
+        "identical": identical,
+        "farthest": farthest,
+        "seconds": theirs[1].seconds,
+        "peak_gpu_bytes": peak_gpu_bytes(device),
+        **{name: other for name, (_, other) in figures.items()},
+    }

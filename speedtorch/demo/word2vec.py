@@ -1,0 +1,199 @@
+"""word2vec on real text, with both tables and their optimizer state in host memory."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtorch.demo.corpus import Corpus, builtin_passages, file_passages
+from speedtorch.demo.evaluate import content_words, held_out_score, nearest_neighbours
+from speedtorch.demo.pairs import PairStream
+from speedtorch.demo.plain import PlainTables
+from speedtorch.demo.report import (
+    compare,
+    peak_gpu_bytes,
+    peak_host_bytes,
+    print_report,
+    save_results,
+)
+from speedtorch.demo.settings import Settings, make_optimizer
+from speedtorch.demo.skipgram import SIDES, HostTables, SkipGram
+from speedtorch.demo.training import train
+
+__all__ = ["DIFFERENT", "STOPPED", "run"]
+
+# Exit statuses, the second as shells have it.
+DIFFERENT, STOPPED = 1, 130
+_NEIGHBOURS_OF = 8
+
+
+def run(settings: Settings) -> int:
+    """Trains, saves the vectors and prints a report.
+
+    Args:
+        settings: what to do.
+
+    Returns:
+        An exit status: 0; DIFFERENT if a comparison found a difference; STOPPED if Ctrl-C ended
+        the training early, after which everything is saved and told as usual.
+
+    Raises:
+        ValueError, OSError, MemoryError: a setting, a file or the memory at hand does not fit.
+    """
+    run = _Run(settings)
+    with _interrupt() as stop:
+        facts = run.train(stop)
+        if not facts["training"]["finished"]:
+            print("stopped    by Ctrl-C; what was learnt until then is saved")
+            return STOPPED
+        if not settings.compare:
+            return 0
+        if not run.compare(facts, stop):
+            print("stopped    by Ctrl-C before the comparison was done; the vectors are saved")
+            return STOPPED
+    return 0 if facts["plain_torch"]["same"] else DIFFERENT
+
+
+class _Run:
+    """A text, tables and a model, ready to train."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.device = _device(settings.device)
+        passages = file_passages(settings.corpus) if settings.corpus else builtin_passages()
+        self.corpus = Corpus.from_passages(passages, min_count=settings.min_count)
+        self.words = len(self.corpus.words)
+        self.stream = PairStream(
+            self.corpus,
+            window=settings.window,
+            negatives=settings.negatives,
+            batch=settings.batch,
+            sample=settings.sample,
+            held_out=settings.held_out,
+            seed=settings.seed,
+        )
+        self.make_optimizer = partial(make_optimizer, settings.optimizer, settings.lr)
+        self.model = self.make_model()
+        self.optimizer = self.make_optimizer(self.model.parameters())
+        self.tables = HostTables(
+            self.model, self.optimizer, self.words, memory=settings.memory, seed=settings.seed
+        )
+        every = torch.arange(self.words)
+        self.first: dict[str, Tensor] = {}
+        if settings.compare:
+            self.first = {side: self.tables.rows(side, every) for side in SIDES}
+        settings.out.mkdir(parents=True, exist_ok=True)  # Rather fail now than after training.
+        print(
+            f"text       {self.corpus.characters:,} characters, {len(self.corpus):,} words, "
+            f"{self.words:,} different",
+            flush=True,
+        )
+
+    def make_model(self) -> SkipGram:
+        sparse = self.settings.optimizer == "SparseAdam"  # It refuses dense gradients.
+        return SkipGram(self.settings.dim, sparse=sparse, device=self.device)
+
+    def train(self, stop: Callable[[], bool]) -> dict[str, Any]:
+        """Trains on the host tables; tells and saves what came out, and returns it."""
+        settings = self.settings
+        self.forget_gpu_peak()
+        self.outcome = train(
+            self.model,
+            self.optimizer,
+            self.tables,
+            self.stream,
+            epochs=settings.epochs,
+            steps=settings.steps,
+            stop=stop,
+            label="training",
+        )
+        self.held = self.stream.held_out_pairs()
+        self.score = held_out_score(self.tables, self.held)
+        chosen = content_words(self.corpus, _NEIGHBOURS_OF)
+        choices = asdict(settings)
+        facts = {
+            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in choices.items()},
+            "device": str(self.device),
+            "memory": self.tables.tables[SIDES[0]].memory,
+            "table_bytes": self.tables.nbytes,
+            "peak_gpu_bytes": peak_gpu_bytes(self.device),
+            "peak_host_bytes": peak_host_bytes(),
+            "training": asdict(self.outcome),
+            "held_out": asdict(self.score) if self.score else None,
+            "neighbours": nearest_neighbours(self.tables, self.corpus.words, chosen),
+        }
+        paths = save_results(settings.out, self.tables, self.corpus.words, facts)
+        print_report(facts, paths)
+        return facts
+
+    def compare(self, facts: dict[str, Any], stop: Callable[[], bool]) -> bool:
+        """Trains the same in plain torch and adds the comparison to `facts`; False if stopped."""
+        settings, model = self.settings, self.make_model()
+        self.forget_gpu_peak()
+        plain = PlainTables(model, self.make_optimizer, self.first)
+        outcome = train(
+            model,
+            plain.optimizer,
+            plain,
+            self.stream,
+            epochs=settings.epochs,
+            steps=settings.steps,
+            stop=stop,
+            label="plain torch",
+        )
+        if not outcome.finished:
+            return False
+        score = held_out_score(plain, self.held)
+        facts["plain_torch"] = compare(
+            self.device,
+            self.words,
+            (self.tables, self.outcome, self.score),
+            (plain, outcome, score),
+        )
+        save_results(settings.out, self.tables, self.corpus.words, facts)
+        return True
+
+    def forget_gpu_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def _device(name: str) -> torch.device:
+    """The device asked for; "auto" is a GPU if torch has one and our library has its kernels."""
+    usable = torch.cuda.is_available() and torch.ops.speedtorch.built_with_cuda()
+    if name == "cuda" and not usable:
+        reason = "torch sees no GPU" if not torch.cuda.is_available() else "built without nvcc"
+        raise ValueError(f"device cuda cannot be used: {reason}; use --device cpu")
+    return torch.device("cuda" if usable and name != "cpu" else "cpu")
+
+
+@contextmanager
+def _interrupt() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C into a question's answer; a second one ends the process as usual."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set  # Only the main thread may handle signals, and only it gets Ctrl-C.
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, before)
+        print("\nstopping after this step; Ctrl-C again to leave at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

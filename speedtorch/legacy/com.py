@@ -1,0 +1,118 @@
+"""COM: a table of counts, classes by classes, such as a co-occurrence matrix.
+
+Five families with one implementation; table_place.py says what they differ in.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from speedtorch.legacy.switcher import OneField
+from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
+from speedtorch.legacy.table_place import (
+    Datatype,
+    TablePlace,
+    as_dtype,
+    default_device,
+    host_or_variable,
+    in_file,
+    of_kind,
+)
+
+__all__ = ["COM", "COMMM", "CPUPytorchCOM", "GPUPytorchCOM", "PytorchCOM"]
+
+
+class CountSwitcher(OneField):
+    """What the COM of every family does."""
+
+    _how_to_start = "comInit() or a load method first"
+
+    def __init__(self, place: TablePlace, total_classes: int, datatype: Datatype) -> None:
+        """Checks the arguments; comInit makes the table."""
+        super().__init__()
+        self.total_classes = total_classes
+        self._place = place
+        self._dtype = as_dtype(datatype, "datatype")
+
+    def comInit(self) -> None:
+        """Makes the table `[total_classes, total_classes]`, all zeros."""
+        fields = {"weight": ((self.total_classes,), self._dtype)}
+        made = self._place.make_table(self.total_classes, fields, default_device())
+        self._use_table(made, ("weight",))
+
+    def _layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"weight": ((self.total_classes, self.total_classes), self._dtype)}
+
+    def _to_load(self) -> dict[str, torch.Tensor]:
+        if self._fields is None:
+            self.comInit()
+        return super()._to_load()
+
+
+class COM(CupyFiles, CountSwitcher):
+    """Counts of pairs of classes.
+
+    After SpeedTorch's class of 2019.
+
+    Args:
+        total_classes: rows and columns.
+        datatype: a NumPy-style name or a torch dtype.
+        CPUPinn: True keeps the table in host memory that the GPU reaches; False on the GPU, or
+            without one in ordinary memory.
+
+    Example:
+        >>> counts = COM(3, datatype="int32")
+        >>> counts.comInit()
+        >>> counts.getNumpyVersion().shape
+        (3, 3)
+    """
+
+    def __init__(
+        self, total_classes: int, datatype: Datatype = "uint32", CPUPinn: bool = False
+    ) -> None:
+        """See the class."""
+        super().__init__(host_or_variable(CPUPinn), total_classes, datatype)
+
+
+class GPUPytorchCOM(TorchFiles, CountSwitcher):
+    """COM with the table on the GPU, if there is one, and torch's files."""
+
+    def __init__(self, total_classes: int, datatype: Datatype = torch.int32) -> None:
+        """See COM."""
+        super().__init__(TablePlace("variable"), total_classes, datatype)
+
+
+class CPUPytorchCOM(TorchFiles, CountSwitcher):
+    """COM with the table in host memory, and torch's files."""
+
+    def __init__(self, total_classes: int, datatype: Datatype = torch.int32) -> None:
+        """See COM."""
+        super().__init__(TablePlace("auto"), total_classes, datatype)
+
+
+class PytorchCOM(TorchFiles, CountSwitcher):
+    """COM with the table where deviceType and pinType say, and torch's files."""
+
+    def __init__(
+        self,
+        total_classes: int,
+        datatype: Datatype = torch.int32,
+        deviceType: str | torch.device = "cuda",
+        pinType: bool = False,
+    ) -> None:
+        """See COM."""
+        super().__init__(of_kind(deviceType, pinType), total_classes, datatype)
+
+
+class COMMM(MappedFiles, CountSwitcher):
+    """COM with the table in a memory-mapped file, `<diskname><number>.memmap`."""
+
+    def __init__(
+        self,
+        total_classes: int,
+        diskname: str = "COM",
+        datatype: Datatype = "uint32",
+        CPUPinn: bool = False,
+    ) -> None:
+        """See COM."""
+        super().__init__(in_file(diskname, CPUPinn), total_classes, datatype)

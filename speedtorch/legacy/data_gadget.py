@@ -1,0 +1,266 @@
+"""DataGadget: rows of a file or an array, brought to where they are trained on.
+
+Five families with one implementation; table_place.py says what they differ in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from speedtorch.checkpoint import StoredField, open_fields
+from speedtorch.legacy.switcher import Indexes, OneField, flat_index
+from speedtorch.legacy.switcher_files import (
+    CupyFiles,
+    MappedFiles,
+    TorchFiles,
+    file_name,
+    read_tensors,
+)
+from speedtorch.legacy.table_place import (
+    TablePlace,
+    default_device,
+    host_or_variable,
+    in_file,
+    of_kind,
+)
+
+__all__ = [
+    "CPUPytorchDataGadget",
+    "DataGadget",
+    "DataGadgetMM",
+    "GPUPytorchDataGadget",
+    "PytorchDataGadget",
+]
+
+Source = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
+
+
+class GadgetSwitcher(OneField):
+    """What the DataGadget of every family does."""
+
+    def __init__(self, place: TablePlace, fileName: Source, field: str | None) -> None:
+        """Checks the source; its rows are read by gadgetInit or at their first use."""
+        super().__init__()
+        self._place = place
+        self._field = field
+        self._data: Tensor | None = None
+        self.fileName: str | None = None
+        if isinstance(fileName, np.ndarray | Tensor):
+            self._data = _as_tensor(fileName)
+            if self._data.dim() == 0:
+                raise ValueError("fileName: the data has no dimensions; it needs at least one")
+        else:
+            self.fileName = os.fspath(fileName)
+            with open_fields(self.fileName) as stored:
+                _choose(stored, field)
+
+    def gadgetInit(self) -> None:
+        """Reads the rows into the gadget's own memory; called at first use if not before."""
+        if self.fileName is not None:
+            self._read_file(self.fileName)
+        elif self._data is not None:
+            self._copy_in(self._data)
+            self._data = None  # so that the rows are not held twice
+
+    def _copy_in(self, data: Tensor) -> None:
+        self._make(tuple(data.shape), data.dtype).copy_(data)
+
+    def _read_file(self, path: str) -> None:
+        with open_fields(path) as stored:
+            chosen = _choose(stored, self._field)
+            chosen.read_into(self._make(chosen.shape, chosen.dtype))
+
+    def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        fields = {"weight": (shape[1:], dtype)}
+        self._use_table(self._place.make_table(shape[0], fields, default_device()), ("weight",))
+        return self._variable()
+
+    def _rows(self) -> dict[str, Tensor]:
+        if self._fields is None:
+            self.gadgetInit()
+        return super()._rows()
+
+    def getData(self, indexes: Indexes, retrievedNegIndexes: Indexes | None = None) -> Tensor:
+        """Brings rows to the GPU, or on a machine without one to the CPU.
+
+        Args:
+            indexes: ids of any shape; NumPy, list, or a tensor on either device.
+            retrievedNegIndexes: more of them, whose rows follow.
+
+        Returns:
+            `[ids, ...]`, ready to be a variable's data.
+
+        Raises:
+            IndexError: an id out of range.
+        """
+        device = default_device()
+        index = flat_index(indexes, retrievedNegIndexes, device)
+        return self._gather("weight", index, device)
+
+    def insertData(
+        self,
+        dataObject: Tensor | npt.NDArray[Any],
+        indexes: Indexes,
+        retrievedNegIndexes: Indexes | None = None,
+    ) -> None:
+        """Puts rows in place of those with these ids; of an id named several times the last stays.
+
+        Args:
+            dataObject: as many rows as ids, `[ids, ...]`, on either device.
+            indexes: ids of any shape.
+            retrievedNegIndexes: more of them, whose rows follow.
+
+        Raises:
+            IndexError: an id out of range; nothing is changed.
+            ValueError: another number of rows, another shape or dtype; nothing is changed.
+        """
+        field = self._rows()["weight"]
+        rows = _as_tensor(dataObject)
+        if field.is_cuda:
+            rows = rows.to(field.device, non_blocking=True)
+        index = flat_index(indexes, retrievedNegIndexes, rows.device)
+        if (tuple(rows.shape), rows.dtype) != ((index.numel(), *field.shape[1:]), field.dtype):
+            raise ValueError(
+                f"insertData got {list(rows.shape)} of {rows.dtype} for {index.numel()} ids; rows"
+                f" here are {list(field.shape[1:])} of {field.dtype}"
+            )
+        self._scatter("weight", index, rows)
+
+
+def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
+    """The data as a tensor; shared where torch can share it."""
+    if isinstance(data, Tensor):
+        return data.detach()
+    array = np.asarray(data)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    # A copy only of what torch cannot share: read-only arrays and backward strides.
+    shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    return torch.from_numpy(array if shared else array.copy())
+
+
+def _choose(stored: Mapping[str, StoredField], field: str | None) -> StoredField:
+    """The one tensor of a file that is meant."""
+    if field is None and len(stored) == 1:
+        return next(iter(stored.values()))
+    if field is None or field not in stored:
+        raise ValueError(f"field={field!r}: the file holds {', '.join(stored)}; choose one of them")
+    return stored[field]
+
+
+class _CupyGadget(CupyFiles, GadgetSwitcher):
+    def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
+        """Loads other data, of any shape and dtype, from a .npy or .safetensors file.
+
+        Args:
+            loadFileName: names without either ending get `.npy` added.
+
+        Raises:
+            ValueError: the file is not such a file; the gadget is as it was.
+        """
+        self._read_file(file_name(loadFileName))
+
+
+class _TorchGadget(TorchFiles, GadgetSwitcher):
+    def loadTorch(self, loadFileName: str | os.PathLike[str]) -> None:
+        """Loads other data, of any shape and dtype, with torch.load(weights_only=True).
+
+        Args:
+            loadFileName: what saveTorch wrote.
+
+        Raises:
+            ValueError: the file does not hold one tensor; the gadget is as it was.
+        """
+        content = read_tensors(loadFileName)
+        if set(content) != {"weight"}:
+            raise ValueError(
+                f"{os.fspath(loadFileName)} holds {sorted(content)}; expected a tensor"
+            )
+        self._copy_in(content["weight"])
+
+
+class DataGadget(_CupyGadget):
+    """Holds data of any number of dimensions and brings rows of it to the GPU.
+
+    After SpeedTorch's class of 2019. The rows are the gadget's own: arrays and tensors are copied.
+
+    Args:
+        fileName: a .npy or .safetensors file, a NumPy array or a tensor on any device.
+        CPUPinn: True keeps the rows in host memory that the GPU reaches; False on the GPU, or
+            without one in ordinary memory.
+        field: which tensor of a .safetensors file that holds several.
+
+    Raises:
+        ValueError, OSError: the file cannot be read, or is no such file.
+
+    Example:
+        >>> gadget = DataGadget(np.arange(12.0).reshape(4, 3), CPUPinn=True)
+        >>> gadget.insertData(torch.ones(1, 3, dtype=torch.float64), [2])
+        >>> gadget.getData([2, 0]).tolist()
+        [[1.0, 1.0, 1.0], [0.0, 1.0, 2.0]]
+    """
+
+    def __init__(
+        self, fileName: Source, CPUPinn: bool = False, *, field: str | None = None
+    ) -> None:
+        """See the class."""
+        super().__init__(host_or_variable(CPUPinn), fileName, field)
+
+
+class GPUPytorchDataGadget(_TorchGadget):
+    """DataGadget with the rows on the GPU, if there is one, and torch's files."""
+
+    def __init__(self, fileName: Source, *, field: str | None = None) -> None:
+        """See DataGadget."""
+        super().__init__(TablePlace("variable"), fileName, field)
+
+
+class CPUPytorchDataGadget(_TorchGadget):
+    """DataGadget with the rows in host memory, and torch's files."""
+
+    def __init__(self, fileName: Source, *, field: str | None = None) -> None:
+        """See DataGadget."""
+        super().__init__(TablePlace("auto"), fileName, field)
+
+
+class PytorchDataGadget(_TorchGadget):
+    """DataGadget with the rows where deviceType and pinType say, and torch's files."""
+
+    def __init__(
+        self,
+        fileName: Source,
+        deviceType: str | torch.device = "cuda",
+        pinType: bool = False,
+        *,
+        field: str | None = None,
+    ) -> None:
+        """See DataGadget."""
+        super().__init__(of_kind(deviceType, pinType), fileName, field)
+
+
+class DataGadgetMM(MappedFiles, _CupyGadget):
+    """DataGadget whose rows stay in their file, mapped into memory: inserting changes the file."""
+
+    def __init__(
+        self, fileName: str | os.PathLike[str], CPUPinn: bool = False, *, field: str | None = None
+    ) -> None:
+        """See DataGadget."""
+        if isinstance(fileName, np.ndarray | Tensor):
+            raise TypeError("fileName: DataGadgetMM maps a file; DataGadget takes arrays")
+        super().__init__(in_file("", CPUPinn), fileName, field)
+
+    def _read_file(self, path: str) -> None:
+        with open_fields(path) as stored:
+            array = _choose(stored, self._field).array
+        data = torch.empty(array.shape, dtype=array.dtype)
+        if array.nbytes:  # an empty range cannot be mapped
+            mapped = np.memmap(path, np.uint8, "r+", offset=array.offset, shape=(array.nbytes,))
+            data = torch.from_numpy(mapped).view(array.dtype).view(array.shape)
+        self._fields = {"weight": data}

@@ -1,0 +1,188 @@
+"""What the ModelFactory of every family does: exchange the rows of a model's variable.
+
+The model's weight holds the rows of one batch only; its table holds all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from speedtorch.legacy.checks import check_count, check_rows, check_table
+from speedtorch.legacy.switcher import Indexes, OneField, flat_index
+from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
+from speedtorch.record_layout import row_shape
+from speedtorch.table import HostTable
+
+__all__ = ["Datatype", "ModelSwitcher", "RowShape", "Variable"]
+
+Variable = nn.Module | nn.Parameter
+RowShape = int | tuple[int, ...]
+
+
+class ModelSwitcher(OneField):
+    """What the ModelFactory of every family does."""
+
+    _how_to_start = (
+        "zerosInit(), uniformDistributionInit(low, high), normalDistributionInit(mean, stdDev),"
+        " customInit(initFunction, *args) or a load method first"
+    )
+
+    def __init__(
+        self,
+        place: TablePlace,
+        model_variable: Variable,
+        total_classes: int,
+        embed_dimension: RowShape,
+        datatype: Datatype,
+        sumDuplicates: bool,
+        table: HostTable | None,
+    ) -> None:
+        """Checks everything that can be checked before the table is made."""
+        super().__init__()
+        self.model_variable = model_variable
+        self.total_classes = total_classes
+        self.embed_dimension = embed_dimension
+        self.sumDuplicates = sumDuplicates
+        self._place = place
+        self._shape = row_shape(embed_dimension, "embed_dimension")
+        self._dtype = as_dtype(datatype, "datatype")
+        self._before: Tensor | None = None  # with sumDuplicates: the rows as they were gathered
+        check_rows(self._parameter(), self._shape, self._dtype, "model_variable", "datatype")
+        if table is not None:
+            check_table(table, total_classes, {"weight": (self._shape, self._dtype)})
+            self._use_table(table, ("weight",))
+
+    def _parameter(self) -> Tensor:
+        variable = self.model_variable
+        parameter = variable if isinstance(variable, Tensor) else getattr(variable, "weight", None)
+        if not isinstance(parameter, Tensor):
+            raise TypeError(
+                "model_variable: expected a module with a weight, such as nn.Embedding, or an"
+                f" nn.Parameter, got {type(variable).__name__}"
+            )
+        return parameter
+
+    def _started(self) -> HostTable:
+        if self._table is None:
+            fields = {"weight": (self._shape, self._dtype)}
+            device = self._parameter().device
+            made = self._place.make_table(self.total_classes, fields, device)
+            self._use_table(made, ("weight",))
+        return self.table
+
+    def _layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"weight": ((self.total_classes, *self._shape), self._dtype)}
+
+    def _to_load(self) -> dict[str, Tensor]:
+        self._started()
+        return super()._to_load()
+
+    def zerosInit(self) -> None:
+        """Sets all rows to zero."""
+        self._started().zeros_("weight")
+
+    def uniformDistributionInit(self, low: float, high: float) -> None:
+        """Draws all rows from [low, high); torch.manual_seed makes it repeatable."""
+        self._started().uniform_(low, high, field="weight")
+
+    def normalDistributionInit(self, mean: float, stdDev: float) -> None:
+        """Draws all rows from a normal distribution; torch.manual_seed makes it repeatable."""
+        self._started().normal_(mean, stdDev, field="weight")
+
+    def customInit(self, initFunction: Callable[..., object], *args: Any) -> None:
+        """Runs `initFunction(rows, *args)`, such as one of torch.nn.init, over all rows."""
+        self._started().init_(initFunction, *args, field="weight")
+
+    def variableTransformer(
+        self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None
+    ) -> npt.NDArray[np.int64] | tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """What to call the model with in place of ids: where the variable holds their rows.
+
+        Args:
+            batchSize: how many examples.
+            posPerBatch: positive ids per example.
+            negPerBatch: negative ids per example, if there are any.
+
+        Returns:
+            Positions `[batchSize, posPerBatch]` or, with negatives, these and
+            `[batchSize, negPerBatch]`, which continue them.
+        """
+        end = batchSize * posPerBatch
+        positives = np.arange(end).reshape(batchSize, posPerBatch)
+        if negPerBatch is None:
+            return positives
+        negatives = np.arange(end, end + batchSize * negPerBatch)
+        return positives, negatives.reshape(batchSize, negPerBatch)
+
+    def beforeForwardPass(
+        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
+    ) -> None:
+        """Makes the variable hold the rows of a batch, one for each id in order.
+
+        Args:
+            retrievedPosIndexes: ids of any shape; NumPy, list, or a tensor on either device.
+            retrievedNegIndexes: more of them, whose rows follow.
+
+        Raises:
+            IndexError: an id out of range; the variable is as it was.
+        """
+        parameter = self._parameter()
+        index = flat_index(retrievedPosIndexes, retrievedNegIndexes, parameter.device)
+        rows = self._gather("weight", index, parameter.device)
+        replace_rows(parameter, rows)
+        self._before = rows.clone() if self.sumDuplicates else None
+
+    def afterOptimizerStep(
+        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
+    ) -> None:
+        """Puts the variable's rows back into the table.
+
+        Of an id that occurs several times the last row stays; with sumDuplicates the change of each
+        is added, in order.
+
+        Args:
+            retrievedPosIndexes: what beforeForwardPass got.
+            retrievedNegIndexes: what beforeForwardPass got.
+
+        Raises:
+            IndexError: an id out of range; the table is as it was.
+            ValueError: another number of ids than the variable has rows.
+            RuntimeError: with sumDuplicates, no beforeForwardPass came before.
+        """
+        parameter = self._parameter()
+        index = flat_index(retrievedPosIndexes, retrievedNegIndexes, parameter.device)
+        check_count(index, parameter, "the variable")
+        rows = parameter.detach()
+        if not self.sumDuplicates:
+            self._scatter("weight", index, rows)
+            return
+        if self._before is None or self._before.shape != rows.shape:
+            raise RuntimeError(
+                "afterOptimizerStep with sumDuplicates needs a beforeForwardPass with the same ids"
+                " just before the step"
+            )
+        self._scatter("weight", index, rows - self._before, accumulate=True)
+        self._before = None
+
+
+def replace_rows(parameter: Tensor, rows: Tensor) -> None:
+    """Makes a parameter hold other rows, in another number perhaps.
+
+    Args:
+        parameter: `[any, ...]`; a gradient of another shape is dropped.
+        rows: `[rows, ...]`, same dtype and device; not copied.
+    """
+    if parameter.grad is not None and parameter.grad.shape != rows.shape:
+        parameter.grad = None
+    if parameter.shape != rows.shape:
+        # A graph that is still alive (a loss kept for logging) holds the node that accumulates the
+        # gradient, and that node the old shape. Another dtype in between makes torch drop it.
+        other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
+        parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    parameter.data = rows

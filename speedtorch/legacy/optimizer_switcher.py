@@ -1,0 +1,198 @@
+"""What the OptimizerFactory of every family does: exchange the rows of an optimizer's state.
+
+Which state that is, and how it starts, is learnt from the optimizer itself (optimizer_state.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtorch.legacy.checks import check_count, check_rows, check_table
+from speedtorch.legacy.model_switcher import RowShape
+from speedtorch.legacy.switcher import Indexes, Switcher, flat_index
+from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
+from speedtorch.optimizer_copy import snapshot
+from speedtorch.optimizer_state import probe_optimizer
+from speedtorch.record_layout import row_shape
+from speedtorch.table import HostTable
+
+__all__ = ["OptimizerSwitcher"]
+
+
+class OptimizerSwitcher(Switcher):
+    """What the OptimizerFactory of every family does."""
+
+    _how_to_start = "optInit() or a load method first"
+
+    def __init__(
+        self,
+        place: TablePlace,
+        given_optimizer: Optimizer,
+        total_classes: int,
+        embed_dimension: RowShape,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Datatype,
+        table: HostTable | None,
+    ) -> None:
+        """Finds the variable, probes the optimizer, and checks that everything fits."""
+        super().__init__()
+        self.given_optimizer = given_optimizer
+        self.total_classes = total_classes
+        self.embed_dimension = embed_dimension
+        self.model = model
+        self.variable_name = variable_name
+        self._place = place
+        self._parameter = _find_parameter(model, variable_name)
+        shape = row_shape(embed_dimension, "embed_dimension")
+        check_rows(self._parameter, shape, as_dtype(dtype, "dtype"), repr(variable_name), "dtype")
+        self._probe = probe_optimizer(given_optimizer, self._parameter)
+        self._given_table = table
+        if table is not None:
+            check_table(table, total_classes, self._row_fields())
+
+    def _row_fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (row.shape, row.dtype) for name, row in self._probe.row_state.items()}
+
+    def _state(self) -> dict[str, Any]:
+        """The optimizer's state of the variable, with what is not kept by rows in place."""
+        state: dict[str, Any] = self.given_optimizer.state.setdefault(self._parameter, {})
+        for name, value in self._probe.scalar_state.items():
+            if name not in state:
+                state[name] = snapshot(value)
+        return state
+
+    def _start(self) -> None:
+        if self._fields is not None:
+            return
+        fields = self._row_fields()
+        if not fields:  # plain SGD: there is nothing to keep
+            self._fields = {}
+            return
+        table = self._given_table
+        if table is None:
+            table = self._place.make_table(self.total_classes, fields, self._parameter.device)
+        self._use_table(table, tuple(fields))
+
+    def optInit(self) -> None:
+        """Makes the table; every row's state is as the optimizer creates it, before any update.
+
+        The step count, of which the optimizer keeps one for the whole variable, goes on.
+        """
+        self._start()
+        for name, row in self._probe.row_state.items():
+            self.table.fill_(row.initial.cpu(), name)
+
+    def beforeForwardPass(
+        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
+    ) -> None:
+        """Makes the optimizer hold the state of a batch's rows, one for each id in order.
+
+        Args:
+            retrievedPosIndexes: ids of any shape; NumPy, list, or a tensor on either device.
+            retrievedNegIndexes: more of them, whose rows follow.
+
+        Raises:
+            IndexError: an id out of range; the optimizer's rows are as they were.
+        """
+        device = self._parameter.device
+        index = flat_index(retrievedPosIndexes, retrievedNegIndexes, device)
+        rows = {name: self._gather(name, index, device) for name in self._rows()}
+        self._state().update(rows)
+
+    def afterOptimizerStep(
+        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
+    ) -> None:
+        """Puts the state of a batch's rows back; of an id named several times the last row stays.
+
+        Args:
+            retrievedPosIndexes: what beforeForwardPass got.
+            retrievedNegIndexes: what beforeForwardPass got.
+
+        Raises:
+            IndexError: an id out of range; the table is as it was.
+            ValueError: another number of ids than the optimizer has rows.
+            RuntimeError: the optimizer has no rows: no beforeForwardPass came before.
+        """
+        index = flat_index(retrievedPosIndexes, retrievedNegIndexes, self._parameter.device)
+        state = self.given_optimizer.state.get(self._parameter, {})
+        for name in self._rows():
+            if not isinstance(state.get(name), Tensor):
+                raise RuntimeError(
+                    f"the optimizer has no state {name!r} of {self.variable_name!r}: call"
+                    " beforeForwardPass before its step"
+                )
+            check_count(index, state[name], f"the optimizer's {name!r}")
+        for name in self._rows():
+            self._scatter(name, index, state[name].detach())
+
+    def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:
+        """The state of all rows as NumPy arrays by name, current when this returns.
+
+        Returns:
+            Views of the table where it is in host memory, copies where it is on the GPU.
+        """
+        return self._to_numpy()
+
+    # --------------------------------------------------------------------------------------------
+    # Files hold the state of each row in full: what the optimizer keeps once (the step count) is
+    # repeated for each row, so that one file, switched in one step, is all there is to resume from.
+
+    def _scalars(self) -> dict[str, Tensor]:
+        """The state that is not kept by rows, as tensors on the CPU."""
+        state = self.given_optimizer.state.get(self._parameter, {})
+        known = {name: state.get(name, value) for name, value in self._probe.scalar_state.items()}
+        if not known and not self._probe.row_state:
+            raise ValueError(
+                f"{type(self.given_optimizer).__name__} with these settings keeps no state: there"
+                " is nothing to save or load"
+            )
+        for name, value in known.items():
+            if not isinstance(value, Tensor | int | float):
+                raise ValueError(
+                    f"the optimizer's state {name!r} is a {type(value).__name__}, which files of"
+                    " rows cannot hold: save optimizer.state_dict() beside the table"
+                )
+        return {name: torch.as_tensor(value).detach().cpu() for name, value in known.items()}
+
+    def _to_save(self) -> dict[str, Tensor]:
+        scalars = self._scalars()
+        repeated = {name: v.expand(self.total_classes, *v.shape) for name, v in scalars.items()}
+        return self._rows() | repeated
+
+    def _layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        rows = self._row_fields()
+        scalars = {name: (tuple(v.shape), v.dtype) for name, v in self._scalars().items()}
+        layout = (rows | scalars).items()
+        return {name: ((self.total_classes, *shape), dtype) for name, (shape, dtype) in layout}
+
+    def _to_load(self) -> dict[str, Tensor]:
+        self._start()
+        scalars = self._scalars().items()
+        empty = {name: v.new_empty((self.total_classes, *v.shape)) for name, v in scalars}
+        return self._rows() | empty
+
+    def _loaded(self, content: dict[str, Tensor]) -> None:
+        state = self._state()
+        for name, value in self._probe.scalar_state.items():
+            if self.total_classes:
+                first = content[name][0]
+                is_tensor = isinstance(value, Tensor)
+                state[name] = first.to(value.device, copy=True) if is_tensor else first.item()
+
+
+def _find_parameter(model: nn.Module, variable_name: str) -> Tensor:
+    """The parameter of that name, with or without `.weight` at its end."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in (f"{variable_name}.weight", variable_name):
+        if name in parameters:
+            return parameters[name]
+    valid = ", ".join(sorted(name.removesuffix(".weight") for name in parameters))
+    raise ValueError(
+        f"variable_name={variable_name!r} is no variable of {type(model).__name__}; it has: {valid}"
+    )

@@ -1,0 +1,166 @@
+"""The files of the SpeedTorch classes: .npy and .safetensors, or what torch.save writes.
+
+Two mixins, for the families that were CuPy's in 2019 and for those that were torch's. `loadTorch`
+is the only place in this package that reads a pickle, and of plain tensors only.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtorch.checkpoint import open_fields, save_fields
+from speedtorch.legacy.switcher import Switcher
+from speedtorch.new_files import NewFile, replace_files
+
+__all__ = ["CupyFiles", "MappedFiles", "TorchFiles", "file_name", "read_tensors"]
+
+_Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class CupyFiles(Switcher):
+    """Files of the families that were CuPy's: .npy and .safetensors, never pickle."""
+
+    def getCupyVar(self) -> Any:
+        """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name.
+
+        `cupy.asarray` takes those on a GPU without a copy; CuPy is not needed for anything here.
+        """
+        return self._variable()
+
+    def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
+        """Saves all rows to `*.npy` or `*.safetensors`; the old file stays until the new is whole.
+
+        Args:
+            saveFileName: as np.save does, other names get `.npy` added. Several fields go to one
+                .safetensors file, or to `name.field.npy` each.
+
+        Raises:
+            ValueError: the format does not know the dtype (bfloat16 and float8 in .npy).
+        """
+        self._settle()
+        save_fields(file_name(saveFileName), self._to_save())
+
+    def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
+        """Loads all rows from a file that `saveCupy`, HostTable.save or np.save wrote.
+
+        Args:
+            loadFileName: `*.npy` or `*.safetensors`; other names get `.npy` added.
+
+        Raises:
+            ValueError: names, shapes or dtypes do not match; nothing is changed then.
+        """
+        path = file_name(loadFileName)
+        self._settle()
+        names = tuple(self._layout()) if path.endswith(".npy") else None
+        with open_fields(path, names) as stored:
+            has = {name: (each.shape, each.dtype) for name, each in stored.items()}
+            _check_layout(path, has, self._layout())
+            content = self._to_load()
+            for name, rows in content.items():
+                stored[name].read_into(rows)
+        self._loaded(content)
+
+
+class MappedFiles(CupyFiles):
+    """Files of the families whose table is a memory-mapped file."""
+
+    def getCupyMM(self) -> Any:
+        """The mapped rows: a torch tensor `[rows, ...]`, or a dict of them by state name."""
+        return self._variable()
+
+
+class TorchFiles(Switcher):
+    """Files of the families that were torch's."""
+
+    def getTorchVar(self) -> Any:
+        """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name."""
+        return self._variable()
+
+    def saveTorch(self, saveFileName: str | os.PathLike[str]) -> None:
+        """Saves all rows with torch.save; the old file stays until the new one is whole.
+
+        Args:
+            saveFileName: any name.
+        """
+        self._settle()
+        content = {name: _alone(field) for name, field in self._to_save().items()}
+        with replace_files([saveFileName]) as (file,):
+            whole = content["weight"] if set(content) == {"weight"} else content
+            torch.save(whole, _Sink(file))  # type: ignore[arg-type]
+
+    def loadTorch(self, loadFileName: str | os.PathLike[str]) -> None:
+        """Loads all rows with torch.load(weights_only=True).
+
+        Args:
+            loadFileName: what saveTorch wrote.
+
+        Raises:
+            ValueError: names, shapes or dtypes do not match; nothing is changed then.
+        """
+        content = read_tensors(loadFileName)
+        has = {name: (tuple(each.shape), each.dtype) for name, each in content.items()}
+        _check_layout(os.fspath(loadFileName), has, self._layout())
+        into = self._to_load()
+        self._settle()
+        for name, rows in into.items():
+            rows.copy_(content[name])
+        self._loaded(into)
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors in what saveTorch wrote, on the CPU; a single one is called "weight".
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(content, Tensor):
+        return {"weight": content}
+    if isinstance(content, dict) and all(isinstance(each, Tensor) for each in content.values()):
+        return content
+    raise ValueError(
+        f"{os.fspath(path)} holds a {type(content).__name__}; expected what saveTorch writes, a"
+        " tensor or a dict of tensors"
+    )
+
+
+def _check_layout(path: str, has: _Layout, wanted: _Layout) -> None:
+    if has != wanted:
+        raise ValueError(f"{path} holds {_listed(has)}; expected {_listed(wanted)}")
+
+
+def _listed(layout: _Layout) -> str:
+    named = [f"{name} {list(shape)} {str(dtype)[6:]}" for name, (shape, dtype) in layout.items()]
+    return ", ".join(sorted(named)) or "nothing"
+
+
+class _Sink:
+    """A NewFile as torch.save wants it."""
+
+    def __init__(self, file: NewFile) -> None:
+        self._file = file
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._file.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing waits: NewFile writes at once and syncs when it is finished."""
+
+
+def _alone(field: Tensor) -> Tensor:
+    """The field in a storage of its own, as torch.save writes whole storages."""
+    storage_bytes = field.untyped_storage().nbytes()
+    if field.is_contiguous() and storage_bytes == field.nbytes and not field.is_cuda:
+        return field.detach()
+    return torch.empty(field.shape, dtype=field.dtype).copy_(field.detach())
+
+
+def file_name(name: str | os.PathLike[str]) -> str:
+    """The name with `.npy` added, as np.save does, unless it says a format."""
+    path = os.fspath(name)
+    return path if path.endswith((".npy", ".safetensors")) else f"{path}.npy"
