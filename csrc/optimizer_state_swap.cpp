@@ -8,7 +8,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -18,7 +17,7 @@
 #include "host_memory.h"
 #include "plan.h"
 #include "rows.h"
-#include "staging.h"
+#include "torch_calls.h"
 
 namespace speedtorch {
 namespace {
@@ -158,11 +157,8 @@ void swap_on_cpu(const std::vector<Field>& fields, const PlanView& evict, const 
 void swap_on_gpu(const Tensors& host, const std::vector<Field>& fields, const PlanView& evict,
                  const PlanView& load, const Tensor& on, const CurrentStream& stream) {
   if constexpr (kWithCuda) {
-    const std::array<int64_t, 1> load_size{load.count}, evict_size{evict.count};
-    const Tensor arrives_from =
-        torch::stable::empty(load_size, ScalarType::Long, std::nullopt, on.device());
-    const Tensor stays =
-        torch::stable::empty(evict_size, ScalarType::Byte, std::nullopt, on.device());
+    const Tensor arrives_from = new_tensor(kOp, {load.count}, ScalarType::Long, on);
+    const Tensor stays = new_tensor(kOp, {evict.count}, ScalarType::Byte, on);
     const SwapScratch scratch{.arrives_from = static_cast<int64_t*>(arrives_from.data_ptr()),
                               .stays = static_cast<uint8_t*>(stays.data_ptr())};
     check_cuda(launch_swap_match(evict, load, scratch, stream.get()), kOp);
@@ -194,14 +190,14 @@ void swap_staged(const Tensors& host, const Tensors& leaving, const Ids& evict,
                         "speedtorch.pin_memory_(field) or keep it in a HostTable");
   Tensors staged_leaving, staged_arriving;
   for (size_t k = 0; k < host.size(); ++k) {
-    staged_leaving.push_back(
-        copy_to_cpu(torch::stable::narrow(const_cast<Tensor&>(leaving[k]), 0, 0, evict.count)));
+    staged_leaving.push_back(copy_to_cpu(
+        kOp, torch::stable::narrow(const_cast<Tensor&>(leaving[k]), 0, 0, evict.count)));
     std::vector<int64_t> shape = shape_of(arriving[k]);
     shape[0] = load.count;
-    staged_arriving.push_back(pinned_like(arriving[k], shape));
+    staged_arriving.push_back(new_pinned(kOp, shape, arriving[k]));
   }
-  const Ids evict_ids = as_ids(kOp, "evict", copy_to_cpu(evict.keep));
-  const Ids load_ids = as_ids(kOp, "load", copy_to_cpu(load.keep));
+  const Ids evict_ids = as_ids(kOp, "evict", copy_to_cpu(kOp, evict.keep));
+  const Ids load_ids = as_ids(kOp, "load", copy_to_cpu(kOp, load.keep));
   const int64_t rows = host[0].size(0);
   check_ids_on_cpu(kOp, "evict", evict_ids, rows);
   check_ids_on_cpu(kOp, "load", load_ids, rows);
@@ -219,13 +215,14 @@ void swap_staged(const Tensors& host, const Tensors& leaving, const Ids& evict,
   swap_on_cpu(checked_fields(host, staged_leaving, staged_arriving, evict.count, load.count),
               evict_view, load_view);
   for (size_t k = 0; k < host.size(); ++k) {
-    copy_async(staged_arriving[k],
+    copy_async(kOp, staged_arriving[k],
                torch::stable::narrow(const_cast<Tensor&>(arriving[k]), 0, 0, load.count));
   }
 }
 
-void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, const Plan& evict_plan,
-          const Tensors& arriving, const Tensor& load, const Plan& load_plan) {
+void swap_fields(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                 const Plan& evict_plan, const Tensors& arriving, const Tensor& load,
+                 const Plan& load_plan) {
   throw_pending();
   Ids evict_ids = as_ids(kOp, "evict", evict);
   Ids load_ids = as_ids(kOp, "load", load);
@@ -259,15 +256,21 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
   }
   auto to_device = [&](const char* list, Ids& ids) {
     if (!ids.on_cpu) return;
-    planned(list, ids, std::nullopt,
-            nullptr);  // ids on the CPU are checked there, for repetitions too
-    ids = as_ids(kOp, list, copy_to_device(ids.keep, on));
+    planned(list, ids, std::nullopt, nullptr);  // checks them on the CPU, for repetitions too
+    ids = as_ids(kOp, list, ids_to_device(kOp, ids, on, stream));
   };
   to_device("evict", evict_ids);
   to_device("load", load_ids);
   const auto [evict_made, evict_view] = planned("evict", evict_ids, evict_plan, stream.get());
   const auto [load_made, load_view] = planned("load", load_ids, load_plan, stream.get());
   swap_on_gpu(host, fields, evict_view, load_view, on, stream);
+}
+
+void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, const Plan& evict_plan,
+          const Tensors& arriving, const Tensor& load, const Plan& load_plan) {
+  swap_fields(host, leaving, evict, evict_plan, arriving, load, load_plan);
+  for (const Tensor& field : host) mark_written(kOp, field);
+  for (const Tensor& field : arriving) mark_written(kOp, field);
 }
 
 void optimizer_state_swap(const Tensors& host, const Tensors& leaving, const Tensor& evict,

@@ -8,7 +8,6 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <array>
 #include <cstring>
 #include <optional>
 #include <vector>
@@ -19,7 +18,7 @@
 #include "plan.h"
 #include "plan_launch.h"
 #include "rows.h"
-#include "staging.h"
+#include "torch_calls.h"
 
 namespace speedtorch {
 namespace {
@@ -52,13 +51,13 @@ void gather_staged(const Tensor& table, const Ids& ids, const Plan& plan, const 
   stream.refuse_capture(kOp,
                         "the table is in pageable memory, which takes the host; pin it with "
                         "speedtorch.pin_memory_(table) or keep it in a HostTable");
-  const Ids on_cpu = as_ids(kOp, kIndex, copy_to_cpu(ids.keep));
+  const Ids on_cpu = as_ids(kOp, kIndex, copy_to_cpu(kOp, ids.keep));
   const Rows rows = as_rows(kOp, "table", table);
   check_ids_on_cpu(kOp, kIndex, on_cpu, rows.count);
   if (plan) check_plan_on_cpu(kOp, kIndex, *plan, ids.count, rows.count, out);
-  const Tensor staging = pinned_like(out, shape_of(out));
+  const Tensor staging = new_pinned(kOp, shape_of(out), out);
   gather_on_cpu(rows, on_cpu, rows_per_id(staging, rows, on_cpu));
-  copy_async(staging, out);
+  copy_async(kOp, staging, out);
 }
 
 void gather_on_gpu(const Tensor& table, const Rows& rows, const Ids& ids, const Plan& plan,
@@ -74,9 +73,7 @@ void gather_on_gpu(const Tensor& table, const Rows& rows, const Ids& ids, const 
       static_cast<MemoryKind>(memory_kind(table)) == MemoryKind::kManaged || table.is_cuda();
   if constexpr (kWithCuda) {
     if (!plan && any_order) {
-      const std::array<int64_t, 1> size{kPlanStatusFields};
-      const Tensor memory =
-          torch::stable::empty(size, ScalarType::Long, std::nullopt, out.device());
+      const Tensor memory = new_tensor(kOp, {kPlanStatusFields}, ScalarType::Long, out);
       auto* status = static_cast<PlanStatus*>(memory.mutable_data_ptr());
       check_cuda(launch_check_ids(ids.data, ids.wide, ids.count, rows.count, status, stream.get()),
                  kOp);
@@ -105,7 +102,7 @@ void gather(const Tensor& table, const Tensor& index, const Plan& plan, const Te
     return;
   }
   const CurrentStream stream(kOp, out);
-  if (ids.on_cpu) ids = as_ids(kOp, kIndex, copy_to_device(ids.keep, out));
+  if (ids.on_cpu) ids = as_ids(kOp, kIndex, ids_to_device(kOp, ids, out, stream));
   if (out.numel() > 0 && !is_mapped(kOp, table, rows)) {
     gather_staged(table, ids, plan, out, stream);
   } else if (ids.count > 0) {
@@ -123,8 +120,7 @@ std::vector<int64_t> result_shape(const Tensor& table, const Tensor& index) {
 Tensor gather_new(const Tensor& table, const Tensor& index, const Plan& plan) {
   throw_pending();
   check_device(kOp, "table", table, kIndex, index);
-  Tensor out = torch::stable::empty(result_shape(table, index), table.scalar_type(), std::nullopt,
-                                    index.device());
+  Tensor out = new_tensor(kOp, result_shape(table, index), table.scalar_type(), index);
   gather(table, index, plan, out);
   return out;
 }
@@ -142,6 +138,7 @@ void gather_into(const Tensor& table, const Tensor& index, const Plan& plan, con
     check_disjoint(kOp, "out", written, "table", as_rows(kOp, "table", table));
   }
   gather(table, index, plan, out);
+  mark_written(kOp, out);
 }
 
 Tensor pinned_gather(const Tensor& table, const Tensor& index) {

@@ -16,7 +16,7 @@
 #include "pinned_scatter_launch.h"
 #include "plan.h"
 #include "rows.h"
-#include "staging.h"
+#include "torch_calls.h"
 
 namespace speedtorch {
 namespace {
@@ -77,10 +77,10 @@ void scatter_staged(const Rows& table, const Ids& ids, const Tensor& src, const 
   stream.refuse_capture(kOp,
                         "the table is in pageable memory, which takes the host; pin it with "
                         "speedtorch.pin_memory_(table) or keep it in a HostTable");
-  const Ids on_cpu = as_ids(kOp, kIndex, copy_to_cpu(ids.keep));
+  const Ids on_cpu = as_ids(kOp, kIndex, copy_to_cpu(kOp, ids.keep));
   check_ids_on_cpu(kOp, kIndex, on_cpu, table.count);
   if (plan) check_plan_on_cpu(kOp, kIndex, *plan, ids.count, table.count, src);
-  const Tensor rows = torch::stable::reshape(copy_to_cpu(src), {ids.count, -1});
+  const Tensor rows = torch::stable::reshape(copy_to_cpu(kOp, src), {ids.count, -1});
   scatter_or_add_on_cpu(table, on_cpu, as_rows(kOp, "src", rows), added);
 }
 
@@ -138,7 +138,7 @@ void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const 
     return;
   }
   const CurrentStream stream(kOp, src);
-  if (ids.on_cpu) ids = as_ids(kOp, kIndex, copy_to_device(ids.keep, src));
+  if (ids.on_cpu) ids = as_ids(kOp, kIndex, ids_to_device(kOp, ids, src, stream));
   if (src.numel() > 0 && !is_mapped(kOp, table, rows)) {
     scatter_staged(rows, ids, whole, plan, added, stream);
   } else {
@@ -148,11 +148,13 @@ void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const 
 
 void pinned_scatter(const Tensor& table, const Tensor& index, const Tensor& src, bool accumulate) {
   scatter(table, index, src, std::nullopt, accumulate);
+  mark_written(kOp, table);
 }
 
 void pinned_scatter_planned(const Tensor& table, const Tensor& index, const Tensor& src,
                             const std::vector<Tensor>& plan, bool accumulate) {
   scatter(table, index, src, plan, accumulate);
+  mark_written(kOp, table);
 }
 
 }  // namespace

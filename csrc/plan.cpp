@@ -14,7 +14,7 @@
 
 #include "gpu.h"
 #include "plan_launch.h"
-#include "staging.h"
+#include "torch_calls.h"
 
 namespace speedtorch {
 namespace {
@@ -101,26 +101,23 @@ std::vector<Tensor> make_plan(const char* op, const Ids& ids, int64_t rows, cons
                               void* stream) {
   std::vector<Tensor> plan;
   for (size_t part = 0; part < kParts; ++part) {
-    const std::array<int64_t, 1> size{part_length(part, ids.count)};
-    plan.push_back(torch::stable::empty(size, ScalarType::Long, std::nullopt, on.device()));
+    plan.push_back(new_tensor(op, {part_length(part, ids.count)}, ScalarType::Long, on));
   }
   if (on.is_cpu()) {
     fill_plan_on_cpu(ids, rows, plan);
     return plan;
   }
   if constexpr (kWithCuda) {
-    const std::array<int64_t, 1> scratch_bytes{plan_scratch_bytes(ids.count, rows)};
-    const Tensor scratch =
-        torch::stable::empty(scratch_bytes, ScalarType::Byte, std::nullopt, on.device());
-    check_cuda(
-        launch_plan(ids.data, ids.wide, ids.count, rows, scratch.data_ptr(), scratch_bytes[0],
-                    {.unique = data_of(plan[kUnique]),
-                     .inverse = data_of(plan[kInverse]),
-                     .order = data_of(plan[kOrder]),
-                     .offsets = data_of(plan[kOffsets]),
-                     .status = reinterpret_cast<PlanStatus*>(data_of(plan[kStatus]))},
-                    stream),
-        op);
+    const int64_t scratch_bytes = plan_scratch_bytes(ids.count, rows);
+    const Tensor scratch = new_tensor(op, {scratch_bytes}, ScalarType::Byte, on);
+    check_cuda(launch_plan(ids.data, ids.wide, ids.count, rows, scratch.data_ptr(), scratch_bytes,
+                           {.unique = data_of(plan[kUnique]),
+                            .inverse = data_of(plan[kInverse]),
+                            .order = data_of(plan[kOrder]),
+                            .offsets = data_of(plan[kOffsets]),
+                            .status = reinterpret_cast<PlanStatus*>(data_of(plan[kStatus]))},
+                           stream),
+               op);
   }
   return plan;
 }
@@ -156,7 +153,7 @@ void check_plan_on_cpu(const char* op, const char* list, const std::vector<Tenso
                        int64_t count, int64_t rows, const Tensor& on) {
   view_plan(op, list, plan, count, rows, on);
   std::vector<Tensor> on_cpu;
-  for (const Tensor& part : plan) on_cpu.push_back(copy_to_cpu(part));
+  for (const Tensor& part : plan) on_cpu.push_back(copy_to_cpu(op, part));
   view_plan(op, list, on_cpu, count, rows, on_cpu[kStatus]);
 }
 

@@ -51,7 +51,8 @@ def _blocks(field: Tensor) -> Iterator[Tensor]:
 
 
 def _buffer(field: Tensor) -> Tensor:
-    return torch.empty(min(_BLOCK_BYTES, field.numel() * field.itemsize), dtype=torch.uint8)
+    count = min(_BLOCK_BYTES, field.numel() * field.itemsize)
+    return torch.empty(count, dtype=torch.uint8, device="cpu")
 
 
 def _write(file: NewFile, field: Tensor) -> None:

@@ -70,14 +70,16 @@ def reserve(descriptor: int, count: int, path: str) -> None:
     """Takes `count` bytes of disk for a new file now, rather than find none left half-way."""
     if count == 0:
         return
+    status = os.statvfs(os.path.dirname(path))
+    free = status.f_bavail * status.f_frsize
+    needed = f"{count:,} bytes are needed and {free:,} are free"
+    # Asked first, because taking what there is would leave nothing to others until it fails.
+    if status.f_blocks and count > free:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed}", path)
     try:
         calls.reserve(descriptor, 0, count)
     except OSError as error:
-        free = os.statvfs(os.path.dirname(path))
-        text = (
-            f"{os.strerror(error.errno or 0)}: {count:,} bytes are needed and "
-            f"{free.f_bavail * free.f_frsize:,} are free"
-        )
+        text = f"{os.strerror(error.errno or 0)}: {needed}"
         raise OSError(error.errno, text, path) from error
 
 
@@ -186,7 +188,7 @@ def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]
                 data = (
                     torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
                     if (count)
-                    else torch.empty(0, dtype=torch.uint8)
+                    else torch.empty(0, dtype=torch.uint8, device="cpu")
                 )
             sync_folder(folder, parent)
         except BaseException:

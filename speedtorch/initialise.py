@@ -131,7 +131,8 @@ class Initialisers(Records):
         copy of the field while they run, and as many threads as they like.
 
         Args:
-            function: Called as function(tensor, *args, **kwargs); it changes the tensor in place.
+            function: Called as function(tensor, *args, **kwargs), on a stand-in of the field's
+                shape and on parts of it: it changes the tensor in place and does nothing else.
             *args: Passed on.
             field: Which field.
             seed: See the class.
@@ -183,11 +184,11 @@ class Initialisers(Records):
             [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
         """
         rows = self[field]
-        given = torch.as_tensor(value)
+        given = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
         if not isinstance(value, Tensor) and given.dtype in (torch.float32, torch.complex64):
             # Python's numbers have 64 bits; as float32 some would be infinite already.
             wide = torch.complex128 if given.dtype.is_complex else torch.float64
-            given = torch.as_tensor(value, dtype=wide)
+            given = torch.as_tensor(value, dtype=wide, device="cpu")
         if given.ndim and given.shape != rows.shape[1:]:
             raise ValueError(
                 f"fill_: a row of {field!r} has the shape {tuple(rows.shape[1:])}, got "

@@ -189,7 +189,7 @@ def copy_optimizer(
         accepted = set(inspect.signature(kind).parameters) & set(own) - {"params"}
         made = kind([probe], **{name: own[name] for name in accepted})
         made.param_groups[0].update(own)
-        states[probe] = dict(made.state[probe])
+        states[probe] = Recorder(made.state[probe])
         made.state = states
         return OptimizerCopy(made, probe, states)
     made = object.__new__(kind)

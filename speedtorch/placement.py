@@ -63,8 +63,10 @@ class Placement:
         elif kind == "cuda":
             if not torch.cuda.is_available():
                 raise RuntimeError("memory='cuda' needs a GPU, and torch finds none here")
-            place = torch.device("cuda", device) if isinstance(device, int) else device
-            self.data = torch.zeros(count, dtype=torch.uint8, device=place or "cuda")
+            place = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
+            if torch.device(place).type != "cuda":
+                raise ValueError(f"device: expected a GPU for memory='cuda', got {str(place)!r}")
+            self.data = torch.zeros(count, dtype=torch.uint8, device=place)
         else:
             self.data = memory.empty(count, dtype=torch.uint8, memory=kind)
             self.memory = memory.memory_kind(self.data)

@@ -88,14 +88,15 @@ def draw_rows(
     if "generator" in kwargs:
         raise TypeError("generator: every block of rows has its own; give seed= instead")
     if seed is None:
-        seed = int(torch.randint(2**63 - 1, ()))
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     elif isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed: expected an int, got {seed!r}")
     if field.numel() == 0:
         return
     # torch has no random float8: drawn as float32, then rounded.
     small = field.dtype.is_floating_point and field.dtype.itemsize == 1
-    values = torch.zeros(1, dtype=torch.float32 if small else field.dtype)
+    dtype = torch.float32 if small else field.dtype
+    values = torch.zeros(1, dtype=dtype, device="cpu")
     if function in _KNOWN:
         steps = [_Step(function, args, kwargs, random=True, overwrites=True)]
     else:
@@ -183,7 +184,7 @@ def _draw_elements(
         buffer: Tensor | None = None
         for piece in _pieces(rows):
             if buffer is None:
-                buffer = torch.empty(piece.numel(), dtype=dtype)
+                buffer = torch.empty(piece.numel(), dtype=dtype, device="cpu")
             values = buffer[: piece.numel()]
             if not steps[0].overwrites:
                 values.view(piece.shape).copy_(piece)
@@ -198,7 +199,7 @@ def _draw_elements(
 def _draw_whole(
     field: Tensor, dtype: torch.dtype, function: Callable[[Tensor], object], seed: int
 ) -> None:
-    values = torch.empty(field.shape, dtype=dtype).copy_(field.detach())
+    values = torch.empty(field.shape, dtype=dtype, device="cpu").copy_(field.detach())
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(seed)
         function(values)

@@ -43,7 +43,8 @@ class HostTable(Initialisers):
             file mapped into memory, for tables beyond the memory (a GPU reaches it by staged
             copies only: pinning would hold all of it in memory).
         device: The GPU of memory="cuda".
-        path: The new file of memory="file": the records alone, without a header.
+        path: The new file of memory="file": the records alone, without a header. Nobody may
+            shorten it while the table lives.
 
     Attributes:
         rows: Number of rows.

@@ -21,7 +21,7 @@ _RATES = {
     "AdamW": 0.01,
     "Adamax": 0.02,
     "NAdam": 0.01,
-    "RAdam": 0.01,
+    "RAdam": 0.03,
     "SGD": 0.03,
     "SparseAdam": 0.01,
 }

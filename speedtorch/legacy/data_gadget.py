@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,8 @@ Source = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
 
 class GadgetSwitcher(OneField):
     """What the DataGadget of every family does."""
+
+    _how_to_start = "gadgetInit() first"
 
     def __init__(self, place: TablePlace, fileName: Source, field: str | None) -> None:
         """Checks the source; its rows are read by gadgetInit or at their first use."""
@@ -255,6 +257,15 @@ class DataGadgetMM(MappedFiles, _CupyGadget):
         if isinstance(fileName, np.ndarray | Tensor):
             raise TypeError("fileName: DataGadgetMM maps a file; DataGadget takes arrays")
         super().__init__(in_file("", CPUPinn), fileName, field)
+
+    @property
+    def table(self) -> NoReturn:
+        """There is none: the rows stay in their file.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("DataGadgetMM maps its file and has no HostTable: see getCupyMM()")
 
     def _read_file(self, path: str) -> None:
         with open_fields(path) as stored:

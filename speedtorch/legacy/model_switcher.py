@@ -186,3 +186,5 @@ def replace_rows(parameter: Tensor, rows: Tensor) -> None:
         other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
         parameter.data = torch.empty(0, dtype=other, device=parameter.device)
     parameter.data = rows
+    # A backward through a graph of an earlier batch would compute with these rows: let it raise.
+    torch.autograd.graph.increment_version(parameter)

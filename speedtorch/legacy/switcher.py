@@ -43,7 +43,8 @@ def flat_index(positives: Indexes, negatives: Indexes | None, device: torch.devi
     """
     parts = [_flat(part) for part in (positives, negatives) if part is not None]
     if any(part.is_cuda for part in parts):
-        parts = [part.to(device, non_blocking=True) for part in parts]
+        # Towards the CPU a copy must be waited for, towards a GPU nothing has to wait.
+        parts = [part.to(device, non_blocking=device.type == "cuda") for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

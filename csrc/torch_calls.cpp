@@ -1,0 +1,89 @@
+// Calls into torch; see torch_calls.h.
+
+#include "torch_calls.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "host_memory.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr auto kCpu = torch::headeronly::DeviceType::CPU;
+
+// Runs a call into torch; the stable interface tells of a failure only that there was one.
+template <typename Call>
+auto ask_torch(const char* op, const std::string& what, Call call) {
+  try {
+    return call();
+  } catch (const std::runtime_error&) {
+    throw std::runtime_error(std::string(op) + ": torch failed at " + what +
+                             "; its own message is on standard error");
+  }
+}
+
+std::string size_text(const std::vector<int64_t>& shape, ScalarType dtype) {
+  return "shape " + shape_text(shape) + " and dtype " + torch::headeronly::toString(dtype);
+}
+
+}  // namespace
+
+Tensor new_tensor(const char* op, const std::vector<int64_t>& shape, ScalarType dtype,
+                  const Tensor& on) {
+  return ask_torch(op,
+                   "allocating a tensor of " + size_text(shape, dtype) + " on " + device_text(on),
+                   [&] { return torch::stable::empty(shape, dtype, std::nullopt, on.device()); });
+}
+
+Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tensor& like) {
+  return ask_torch(
+      op, "allocating a pinned tensor of " + size_text(shape, like.scalar_type()), [&] {
+        return torch::stable::empty(shape, like.scalar_type(), torch::headeronly::Layout::Strided,
+                                    Device(kCpu), true);
+      });
+}
+
+Tensor copy_to_cpu(const char* op, const Tensor& tensor) {
+  return ask_torch(op, "copying a tensor to the CPU",
+                   [&] { return torch::stable::to(tensor, Device(kCpu)); });
+}
+
+Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
+                     const CurrentStream& stream) {
+  stream.refuse_capture(
+      op,
+      "the ids are on the CPU, and the graph would keep those of this call; keep them in a tensor "
+      "on the GPU");
+  // The driver stages pageable memory before a copy returns. It reads pinned memory later, so that
+  // is copied first.
+  const bool pageable = static_cast<MemoryKind>(memory_kind(ids.keep)) == MemoryKind::kPlain;
+  const Tensor source =
+      pageable ? ids.keep
+               : ask_torch(op, "copying ids", [&] { return torch::stable::clone(ids.keep); });
+  const Tensor there = new_tensor(op, shape_of(source), source.scalar_type(), on);
+  copy_async(op, source, there);
+  return there;
+}
+
+void copy_async(const char* op, const Tensor& from, const Tensor& to) {
+  Tensor target = to;
+  ask_torch(op, "copying between " + device_text(from) + " and " + device_text(to),
+            [&] { return torch::stable::copy_(target, from, true); });
+}
+
+void mark_written(const char* op, const Tensor& tensor) {
+  // Views share one version, and writing nothing to an empty view raises it.
+  ask_torch(op,
+            "marking a tensor as written; in-place writes to a leaf that requires grad need "
+            "torch.no_grad()",
+            [&] {
+              Tensor whole = tensor.dim() == 0 ? torch::stable::view(tensor, {1}) : tensor;
+              Tensor nothing = torch::stable::narrow(whole, 0, 0, 0);
+              return torch::stable::zero_(nothing);
+            });
+}
+
+}  // namespace speedtorch

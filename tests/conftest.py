@@ -1,0 +1,115 @@
+"""Where tests run: on the CPU, and on a GPU with the table in each kind of memory.
+
+A test that asks for `place` runs six times, one that asks for `device` twice; without a GPU all but
+the CPU's are skipped. `place.table` puts a table where it belongs, `place.work` everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from reference import layout_copy
+from torch import Tensor
+
+import speedtorch
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# A slow machine is no failure, and the blob repeats a failure elsewhere.
+settings.register_profile(
+    "speedtorch", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("speedtorch")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device that does the work, and the memory that holds the table.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        memory: "plain", "managed", "registered", "torch_pinned", "pageable" or "cuda".
+    """
+
+    device: str
+    memory: str
+
+    def __str__(self) -> str:
+        return self.device if self.device == "cpu" else f"{self.device}-{self.memory}"
+
+    @property
+    def examples(self) -> int:
+        """Property-test examples per op: 2,000 on the CPU and 2,000 over the GPU's five kinds."""
+        return 2000 if self.device == "cpu" else 400
+
+    @property
+    def mapped(self) -> bool:
+        """Whether kernels reach the table without a staged copy."""
+        return self.memory != "pageable"
+
+    def allocate(self, count: int) -> Tensor:
+        """`count` bytes of this memory, as a uint8 tensor `[count]`."""
+        if self.memory in ("managed", "registered"):
+            return speedtorch.empty(count, dtype=torch.uint8, memory=self.memory)
+        device = "cuda" if self.memory == "cuda" else "cpu"
+        pinned = self.memory == "torch_pinned"
+        return torch.empty(count, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+    def table(self, values: Tensor) -> Tensor:
+        """`values` in this memory, with the same strides, offset and bits."""
+        return layout_copy(values, self.allocate)
+
+    def work(self, values: Tensor) -> Tensor:
+        """`values` on the device that does the work, with the same strides, offset and bits."""
+
+        def allocate(count: int) -> Tensor:
+            return torch.empty(count, dtype=torch.uint8, device=self.device)
+
+        return layout_copy(values, allocate)
+
+    def ids(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Row ids on the device that does the work."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+PLACES = [
+    pytest.param(Place("cpu", "plain"), id="cpu"),
+    *(
+        pytest.param(Place("cuda", memory), id=f"cuda-{memory}", marks=NEEDS_GPU)
+        for memory in ("managed", "registered", "torch_pinned", "pageable", "cuda")
+    ),
+]
+
+
+# Session scope, because hypothesis refuses to share function-scoped fixtures between examples.
+@pytest.fixture(params=PLACES, scope="session")
+def place(request: pytest.FixtureRequest) -> Place:
+    """The CPU, then the GPU with each kind of memory."""
+    result: Place = request.param
+    return result
+
+
+@pytest.fixture(params=PLACES[1:], scope="session")
+def gpu_place(request: pytest.FixtureRequest) -> Place:
+    """The GPU with each kind of memory, for what the CPU has no counterpart of."""
+    result: Place = request.param
+    return result
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)], scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The device that does the work."""
+    result: str = request.param
+    return result
+
+
+@pytest.fixture(autouse=True)
+def no_error_left_behind() -> Iterator[None]:
+    """A bad id found on the GPU belongs to the test that passed it, not to the next one."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        speedtorch.synchronize()

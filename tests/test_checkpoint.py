@@ -1,0 +1,226 @@
+"""Fields go to files and come back bit for bit, in blocks; broken files change nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from file_faults import snapshot
+from reference import (
+    DTYPES,
+    as_bytes,
+    assert_same_bytes,
+    assert_same_storage,
+    dtype_name,
+    layout_copy,
+    random_rows,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from speedtorch import checkpoint
+from speedtorch.checkpoint import open_fields, save_fields
+from speedtorch.npy_format import NPY_DTYPES
+
+SAFE = [dtype for dtype in DTYPES if dtype != torch.complex128]
+NPY = [dtype for dtype in DTYPES if dtype in NPY_DTYPES.values()]
+
+
+def read_into(path: Path, fields: dict[str, Tensor]) -> None:
+    """Reads all fields of a file."""
+    with open_fields(path, tuple(fields)) as stored:
+        for name, field in fields.items():
+            stored[name].read_into(field)
+
+
+@pytest.fixture
+def small_blocks() -> Iterator[None]:
+    """Blocks of 24 bytes, so that small tables have many, and wide rows are cut."""
+    with mock.patch.object(checkpoint, "_BLOCK_BYTES", 24):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------
+# Round trips
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("gap", [0, 3], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (40,)], ids=str)
+@pytest.mark.parametrize("dtype", SAFE, ids=dtype_name)
+def test_rows_come_back_from_safetensors_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype, shape: Sequence[int], gap: int
+) -> None:
+    rows = random_rows(7, shape, dtype, gap=gap, offset=gap)
+    save_fields(tmp_path / "t.safetensors", {"weight": rows})
+    assert_same_bytes(load_file(tmp_path / "t.safetensors")["weight"], rows)
+    back = random_rows(7, shape, dtype, gap=gap, offset=gap, seed=1)
+    expected = layout_copy(back)
+    expected.copy_(rows)
+    read_into(tmp_path / "t.safetensors", {"weight": back})
+    assert_same_storage(back, expected)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("gap", [0, 3], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", NPY, ids=dtype_name)
+def test_rows_come_back_from_npy_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype, shape: Sequence[int], gap: int
+) -> None:
+    rows = random_rows(7, shape, dtype, gap=gap, offset=gap)
+    save_fields(tmp_path / "t.npy", {"weight": rows})
+    assert np.load(tmp_path / "t.npy").tobytes() == as_bytes(rows).numpy().tobytes()
+    back = random_rows(7, shape, dtype, gap=gap, offset=gap, seed=1)
+    expected = layout_copy(back)
+    expected.copy_(rows)
+    read_into(tmp_path / "t.npy", {"weight": back})
+    assert_same_storage(back, expected)
+
+
+def mixed_fields(seed: int = 0) -> dict[str, Tensor]:
+    """Fields of several item sizes and shapes."""
+    return {
+        "id": random_rows(9, (), torch.int8, seed=seed),
+        "weight": random_rows(9, (3,), torch.bfloat16, gap=2, seed=seed),
+        "sum": random_rows(9, (2, 2), torch.float64, seed=seed),
+        "empty": random_rows(9, (0,), torch.float32, seed=seed),
+    }
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_fields_of_all_kinds_share_one_safetensors_file(tmp_path: Path) -> None:
+    fields, back = mixed_fields(), mixed_fields(seed=1)
+    save_fields(tmp_path / "t.safetensors", fields)
+    read_into(tmp_path / "t.safetensors", back)
+    others = load_file(tmp_path / "t.safetensors")
+    for name in fields:
+        assert_same_bytes(back[name], fields[name])
+        assert_same_bytes(others[name], fields[name])
+
+
+def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
+    fields = {name: field.contiguous() for name, field in mixed_fields().items()}
+    save_file(fields, tmp_path / "t.safetensors")
+    back = mixed_fields(seed=1)
+    read_into(tmp_path / "t.safetensors", back)
+    for name in fields:
+        assert_same_bytes(back[name], fields[name])
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (0,)], ids=str)
+def test_no_rows_and_no_columns_come_back(tmp_path: Path, suffix: str, shape: list[int]) -> None:
+    path = tmp_path / f"t.{suffix}"
+    save_fields(path, {"weight": torch.zeros(shape)})
+    with open_fields(path) as stored:
+        assert stored["weight"].shape == tuple(shape)
+        stored["weight"].read_into(torch.zeros(shape))
+
+
+def test_the_weight_comes_first_and_the_others_in_their_order(tmp_path: Path) -> None:
+    fields = {name: torch.zeros(2) for name in ("z", "a", "weight", "b")}
+    save_fields(tmp_path / "t.safetensors", fields)
+    with open_fields(tmp_path / "t.safetensors") as stored:
+        assert list(stored) == ["weight", "z", "a", "b"]
+
+
+def test_a_parameter_is_read_and_written_without_autograd(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 2))
+    save_fields(tmp_path / "t.npy", {"weight": parameter})
+    other = torch.nn.Parameter(torch.zeros(3, 2))
+    read_into(tmp_path / "t.npy", {"weight": other})
+    assert torch.equal(other, parameter)
+    assert other.is_leaf
+
+
+# ------------------------------------------------------------------------------------------------
+# Names of .npy files
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_alone_is_the_npy_file_itself(tmp_path: Path) -> None:
+    save_fields(tmp_path / "t.npy", {"weight": torch.zeros(2)})
+    assert list(snapshot(tmp_path)) == ["t.npy"]
+    with open_fields(tmp_path / "t.npy") as stored:
+        assert list(stored) == ["weight"]
+
+
+def test_several_fields_are_one_npy_file_each(tmp_path: Path) -> None:
+    fields = {"weight": torch.zeros(2), "exp_avg": torch.ones(2)}
+    save_fields(tmp_path / "t.npy", fields)
+    assert list(snapshot(tmp_path)) == ["t.exp_avg.npy", "t.weight.npy"]
+    with open_fields(tmp_path / "t.npy") as stored:
+        assert list(stored) == ["weight", "exp_avg"]
+    (tmp_path / "t.a.b.npy").write_bytes(b"of another table, named t.a")
+    with open_fields(tmp_path / "t.npy") as stored:
+        assert list(stored) == ["weight", "exp_avg"]
+
+
+def test_a_field_that_is_no_weight_keeps_its_name(tmp_path: Path) -> None:
+    save_fields(tmp_path / "t.npy", {"sum": torch.zeros(2)})
+    with open_fields(tmp_path / "t.npy") as stored:
+        assert list(stored) == ["sum"]
+
+
+def test_a_dot_in_a_field_name_is_refused_for_npy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"field 'a.b': no dots .*; save as .safetensors"):
+        save_fields(tmp_path / "t.npy", {"a.b": torch.zeros(2)})
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2], ids=dtype_name)
+def test_one_field_that_npy_cannot_hold_stops_all(tmp_path: Path, dtype: torch.dtype) -> None:
+    fields = {"weight": torch.zeros(2), "exp_avg": torch.zeros(2, dtype=dtype)}
+    with pytest.raises(ValueError, match=r"save as .safetensors instead"):
+        save_fields(tmp_path / "t.npy", fields)
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize("name", ["t.pt", "t", "t.NPY", "t.npz"])
+def test_other_endings_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"ends in .safetensors or .npy"):
+        save_fields(tmp_path / name, {"weight": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"ends in .safetensors or .npy"), open_fields(name):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------------
+
+PEAK = """
+import resource, sys, torch
+from speedtorch.checkpoint import open_fields, save_fields
+data = torch.ones(131072, 128)
+fields = {"weight": data[:, :96], "exp_avg": data[:, 96:]}
+save_fields(sys.argv[2], {"weight": torch.zeros(131072, 2)})  # Everything is loaded now.
+start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+save_fields(sys.argv[1], fields)
+with open_fields(sys.argv[1]) as stored:
+    for name, field in fields.items():
+        stored[name].read_into(field)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)
+"""
+
+
+def test_saving_and_loading_take_a_few_mb_whatever_the_size(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(checkpoint.__file__).parents[1])}
+    paths = [str(tmp_path / "t.safetensors"), str(tmp_path / "warm.safetensors")]
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK, *paths],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert int(result.stdout) < 8 * 1024  # KiB, for fields of 64 MiB

@@ -1,0 +1,154 @@
+"""Broken files are refused before anything changes, and a save that fails leaves the old one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from file_faults import Journal, fail, snapshot
+from safetensors.torch import save_file
+
+from speedtorch import checkpoint
+from speedtorch.checkpoint import open_fields, save_fields
+
+
+@pytest.fixture
+def small_blocks() -> Iterator[None]:
+    """Blocks of 24 bytes, so that small tables have many."""
+    with mock.patch.object(checkpoint, "_BLOCK_BYTES", 24):
+        yield
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
+def test_a_torn_save_leaves_the_old_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, suffix: str
+) -> None:
+    path = tmp_path / f"t.{suffix}"
+    save_fields(path, {"weight": torch.zeros(50), "exp_avg": torch.zeros(50)})
+    before = snapshot(tmp_path)
+    fail(monkeypatch, call, {"open": 2, "write": 4, "fsync": 1, "rename": 1}[call])
+    with pytest.raises(OSError, match="Input/output error"):
+        save_fields(path, {"weight": torch.ones(50), "exp_avg": torch.ones(50)})
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
+def test_a_power_loss_during_a_save_leaves_files_that_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    path = tmp_path / f"t.{suffix}"
+    save_fields(path, {"weight": torch.zeros(4), "exp_avg": torch.zeros(4)})
+    old = snapshot(tmp_path)
+    with monkeypatch.context() as patch:
+        journal = Journal(patch, tmp_path)
+        save_fields(path, {"weight": torch.ones(4), "exp_avg": torch.ones(4)})
+    new = snapshot(tmp_path)
+    for end in range(len(journal.events) + 1):
+        for state in journal.after_power_loss(journal.events[:end]):
+            assert all(state[name] in (old[name], new[name]) for name in old)
+    for state in journal.after_power_loss(journal.events):
+        assert {name: state[name] for name in new} == new
+
+
+def test_a_read_that_fails_half_way_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_fields(tmp_path / "t.npy", {"weight": torch.zeros(50)})
+    fail(monkeypatch, "read", 2)
+    with (
+        pytest.raises(OSError, match=r"old and new rows now; load it again: '.*t.npy'"),
+        open_fields(tmp_path / "t.npy") as stored,
+    ):
+        stored["weight"].read_into(torch.zeros(50))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
+def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t.{suffix}"
+    save_fields(path, {"weight": torch.zeros(2, 3)})
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=str(path)), open_fields(path):
+            pass
+
+
+HEADERS = {
+    "beyond the file": (9).to_bytes(8, "little") + b"{}      ",
+    "beyond the limit": (1 << 40).to_bytes(8, "little") + b"{}",
+    "without a field": (2).to_bytes(8, "little") + b"{}",
+    "a number without rows": b"@\0\0\0\0\0\0\0"
+    + b'{"weight":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}'.ljust(64)
+    + b"x",
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("beyond the file", "announces a header of 9 bytes; the file has 16"),
+        ("beyond the limit", "announces a header of 1,099,511,627,776 bytes"),
+        ("without a field", "holds no field"),
+        ("a number without rows", "need the same number of rows"),
+    ],
+)
+def test_hostile_safetensors_files_are_refused(tmp_path: Path, case: str, message: str) -> None:
+    (tmp_path / "t.safetensors").write_bytes(HEADERS[case])
+    with (
+        pytest.raises(ValueError, match=rf"t.safetensors: .*{message}"),
+        open_fields(tmp_path / "t.safetensors"),
+    ):
+        pass
+
+
+def test_fields_of_different_row_counts_are_no_table(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, tmp_path / "t.safetensors")
+    with (
+        pytest.raises(ValueError, match="need the same number of rows"),
+        open_fields(tmp_path / "t.safetensors"),
+    ):
+        pass
+
+
+def test_other_names_than_expected_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "t.safetensors")
+    with (
+        pytest.raises(ValueError, match=r"holds the fields \['a'\], the table \['weight'\]"),
+        open_fields(tmp_path / "t.safetensors", ("weight",)),
+    ):
+        pass
+
+
+def test_missing_npy_files_are_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FileNotFoundError, match=r"neither this nor .*t.<field>.npy exists"),
+        open_fields(tmp_path / "t.npy"),
+    ):
+        pass
+    save_fields(tmp_path / "t.npy", {"a": torch.zeros(2)})
+    with (
+        pytest.raises(FileNotFoundError, match="t.b.npy"),
+        open_fields(tmp_path / "t.npy", ("a", "b")),
+    ):
+        pass
+
+
+def test_an_npy_number_without_rows_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "t.npy", np.float32(3))
+    with (
+        pytest.raises(ValueError, match="need the same number of rows"),
+        open_fields(tmp_path / "t.npy"),
+    ):
+        pass
+
+
+def test_rows_that_are_not_contiguous_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows of shape \(2,\) must be contiguous"):
+        save_fields(tmp_path / "t.npy", {"weight": torch.zeros(2, 3).t()})
+    assert snapshot(tmp_path) == {}

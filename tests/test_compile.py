@@ -1,0 +1,209 @@
+"""torch.compile, torch.export and torch.jit.script work on the table itself, not on a clone."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from conftest import Place
+from reference import assert_same_bytes, assert_same_storage, layout_copy, random_rows
+from torch import Tensor, nn
+
+import speedtorch
+
+ROWS, COLUMNS, IDS, LOAD = 37, 6, [3, 0, 36, 17], [21, 3, 8]
+
+# ------------------------------------------------------------------------------------------------
+# torch.compile
+# ------------------------------------------------------------------------------------------------
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled as one graph, without what earlier tests left in the cache."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True)
+
+
+class Step:
+    """A table, one batch of it, and what the ops should make of them."""
+
+    def __init__(self, place: Place) -> None:
+        self.values = random_rows(ROWS, (COLUMNS,), torch.int32, gap=2)
+        self.table = place.table(self.values)
+        self.index = place.ids(IDS)
+        self.expected = layout_copy(self.values)
+        self.address = self.table.data_ptr()
+
+    def assert_table(self) -> None:
+        """The table holds what was expected, where it was."""
+        speedtorch.synchronize()
+        assert self.table.data_ptr() == self.address
+        assert_same_storage(self.table, self.expected)
+
+
+def test_a_compiled_gather_gives_the_rows(place: Place) -> None:
+    step = Step(place)
+    function = compiled(lambda table, index: speedtorch.pinned_gather(table, index + 1) * 2)
+    rows = function(step.table, step.index - 1)
+    assert_same_bytes(rows, reference.pinned_gather(step.values, torch.tensor(IDS)) * 2)
+    step.assert_table()
+
+
+def test_a_compiled_step_works_on_the_table_itself(place: Place) -> None:
+    step = Step(place)
+
+    @compiled
+    def function(table: Tensor, index: Tensor) -> Tensor:
+        plan = speedtorch.plan_rows(index, ROWS)
+        rows = speedtorch.pinned_gather(table, index, plan=plan)
+        speedtorch.pinned_scatter(table, index, rows + 1, plan=plan)
+        speedtorch.pinned_scatter(table, index, rows, accumulate=True)
+        return speedtorch.pinned_gather(table, index)
+
+    result = function(step.table, step.index)
+    step.expected[IDS] = step.values[IDS] * 2 + 1
+    step.assert_table()
+    assert_same_bytes(result, step.expected[IDS])
+
+
+def test_a_compiled_swap_works_on_the_tables_themselves(place: Place) -> None:
+    step = Step(place)
+    leaving = place.work(random_rows(4, (COLUMNS,), torch.int32, seed=1))
+    arriving = place.work(random_rows(3, (COLUMNS,), torch.int32, seed=2))
+    address = arriving.data_ptr()
+
+    @compiled
+    def function(
+        host: list[Tensor],
+        leaving: list[Tensor],
+        evict: Tensor,
+        arriving: list[Tensor],
+        load: Tensor,
+    ) -> None:
+        speedtorch.optimizer_state_swap(host, [leaving[0] + 1], evict, arriving, load)
+
+    function([step.table], [leaving], step.index, [arriving], place.ids(LOAD))
+    expected = random_rows(3, (COLUMNS,), torch.int32)
+    reference.optimizer_state_swap(
+        [step.expected], [leaving.cpu() + 1], torch.tensor(IDS), [expected], torch.tensor(LOAD)
+    )
+    step.assert_table()
+    assert arriving.data_ptr() == address
+    assert_same_bytes(arriving, expected)
+
+
+def test_a_compiled_function_fills_the_result_itself(place: Place) -> None:
+    step = Step(place)
+    out = torch.zeros(4, COLUMNS, dtype=torch.int32, device=place.device)
+
+    @compiled
+    def function(table: Tensor, index: Tensor, out: Tensor) -> None:
+        speedtorch.pinned_gather(table, index, out=out)
+
+    function(step.table, step.index, out)
+    assert_same_bytes(out, step.values[IDS])
+    step.assert_table()
+
+
+def test_one_graph_serves_batches_of_any_length(place: Place) -> None:
+    step = Step(place)
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda table, index: speedtorch.pinned_gather(table, index) + 1,
+        fullgraph=True,
+        dynamic=True,
+    )
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for ids in ([1, 2, 3], [4, 5], [36] * 9):
+            expected = step.values[ids] + 1
+            assert_same_bytes(function(step.table, place.ids(ids)), expected)
+
+
+def test_a_compiled_gather_has_a_gradient(place: Place) -> None:
+    table = place.table(torch.rand(ROWS, COLUMNS)).requires_grad_()
+    function = compiled(lambda table, index: speedtorch.pinned_gather(table, index) * 2)
+    rows = function(table, place.ids([3, 0, 3]))
+    assert_same_bytes(rows, table.detach().cpu()[[3, 0, 3]] * 2)
+    rows.sum().backward()
+    assert table.grad is not None
+    assert table.grad.layout == torch.sparse_coo
+    assert table.grad.cpu().to_dense()[:4, 0].tolist() == [2, 0, 0, 4]
+
+
+# ------------------------------------------------------------------------------------------------
+# torch.export
+# ------------------------------------------------------------------------------------------------
+
+
+class Exchange(nn.Module):
+    """Reads rows, writes them back doubled, and returns what it read."""
+
+    def forward(self, table: Tensor, index: Tensor) -> Tensor:
+        """Returns the rows as they were."""
+        rows: Tensor = torch.ops.speedtorch.pinned_gather(table, index)
+        torch.ops.speedtorch.pinned_scatter(table, index, rows * 2)
+        return rows
+
+
+def check_module(module: Any, step: Step) -> None:
+    """The module reads and writes the table that it is given."""
+    rows = module(step.table, step.index)
+    assert_same_bytes(rows, step.values[IDS])
+    step.expected[IDS] = step.values[IDS] * 2
+    step.assert_table()
+
+
+def test_an_exported_module_takes_the_table_as_an_argument(place: Place) -> None:
+    step = Step(place)
+    program = torch.export.export(Exchange(), (step.table, step.index))
+    step.assert_table()
+    check_module(program.module(), step)
+
+
+def test_an_exported_module_can_be_saved(place: Place) -> None:
+    step, archive = Step(place), io.BytesIO()
+    torch.export.save(torch.export.export(Exchange(), (step.table, step.index)), archive)
+    archive.seek(0)
+    check_module(torch.export.load(archive).module(), step)
+
+
+# ------------------------------------------------------------------------------------------------
+# torch.jit.script, which torch deprecates
+# ------------------------------------------------------------------------------------------------
+
+RUN_SCRIPTED = """
+import sys, torch
+library, module, rows_in, rows_out, device = sys.argv[1:]
+torch.ops.load_library(library)
+table, index = torch.load(rows_in, weights_only=True)
+rows = torch.jit.load(module)(table, index.to(device))
+assert "speedtorch" not in sys.modules
+torch.save((rows.cpu(), table), rows_out)
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch refuses TorchScript on Python 3.14")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_module_runs_with_the_library_alone(device: str, tmp_path: Path) -> None:
+    (library,) = Path(speedtorch.__file__).parent.glob("_C*.so")
+    files = [tmp_path / name for name in ("module.pt", "rows_in.pt", "rows_out.pt")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.jit.script(Exchange()).save(str(files[0]))
+    values = random_rows(ROWS, (COLUMNS,), torch.int32)
+    torch.save((values, torch.tensor(IDS)), files[1])
+    command = [sys.executable, "-c", RUN_SCRIPTED, str(library), *map(str, files), device]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows, table = torch.load(files[2], weights_only=True)
+    assert_same_bytes(rows, values[IDS])
+    values[IDS] = values[IDS] * 2
+    assert_same_bytes(table, values)

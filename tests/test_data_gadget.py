@@ -1,0 +1,323 @@
+"""DataGadget: rows of files and arrays, out and in, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import DTYPES, as_bytes, assert_same_bytes, dtype_name, random_rows
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import speedtorch
+from speedtorch import (
+    CPUPytorchDataGadget,
+    DataGadget,
+    DataGadgetMM,
+    GPUPytorchDataGadget,
+    PytorchDataGadget,
+)
+
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+MAKERS = {
+    "DataGadget": DataGadget,
+    "DataGadget-pinned": lambda source, **k: DataGadget(source, CPUPinn=True, **k),
+    "GPUPytorch": GPUPytorchDataGadget,
+    "CPUPytorch": CPUPytorchDataGadget,
+    "Pytorch-device": PytorchDataGadget,
+    "Pytorch-pinned": lambda source, **k: PytorchDataGadget(source, "cpu", True, **k),
+    "Pytorch-pageable": lambda source, **k: PytorchDataGadget(source, "cpu", **k),
+}
+SHAPES = [(7,), (7, 1), (7, 3), (7, 2, 3), (7, 2, 1, 3), (7, 0), (0, 3)]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of these tests go to a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=MAKERS.values(), ids=MAKERS.keys())
+def family(request: pytest.FixtureRequest) -> Any:
+    """Builds a DataGadget of each family that has memory of its own."""
+    return request.param
+
+
+def all_rows(gadget: Any) -> Tensor:
+    return torch.from_numpy(gadget.getNumpyVersion())
+
+
+# ------------------------------------------------------------------------------------------------
+# Sources
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_data_of_any_number_of_dimensions_comes_from_every_source(
+    family: Any, shape: tuple[int, ...]
+) -> None:
+    data = random_rows(shape[0], shape[1:])
+    np.save("data.npy", data.numpy())
+    save_file({"anything": data}, "data.safetensors")
+    for source in ("data.npy", Path("data.safetensors"), data.numpy(), data, data.to(WHERE)):
+        gadget = family(source)
+        gadget.gadgetInit()
+        assert_same_bytes(all_rows(gadget), data)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_data_of_any_dtype_comes_from_tensors(dtype: torch.dtype) -> None:
+    data = random_rows(7, (3,), dtype)
+    got = DataGadget(data, CPUPinn=True).getData([6, 0, 6])
+    assert_same_bytes(got, data[[6, 0, 6]])
+
+
+@pytest.mark.parametrize("init", [False, True], ids=["without-init", "with-init"])
+def test_the_init_is_optional(family: Any, init: bool) -> None:
+    data = random_rows(7, (3,))
+    gadget = family(data)
+    if init:
+        gadget.gadgetInit()
+        gadget.gadgetInit()
+    assert_same_bytes(gadget.getData([3]), data[[3]])
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_that_torch_cannot_share_are_copied() -> None:
+    data = np.arange(12.0).reshape(4, 3)
+    read_only = data.copy()
+    read_only.flags.writeable = False
+    for source in (
+        data[::-1],
+        np.asfortranarray(data),
+        data.astype(">f8"),
+        read_only,
+        data[:, ::2],
+    ):
+        assert np.array_equal(DataGadget(source).getNumpyVersion(), source)
+
+
+def test_the_gadget_has_rows_of_its_own(family: Any) -> None:
+    for source in (torch.zeros(4, 3), np.zeros((4, 3), dtype=np.float32)):
+        gadget = family(source)
+        gadget.insertData(torch.ones(1, 3), [2])
+        assert source.sum() == 0
+        assert gadget.getNumpyVersion().sum() == 3
+
+
+def test_one_tensor_of_several_is_chosen_by_name() -> None:
+    first, second = random_rows(4, (2,)), random_rows(4, (3, 2), seed=1)
+    save_file({"first": first, "second": second}, "data.safetensors")
+    assert_same_bytes(all_rows(DataGadget("data.safetensors", field="second")), second)
+    with pytest.raises(ValueError, match="field=None: the file holds first, second; choose one"):
+        DataGadget("data.safetensors")
+    with pytest.raises(ValueError, match="field='third': the file holds first, second"):
+        DataGadget("data.safetensors", field="third")
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows out and in
+# ------------------------------------------------------------------------------------------------
+
+
+def test_rows_arrive_where_they_are_trained_on(family: Any) -> None:
+    data = random_rows(7, (3,))
+    got = family(data).getData(np.array([[6, 0], [6, 2]]))
+    assert got.device.type == WHERE
+    assert got.is_contiguous()
+    assert_same_bytes(got, data[[6, 0, 6, 2]])
+
+
+def test_rows_become_a_variables_data(family: Any) -> None:
+    data = torch.randn(7, 3)
+    layer = torch.nn.Embedding(2, 3, device=WHERE)
+    layer.weight.data = family(data).getData([4, 5])
+    layer(torch.arange(2, device=WHERE)).sum().backward()
+    assert_same_bytes(layer.weight, data[[4, 5]])
+
+
+def test_negatives_follow_the_positives(family: Any) -> None:
+    data = random_rows(7, (3,))
+    gadget = family(data)
+    assert_same_bytes(gadget.getData([1], torch.tensor([[2], [3]])), data[[1, 2, 3]])
+    gadget.insertData(data[[4, 5, 6]].clone(), [1], [2, 3])
+    assert_same_bytes(all_rows(gadget), data[[0, 4, 5, 6, 4, 5, 6]])
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 3)], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 20])
+def test_any_number_of_rows_is_inserted_and_the_last_of_an_id_stays(
+    family: Any, count: int, shape: tuple[int, ...]
+) -> None:
+    data = random_rows(shape[0], shape[1:])
+    gadget = family(data)
+    ids = [(5 * position + 2) % 7 for position in range(count)]
+    new = random_rows(count, shape[1:], seed=1)
+    gadget.insertData(new.to(WHERE), ids)
+    expected = data.clone()
+    for row, values in zip(ids, new, strict=True):
+        expected[row] = values
+    assert_same_bytes(all_rows(gadget), expected)
+
+
+def test_rows_are_inserted_from_a_variable_an_array_and_a_cpu_tensor(family: Any) -> None:
+    gadget = family(torch.zeros(4, 2))
+    gadget.insertData(torch.nn.Parameter(torch.full((1, 2), 1.0, device=WHERE)), [0])
+    gadget.insertData(np.full((1, 2), 2.0, dtype=np.float32), [1])
+    gadget.insertData(torch.full((2, 1), 3.0).t(), [2])
+    assert all_rows(gadget)[:, 0].tolist() == [1, 2, 3, 0]
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["saved", "saved.npy", "saved.safetensors"])
+def test_saved_rows_are_loaded_again_also_in_another_shape(name: str) -> None:
+    data = random_rows(7, (2, 3))
+    DataGadget(data).saveCupy(name)
+    gadget = DataGadget(torch.zeros(2, dtype=torch.int8), CPUPinn=True)
+    gadget.gadgetInit()
+    gadget.loadCupy(name)
+    assert_same_bytes(all_rows(gadget), data)
+
+
+@pytest.mark.parametrize("maker", [GPUPytorchDataGadget, CPUPytorchDataGadget, PytorchDataGadget])
+def test_torchs_files_are_loaded_again_also_in_another_shape(maker: Any) -> None:
+    data = random_rows(7, (2, 3))
+    maker(data).saveTorch("saved.pt")
+    assert_same_bytes(torch.load("saved.pt", weights_only=True), data)
+    gadget = maker(torch.zeros(2, dtype=torch.int8))
+    gadget.loadTorch("saved.pt")
+    assert_same_bytes(all_rows(gadget), data)
+    torch.save({"a": data}, "other.pt")
+    with pytest.raises(ValueError, match=r"other.pt holds \['a'\]; expected a tensor"):
+        gadget.loadTorch("other.pt")
+    assert_same_bytes(all_rows(gadget), data)
+
+
+def test_a_broken_file_leaves_the_gadget_as_it_was() -> None:
+    data = random_rows(7, (3,))
+    gadget = DataGadget(data)
+    np.save("objects.npy", np.array([{}, {}]), allow_pickle=True)
+    Path("short.npy").write_bytes(as_bytes(data).numpy().tobytes()[:40])
+    for name in ("objects", "short"):
+        with pytest.raises(ValueError, match=name):
+            gadget.loadCupy(name)
+    assert_same_bytes(all_rows(gadget), data)
+
+
+def test_the_table_is_there_after_the_init(family: Any) -> None:
+    gadget = family(random_rows(7, (3,)))
+    with pytest.raises(RuntimeError, match=r"has no table yet: call gadgetInit\(\) first"):
+        _ = gadget.table
+    gadget.gadgetInit()
+    assert gadget.table.rows == 7
+
+
+def test_each_family_gives_its_rows_by_its_own_name() -> None:
+    data = random_rows(7, (3,))
+    np.save("data.npy", data.numpy())
+    assert_same_bytes(DataGadget("data.npy").getCupyVar(), data)
+    assert_same_bytes(GPUPytorchDataGadget("data.npy").getTorchVar(), data)
+    assert_same_bytes(DataGadgetMM("data.npy").getCupyMM(), data)
+
+
+# ------------------------------------------------------------------------------------------------
+# Mapped files
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_mapped_gadget_changes_its_file(shape: tuple[int, ...]) -> None:
+    data = random_rows(shape[0], shape[1:])
+    np.save("data.npy", data.numpy())
+    save_file({"a": data, "b": data.clone()}, "data.safetensors")
+    ids = [1, 3, 1] if shape[0] else []
+    new = random_rows(len(ids), shape[1:], seed=1)
+    expected = data.clone()
+    for row, values in zip(ids, new, strict=True):
+        expected[row] = values
+    gadgets = (DataGadgetMM("data.npy"), DataGadgetMM("data.safetensors", field="b"))
+    for gadget in gadgets:
+        assert_same_bytes(gadget.getData(ids), data[ids])
+        gadget.insertData(new.to(WHERE), ids)
+        assert_same_bytes(all_rows(gadget), expected)
+    speedtorch.synchronize()
+    assert_same_bytes(torch.from_numpy(np.load("data.npy")), expected)
+    saved = load_file("data.safetensors")
+    assert_same_bytes(saved["b"], expected)
+    assert_same_bytes(saved["a"], data)
+
+
+def test_a_mapped_gadget_takes_another_file_and_saves_a_copy() -> None:
+    np.save("one.npy", np.zeros((2, 3)))
+    np.save("two.npy", np.ones((4, 5)))
+    gadget = DataGadgetMM("one.npy")
+    gadget.loadCupy("two")
+    gadget.saveCupy("three")
+    assert np.load("three.npy").sum() == 20
+    with pytest.raises(RuntimeError, match="maps its file and has no HostTable"):
+        _ = gadget.table
+
+
+def test_a_mapped_gadget_says_what_it_cannot_do() -> None:
+    with pytest.raises(TypeError, match="DataGadgetMM maps a file; DataGadget takes arrays"):
+        DataGadgetMM(np.zeros((2, 3)))  # type: ignore[arg-type]
+    np.save("one.npy", np.zeros((2, 3)))
+    with pytest.warns(UserWarning, match="no effect on a memory-mapped file"):
+        DataGadgetMM("one.npy", CPUPinn=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Refusals
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_cannot_be_read_is_refused_at_construction() -> None:
+    with pytest.raises(FileNotFoundError):
+        DataGadget("missing.npy")
+    Path("data.txt").write_text("1 2 3")
+    with pytest.raises(ValueError, match=r"ends in \.safetensors or \.npy"):
+        DataGadget("data.txt")
+    np.save("objects.npy", np.array([{}, {}]), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"objects\.npy"):
+        DataGadget("objects.npy")
+    for source in (np.array(3.0), torch.tensor(3.0)):
+        with pytest.raises(ValueError, match="the data has no dimensions"):
+            DataGadget(source)
+    assert os.listdir() != []
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (torch.zeros(1, 3), r"insertData got \[1, 3\] of torch.float32 for 2 ids"),
+        (torch.zeros(2, 4), r"got \[2, 4\] .* rows here are \[3\] of torch.float32"),
+        (torch.zeros(2, 3, dtype=torch.float64), "got .* of torch.float64 for 2 ids"),
+        (torch.zeros(6), r"got \[6\]"),
+    ],
+)
+def test_rows_that_do_not_fit_change_nothing(rows: Tensor, message: str) -> None:
+    data = random_rows(7, (3,))
+    gadget = DataGadget(data)
+    with pytest.raises(ValueError, match=message):
+        gadget.insertData(rows, [1, 2])
+    assert_same_bytes(all_rows(gadget), data)
+
+
+@pytest.mark.parametrize("bad", [-1, 7, 2**40, -(2**63)])
+def test_an_id_out_of_range_changes_nothing_and_the_next_call_works(family: Any, bad: int) -> None:
+    data = random_rows(7, (3,))
+    gadget = family(data)
+    with pytest.raises(IndexError):
+        gadget.getData([1, bad])
+    with pytest.raises(IndexError):
+        gadget.insertData(torch.zeros(2, 3), [1, bad])
+    assert_same_bytes(all_rows(gadget), data)
+    assert_same_bytes(gadget.getData([1]), data[[1]])

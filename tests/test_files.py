@@ -1,0 +1,119 @@
+"""Reads are exact or an error; a mapped file has its disk space before it is used."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from file_faults import fail, snapshot
+
+from speedtorch import files
+
+
+def test_a_read_takes_the_bytes_from_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    part = bytearray(4)
+    with files.open_to_read(tmp_path / "a") as (read, size):
+        read(memoryview(part), 3)
+    assert (part, size) == (b"3456", 10)
+
+
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    monkeypatch.setattr(
+        files.calls, "read", lambda file, views, at: os.preadv(file, [views[0][:3]], at)
+    )
+    part = bytearray(8)
+    with files.open_to_read(tmp_path / "a") as (read, _):
+        read(memoryview(part), 1)
+    assert part == b"12345678"
+
+
+def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123")
+    with (
+        files.open_to_read(tmp_path / "a") as (read, _),
+        pytest.raises(ValueError, match="a: ends at byte 4; it was cut off"),
+    ):
+        read(memoryview(bytearray(8)), 0)
+
+
+def test_a_failing_read_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"0123")
+    fail(monkeypatch, "read")
+    with (
+        files.open_to_read(tmp_path / "a") as (read, _),
+        pytest.raises(OSError, match=r"Input/output error: '.*/a'"),
+    ):
+        read(memoryview(bytearray(2)), 0)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "named pipe"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: object) -> None:
+    make(tmp_path / "a")  # type: ignore[operator]
+    with (
+        pytest.raises(ValueError, match="is not a regular file"),
+        files.open_to_read(tmp_path / "a"),
+    ):
+        pass
+
+
+def test_a_mapped_file_takes_its_space_and_holds_what_is_written(tmp_path: Path) -> None:
+    data, descriptor = files.map_new_file(tmp_path / "a", 100_000)
+    assert os.fstat(descriptor).st_blocks * 512 >= 100_000
+    data[99_999] = 7
+    os.close(descriptor)
+    assert (tmp_path / "a").read_bytes() == bytes(99_999) + b"\x07"
+
+
+def test_a_mapped_file_may_be_empty(tmp_path: Path) -> None:
+    data, descriptor = files.map_new_file(tmp_path / "a", 0)
+    os.close(descriptor)
+    assert (data.shape, data.dtype) == ((0,), torch.uint8)
+
+
+def test_a_file_that_exists_is_never_mapped_over(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"rows")
+    with pytest.raises(FileExistsError, match="exists already; delete it or choose another path"):
+        files.map_new_file(tmp_path / "a", 4)
+    assert snapshot(tmp_path) == {"a": b"rows"}
+
+
+@pytest.mark.parametrize("call", ["reserve", "map", "fsync"])
+def test_a_mapping_that_fails_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    fail(monkeypatch, call)
+    with pytest.raises(OSError, match="Input/output error"):
+        files.map_new_file(tmp_path / "a", 4)
+    assert snapshot(tmp_path) == {}
+    assert set(os.listdir("/proc/self/fd")) <= set(before)
+
+
+def test_a_mapping_that_the_disk_cannot_hold_is_refused_in_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "reserve", code=errno.ENOSPC)
+    with pytest.raises(OSError, match=r"No space.*4,096 bytes are needed and [\d,]+ are free"):
+        files.map_new_file(tmp_path / "a", 4096)
+
+
+def test_a_disk_that_is_too_small_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "reserve")
+    small = SimpleNamespace(f_blocks=10, f_bavail=2, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda folder: small)
+    with pytest.raises(OSError, match="No space left on device: 8,193 bytes are needed and 8,192"):
+        files.map_new_file(tmp_path / "a", 8193)
+    assert snapshot(tmp_path) == {}
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="the folder does not exist"):
+        files.map_new_file(tmp_path / "missing" / "a", 4)

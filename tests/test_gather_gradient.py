@@ -1,0 +1,185 @@
+"""The gradient of pinned_gather: sparse, on the table's device, as torch's embedding gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Place
+from reference import dtype_name
+from torch import Tensor
+from torch.nn.functional import embedding
+
+import speedtorch
+
+IDS = [3, 0, 5, 3, 3, 1]
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small whole numbers: their sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def gather(table: Tensor, index: Tensor) -> Tensor:
+    """The gather with ids in index order."""
+    return speedtorch.pinned_gather(table, index)
+
+
+def gather_planned(table: Tensor, index: Tensor) -> Tensor:
+    """The gather with ids in address order."""
+    return speedtorch.pinned_gather(table, index, plan=speedtorch.plan_rows(index, table.size(0)))
+
+
+GATHERS = pytest.mark.parametrize("gather_rows", [gather, gather_planned], ids=["plain", "planned"])
+
+
+def table_gradient(
+    place: Place,
+    values: Tensor,
+    index: Tensor,
+    upstream: Tensor,
+    gather_rows: Callable[[Tensor, Tensor], Tensor] = gather,
+) -> tuple[Tensor, Tensor]:
+    """The table and its gradient for one batch."""
+    table = place.table(values).requires_grad_()
+    gather_rows(table, index).backward(upstream.to(place.device))
+    assert table.grad is not None
+    return table, table.grad
+
+
+@GATHERS
+@pytest.mark.parametrize("shape", [(6,), (2, 3)], ids=["one_dim", "matrix"])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=dtype_name)
+def test_it_equals_the_gradient_of_a_sparse_embedding(
+    place: Place,
+    shape: tuple[int, ...],
+    id_dtype: torch.dtype,
+    gather_rows: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    values, upstream = numbers(8, 4), numbers(*shape, 4, seed=1)
+    index = place.ids(IDS, id_dtype).reshape(shape)
+    table, grad = table_gradient(place, values, index, upstream, gather_rows)
+    weight = values.clone().requires_grad_()
+    embedding(index.cpu(), weight, sparse=True).backward(upstream)
+    assert weight.grad is not None
+    assert grad.layout == torch.sparse_coo
+    assert grad.device == table.device
+    assert (grad.shape, grad.dtype) == (weight.grad.shape, weight.grad.dtype)
+    assert (grad.sparse_dim(), grad.dense_dim()) == (1, 1)
+    ours, theirs = grad.coalesce(), weight.grad.coalesce()
+    assert torch.equal(ours.indices().cpu(), theirs.indices())
+    assert torch.equal(ours.values().cpu(), theirs.values())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64],
+    ids=dtype_name,
+)
+def test_every_dtype_with_a_gradient(place: Place, dtype: torch.dtype) -> None:
+    upstream = numbers(6, 4, seed=1, dtype=dtype)
+    _, grad = table_gradient(place, numbers(8, 4, dtype=dtype), place.ids(IDS), upstream)
+    expected = torch.zeros(8, 4, dtype=dtype)
+    for position, row in enumerate(IDS):
+        expected[row] += upstream[position]
+    assert torch.equal(grad.cpu().to_dense(), expected)
+
+
+@pytest.mark.parametrize("row_shape", [(), (3,), (2, 3), (0,)], ids=str)
+def test_rows_of_any_number_of_dimensions(place: Place, row_shape: tuple[int, ...]) -> None:
+    upstream = numbers(6, *row_shape, seed=1)
+    _, grad = table_gradient(place, numbers(8, *row_shape), place.ids(IDS), upstream)
+    assert (grad.sparse_dim(), grad.dense_dim()) == (1, len(row_shape))
+    expected = torch.zeros(8, *row_shape).index_add_(0, torch.tensor(IDS), upstream)
+    assert torch.equal(grad.cpu().to_dense(), expected)
+
+
+def test_a_table_with_gaps_between_its_rows(place: Place) -> None:
+    record = place.table(numbers(8, 12))
+    field = record[:, 4:8].detach().requires_grad_()
+    gather(field, place.ids(IDS)).sum().backward()
+    assert field.grad is not None
+    assert field.grad.shape == (8, 4)
+    assert field.grad.cpu().to_dense()[:, 0].tolist() == [1, 1, 0, 3, 0, 1, 0, 0]
+
+
+def test_no_ids_give_an_empty_gradient(place: Place) -> None:
+    _, grad = table_gradient(place, numbers(8, 4), place.ids([]), torch.zeros(0, 4))
+    assert grad.shape == (8, 4)
+    assert not grad.cpu().to_dense().any()
+
+
+def test_it_equals_finite_differences(place: Place) -> None:
+    index, weights = place.ids(IDS), torch.rand(6, 2, dtype=torch.float64).to(place.device)
+    values = torch.rand(8, 2, dtype=torch.float64)
+
+    def loss(table: Tensor) -> Tensor:
+        return (gather(table, index).sin() * weights).sum()
+
+    table = place.table(values).requires_grad_()
+    loss(table).backward()
+    assert table.grad is not None
+    step = 1e-6
+    for element, slope in enumerate(table.grad.cpu().to_dense().flatten().tolist()):
+        ends = []
+        for sign in (1, -1):
+            moved = values.flatten().clone()
+            moved[element] += sign * step
+            ends.append(loss(place.table(moved.reshape(8, 2))).item())
+        assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-8)
+
+
+def test_two_batches_add_up(place: Place) -> None:
+    table = place.table(numbers(8, 4)).requires_grad_()
+    for ids in ([1, 2], [2, 7]):
+        gather(table, place.ids(ids)).sum().backward()
+    assert table.grad is not None
+    assert table.grad.cpu().to_dense()[:, 0].tolist() == [0, 1, 2, 0, 0, 0, 0, 1]
+
+
+def test_a_sparse_optimizer_changes_the_named_rows_alone(place: Place) -> None:
+    values = numbers(8, 4)
+    table = place.table(values).requires_grad_()
+    optimizer = torch.optim.SGD([table], lr=0.5)
+    gather(table, place.ids([3, 3, 1])).sum().backward()
+    optimizer.step()
+    steps = torch.tensor([0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]).reshape(8, 1)
+    assert torch.equal(table.detach().cpu(), values - steps)
+
+
+def test_without_a_gradient_there_is_no_graph(place: Place) -> None:
+    table = place.table(numbers(8, 4))
+    assert not gather(table, place.ids(IDS)).requires_grad
+    table.requires_grad_()
+    assert gather(table, place.ids(IDS)).requires_grad
+    with torch.no_grad():
+        assert not gather(table, place.ids(IDS)).requires_grad
+
+
+def test_rows_that_need_a_gradient_can_be_written_back(place: Place) -> None:
+    rows = place.work(numbers(2, 4, seed=1)).requires_grad_()
+    table = place.table(numbers(8, 4))
+    speedtorch.pinned_scatter(table, place.ids([6, 2]), rows)
+    speedtorch.synchronize()
+    assert torch.equal(table.cpu()[[6, 2]], numbers(2, 4, seed=1))
+    assert not table.requires_grad
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter", "swap_host", "swap_arriving"])
+def test_torch_notices_what_an_op_wrote_over_before_backward(place: Place, op: str) -> None:
+    rows, index = place.work(numbers(2, 4, seed=1)), place.ids([6, 2])
+    table = place.table(numbers(8, 4))
+    written = table if op in ("scatter", "swap_host") else place.work(numbers(2, 4, seed=2))
+    factor = torch.ones_like(written).requires_grad_()
+    product = (written * factor).sum()
+    if op == "gather":
+        speedtorch.pinned_gather(table, index, out=written)
+    elif op == "scatter":
+        speedtorch.pinned_scatter(table, index, rows)
+    else:
+        arriving = written if op == "swap_arriving" else place.work(numbers(2, 4, seed=2))
+        speedtorch.optimizer_state_swap([table], [rows], index, [arriving], place.ids([0, 2]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()

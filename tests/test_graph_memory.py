@@ -1,0 +1,92 @@
+"""A captured CUDA graph keeps the memory of its tables until it is told that they are released."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from conftest import NEEDS_GPU, Place
+from reference import assert_same_bytes, random_rows
+from test_cuda_graphs import captured
+from torch import Tensor
+
+import speedtorch
+from speedtorch.memory import release
+
+pytestmark = NEEDS_GPU
+
+ROWS, WIDTH, IDS = 1000, 256, [999, 0, 500]
+
+
+def capture_gather(table: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    """A graph that gathers three rows, their ids and the result; nothing here holds the table."""
+    index = torch.tensor(IDS, device="cuda")
+    out = torch.zeros(len(IDS), WIDTH, device="cuda")
+
+    def work() -> None:
+        speedtorch.pinned_gather(table, index, out=out)
+
+    return captured(work), index, out
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered", "torch_pinned"])
+def test_a_graph_keeps_the_memory_of_its_table(kind: str) -> None:
+    values = random_rows(ROWS, (WIDTH,))
+    graph, index, out = capture_gather(Place("cuda", kind).table(values))
+    gc.collect()
+    others = [
+        Place("cuda", kind).table(random_rows(ROWS, (WIDTH,), seed=seed)) for seed in (1, 2, 3)
+    ]
+    out.zero_()
+    graph.replay()
+    speedtorch.synchronize()
+    assert_same_bytes(out, values[IDS])
+    assert (len(others), index.tolist()) == (3, IDS)
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered"])
+def test_released_memory_goes_with_its_table(kind: str) -> None:
+    place, nbytes = Place("cuda", kind), ROWS * WIDTH * 4
+    gc.collect()
+    before = speedtorch.memory_stats()
+    table = place.table(random_rows(ROWS, (WIDTH,)))
+    kept = capture_gather(table)
+    assert speedtorch.memory_stats()[kind] == before[kind] + nbytes
+    release(table)
+    del table
+    gc.collect()
+    assert speedtorch.memory_stats() == before
+    assert len(kept) == 3
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered"])
+def test_the_memory_of_a_dead_table_counts_as_captured(kind: str) -> None:
+    gc.collect()
+    before = speedtorch.memory_stats()
+    kept = capture_gather(Place("cuda", kind).table(random_rows(ROWS, (WIDTH,))))
+    gc.collect()
+    after = speedtorch.memory_stats()
+    assert after["captured"] == before["captured"] + ROWS * WIDTH * 4
+    assert after[kind] == before[kind]
+    assert len(kept) == 3
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered"])
+def test_a_table_may_go_while_a_graph_is_captured(kind: str) -> None:
+    place, values = Place("cuda", kind), random_rows(ROWS, (WIDTH,))
+    table, index = place.table(values), place.ids([3, 4])
+    others = [place.table(random_rows(ROWS, (WIDTH,)))]
+    speedtorch.pinned_gather(others[0], index)
+    out = torch.zeros(2, WIDTH, device="cuda")
+    speedtorch.pinned_gather(table, index, out=out)
+    speedtorch.synchronize()
+    out.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        speedtorch.pinned_gather(table, index, out=out)
+        others.clear()
+    graph.replay()
+    speedtorch.synchronize()
+    assert_same_bytes(out, values[[3, 4]])
+    release(table)

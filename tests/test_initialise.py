@@ -1,0 +1,223 @@
+"""Initialisers: the bits follow from the seed alone, and only the named field changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import DTYPES, FLOAT8, assert_same_bytes, assert_same_storage, dtype_name
+from torch import Tensor
+
+from speedtorch import HostTable, row_blocks
+
+init = torch.nn.init
+ELEMENTWISE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "uniform_": (init.uniform_, (-0.5, 2.0)),
+    "normal_": (init.normal_, (1.0, 0.1)),
+    "trunc_normal_": (init.trunc_normal_, (0.0, 1.0, -1.0, 1.5)),
+    "trunc_normal_ far away": (init.trunc_normal_, (0.0, 1.0, 1.0, 1.5)),
+    "xavier_uniform_": (init.xavier_uniform_, ()),
+    "xavier_normal_": (init.xavier_normal_, ()),
+    "kaiming_uniform_": (init.kaiming_uniform_, (0.0, "fan_out")),
+    "kaiming_normal_": (init.kaiming_normal_, ()),
+    "constant_": (init.constant_, (2.5,)),
+    "ones_": (init.ones_, ()),
+    "zeros_": (init.zeros_, ()),
+}
+WHOLE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "orthogonal_": (init.orthogonal_, (2.0,)),
+    "eye_": (init.eye_, ()),
+    "sparse_": (init.sparse_, (0.5,)),
+}
+ALL = ELEMENTWISE | WHOLE
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The number of threads as it was, afterwards."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks() -> Iterator[None]:
+    """Small tables have many blocks, whose pieces are small too, and wide rows several pieces."""
+    with (
+        mock.patch.object(row_blocks, "_BLOCK_ELEMENTS", 700),
+        mock.patch.object(row_blocks, "_PIECE_ELEMENTS", 99),
+    ):
+        yield
+
+
+def table(dim: Any = 12, dtype: torch.dtype = torch.float32, rows: int = 301) -> HostTable:
+    """A table whose weight has neighbours on both sides, all bits set."""
+    fields = {"before": (dim, dtype), "weight": (dim, dtype), "after": (dim, dtype)}
+    made = HostTable.from_fields(rows, fields, "plain")
+    made.record.view(torch.uint8).fill_(1 if dtype == torch.bool else 255)
+    return made
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", ALL)
+def test_the_number_of_threads_changes_no_bit(name: str) -> None:
+    function, args = ALL[name]
+    made = []
+    for count in (1, 3, 8):
+        torch.set_num_threads(count)
+        made.append(table().init_(function, *args, seed=7))
+    assert_same_storage(made[1].record, made[0].record)
+    assert_same_storage(made[2].record, made[0].record)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_strided_field_gets_the_bits_of_one_alone_and_its_neighbours_stay(name: str) -> None:
+    function, args = ALL[name]
+    alone = HostTable(301, 12, memory="plain").init_(function, *args, seed=7)
+    among = table().init_(function, *args, seed=7)
+    expected = table()
+    expected["weight"].copy_(alone["weight"])
+    assert_same_storage(among.record, expected.record)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=NEEDS_GPU) for kind in ("managed", "registered", "cuda")]
+)
+@pytest.mark.parametrize("name", ALL)
+def test_the_kind_of_memory_changes_no_bit(name: str, kind: str) -> None:
+    function, args = ALL[name]
+    here = HostTable(301, 12, memory="plain").fill_(3, "weight").init_(function, *args, seed=7)
+    there = HostTable(301, 12, memory=kind).fill_(3, "weight").init_(function, *args, seed=7)
+    assert_same_bytes(there["weight"], here["weight"])
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "orthogonal_", "sparse_"])
+def test_the_distribution_is_that_of_the_whole_tensor(name: str) -> None:
+    function, args = ALL[name]
+    shape = (400, 300)
+    ours = HostTable(400, 300, memory="plain").init_(function, *args, seed=1)["weight"]
+    torch.manual_seed(3)
+    expected = function(torch.empty(shape), *args)
+    for statistic in (torch.mean, torch.std, torch.amin, torch.amax):
+        close = {"rtol": 0.3 if statistic in (torch.amin, torch.amax) else 0.02, "atol": 0.01}
+        torch.testing.assert_close(statistic(ours), statistic(expected), **close)
+
+
+@pytest.mark.parametrize("dim", [1, 12, 250, (3, 4), ()], ids=str)
+def test_rows_of_any_shape_are_drawn_in_full(dim: Any) -> None:
+    rows = table(dim, rows=57).uniform_(1, 2, seed=0)["weight"]
+    assert bool(((rows >= 1) & (rows < 2)).all())
+    assert len(rows.unique()) > rows.numel() * 0.99
+
+
+def test_another_seed_gives_other_bits() -> None:
+    first, second = table().normal_(seed=1), table().normal_(seed=2)
+    assert (first["weight"] != second["weight"]).float().mean() > 0.99
+
+
+def test_no_two_blocks_are_alike() -> None:
+    rows = HostTable(20_000, 1, torch.float64, memory="plain").uniform_(seed=3)["weight"]
+    assert len(rows.unique()) == 20_000
+
+
+def test_without_a_seed_torchs_own_decides() -> None:
+    torch.manual_seed(11)
+    first, second = table().normal_(), table().normal_()
+    torch.manual_seed(11)
+    again = table().normal_()
+    assert_same_bytes(again.record, first.record)
+    assert not torch.equal(second["weight"], first["weight"])
+
+
+@pytest.mark.parametrize("name", ["normal_", "orthogonal_", "sparse_"])
+def test_with_a_seed_torchs_own_generator_is_left_alone(name: str) -> None:
+    function, args = ALL[name]
+    before = torch.get_rng_state()
+    table().init_(function, *args, seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+RANDOM = [dtype for dtype in DTYPES if dtype.is_floating_point or dtype.is_complex]
+
+
+@pytest.mark.parametrize("dtype", RANDOM, ids=dtype_name)
+def test_normal_works_for_every_floating_dtype(dtype: torch.dtype) -> None:
+    made = table(dtype=dtype).normal_(0, 1, seed=5)
+    values = made["weight"].to(torch.complex64 if dtype.is_complex else torch.float32)
+    assert abs(float(values.abs().pow(2).mean()) - 1) < 0.1
+    expected = table(dtype=dtype)
+    assert_same_bytes(made["before"], expected["before"])
+    assert_same_bytes(made["after"], expected["after"])
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=dtype_name)
+def test_float8_is_drawn_as_float32_and_rounded(dtype: torch.dtype) -> None:
+    made = table(dtype=dtype).uniform_(-1, 1, seed=5)
+    assert_same_bytes(made["weight"], table().uniform_(-1, 1, seed=5)["weight"].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_zeros_and_fill_work_for_every_dtype(dtype: torch.dtype) -> None:
+    made = table(dtype=dtype).zeros_()
+    assert_same_bytes(made["weight"], torch.zeros(301, 12, dtype=dtype))
+    assert_same_bytes(made["before"], table(dtype=dtype)["before"])
+    made.fill_(True)
+    assert_same_bytes(made["weight"], torch.ones(301, 12).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_a_row_arrives_bit_for_bit_in_every_row(dtype: torch.dtype) -> None:
+    bits = torch.arange(12 * dtype.itemsize, dtype=torch.uint8) + 240
+    row = (bits % 2 if dtype == torch.bool else bits).view(dtype)
+    made = table(dtype=dtype).fill_(row, "after")
+    assert_same_bytes(made["after"], row.expand(301, 12))
+    assert_same_bytes(made["weight"], table(dtype=dtype)["weight"])
+
+
+def test_functions_of_ones_own_run_in_parallel_too() -> None:
+    def halves(rows: Tensor) -> None:
+        rows.uniform_(0, 1).add_(1).clamp_(max=1.5)
+
+    with mock.patch.object(row_blocks, "_draw_whole", side_effect=AssertionError):
+        rows = table().init_(halves, seed=1)["weight"]
+    assert (rows.min() >= 1, rows.max()) == (True, 1.5)
+
+
+def test_functions_that_read_the_rows_see_them() -> None:
+    made = table().fill_(3)
+    made.init_(lambda rows: rows.mul_(2))
+    assert_same_bytes(made["weight"], torch.full((301, 12), 6.0))
+    made.init_(lambda rows: rows[5].zero_())
+    assert made["weight"].sum() == 300 * 12 * 6
+    made.init_(lambda rows: rows.sub_(rows.mean()))
+    assert abs(float(made["weight"].mean())) < 1e-5
+
+
+def test_no_rows_and_no_columns_are_left_alone() -> None:
+    for rows, dim in ((0, 3), (3, 0)):
+        made = HostTable(rows, dim, memory="plain")
+        assert made.normal_(seed=1).zeros_().fill_(2).init_(init.xavier_normal_) is made
+
+
+def test_every_initialiser_returns_the_table() -> None:
+    made = HostTable(2, 2, memory="plain")
+    assert made.zeros_().uniform_().normal_().init_(init.ones_).fill_(3) is made
+
+
+def test_a_bar_is_shown_on_demand_and_else_only_when_it_takes_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table().normal_().zeros_()
+    assert capsys.readouterr().err == ""
+    table().normal_(progress=True)
+    assert "301" in capsys.readouterr().err
+    with mock.patch.object(row_blocks, "_BAR_AFTER_SECONDS", 0.0):
+        table().normal_()
+        assert "301" in capsys.readouterr().err
+        table().normal_(progress=False)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")

@@ -1,0 +1,144 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speedtorch import __main__ as command
+from speedtorch.demo.settings import Settings, make_optimizer, optimizer_names
+
+ROOT = Path(__file__).parents[1]
+
+
+def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
+    """The settings that the demonstration would be run with."""
+    seen: list[Settings] = []
+
+    def run(settings: Settings) -> int:
+        seen.append(settings)
+        return 7
+
+    monkeypatch.setattr(command, "run", run)
+    assert command.main(["demo", "word2vec", *arguments]) == 7
+    return seen[0]
+
+
+def test_info_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["info"]) == 0
+    assert torch.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["info"], "kernels"), (["--help"], "demo"), (["demo", "word2vec", "--help"], "--optimizer")],
+    ids=["info", "help", "demo_help"],
+)
+def test_the_module_runs_as_a_command(arguments: list[str], expected: str) -> None:
+    line = [sys.executable, "-m", "speedtorch", *arguments]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def test_without_options_the_defaults_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_of(monkeypatch) == Settings()
+
+
+def test_every_setting_has_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {
+        "corpus": Path("a.gz"),
+        "out": Path("b"),
+        "optimizer": "SGD",
+        "lr": 0.5,
+        "dim": 3,
+        "epochs": 4,
+        "steps": 5,
+        "batch": 6,
+        "window": 7,
+        "negatives": 8,
+        "min_count": 9,
+        "sample": 0.25,
+        "held_out": 0.125,
+        "seed": 10,
+        "device": "cpu",
+        "memory": "plain",
+    }
+    assert {field.name for field in fields(Settings)} == {*given, "compare"}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    assert settings_of(monkeypatch, *options, "--compare") == Settings(**given, compare=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: command"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["demo"], "required: demo"),
+        (["demo", "word2vec", "--dim", "0"], "'0' is no whole number of 1 or more"),
+        (["demo", "word2vec", "--steps", "-3"], "'-3' is no whole number of 1 or more"),
+        (["demo", "word2vec", "--batch", "1.5"], "'1.5' is no whole number of 1 or more"),
+        (["demo", "word2vec", "--lr", "fast"], "invalid float value: 'fast'"),
+        (["demo", "word2vec", "--memory", "tape"], "invalid choice: 'tape'"),
+        (["demo", "word2vec", "--device", "tpu"], "invalid choice: 'tpu'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_argument_is_told(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no such"), OSError("no such"), MemoryError("no such")], ids=repr
+)
+def test_what_does_not_fit_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def run(settings: Settings) -> int:
+        raise error
+
+    monkeypatch.setattr(command, "run", run)
+    assert command.main(["demo", "word2vec"]) == 2
+    assert capsys.readouterr().err == "speedtorch: no such\n"
+
+
+def test_ctrl_c_before_training_is_status_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(settings: Settings) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run", run)
+    assert command.main(["demo", "word2vec"]) == 130
+    assert capsys.readouterr().err == "speedtorch: ended by Ctrl-C\n"
+
+
+def test_optimizer_names_are_those_of_torch() -> None:
+    names = optimizer_names()
+    assert {"SGD", "Adam", "Adamax", "SparseAdam", "Rprop", "ASGD"} <= set(names)
+    assert "Optimizer" not in names and "lr_scheduler" not in names
+
+
+def test_an_unknown_optimizer_is_told_with_all_names() -> None:
+    with pytest.raises(ValueError, match="no optimizer 'adamax' in torch.optim") as error:
+        make_optimizer("adamax", None, [])
+    assert all(name in str(error.value) for name in optimizer_names())
+
+
+def test_without_a_rate_an_optimizer_gets_a_good_one() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    for name in optimizer_names():
+        made = make_optimizer(name, None, [parameter])
+        assert type(made).__name__ == name
+        assert make_optimizer(name, 0.125, [parameter]).defaults["lr"] == 0.125

@@ -1,0 +1,240 @@
+"""New files take the place of old ones whole or not at all, whatever fails and when."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from file_faults import NEW, count_calls, fail, replace, snapshot
+
+from speedtorch import files
+from speedtorch.new_files import replace_files
+
+LEFT_BEHIND = ".a.4711-0123abcd.partial"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the files a and b."""
+    (tmp_path / "a").write_bytes(b"old a")
+    (tmp_path / "b").write_bytes(b"old b")
+    return tmp_path
+
+
+def test_all_files_are_replaced_and_nothing_else_is_left(folder: Path) -> None:
+    replace(folder, "a", "b")
+    assert snapshot(folder) == NEW
+
+
+def test_files_that_were_not_there_are_made(tmp_path: Path) -> None:
+    replace(tmp_path, "a", "b")
+    assert snapshot(tmp_path) == NEW
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=["one file", "two files"])
+@pytest.mark.parametrize("there", [True, False], ids=["old files", "no old files"])
+@pytest.mark.parametrize("call", ["open", "reserve", "write", "fsync", "lock", "link", "rename"])
+def test_a_failing_call_leaves_the_folder_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, there: bool, names: tuple[str, ...]
+) -> None:
+    start = {name: f"old {name}".encode() for name in names if there}
+    for name, content in start.items():
+        (tmp_path / name).write_bytes(content)
+    times = count_calls(monkeypatch, lambda: replace(tmp_path, *names))[call]
+    # The last fsync is the folder's, after the switch.
+    for number in range(1, times + (call != "fsync")):
+        for name in names:
+            (tmp_path / name).unlink(missing_ok=True)
+        for name, content in start.items():
+            (tmp_path / name).write_bytes(content)
+        with monkeypatch.context() as patch:
+            fail(patch, call, number)
+            with pytest.raises(OSError, match="Input/output error"):
+                replace(tmp_path, *names)
+        assert snapshot(tmp_path) == start
+
+
+def test_a_failing_sync_of_the_folder_says_that_the_new_file_is_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "fsync", 2)
+    with pytest.raises(OSError, match="in place and whole, but a power loss may still undo it"):
+        replace(folder, "a")
+    assert snapshot(folder) == {"a": NEW["a"], "b": b"old b"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_of_the_writer_leaves_the_folder_as_it_was(
+    folder: Path, error: type[BaseException]
+) -> None:
+    before = snapshot(folder)
+    with pytest.raises(error), replace_files([folder / "a"]) as (file,):
+        file.write(b"half")
+        raise error
+    assert snapshot(folder) == before
+
+
+def test_an_interrupt_between_two_switches_brings_the_first_file_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(folder)
+    real = files.calls.rename
+
+    def rename(source: str, target: str) -> None:
+        if target.endswith("/b"):
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(files.calls, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        replace(folder, "a", "b")
+    assert snapshot(folder) == before
+
+
+def test_no_descriptor_stays_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.listdir("/proc/self/fd")
+    replace(folder, "a", "b")
+    fail(monkeypatch, "write", 2)
+    with pytest.raises(OSError, match="Input/output"):
+        replace(folder, "a", "b")
+    assert set(os.listdir("/proc/self/fd")) <= set(before)
+
+
+def test_short_writes_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.calls, "write", lambda file, data: os.write(file, data[:2]))
+    replace(folder, "a")
+    assert snapshot(folder)["a"] == NEW["a"]
+
+
+def test_a_write_that_takes_nothing_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.calls, "write", lambda file, data: 0)
+    with pytest.raises(OSError, match=r"takes no more bytes.*/a'"):
+        replace(folder, "a")
+
+
+def test_a_full_disk_is_found_before_the_first_write(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "reserve", code=errno.ENOSPC)
+    fail(monkeypatch, "write", code=errno.EIO)
+    with pytest.raises(OSError, match=r"8 bytes are needed and [\d,]+ are free.*/a'"):
+        replace(folder, "a")
+
+
+def test_a_file_system_without_reservation_is_written_to_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "reserve", code=errno.EOPNOTSUPP)
+    replace(folder, "a")
+    assert snapshot(folder)["a"] == NEW["a"]
+
+
+def test_a_file_system_that_cannot_sync_folders_is_written_to_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "fsync", 2, code=errno.EINVAL)
+    replace(folder, "a")
+    assert snapshot(folder)["a"] == NEW["a"]
+
+
+def test_a_folder_in_the_files_place_is_refused(folder: Path) -> None:
+    (folder / "c").mkdir()
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file"):
+        replace(folder, "a", "c")
+    assert (folder / "a").read_bytes() == b"old a"
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="the folder does not exist; create it first"):
+        replace(tmp_path / "missing", "a")
+
+
+def test_the_target_of_a_link_is_replaced_and_the_link_stays(folder: Path) -> None:
+    (folder / "link").symlink_to("a")
+    replace(folder, "link")
+    assert (folder / "link").is_symlink()
+    assert (folder / "a").read_bytes() == b"new link..."
+
+
+def test_a_private_file_stays_private(folder: Path) -> None:
+    (folder / "a").chmod(0o600)
+    replace(folder, "a")
+    assert (folder / "a").stat().st_mode & 0o777 == 0o600
+
+
+# ------------------------------------------------------------------------------------------------
+# What killed processes leave behind
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_process_leaves_the_old_file_and_the_next_one_cleans_up(folder: Path) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from speedtorch import files\n"
+        "from speedtorch.new_files import replace_files\n"
+        "files.calls.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "with replace_files([sys.argv[1]]) as (file,):\n"
+        "    file.write(b'new')\n"
+    )
+    root = Path(files.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", script, str(folder / "a")]
+    result = subprocess.run(command, env=environment, timeout=120, check=False)
+    assert result.returncode == -signal.SIGKILL
+    left = snapshot(folder)
+    assert left.pop("a") == b"old a"
+    assert b"new" in left.values()
+    replace(folder, "a")
+    assert snapshot(folder) == {"a": NEW["a"], "b": b"old b"}
+
+
+def test_what_another_file_left_behind_stays(folder: Path) -> None:
+    (folder / LEFT_BEHIND).write_bytes(b"")
+    replace(folder, "b")
+    assert LEFT_BEHIND in snapshot(folder)
+
+
+def test_what_a_running_process_writes_is_left_alone(folder: Path) -> None:
+    (folder / LEFT_BEHIND).write_bytes(b"")
+    with replace_files([folder / "b"]) as (file,):
+        file.write(b"new b...")
+        replace(folder, "a")  # Another replacement in the same folder is at work.
+        assert LEFT_BEHIND in snapshot(folder)
+    replace(folder, "a")
+    assert snapshot(folder) == NEW
+
+
+@pytest.mark.parametrize("code", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_everything_works_and_nothing_is_cleaned_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    (folder / LEFT_BEHIND).write_bytes(b"")
+    fail(monkeypatch, "lock", code=code)
+    replace(folder, "a")
+    assert snapshot(folder) == {LEFT_BEHIND: b"", "a": NEW["a"], "b": b"old b"}
+
+
+def test_another_users_left_over_does_not_stop_us(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / LEFT_BEHIND).write_bytes(b"")
+    fail(monkeypatch, "unlink", code=errno.EACCES)
+    replace(folder, "a")
+    assert (folder / "a").read_bytes() == NEW["a"]
+
+
+def test_the_lock_goes_with_the_replacement(folder: Path) -> None:
+    replace(folder, "a")
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)

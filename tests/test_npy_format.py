@@ -1,0 +1,91 @@
+""".npy headers as NumPy reads and writes them, and hostile ones."""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import DTYPES, as_bytes, dtype_name, random_rows
+
+from speedtorch.npy_format import NPY_DTYPES, npy_header, read_npy_header
+
+STORED = [dtype for dtype in DTYPES if dtype in NPY_DTYPES.values()]
+
+
+def saved(array: Any) -> bytes:
+    """What np.save writes."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=dtype_name)
+def test_our_files_are_those_of_numpy_byte_for_byte(dtype: torch.dtype) -> None:
+    rows = random_rows(3, (5,), dtype)
+    ours = npy_header(rows.shape, dtype) + as_bytes(rows).numpy().tobytes()
+    assert ours == saved(rows.numpy())
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=dtype_name)
+def test_files_of_numpy_are_read(dtype: torch.dtype) -> None:
+    rows = random_rows(3, (5,), dtype)
+    data = saved(rows.numpy())
+    array = read_npy_header(data, len(data))
+    assert (array.shape, array.dtype) == ((3, 5), dtype)
+    assert data[array.offset :] == as_bytes(rows).numpy().tobytes()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)], ids=str)
+def test_empty_arrays_are_legal(shape: tuple[int, ...]) -> None:
+    assert read_npy_header(npy_header(shape, torch.float32), 128).shape == shape
+
+
+def test_version_2_is_read() -> None:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.zeros((2, 3), np.float32), version=(2, 0))
+    assert read_npy_header(file.getvalue(), len(file.getvalue())).shape == (2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_dtypes_that_numpy_lacks_are_refused_with_the_remedy(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"cannot hold {dtype}: save as .safetensors instead"):
+        npy_header((2, 3), dtype)
+
+
+def header(text: str) -> bytes:
+    """A version 1 header with this text."""
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+GOOD = "{'descr': '|u1', 'fortran_order': False, 'shape': (6,)}"
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "no .npy header"),
+    "no magic": (b"x" * 200, "no .npy header"),
+    "version 3": (b"\x93NUMPY\x03\x00" + bytes(200), r"version \(3, 0\)"),
+    "cut off": (header(GOOD)[:30], "no .npy header"),
+    "code": (header("__import__('os').abort()"), "no .npy header"),
+    "nested without end": (header("(" * 9000), "no .npy header"),
+    "a long header": (header(GOOD + " " * 20_000), "no .npy header"),
+    "no order": (header(GOOD.replace("fortran", "other")), "no .npy header"),
+    "objects": (saved(np.array([{}, None])), "arrays of dtype object are not read"),
+    "records": (saved(np.zeros(3, [("a", "i4")])), "are not read; known are"),
+    "text": (saved(np.array(["a"])), "are not read; known are"),
+    "the other byte order": (saved(np.zeros(3, ">f4")), "arrays of dtype >f4 are not read"),
+    "columns first": (saved(np.asfortranarray(np.ones((2, 3)))), "save np.ascontiguousarray"),
+    "a negative size": (header(GOOD.replace("6", "-6")), "expected sizes of 0 or more"),
+    "a size of true": (header(GOOD.replace("6", "True")), "expected sizes|no .npy header"),
+    "a size of 2^63": (header(GOOD.replace("6", str(2**63))), "expected sizes of 0 or more"),
+    "more than the file": (header(GOOD.replace("6", str(2**62))), "describes a file of"),
+    "less than the file": (saved(np.zeros(3)) + b"x", "describes a file of"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_headers_are_refused(case: str) -> None:
+    data, message = HOSTILE[case]
+    with pytest.raises(ValueError, match=message):
+        read_npy_header(data[:16_384], len(data))

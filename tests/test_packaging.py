@@ -1,0 +1,145 @@
+"""The source archive, the wheel, and a fresh environment that imports it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+LEFT_BEHIND = shutil.ignore_patterns(
+    ".*", "__pycache__", "build", "dist", "*.egg-info", "*.so", "shared"
+)
+
+# Looking for the module pip with find_spec makes setuptools give up its own distutils.
+tools = {package.metadata["Name"] for package in importlib.metadata.distributions()}
+missing = [name for name in ("pip", "setuptools", "wheel") if name not in tools]
+missing += [] if shutil.which("g++") else ["g++"]
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command with these additions to the environment."""
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PIP_NO_INDEX": "1", **environment},
+    )
+
+
+def output_of(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Standard output of a command that must succeed."""
+    done = run(*command, cwd=cwd, **environment)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree with nothing built in it."""
+    return Path(
+        shutil.copytree(ROOT, tmp_path_factory.mktemp("checkout") / "tree", ignore=LEFT_BEHIND)
+    )
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path) -> Path:
+    """The source archive."""
+    make = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    name = output_of(sys.executable, "-c", make, cwd=checkout).splitlines()[-1]
+    return checkout / "dist" / name
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """A wheel with CPU kernels alone, built from the source archive."""
+    options = ["--no-build-isolation", "--no-deps", "--wheel-dir", sdist.parent]
+    command = [sys.executable, "-m", "pip", "wheel", *options, sdist]
+    output_of(*command, cwd=sdist.parent, SPEEDTORCH_CUDA="0")
+    (path,) = sdist.parent.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a fresh environment with the wheel, and with this one's torch."""
+    folder = tmp_path_factory.mktemp("fresh")
+    output_of(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
+    python = folder / "env" / "bin" / "python"
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(output_of(python, "-c", purelib, cwd=folder).strip())
+    # .pth files in a folder named by a .pth file do not count: an editable install of this checkout
+    # stays invisible.
+    folders = [str(Path(torch.__file__).parent.parent), *site.getsitepackages()]
+    (packages / "torch_of_the_tests.pth").write_text("\n".join(dict.fromkeys(folders)) + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    output_of(*pip, "install", "--no-deps", wheel, cwd=folder)
+    return python
+
+
+def test_the_source_archive_holds_every_file_that_the_build_and_the_tests_read(
+    sdist: Path, checkout: Path
+) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    patterns = [
+        "csrc/*",
+        "speedtorch/**/*.py",
+        "tests/*.py",
+        "notebooks/*.ipynb",
+        "benchmarks/*.py",
+    ]
+    expected = {
+        str(path.relative_to(checkout)) for line in patterns for path in checkout.glob(line)
+    }
+    expected |= {"setup.py", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "LICENSE"}
+    expected |= {"speedtorch/py.typed"}
+    assert expected - names == set()
+
+
+def test_the_source_archive_holds_nothing_built(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        built = (".so", ".o", ".pyc")
+        assert [name for name in archive.getnames() if name.endswith(built)] == []
+
+
+def test_one_wheel_serves_every_python_from_3_10_on(wheel: Path) -> None:
+    assert wheel.name.startswith("speedtorch-0.1.0-cp310-abi3-linux_")
+
+
+def test_the_wheel_holds_the_library_and_no_source_of_it(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert [name for name in names if name.endswith(".so")] == ["speedtorch/_C.abi3.so"]
+    assert {"speedtorch/py.typed", "speedtorch/__init__.py"} <= set(names)
+    assert {name.split("/")[0] for name in names} == {"speedtorch", "speedtorch-0.1.0.dist-info"}
+
+
+def test_an_installed_wheel_gathers_rows_outside_the_checkout(installed: Path) -> None:
+    program = (
+        "import speedtorch, torch\n"
+        "table = torch.arange(12.).view(4, 3)\n"
+        "print(speedtorch.__file__)\n"
+        "print(speedtorch.pinned_gather(table, torch.tensor([2, 0])).tolist())\n"
+    )
+    place, rows = output_of(installed, "-I", "-c", program, cwd=Path("/")).splitlines()
+    assert Path(place).is_relative_to(installed.parent.parent)
+    assert rows == "[[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]"
+
+
+def test_info_says_that_cpu_kernels_alone_were_built(installed: Path) -> None:
+    program = "import speedtorch; print(speedtorch.info().kernels); print(speedtorch.info())"
+    kernels, *table = output_of(installed, "-I", "-c", program, cwd=Path("/")).splitlines()
+    assert kernels.startswith("CPU") and not kernels.startswith("CPU and")
+    assert any(line.split(maxsplit=1) == ["kernels", kernels] for line in table)

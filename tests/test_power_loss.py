@@ -1,0 +1,83 @@
+"""Power loss while files are replaced: recorded calls, replayed up to each moment.
+
+A killed process proves nothing about syncs, because the kernel still writes what it was given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from file_faults import NEW, Journal, replace
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the files a and b."""
+    (tmp_path / "a").write_bytes(b"old a")
+    (tmp_path / "b").write_bytes(b"old b")
+    return tmp_path
+
+
+def states(journal: Journal, events: list[tuple[str, Any]]) -> list[dict[str, bytes]]:
+    """Every state of the folder that a power loss at any moment may leave."""
+    moments = range(len(events) + 1)
+    return [state for end in moments for state in journal.after_power_loss(events[:end])]
+
+
+def test_a_power_loss_at_any_moment_leaves_one_file_old_or_new(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(monkeypatch, folder)
+    replace(folder, "a")
+    assert {state["a"] for state in states(journal, journal.events)} == {b"old a", NEW["a"]}
+
+
+def test_a_power_loss_leaves_each_of_several_files_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(monkeypatch, folder)
+    replace(folder, "a", "b")
+    for state in states(journal, journal.events):
+        assert state["a"] in (b"old a", NEW["a"])
+        assert state["b"] in (b"old b", NEW["b"])
+
+
+def test_after_the_replacement_a_power_loss_undoes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(monkeypatch, folder)
+    replace(folder, "a", "b")
+    for state in journal.after_power_loss(journal.events):
+        assert {name: state[name] for name in NEW} == NEW
+
+
+def test_all_files_are_synced_before_the_first_switch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(monkeypatch, folder)
+    replace(folder, "a", "b")
+    kinds = [kind for kind, _ in journal.events]
+    switches = [
+        at for at, (kind, what) in enumerate(journal.events) if kind == "names" and "a" in what
+    ]
+    assert max(at for at, kind in enumerate(kinds) if kind == "fsync") < switches[0]
+
+
+def test_the_replay_notices_a_missing_sync_of_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(monkeypatch, folder)
+    replace(folder, "a")
+    found = {state["a"] for state in states(journal, journal.without("fsync"))}
+    assert not found <= {b"old a", NEW["a"]}
+
+
+def test_the_replay_notices_a_missing_sync_of_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(monkeypatch, folder)
+    replace(folder, "a")
+    events = journal.without("fsync folder")
+    assert b"old a" in {state["a"] for state in journal.after_power_loss(events)}

@@ -1,0 +1,156 @@
+"""What setup.py decides: with or without CUDA, when to stop, what to compile again."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+pytest.importorskip("setuptools")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """setup.py beside two CUDA files and a header."""
+    (tmp_path / "tree" / "csrc").mkdir(parents=True)
+    shutil.copy(ROOT / "setup.py", tmp_path / "tree")
+    for name in ("gather.cu", "scatter.cu", "rows.h"):
+        (tmp_path / "tree" / "csrc" / name).touch()
+    return tmp_path / "tree"
+
+
+def setup_ends_with(tree: Path, change: str, **environment: str) -> str:
+    """Runs setup.py build_ext after a change to Python itself; the one line that it ends with."""
+    program = f"import runpy, sys\n{change}\nsys.argv = ['setup.py', 'build_ext', '--inplace']\n"
+    program += "runpy.run_path('setup.py', run_name='__main__')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+NO_PROGRAMS = "import shutil; shutil.which = lambda *_, **__: None"
+
+
+def test_cuda_asked_for_without_nvcc_stops_with_a_reason(tree: Path) -> None:
+    line = setup_ends_with(tree, NO_PROGRAMS, SPEEDTORCH_CUDA="1")
+    assert line.startswith("error: speedtorch: SPEEDTORCH_CUDA=1 but nvcc was not found in")
+
+
+def test_an_unknown_choice_of_cuda_is_refused(tree: Path) -> None:
+    line = setup_ends_with(tree, "", SPEEDTORCH_CUDA="yes")
+    assert line == "error: speedtorch: SPEEDTORCH_CUDA=yes; allowed are auto, 1 and 0"
+
+
+def test_a_build_without_torch_says_how_to_get_it(tree: Path) -> None:
+    line = setup_ends_with(tree, "sys.modules['torch'] = None")
+    assert "needs torch >= 2.11" in line and "pip install --no-build-isolation ." in line
+
+
+def test_a_build_with_an_old_torch_is_refused(tree: Path) -> None:
+    line = setup_ends_with(tree, "import torch; torch.__version__ = '2.10.1+cu128'")
+    assert line == "error: speedtorch: needs torch >= 2.11, found 2.10.1+cu128"
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """A folder that looks like a CUDA toolkit; its nvcc notes each file that it compiles."""
+    home = tmp_path / "toolkit"
+    for folder in ("bin", "include", "lib"):
+        (home / folder).mkdir(parents=True)
+    (home / "include" / "cuda_runtime_api.h").touch()
+    (home / "lib" / "libcudart_static.a").touch()
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(
+        "#!/bin/sh\n"
+        'here=$(dirname "$(dirname "$0")")\n'
+        'case "$*" in\n'
+        '*--dryrun*) echo "#\\$ TOP=$here" ;;\n'
+        "*--list-gpu-arch*) echo compute_80; echo compute_90 ;;\n"
+        "*--version*) echo 'Cuda compilation tools, release 13.9, V13.9.1' ;;\n"
+        "*broken.cu*) exit 1 ;;\n"
+        '*) while [ "$1" != -c ]; do shift; done; echo "$2" >> "$here/log"; touch "$4" ;;\n'
+        "esac\n"
+    )
+    nvcc.chmod(0o755)
+    return home
+
+
+@pytest.mark.parametrize("file", ["include/cuda_runtime_api.h", "lib/libcudart_static.a"])
+def test_a_toolkit_without_a_part_is_refused(tree: Path, toolkit: Path, file: str) -> None:
+    (toolkit / file).unlink()
+    line = setup_ends_with(tree, "", CUDA_HOME=str(toolkit))
+    assert f"has no {Path(file).name} below {toolkit}" in line
+
+
+def test_architectures_that_nvcc_does_not_know_are_refused(tree: Path, toolkit: Path) -> None:
+    environment = {"CUDA_HOME": str(toolkit), "SPEEDTORCH_CUDA_ARCHS": "35"}
+    line = setup_ends_with(tree, "", **environment)
+    assert line.endswith("knows none of the architectures 35")
+
+
+def test_an_nvcc_that_does_not_run_is_refused(tree: Path, toolkit: Path) -> None:
+    (toolkit / "bin" / "nvcc").write_text("#!/bin/sh\necho no licence; exit 3\n")
+    line = setup_ends_with(tree, "", CUDA_HOME=str(toolkit))
+    assert line.endswith("failed: no licence")
+
+
+def compiled(tree: Path, toolkit: Path) -> list[str]:
+    """Runs setup.py's CUDA step; the files that it compiled, in order of their names."""
+    setup: dict[str, Any] = runpy.run_path(str(tree / "setup.py"))
+    (toolkit / "log").write_text("")
+    setup["compile_cuda"](setup["open_toolkit"](str(toolkit / "bin" / "nvcc")))
+    return sorted((toolkit / "log").read_text().split())
+
+
+BOTH = ["csrc/gather.cu", "csrc/scatter.cu"]
+
+
+def later(path: Path) -> None:
+    """Gives a file a date after all that was compiled."""
+    now = path.stat().st_mtime + 10
+    os.utime(path, (now, now))
+
+
+def test_cuda_files_are_compiled_once(tree: Path, toolkit: Path) -> None:
+    assert compiled(tree, toolkit) == BOTH
+    assert compiled(tree, toolkit) == []
+
+
+def test_a_changed_cuda_file_is_compiled_again_alone(tree: Path, toolkit: Path) -> None:
+    compiled(tree, toolkit)
+    later(tree / "csrc" / "scatter.cu")
+    assert compiled(tree, toolkit) == ["csrc/scatter.cu"]
+
+
+def test_a_changed_header_compiles_every_cuda_file_again(tree: Path, toolkit: Path) -> None:
+    compiled(tree, toolkit)
+    later(tree / "csrc" / "rows.h")
+    assert compiled(tree, toolkit) == BOTH
+
+
+def test_other_architectures_compile_every_cuda_file_again(
+    tree: Path, toolkit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(tree, toolkit)
+    monkeypatch.setenv("SPEEDTORCH_CUDA_ARCHS", "90")
+    assert compiled(tree, toolkit) == BOTH
+
+
+def test_a_cuda_file_that_does_not_compile_is_named(tree: Path, toolkit: Path) -> None:
+    (tree / "csrc" / "broken.cu").touch()
+    with pytest.raises(Exception, match=r"nvcc failed on csrc/broken\.cu"):
+        compiled(tree, toolkit)

@@ -1,0 +1,91 @@
+"""Exchanges that do not fit: a ValueError that names the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Place
+from reference import assert_same_storage, random_rows
+from test_argument_errors import IDS, refused
+from torch import Tensor
+
+import speedtorch
+
+
+def swap_faults(place: Place) -> dict[str, tuple[dict[str, object], str]]:
+    """Arguments of a swap of two fields to replace, and what the message must say."""
+
+    def rows(count: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return place.work(random_rows(count, (columns,), dtype))
+
+    wide, narrow = place.table(random_rows(8, (6,))), place.table(random_rows(8, (2,)))
+    both = [rows(3, 6), rows(3, 2)]
+    buffer = rows(6, 6)
+    return {
+        "no_fields": ({"host": [], "leaving": [], "arriving": []}, r"host .*at least one"),
+        "fewer_leaving": ({"leaving": both[:1]}, r"one length, got 2, 1 and 2"),
+        "fewer_arriving": ({"arriving": both[:1]}, r"one length, got 2, 2 and 1"),
+        "other_rows": ({"host": [wide, narrow[:7]]}, r"host\[1\] has 7 rows, host\[0\] has 8"),
+        "few_leaving": ({"leaving": [both[0], rows(2, 2)]}, r"leaving\[1\] has 2 rows.* 3 "),
+        "few_arriving": ({"arriving": [both[0], rows(2, 2)]}, r"arriving\[1\] has 2 rows.* 3 "),
+        "wide_leaving": (
+            {"leaving": [both[0], rows(3, 3)]},
+            r"leaving\[1\] has shape \[3, 3\], expected \[3, 2\]",
+        ),
+        "wide_arriving": (
+            {"arriving": [both[0], rows(3, 3)]},
+            r"arriving\[1\] has shape \[3, 3\], expected \[3, 2\]",
+        ),
+        "dtype_leaving": (
+            {"leaving": [both[0], rows(3, 2, torch.int32)]},
+            r"leaving\[1\] has dtype Int, expected Float",
+        ),
+        "dtype_arriving": (
+            {"arriving": [both[0].double(), both[1]]},
+            r"arriving\[0\] has dtype Double, expected Float",
+        ),
+        "strided_leaving": (
+            {"leaving": [both[0], rows(3, 4)[:, :2]]},
+            r"leaving\[1\] must be contiguous",
+        ),
+        "strided_arriving": (
+            {"arriving": [rows(3, 12)[:, :6], both[1]]},
+            r"arriving\[0\] must be contiguous",
+        ),
+        "one_buffer": (
+            {"leaving": [buffer[:3], both[1]], "arriving": [buffer[2:5], rows(3, 2)]},
+            r"arriving\[0\] and leaving\[0\] overlap",
+        ),
+        "one_result_twice": (
+            {"host": [narrow, wide[:, :2]], "leaving": both[1:] * 2, "arriving": both[1:] * 2},
+            r"overlap",
+        ),
+        "columns_in_common": (
+            {
+                "host": [wide[:, :2], wide[:, 1:3]],
+                "leaving": [rows(3, 2), rows(3, 2)],
+                "arriving": [rows(3, 2), rows(3, 2)],
+            },
+            r"host\[0\] and host\[1\] overlap",
+        ),
+    }
+
+
+@pytest.mark.parametrize("fault", swap_faults(Place("cpu", "plain")))
+def test_exchanges_that_do_not_fit(place: Place, fault: str) -> None:
+    host = [place.table(random_rows(8, (columns,), seed=columns)) for columns in (6, 2)]
+    arguments: dict[str, object] = {
+        "host": host,
+        "leaving": [place.work(random_rows(3, (columns,), seed=1)) for columns in (6, 2)],
+        "evict": place.ids(IDS),
+        "arriving": [place.work(random_rows(3, (columns,), seed=2)) for columns in (6, 2)],
+        "load": place.ids([7, 3, 1]),
+    }
+    replaced, message = swap_faults(place)[fault]
+    arguments |= replaced
+    refused(
+        lambda: speedtorch.optimizer_state_swap(**arguments),  # type: ignore[arg-type]
+        f"optimizer_state_swap: .*{message}",
+    )
+    for rows, columns in zip(host, (6, 2), strict=True):
+        assert_same_storage(rows, random_rows(8, (columns,), seed=columns))

@@ -1,0 +1,246 @@
+"""HostTable: fields over shared records, rows by their ids, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import DTYPES, assert_same_bytes, dtype_name, random_rows
+
+from speedtorch import HostTable, ops
+
+GPU_KINDS = ("managed", "registered", "cuda")
+KINDS = ["plain", "auto", "file", *(pytest.param(kind, marks=NEEDS_GPU) for kind in GPU_KINDS)]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """The arguments that place a table in each kind of memory."""
+    path = {"path": tmp_path / "rows.bin"} if request.param == "file" else {}
+    return {"memory": request.param, **path}
+
+
+# ------------------------------------------------------------------------------------------------
+# Fields and records
+# ------------------------------------------------------------------------------------------------
+
+
+def test_fields_share_the_memory_of_the_records(kind: dict[str, Any]) -> None:
+    table = HostTable(3, 2, state=("exp_avg", "exp_avg_sq"), **kind)
+    table.record.copy_(torch.arange(18.0).view(3, 6))
+    assert table["weight"].tolist() == [[0, 1], [6, 7], [12, 13]]
+    assert table["exp_avg_sq"].tolist() == [[4, 5], [10, 11], [16, 17]]
+    table["exp_avg"][1] = -1
+    assert table.record[1].tolist() == [6, 7, -1, -1, 10, 11]
+    strides = {name: table[name].stride() for name in table.fields}
+    assert strides == dict.fromkeys(table.fields, (6, 1))
+
+
+def test_a_new_table_is_all_zeros(kind: dict[str, Any]) -> None:
+    table = HostTable(1000, 3, state={"step": ((), torch.int64)}, **kind)
+    assert not table.record.any()
+
+
+def test_records_of_mixed_dtypes_are_bytes(kind: dict[str, Any]) -> None:
+    fields = {"id": ((), torch.int8), "weight": (3, torch.bfloat16), "sum": (1, torch.float64)}
+    table = HostTable.from_fields(5, fields, **kind)
+    assert (table.record.dtype, table.record.shape) == (torch.uint8, (5, 16))
+    for name, (shape, dtype) in table.fields.items():
+        rows = random_rows(5, shape, dtype)
+        table[name].copy_(rows)
+        assert_same_bytes(table[name], rows)
+
+
+def test_a_table_tells_what_it_is() -> None:
+    table = HostTable(1000, (2, 3), torch.float16, state={"step": (1, torch.int32)}, memory="plain")
+    assert (len(table), table.rows, table.dim, table.dtype) == (1000, 1000, (2, 3), torch.float16)
+    assert table.fields == {"weight": ((2, 3), torch.float16), "step": ((1,), torch.int32)}
+    assert (table.record_bytes, table.nbytes) == (16, 16_000)
+    assert (table.memory, table.device) == ("plain", torch.device("cpu"))
+    assert ("step" in table, "other" in table) == (True, False)
+    text = "HostTable(1,000 rows of weight [2, 3] float16, step [1] int32; 16,000 bytes, plain)"
+    assert repr(table) == text
+
+
+def test_a_table_without_a_weight_has_no_dim() -> None:
+    table = HostTable.from_fields(2, {"a": (1, torch.int8), "b": (2, torch.int8)}, "plain")
+    assert (table.dim, table.dtype) == (None, torch.int8)
+    table = HostTable.from_fields(2, {"a": (1, torch.int8), "b": (2, torch.int16)}, "plain")
+    assert (table.dim, table.dtype) == (None, None)
+
+
+def test_one_column_count_is_a_number_and_a_shape_a_tuple() -> None:
+    assert HostTable(1, 3, memory="plain").dim == 3
+    assert HostTable(1, (3, 2), memory="plain").dim == (3, 2)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(0, 3), (3, 0), (0, 0), (3, (2, 0))], ids=str)
+def test_no_rows_and_no_columns_are_legal(kind: dict[str, Any], rows: int, dim: Any) -> None:
+    with HostTable(rows, dim, state=("exp_avg",), **kind) as table:
+        assert table["exp_avg"].shape[0] == rows
+        ids = torch.arange(rows, device=table.device)
+        assert table.gather(ids, "weight").shape == table["weight"].shape
+        table.scatter(ids, table.gather(ids))
+        table.flush()
+
+
+@NEEDS_GPU
+def test_auto_is_managed_or_registered_beside_a_gpu() -> None:
+    assert HostTable(2, 2).memory in ("managed", "registered")
+
+
+@NEEDS_GPU
+def test_a_table_on_the_gpu_names_its_device() -> None:
+    assert HostTable(2, 2, memory="cuda", device="cuda:0").device == torch.device("cuda", 0)
+    assert HostTable(2, 2, memory="cuda", device=0)["weight"].is_cuda
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows by their ids
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_a_field_is_gathered_and_scattered(kind: dict[str, Any], dtype: torch.dtype) -> None:
+    table = HostTable(20, 3, dtype, state=("exp_avg",), **kind)
+    before = random_rows(20, (6,), dtype)
+    table.record.copy_(before)
+    ids = torch.tensor([[4, 19], [0, 4]], device=table.device)
+    rows = table.gather(ids, "exp_avg")
+    assert_same_bytes(rows, before[:, 3:][ids.cpu()])
+    new = random_rows(4, (3,), dtype, seed=1).view(2, 2, 3).to(table.device)
+    table.scatter(ids, new, "exp_avg")
+    expected = before.clone()
+    for position, row in enumerate(ids.flatten().tolist()):
+        expected[row, 3:] = new.view(4, 3)[position].cpu()
+    table.flush()
+    assert_same_bytes(table.record, expected)
+
+
+def test_whole_records_are_gathered_and_scattered(kind: dict[str, Any]) -> None:
+    table = HostTable(20, 3, state={"step": ((), torch.int64)}, **kind)
+    before = random_rows(20, (24,), torch.uint8)
+    table.record.copy_(before)
+    ids = torch.tensor([3, 17], device=table.device)
+    rows = table.gather(ids)
+    assert_same_bytes(rows, before[[3, 17]])
+    table.scatter(ids.flip(0), rows)
+    table.flush()
+    assert_same_bytes(table.record[[17, 3]], rows)
+
+
+def test_rows_are_gathered_into_out_and_with_a_plan(kind: dict[str, Any]) -> None:
+    table = HostTable(20, 3, **kind).normal_(seed=0)
+    ids = torch.tensor([3, 17, 3], device=table.device)
+    out = torch.empty(3, 3, device=table.device)
+    plan = ops.plan_rows(ids, 20)
+    assert table.gather(ids, "weight", out=out) is out
+    assert_same_bytes(out, table["weight"][ids.to(table.device)])
+    assert_same_bytes(table.gather(ids, plan=plan), out)
+    table.scatter(ids, out, accumulate=True, plan=plan)
+    table.flush()
+    assert torch.equal(table["weight"][17], 2 * out[1])
+
+
+def test_scatter_adds_to_a_field() -> None:
+    table = HostTable(3, 1, state=("exp_avg",), memory="plain")
+    table.scatter(torch.tensor([2, 2]), torch.ones(2, 1), "exp_avg", accumulate=True)
+    assert table.record.tolist() == [[0, 0], [0, 0], [0, 2]]
+
+
+def test_records_of_different_dtypes_are_not_added() -> None:
+    table = HostTable(3, 1, state={"step": (1, torch.int32)}, memory="plain")
+    with pytest.raises(ValueError, match="records of different dtypes cannot be added; name a"):
+        table.scatter(torch.tensor([0]), torch.ones(1, 8, dtype=torch.uint8), accumulate=True)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("memory_kind", ["managed", "registered", "plain"])
+def test_rows_come_to_the_gpu_and_go_back(memory_kind: str) -> None:
+    table = HostTable(1000, 5, state=("exp_avg",), memory=memory_kind).normal_(seed=1)
+    ids = torch.tensor([999, 0, 500], device="cuda")
+    rows = table.gather(ids)
+    assert rows.is_cuda
+    assert_same_bytes(rows, table.record[ids.cpu()])
+    table.scatter(ids, rows + 1)
+    table.flush()
+    assert_same_bytes(table.record[ids.cpu()], rows + 1)
+
+
+@pytest.mark.parametrize("ids", [[3], [-1], [0, 3]], ids=str)
+def test_a_bad_id_changes_nothing(ids: list[int]) -> None:
+    table = HostTable(3, 1, memory="plain").fill_(5)
+    with pytest.raises(IndexError):
+        table.scatter(torch.tensor(ids), torch.zeros(len(ids), 1))
+    with pytest.raises(IndexError):
+        table.gather(torch.tensor(ids))
+    assert table["weight"].tolist() == [[5], [5], [5]]
+
+
+@NEEDS_GPU
+def test_a_bad_id_on_the_gpu_is_raised_by_flush() -> None:
+    table = HostTable(3, 1)
+    table.gather(torch.tensor([3], device="cuda"))
+    with pytest.raises(IndexError):
+        table.flush()
+    table.flush()
+
+
+# ------------------------------------------------------------------------------------------------
+# Errors
+# ------------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "memory": ({"memory": "disk"}, ValueError, "memory: expected one of auto, .*, got 'disk'"),
+    "device": ({"device": "cuda"}, ValueError, "device: goes with memory='cuda' only"),
+    "path": ({"path": "x"}, ValueError, "path: goes with memory='file', and with it only"),
+    "no path": ({"memory": "file"}, ValueError, "path: goes with memory='file'.*memory is 'file'"),
+    "rows": ({"rows": -1}, ValueError, "rows: expected sizes of 0 or more, got -1"),
+    "rows of 2.0": ({"rows": 2.0}, TypeError, "rows: expected an int"),
+    "rows of a tuple": ({"rows": (2, 3)}, TypeError, "rows: expected an int"),
+    "dim": ({"dim": 1.5}, TypeError, "dim: expected an int or a tuple"),
+    "dtype": ({"dtype": "float32"}, TypeError, "expected a torch.dtype, got 'float32'"),
+    "state": ({"state": {"a": (-1, torch.int8)}}, ValueError, "state 'a': expected sizes"),
+    "too large": ({"rows": 2**62}, ValueError, r"rows: [\d,]+ bytes are more than any memory"),
+    "more than there is": ({"rows": 2**50}, MemoryError, ""),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_refused(case: str) -> None:
+    changes, error, message = BAD[case]
+    with pytest.raises(error, match=message or None):
+        HostTable(**{"rows": 3, "dim": 2, "memory": "plain", **changes})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_memory_of_a_gpu_needs_one() -> None:
+    with pytest.raises(RuntimeError, match="memory='cuda' needs a GPU, and torch finds none"):
+        HostTable(3, 2, memory="cuda")
+
+
+def test_an_unknown_field_is_answered_with_the_known_ones() -> None:
+    table = HostTable(3, 2, state=("exp_avg",), memory="plain")
+    for call in (
+        lambda: table["x"],
+        lambda: table.gather(torch.tensor([0]), "x"),
+        lambda: table.scatter(torch.tensor([0]), torch.zeros(1, 2), "x"),
+        lambda: table.numpy("x"),
+        lambda: table.zeros_("x"),
+    ):
+        with pytest.raises(KeyError, match="no field 'x' in this table; it has weight, exp_avg"):
+            call()
+
+
+def test_a_table_is_not_iterated_over() -> None:
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(HostTable(3, 2, memory="plain"))
+
+
+@NEEDS_GPU
+def test_a_device_that_is_no_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a GPU for memory='cuda', got 'cpu'"):
+        HostTable(3, 2, memory="cuda", device="cpu")
