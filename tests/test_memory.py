@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import mmap
 import re
@@ -30,7 +29,6 @@ def driver() -> Iterator[PretendedDriver]:
     """One pretended GPU; a test must give back all that it took."""
     with PretendedDriver(True) as pretended:
         yield pretended
-        gc.collect()
         assert pretended.nothing_left()
 
 
@@ -434,7 +432,6 @@ def test_memory_is_unpinned_with_its_tensor_though_an_alias_lives(
     alias = made(tensor)
     assert memory_kind(alias) == "registered"
     del tensor
-    gc.collect()
     assert driver.nothing_left()
     assert memory_kind(alias) == "plain"
     assert alias.eq(7).all()
@@ -442,10 +439,8 @@ def test_memory_is_unpinned_with_its_tensor_though_an_alias_lives(
 
 def test_a_view_holds_its_tensor_and_keeps_it_pinned(driver: PretendedDriver) -> None:
     view = pin_memory_(torch.zeros(1000))[10:20]
-    gc.collect()
     assert memory_kind(view) == "registered"
     del view
-    gc.collect()
     assert driver.nothing_left()
 
 
@@ -463,7 +458,6 @@ def test_memory_that_a_tensor_gave_up_stays_until_it_is_unpinned(
         unpin_memory_(tensor)
     else:
         del tensor
-    gc.collect()
     assert driver.unregistered_mapped == [True]
     assert driver.nothing_left()
     assert mapping_of(address) is None

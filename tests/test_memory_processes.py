@@ -1,0 +1,290 @@
+"""Host memory at the ends of processes: import, fork, limits, exit. Each test runs a new Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_calls import library_path
+
+HERE = Path(__file__).parent
+
+PREFACE = """
+import atexit, gc, json, os, resource, sys
+import torch
+import cuda_calls
+"""
+
+# A table of each kind on two pretended GPUs, which stay until the process ends.
+TABLES = """
+import speedtorch
+from speedtorch import HostTable
+
+driver = cuda_calls.PretendedDriver(True, True)
+driver.__enter__()
+KINDS = ("managed", "registered", "plain")
+tables = {kind: HostTable(6, 3, state=("exp_avg",), memory=kind).fill_(2.0) for kind in KINDS}
+raw = {kind: speedtorch.empty((6, 3), memory=kind) for kind in KINDS}
+pinned = speedtorch.pin_memory_(torch.ones(6, 3))
+ids, rows = torch.tensor([5, 0]), torch.ones(2, 3)
+"""
+
+# Runs `child` in a fork, which then ends as any Python does; its status must be 0.
+FORK = """
+def forked(child):
+    pid = os.fork()
+    if pid == 0:
+        child()
+        sys.exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert status == 0, f"the child ended with status {status}"
+    return pid
+"""
+
+
+def run_python(*parts: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Runs a program of these parts in a new process that finds the package and the tests."""
+    folders = [str(HERE), str(library_path().parent.parent), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join((PREFACE, *parts))],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+    )
+
+
+def lines_of(*parts: str) -> list[Any]:
+    """The JSON lines that such a program prints; it must end well and say nothing else."""
+    done = run_python(*parts)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+# ------------------------------------------------------------------------------------------------
+# Import
+# ------------------------------------------------------------------------------------------------
+
+
+def test_import_makes_no_cuda_call() -> None:
+    program = """
+        cuda_calls.abort_on_any_call()
+        import speedtorch
+        print(json.dumps(speedtorch.memory_stats()))
+        print(json.dumps(torch.cuda.is_initialized()))
+    """
+    stats, initialised = lines_of(*map(str.strip, program.splitlines()))
+    assert set(stats.values()) == {0}
+    assert not initialised
+
+
+# ------------------------------------------------------------------------------------------------
+# Fork
+# ------------------------------------------------------------------------------------------------
+
+# What a child may try on a table and on a bare tensor.
+TRIALS = """
+table, tensor = tables[kind], raw[kind]
+trials = {
+    "gather": lambda: speedtorch.pinned_gather(tensor, ids),
+    "gather out": lambda: speedtorch.pinned_gather(tensor, ids, out=rows.clone()),
+    "gather plan": lambda: speedtorch.pinned_gather(tensor, ids, plan=plan),
+    "scatter": lambda: speedtorch.pinned_scatter(tensor, ids, rows),
+    "scatter plan": lambda: speedtorch.pinned_scatter(tensor, ids, rows, plan=plan),
+    "swap": lambda: speedtorch.optimizer_state_swap([tensor], [rows], ids, [rows.clone()], ids),
+    "check_owner": lambda: speedtorch.memory.check_owner(tensor),
+    "table gather": lambda: table.gather(ids),
+    "table scatter": lambda: table.scatter(ids, rows, "weight"),
+    "table item": lambda: table["weight"],
+    "table record": lambda: table.record,
+    "table numpy": lambda: table.numpy(),
+    "table fill_": lambda: table.fill_(1.0),
+    "table zeros_": lambda: table.zeros_("exp_avg"),
+    "table uniform_": lambda: table.uniform_(0, 1, seed=1),
+    "table flush": lambda: table.flush(),
+    "table save": lambda: table.save(os.devnull + ".npy"),
+}
+if kind != "managed":
+    del trials["table save"]
+plan = speedtorch.plan_rows(ids, 6)
+
+def child():
+    for name, work in trials.items():
+        try:
+            work()
+            print(json.dumps([name, None]))
+        except RuntimeError as error:
+            print(json.dumps([name, str(error)]))
+    sys.stdout.flush()
+"""
+
+
+def test_a_forked_child_that_uses_managed_memory_gets_an_error_with_both_processes_and_remedies() -> (
+    None
+):
+    program = "sys.stdout.flush(); print(json.dumps([os.getpid(), forked(child)]))"
+    *outcomes, (parent, child) = lines_of(TABLES, FORK, "kind = 'managed'", TRIALS, program)
+    assert len(outcomes) == 17
+    for name, message in outcomes:
+        assert message is not None, name
+        start = f"made in process {parent}, used in its fork {child}, "
+        assert start in message, name
+        for remedy in ("by name", "'spawn'", "memory='registered'"):
+            assert remedy in message, name
+
+
+@pytest.mark.parametrize("kind", ["registered", "plain"])
+def test_a_forked_child_may_use_other_memory(kind: str) -> None:
+    program = "forked(child); print(json.dumps(tables[kind]['weight'].tolist()))"
+    *outcomes, parents = lines_of(TABLES, FORK, f"kind = {kind!r}", TRIALS, program)
+    assert len(outcomes) == 16
+    assert {name: message for name, message in outcomes if message} == {}
+    assert parents == [[2.0] * 3] * 6  # what the child wrote is its own
+
+
+def test_a_forked_child_makes_no_cuda_call_when_its_tables_go() -> None:
+    program = """
+def child():
+    cuda_calls.abort_on_any_call()
+    global pinned
+    tables.clear()
+    raw.clear()
+    del pinned
+    gc.collect()
+
+forked(child)
+print(json.dumps([driver.named("free_managed", "host_unregister"), speedtorch.memory_stats()]))
+"""
+    ((freed, stats),) = lines_of(TABLES, FORK, program)
+    assert freed == []
+    assert (stats["managed"], stats["plain"]) == (216, 216)
+    assert stats["registered"] == 216 + 72  # tables of 6 x 6, tensors of 6 x 3 floats
+
+
+@pytest.mark.parametrize("kind", ["registered", "plain"])
+def test_dataloader_workers_read_a_table_of_memory_that_may_be_forked(kind: str) -> None:
+    rows, _ = lines_of(TABLES, LOADER.format(kind=kind))
+    assert rows == [[[2.0] * 3] * 2] * 3
+
+
+def test_dataloader_workers_of_a_managed_table_say_what_to_do() -> None:
+    _, error = lines_of(TABLES, LOADER.format(kind="managed"))
+    assert "RuntimeError in DataLoader worker" in error
+    assert "memory='registered'" in error
+
+
+LOADER = """
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        return tables["{kind}"].gather(ids, "weight")
+
+loader = torch.utils.data.DataLoader(
+    Rows(), batch_size=None, num_workers=1, multiprocessing_context="fork"
+)
+rows, error = [], None
+try:
+    rows = [batch.tolist() for batch in loader]
+except RuntimeError as caught:
+    error = str(caught)
+print(json.dumps(rows))
+print(json.dumps(error))
+"""
+
+
+# ------------------------------------------------------------------------------------------------
+# Exit
+# ------------------------------------------------------------------------------------------------
+
+# Kept by a global, by a cycle that is garbage, by one that is not, and by another module.
+HOLDERS = """
+gc.disable()
+
+class Holder:
+    def __init__(self):
+        self.me = self
+        self.tables = [HostTable(9, 2, memory=kind) for kind in KINDS]
+        self.pinned = speedtorch.pin_memory_(torch.ones(100))
+        self.view = speedtorch.pin_memory_(torch.ones(100))[3:]
+
+Holder()
+holder = Holder()
+torch.kept_to_the_end = [Holder(), speedtorch.empty(100, memory="managed")]
+atexit.register(cuda_calls.abort_on_any_call)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("", 0), ("sys.exit(0)", 0), ("sys.exit(3)", 3)],
+    ids=["end", "exit_0", "exit_3"],
+)
+def test_a_process_with_live_tables_ends_silently_and_without_a_cuda_call(
+    ending: str, status: int
+) -> None:
+    done = run_python(TABLES, HOLDERS, ending)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+def test_a_process_with_live_tables_ends_with_its_own_exception() -> None:
+    done = run_python(TABLES, HOLDERS, "raise ValueError('the last words')")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("\nValueError: the last words\n")
+
+
+def test_a_table_may_be_deleted_while_the_process_exits() -> None:
+    done = run_python("atexit.register(lambda: [d.clear() for d in (tables, raw)])", TABLES, HOLDERS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_trap_for_cuda_calls_works() -> None:
+    done = run_python(TABLES, "cuda_calls.abort_on_any_call()", "del raw['managed']", "print(1)")
+    assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
+
+
+# ------------------------------------------------------------------------------------------------
+# Limits
+# ------------------------------------------------------------------------------------------------
+
+# Leaves `room` bytes of address space.
+LIMIT = """
+import speedtorch
+
+def limit(room):
+    pages = int(open("/proc/self/statm").read().split()[0])
+    wanted = pages * resource.getpagesize() + room
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, resource.RLIM_INFINITY))
+"""
+
+
+def test_memory_beyond_the_limit_of_the_process_is_a_memory_error() -> None:
+    program = """
+limit(64 << 20)
+try:
+    speedtorch.empty(1 << 30, dtype=torch.uint8, memory="plain")
+except MemoryError as error:
+    print(json.dumps(str(error)))
+print(json.dumps(speedtorch.memory_stats()["plain"]))
+print(json.dumps(speedtorch.empty(1 << 20, dtype=torch.uint8, memory="plain").sum().item()))
+"""
+    message, held, total = lines_of(LIMIT, program)
+    assert message == f"host memory: mapping {1 << 30} bytes failed: Cannot allocate memory"
+    assert (held, total) == (0, 0)
+
+
+def test_no_room_for_another_thread_is_no_crash() -> None:
+    program = """
+limit((64 << 20) + (2 << 20) + (1 << 20))  # the table, what aligns it, and less than a stack
+table = speedtorch.empty(64 << 20, dtype=torch.uint8, memory="plain")
+print(json.dumps([table.numel(), table[:: 1 << 12].any().item(), table[-1].item()]))
+"""
+    assert lines_of(LIMIT, program) == [[64 << 20, False, 0]]
