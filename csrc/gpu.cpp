@@ -31,6 +31,14 @@ CurrentStreamOf current_stream_of() {
 constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimizer_state_swap"};
 constexpr const char* kListNames[] = {"index", "evict", "load"};
 
+void refuse_if_capturing(void* stream, const char* op, const char* why) {
+  int capturing = 0;
+  check_cuda(cuda_calls().stream_is_capturing(stream, &capturing), op);
+  if (!capturing) return;
+  throw std::runtime_error(std::string(op) +
+                           ": not possible while a CUDA graph is captured: " + why);
+}
+
 std::atomic<Letter*> the_letter_box{nullptr};
 pid_t letter_box_owner = 0;  // a forked child must not touch it
 
@@ -49,25 +57,30 @@ CurrentStream::CurrentStream(const char* op, const Tensor& tensor) {
                              ": torch's CUDA library is not loaded or has no "
                              "aoti_torch_get_current_cuda_stream (torch >= 2.11 is needed)");
   }
-  const int device = tensor.get_device_index();
-  if (stream_of(device, &stream_) != 0) {
+  device_ = tensor.get_device_index();
+  if (stream_of(device_, &stream_) != 0) {
     throw std::runtime_error(std::string(op) +
-                             ": torch gave no current stream for cuda:" + std::to_string(device));
+                             ": torch gave no current stream for cuda:" + std::to_string(device_));
   }
   check_cuda(cuda_calls().get_device(&previous_), op);
-  if (previous_ != device) check_cuda(cuda_calls().set_device(device), op);
+  if (previous_ != device_) check_cuda(cuda_calls().set_device(device_), op);
 }
 
 CurrentStream::~CurrentStream() {
+  if (previous_ == device_) return;
   if (cuda_calls().set_device(previous_) != 0) cuda_calls().last_error();
 }
 
 void CurrentStream::refuse_capture(const char* op, const char* why) const {
-  int capturing = 0;
-  check_cuda(cuda_calls().stream_is_capturing(stream_, &capturing), op);
-  if (capturing)
-    throw std::runtime_error(std::string(op) +
-                             ": not possible while a CUDA graph is captured: " + why);
+  refuse_if_capturing(stream_, op, why);
+}
+
+void refuse_during_capture(const char* op, const char* why) {
+  const CurrentStreamOf stream_of = current_stream_of();
+  int device = 0;
+  if (stream_of == nullptr || cuda_calls().get_device(&device) != 0) return;
+  void* stream = nullptr;
+  if (stream_of(device, &stream) == 0) refuse_if_capturing(stream, op, why);
 }
 
 Letter* letter_box() {

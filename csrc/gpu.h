@@ -20,14 +20,18 @@ class CurrentStream {
   CurrentStream& operator=(const CurrentStream&) = delete;
 
   void* get() const { return stream_; }
-  // Throws unless the stream is free of graph capture: `why` says what the op cannot do while
-  // capturing.
+  // Throws while this stream captures a CUDA graph; `why` says what cannot be done then, or the
+  // remedy.
   void refuse_capture(const char* op, const char* why) const;
 
  private:
   void* stream_ = nullptr;
-  int previous_ = 0;
+  int device_ = 0;
+  int previous_ = 0;  // device that was current before
 };
+
+// As CurrentStream::refuse_capture, for the current device and without needing one.
+void refuse_during_capture(const char* op, const char* why);
 
 // The letter box of this process, mapped into every GPU; made at the first call.
 Letter* letter_box();

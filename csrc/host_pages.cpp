@@ -13,6 +13,7 @@
 #include <limits>
 #include <new>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -125,12 +126,16 @@ void fill_with_zeros(void* address, int64_t bytes) {
   char* begin = static_cast<char*>(address);
   const int64_t threads = std::clamp<int64_t>(bytes / kBytesPerThread, 1, usable_cpus());
   const int64_t share = round_up((bytes + threads - 1) / threads, kLargePage);
-  std::vector<std::thread> others;
-  for (int64_t start = share; start < bytes; start += share) {
-    others.emplace_back([=] { std::memset(begin + start, 0, std::min(share, bytes - start)); });
+  std::vector<std::jthread> others;  // joins when it goes
+  int64_t start = share;
+  try {
+    for (; start < bytes; start += share) {
+      others.emplace_back([=] { std::memset(begin + start, 0, std::min(share, bytes - start)); });
+    }
+  } catch (const std::system_error&) {  // no more threads: this one does what is left
+    std::memset(begin + start, 0, bytes - start);
   }
   std::memset(begin, 0, std::min(share, bytes));
-  for (std::thread& other : others) other.join();
 }
 
 int64_t available_bytes() { return std::min(mem_available(), cgroup_room()); }

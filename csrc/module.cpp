@@ -6,6 +6,7 @@
 
 #include "cuda_calls.h"
 #include "gpu.h"
+#include "host_blocks.h"
 #include "host_memory.h"
 
 // Without Python (in a C++ program) this symbol is missing, and nobody calls the module's

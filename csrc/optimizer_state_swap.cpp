@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "gpu.h"
-#include "host_memory.h"
+#include "host_blocks.h"
 #include "plan.h"
 #include "rows.h"
 #include "torch_calls.h"

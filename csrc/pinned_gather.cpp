@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "gpu.h"
+#include "host_blocks.h"
 #include "host_memory.h"
 #include "pinned_gather_launch.h"
 #include "plan.h"

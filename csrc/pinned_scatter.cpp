@@ -12,7 +12,7 @@
 
 #include "addend.h"
 #include "gpu.h"
-#include "host_memory.h"
+#include "host_blocks.h"
 #include "pinned_scatter_launch.h"
 #include "plan.h"
 #include "rows.h"

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "host_blocks.h"
 #include "host_memory.h"
 
 namespace speedtorch {

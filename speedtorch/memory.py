@@ -38,9 +38,10 @@ KINDS = {"plain": 0, "registered": 1, "managed": 2}
 KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")
 
 _ops = torch.ops.speedtorch
-# By id() of the tensor object, as tensors do not compare as keys must; an entry goes when its
-# tensor does.
-_pinned: dict[int, weakref.finalize[[int, Tensor], Tensor]] = {}
+# By id() of the tensor object, as tensors do not compare as keys must: what undoes the pinning when
+# the object dies, and an alias that keeps the storage for as long as it is pinned.
+_pinned: dict[int, tuple[weakref.finalize[[int], Tensor], Tensor]] = {}
+_kept_for_graphs: list[Tensor] = []
 
 
 def _memory_is_checked() -> bool:
@@ -98,12 +99,17 @@ def empty(
     if any(length < 0 for length in shape):
         raise ValueError(f"size must not be negative, got {shape}")
     nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes > torch.iinfo(torch.int64).max:
+        raise MemoryError(f"host memory: {nbytes} bytes asked for, more than can be addressed")
     return _allocate(nbytes, memory).view(dtype).view(shape)
 
 
-def _unregister(key: int, alias: Tensor) -> None:
-    _pinned.pop(key, None)
-    _ops.host_unregister(alias)
+def _tensor_died(key: int) -> None:
+    _, alias = _pinned.pop(key)
+    try:
+        _ops.host_unregister(alias)
+    except RuntimeError:  # A captured CUDA graph may still read the memory, now or much later.
+        _kept_for_graphs.append(alias)
 
 
 def pin_memory_(tensor: Tensor) -> Tensor:
@@ -123,11 +129,9 @@ def pin_memory_(tensor: Tensor) -> Tensor:
         RuntimeError: CUDA refused; the message says how many bytes, why, and what to do.
     """
     _ops.host_register(tensor)
-    # The alias keeps the storage for as long as it is registered, whatever happens to `tensor`'s
-    # storage.
-    finalizer = weakref.finalize(tensor, _unregister, id(tensor), tensor.detach())
+    finalizer = weakref.finalize(tensor, _tensor_died, id(tensor))
     finalizer.atexit = False  # no CUDA call while the interpreter ends
-    _pinned[id(tensor)] = finalizer
+    _pinned[id(tensor)] = finalizer, tensor.detach()
     return tensor
 
 
@@ -142,11 +146,14 @@ def unpin_memory_(tensor: Tensor) -> Tensor:
 
     Raises:
         ValueError: the tensor was not pinned with `pin_memory_`.
+        RuntimeError: a captured CUDA graph may still use it; see `release`.
     """
-    finalizer = _pinned.get(id(tensor))
-    if finalizer is None:
+    if id(tensor) not in _pinned:
         raise ValueError("unpin_memory_: the tensor was not pinned with pin_memory_")
-    finalizer()
+    finalizer, alias = _pinned[id(tensor)]
+    _ops.host_unregister(alias)
+    finalizer.detach()
+    del _pinned[id(tensor)]
     return tensor
 
 
