@@ -11,6 +11,8 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 SPEEDTORCH_CUDA ?= auto
 export SPEEDTORCH_CUDA
+# Threads that wait for work must not spin: they slow down whoever else has a core.
+export OMP_WAIT_POLICY ?= passive
 # torch looks for ninja in PATH.
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:)$(PATH)
 

@@ -78,7 +78,11 @@ void CurrentStream::refuse_capture(const char* op, const char* why) const {
 void refuse_during_capture(const char* op, const char* why) {
   const CurrentStreamOf stream_of = current_stream_of();
   int device = 0;
-  if (stream_of == nullptr || cuda_calls().get_device(&device) != 0) return;
+  if (stream_of == nullptr) return;
+  if (cuda_calls().get_device(&device) != 0) {  // no GPU, so nothing captures
+    cuda_calls().last_error();
+    return;
+  }
   void* stream = nullptr;
   if (stream_of(device, &stream) == 0) refuse_if_capturing(stream, op, why);
 }

@@ -2,6 +2,7 @@
 
 #include "host_blocks.h"
 
+#include <pthread.h>
 #include <torch/csrc/stable/ops.h>
 #include <unistd.h>
 
@@ -17,6 +18,7 @@
 
 #include "cuda_calls.h"
 #include "host_pages.h"
+#include "python_lock.h"
 #include "registration.h"
 
 namespace speedtorch {
@@ -47,9 +49,18 @@ struct Registry {
   }
 };
 
-// Never destroyed: tensors may go after static destructors ran.
+Registry& registry();
+
+// Never destroyed: tensors may go after static destructors ran. A fork waits until no thread is in
+// the books, so that the child finds them unlocked.
+Registry* make_registry() {
+  pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
+                 [] { registry().mutex.unlock(); });
+  return new Registry;
+}
+
 Registry& registry() {
-  static Registry* const instance = new Registry;
+  static Registry* const instance = make_registry();
   return *instance;
 }
 
@@ -135,6 +146,7 @@ void tensor_gone(char* base) {
     last = std::move(found->second);
     all.blocks.erase(found);
   }
+  const WithoutPythonLock while_waiting;
   free_memory(*last);
 }
 

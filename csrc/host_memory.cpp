@@ -104,6 +104,9 @@ void host_register(const Tensor& tensor) {
   constexpr const char* kOp = "pin_memory_";
   if (!tensor.is_cpu())
     throw_value_error(kOp, "the tensor must be on the CPU, it is on " + device_text(tensor));
+  if (tensor.layout() != torch::headeronly::Layout::Strided) {
+    throw_value_error(kOp, "the tensor must be dense (strided)");
+  }
   if (tensor.numel() == 0) return;
   refuse_during_capture(kOp, kMakeBefore);
   const auto [base, bytes] = span_of(tensor);
@@ -111,7 +114,7 @@ void host_register(const Tensor& tensor) {
     throw_value_error(
         kOp,
         "the tensor's memory overlaps memory that speedtorch has pinned or allocated already; "
-        "unpin_memory_ that tensor first");
+        "unpin_memory_ that tensor first, or make the table with memory='registered'");
   }
   int kind = 0;
   if (cuda_calls().pointer_kind(base, &kind) != 0) {

@@ -12,6 +12,8 @@
 #include <fstream>
 #include <limits>
 #include <new>
+#include <optional>
+#include <sstream>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -52,26 +54,33 @@ int64_t number_in(const std::string& path) {
   return (file >> value) ? value : kUnlimited;
 }
 
-int64_t mem_available() {
-  std::ifstream file("/proc/meminfo");
-  std::string key, unit;
-  int64_t kibibytes = 0;
-  while (file >> key >> kibibytes) {
-    if (key == "MemAvailable:") return kibibytes * 1024;
-    std::getline(file, unit);
+// The number after `key` in a file of such lines, times `unit`.
+std::optional<int64_t> number_after(const std::string& key, const std::string& path, int64_t unit) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream words(line);
+    std::string name;
+    int64_t value = 0;
+    if (words >> name >> value && name == key) return value * unit;
   }
-  return kUnlimited;
+  return std::nullopt;
+}
+
+int64_t mem_available() {
+  return number_after("MemAvailable:", "/proc/meminfo", 1024).value_or(kUnlimited);
 }
 
 // Room under the limits of this process's cgroup and of every cgroup above it (version 2, then
-// version 1).
+// version 1). What is cached of files and not in use counts as room, as in MemAvailable.
 int64_t cgroup_room() {
   int64_t room = kUnlimited;
-  auto consider = [&](const std::string& folder, const char* limit_file, const char* used_file) {
+  auto consider = [&](const std::string& folder, const char* limit_file, const char* used_file,
+                      const char* cache_key) {
     const int64_t limit = number_in(folder + "/" + limit_file);
     const int64_t used = number_in(folder + "/" + used_file);
-    if (limit != kUnlimited && used != kUnlimited)
-      room = std::min(room, std::max<int64_t>(0, limit - used));
+    if (limit == kUnlimited || used == kUnlimited) return;
+    const int64_t cache = number_after(cache_key, folder + "/memory.stat", 1).value_or(0);
+    room = std::min(room, std::max<int64_t>(0, limit - used + cache));
   };
   std::ifstream groups("/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
@@ -85,9 +94,9 @@ int64_t cgroup_room() {
     for (std::string path = line.substr(second + 1);; path = path.substr(0, path.rfind('/'))) {
       const std::string folder = root + (path == "/" ? "" : path);
       if (unified) {
-        consider(folder, "memory.max", "memory.current");
+        consider(folder, "memory.max", "memory.current", "inactive_file");
       } else {
-        consider(folder, "memory.limit_in_bytes", "memory.usage_in_bytes");
+        consider(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file");
       }
       if (path.empty() || path == "/") break;
     }

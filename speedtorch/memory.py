@@ -128,6 +128,8 @@ def pin_memory_(tensor: Tensor) -> Tensor:
         ValueError: the tensor is not on the CPU, or (part of) its memory is pinned already.
         RuntimeError: CUDA refused; the message says how many bytes, why, and what to do.
     """
+    if id(tensor) in _pinned:
+        raise ValueError("pin_memory_: the tensor is pinned already; unpin_memory_ it first")
     _ops.host_register(tensor)
     finalizer = weakref.finalize(tensor, _tensor_died, id(tensor))
     finalizer.atexit = False  # no CUDA call while the interpreter ends

@@ -7,6 +7,7 @@ import mmap
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,9 @@ def stats(driver: PretendedDriver) -> Callable[[], dict[str, int]]:
 
 
 def without_managed(monkeypatch: pytest.MonkeyPatch) -> PretendedDriver:
-    """A GPU that torch finds and that has no concurrentManagedAccess."""
+    """A GPU that torch and the library find and that has no concurrentManagedAccess."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.speedtorch, "built_with_cuda", lambda: True)
     return PretendedDriver(False)
 
 
@@ -98,8 +100,9 @@ def test_the_statistics_count_exact_bytes_by_kind(
 def test_resident_memory_is_the_payload_and_at_most_one_large_page(
     driver: PretendedDriver, kind: str
 ) -> None:
-    empty(1 << 26, dtype=torch.uint8, memory=kind)
-    before, payload = resident_bytes(), (200 << 20) + 4097
+    payload = (200 << 20) + 4097
+    empty(payload, dtype=torch.uint8, memory=kind)  # the stacks of its threads are kept
+    before = resident_bytes()
     tensor = empty(payload, dtype=torch.uint8, memory=kind)
     assert payload <= resident_bytes() - before <= payload + (2 << 20)
     del tensor
@@ -314,7 +317,9 @@ def test_no_call_of_the_library_escapes_the_tests_above() -> None:
         empty(1000, memory="managed")
     made = {name for name, *_ in driver.calls}
     failed = {name for name, _ in MANAGED_CALLS.args[1]}
-    assert made == failed | {"relax_capture", "free_managed"}
+    # Whether a graph is captured: asked for where torch has CUDA, and no reason to fail.
+    made -= {"get_device", "stream_is_capturing", "relax_capture"}
+    assert made == failed | {"free_managed"}
 
 
 def test_a_failure_to_register_leaves_nothing_behind(
@@ -343,10 +348,8 @@ def test_a_failure_to_pin_leaves_the_tensor_as_it_was(
     assert memory_kind(pin_memory_(tensor)) == "registered"
 
 
-@pytest.mark.parametrize("call", ["pointer_kind", "relax_capture"])
-def test_a_failed_question_is_no_failure_and_is_cleared(
-    driver: PretendedDriver, call: str
-) -> None:
+@pytest.mark.parametrize("call", ["pointer_kind", "relax_capture", "get_device"])
+def test_a_failed_question_is_no_failure_and_is_cleared(driver: PretendedDriver, call: str) -> None:
     driver.fail(call)
     tensor = pin_memory_(torch.ones(1000))
     assert driver.pending == 0
@@ -463,9 +466,24 @@ def test_memory_that_a_tensor_gave_up_stays_until_it_is_unpinned(
     assert mapping_of(address) is None
 
 
+def test_no_memory_goes_before_it_is_unpinned_when_new_memory_is_pinned_over_it(
+    driver: PretendedDriver,
+) -> None:
+    tensor = pin_memory_(torch.zeros(64 << 20, dtype=torch.uint8))
+    tensor.data = torch.ones(64 << 20, dtype=torch.uint8)
+    with suppress(ValueError):  # it may be refused: the tensor object is pinned already
+        pin_memory_(tensor)
+    assert all(mapping_of(address) is not None for address in driver.registered)
+    unpin_memory_(tensor)
+    assert memory_kind(tensor) == "plain"
+    del tensor
+    assert all(driver.unregistered_mapped)
+    assert driver.nothing_left()
+
+
 def test_no_tensor_is_pinned_or_unpinned_twice(driver: PretendedDriver) -> None:
     tensor = pin_memory_(torch.zeros(1000))
-    with pytest.raises(ValueError, match="pin_memory_: .*pinned or allocated already"):
+    with pytest.raises(ValueError, match="pin_memory_: .*pinned (or allocated )?already"):
         pin_memory_(tensor)
     assert memory_kind(tensor) == "registered"
     assert unpin_memory_(tensor) is tensor

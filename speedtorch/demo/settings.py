@@ -56,7 +56,7 @@ class Settings:
     optimizer: str = "Adamax"
     lr: float | None = None
     dim: int = 100
-    epochs: int = 8
+    epochs: int = 6
     steps: int | None = None
     batch: int = 4096
     window: int = 5

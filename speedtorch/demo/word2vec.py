@@ -51,15 +51,15 @@ def run(settings: Settings) -> int:
     Raises:
         ValueError, OSError, MemoryError: a setting, a file or the memory at hand does not fit.
     """
-    run = _Run(settings)
+    prepared = _Run(settings)
     with _interrupt() as stop:
-        facts = run.train(stop)
+        facts = prepared.train(stop)
         if not facts["training"]["finished"]:
             print("stopped    by Ctrl-C; what was learnt until then is saved")
             return STOPPED
         if not settings.compare:
             return 0
-        if not run.compare(facts, stop):
+        if not prepared.compare(facts, stop):
             print("stopped    by Ctrl-C before the comparison was done; the vectors are saved")
             return STOPPED
     return 0 if facts["plain_torch"]["same"] else DIFFERENT

@@ -1,0 +1,46 @@
+"""Every family of ModelFactory, for the tests that hold for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from reference import random_rows
+from torch import Tensor, nn
+
+from speedtorch import (
+    CPUPytorchModelFactory,
+    GPUPytorchModelFactory,
+    ModelFactory,
+    ModelFactoryMM,
+    PytorchModelFactory,
+)
+
+ROWS, WIDTH = 12, 5
+FAMILIES: dict[str, Any] = {
+    "ModelFactory": ModelFactory,
+    "ModelFactory-pinned": lambda *a, **k: ModelFactory(*a, CPUPinn=True, **k),
+    "GPUPytorch": GPUPytorchModelFactory,
+    "CPUPytorch": CPUPytorchModelFactory,
+    "Pytorch-device": PytorchModelFactory,
+    "Pytorch-pinned": lambda *a, **k: PytorchModelFactory(*a, deviceType="cpu", pinType=True, **k),
+    "Pytorch-pageable": lambda *a, **k: PytorchModelFactory(*a, deviceType="cpu", **k),
+    "MM": ModelFactoryMM,
+}
+
+
+def layer(device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Embedding:
+    return nn.Embedding(3, WIDTH, device=device, dtype=dtype)
+
+
+def filled(switcher: Any) -> Tensor:
+    """Gives a switcher known rows and returns a copy of them."""
+    switcher.zerosInit()
+    values = random_rows(ROWS, (WIDTH,), switcher.table["weight"].dtype)
+    switcher.table["weight"].copy_(values)
+    return values
+
+
+def table_rows(switcher: Any) -> Tensor:
+    switcher.table.settle()
+    return switcher.table["weight"].detach().cpu()

@@ -1,0 +1,127 @@
+"""What ModelFactory refuses, at construction and later, changing nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_families import FAMILIES, ROWS, WIDTH, filled, layer, table_rows
+from reference import assert_same_bytes
+from torch import nn
+
+from speedtorch import (
+    HostTable,
+    ModelFactory,
+    PytorchModelFactory,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of these tests go to a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
+def family(request: pytest.FixtureRequest) -> Any:
+    """Builds a ModelFactory of each family."""
+    return request.param
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS, 2**40, -(2**63)])
+def test_an_id_out_of_range_changes_nothing_and_the_next_call_works(bad: int) -> None:
+    embedding = layer()
+    switcher = ModelFactory(embedding, ROWS, WIDTH, CPUPinn=True)
+    values = filled(switcher)
+    switcher.beforeForwardPass([1, 2, 3])
+    held = embedding.weight.detach().clone()
+    with pytest.raises(IndexError):
+        switcher.beforeForwardPass([4, bad, 5])
+    assert_same_bytes(embedding.weight, held)
+    with pytest.raises(IndexError):
+        switcher.afterOptimizerStep([4, bad, 5])
+    assert_same_bytes(table_rows(switcher), values)
+    switcher.beforeForwardPass([4, 5])
+    assert_same_bytes(embedding.weight, values[[4, 5]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([0.5], "indexes: expected integers, got float64"),
+        (np.array([True]), "indexes: expected integers, got bool"),
+        (["a"], "indexes: expected integers, got <U1"),
+        (torch.tensor([1.0]), "indexes: expected integers, got torch.float32"),
+        (torch.tensor([True]), "indexes: expected integers, got torch.bool"),
+    ],
+)
+def test_ids_that_are_no_integers_are_refused(ids: Any, message: str) -> None:
+    switcher = ModelFactory(layer(), ROWS, WIDTH)
+    switcher.zerosInit()
+    with pytest.raises(TypeError, match=message):
+        switcher.beforeForwardPass(ids)
+
+
+def test_another_number_of_ids_than_rows_is_refused() -> None:
+    switcher = ModelFactory(layer(), ROWS, WIDTH)
+    values = filled(switcher)
+    switcher.beforeForwardPass([1, 2, 3])
+    message = "afterOptimizerStep got 2 ids, but the variable holds 3 rows"
+    with pytest.raises(ValueError, match=message):
+        switcher.afterOptimizerStep([1, 2])
+    assert_same_bytes(table_rows(switcher), values)
+
+
+@pytest.mark.parametrize("method", ["beforeForwardPass", "afterOptimizerStep"])
+def test_a_table_that_was_not_initialised_is_named(method: str) -> None:
+    switcher = ModelFactory(layer(), ROWS, WIDTH)
+    with pytest.raises(RuntimeError, match=r"ModelFactory has no table yet: call zerosInit\(\)"):
+        getattr(switcher, method)([0, 1, 2])
+    with pytest.raises(RuntimeError, match="has no table yet"):
+        _ = switcher.table
+
+
+CONSTRUCTION_ERRORS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (nn.ReLU(), {}, TypeError, "expected a module with a weight, .* got ReLU"),
+    (layer(), {"embed_dimension": 4}, ValueError, r"embed_dimension=4: the rows of .*\[3, 5\]"),
+    (layer(), {"embed_dimension": (5, 1)}, ValueError, r"embed_dimension=\(5, 1\)"),
+    (layer(), {"embed_dimension": 5.0}, TypeError, "embed_dimension: expected an int"),
+    (layer(), {"datatype": "float64"}, ValueError, "datatype='float64': .* is 'float32'"),
+    (layer(), {"datatype": "floot"}, ValueError, "datatype='floot' is no dtype of torch's"),
+    (layer(), {"datatype": "U3"}, ValueError, "datatype='U3' is no dtype of torch's"),
+    (
+        layer(),
+        {"table": HostTable(3, WIDTH, memory="plain")},
+        ValueError,
+        "table: it has 3 rows, total_classes is 12",
+    ),
+    (
+        layer(),
+        {"table": HostTable(ROWS, 4, memory="plain")},
+        ValueError,
+        r"table: its field 'weight' has rows \[4\] of torch.float32; needed are rows \[5\]",
+    ),
+    (
+        layer(),
+        {"table": HostTable.from_fields(ROWS, {"sum": (5, torch.float32)}, "plain")},
+        ValueError,
+        "table: it has no field 'weight', only sum; needed are weight",
+    ),
+]
+
+
+@pytest.mark.parametrize(("variable", "arguments", "error", "message"), CONSTRUCTION_ERRORS)
+def test_what_does_not_fit_is_refused_at_construction(
+    variable: Any, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ModelFactory(variable, **{"total_classes": ROWS, "embed_dimension": WIDTH} | arguments)
+
+
+@pytest.mark.parametrize(("deviceType", "pinType"), [("cuda", True), ("tpu", False)])
+def test_device_and_pin_types_that_do_not_exist_are_refused(deviceType: str, pinType: bool) -> None:
+    with pytest.raises(ValueError, match=r"choose \('cuda', False\), \('cpu', True\) or"):
+        PytorchModelFactory(layer(), ROWS, WIDTH, deviceType=deviceType, pinType=pinType)

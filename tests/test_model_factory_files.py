@@ -1,0 +1,232 @@
+"""ModelFactory: first values, files, and where its table is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_families import FAMILIES, ROWS, WIDTH, filled, layer, table_rows
+from reference import assert_same_bytes
+from torch import nn
+
+import speedtorch
+from speedtorch import (
+    CPUPytorchModelFactory,
+    GPUPytorchModelFactory,
+    HostTable,
+    ModelFactory,
+    ModelFactoryMM,
+    PytorchModelFactory,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of these tests go to a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
+def family(request: pytest.FixtureRequest) -> Any:
+    """Builds a ModelFactory of each family."""
+    return request.param
+
+
+# ------------------------------------------------------------------------------------------------
+# First values, files, views
+# ------------------------------------------------------------------------------------------------
+
+
+def test_initialisers_give_their_distribution_and_follow_the_seed(family: Any) -> None:
+    switcher = family(layer(), 4000, WIDTH)
+    torch.manual_seed(3)
+    switcher.uniformDistributionInit(-2, 3)
+    uniform = switcher.getNumpyVersion().copy()
+    assert -2 <= uniform.min() < -1.9
+    assert 2.9 < uniform.max() <= 3
+    torch.manual_seed(3)
+    switcher.uniformDistributionInit(-2, 3)
+    assert np.array_equal(switcher.getNumpyVersion(), uniform)
+    switcher.normalDistributionInit(mean=5, stdDev=0.5)
+    normal = switcher.getNumpyVersion()
+    assert normal.mean() == pytest.approx(5, abs=0.05)
+    assert normal.std() == pytest.approx(0.5, abs=0.05)
+    switcher.customInit(nn.init.constant_, 0.25)
+    assert (switcher.getNumpyVersion() == 0.25).all()
+    switcher.zerosInit()
+    assert (switcher.getNumpyVersion() == 0).all()
+
+
+@pytest.mark.parametrize("name", ["rows", "rows.npy", "rows.safetensors"])
+@pytest.mark.parametrize("maker", [ModelFactory, ModelFactoryMM])
+def test_saved_rows_come_back_without_an_init(maker: Any, name: str, device: str) -> None:
+    first = maker(layer(device), ROWS, WIDTH)
+    values = filled(first)
+    first.saveCupy(name)
+    assert os.path.exists(name if "." in name else "rows.npy")
+    second = maker(layer(device), ROWS, WIDTH)
+    second.loadCupy(name)
+    assert_same_bytes(table_rows(second), values)
+
+
+def test_the_npy_file_is_numpys() -> None:
+    switcher = ModelFactory(layer(), ROWS, WIDTH)
+    values = filled(switcher)
+    switcher.saveCupy("rows")
+    assert_same_bytes(torch.from_numpy(np.load("rows.npy", allow_pickle=False)), values)
+    np.save("numpys.npy", np.ones((ROWS, WIDTH), dtype=np.float32))
+    switcher.loadCupy("numpys.npy")
+    assert (switcher.getNumpyVersion() == 1).all()
+
+
+@pytest.mark.parametrize(
+    "maker", [GPUPytorchModelFactory, CPUPytorchModelFactory, PytorchModelFactory]
+)
+def test_torchs_files_hold_the_tensor_itself(maker: Any, device: str) -> None:
+    first = maker(layer(device), ROWS, WIDTH)
+    values = filled(first)
+    first.saveTorch("rows.pt")
+    assert_same_bytes(torch.load("rows.pt", weights_only=True), values)
+    second = maker(layer(device), ROWS, WIDTH)
+    second.loadTorch("rows.pt")
+    assert_same_bytes(table_rows(second), values)
+
+
+def test_a_field_of_a_shared_table_is_saved_alone() -> None:
+    table = HostTable(ROWS, WIDTH, state=("exp_avg",), memory="plain")
+    switcher = GPUPytorchModelFactory(layer(), ROWS, WIDTH, table=table)
+    filled(switcher)
+    switcher.saveTorch("rows.pt")
+    saved = torch.load("rows.pt", weights_only=True)
+    assert saved.untyped_storage().nbytes() == ROWS * WIDTH * 4
+    ModelFactory(layer(), ROWS, WIDTH, table=table).saveCupy("rows.npy")
+    assert np.load("rows.npy").shape == (ROWS, WIDTH)
+
+
+def test_a_file_that_does_not_fit_changes_nothing() -> None:
+    switcher = ModelFactory(layer(), ROWS, WIDTH)
+    np.save("narrow.npy", np.zeros((ROWS, WIDTH - 1), dtype=np.float32))
+    with pytest.raises(ValueError, match=r"holds weight \[12, 4\] float32; expected .*\[12, 5\]"):
+        switcher.loadCupy("narrow.npy")
+    with pytest.raises(RuntimeError, match="has no table yet"):
+        switcher.beforeForwardPass([0])
+    values = filled(switcher)
+    np.save("double.npy", np.zeros((ROWS, WIDTH)))
+    with pytest.raises(ValueError, match="float64; expected weight .* float32"):
+        switcher.loadCupy("double.npy")
+    assert_same_bytes(table_rows(switcher), values)
+
+
+def test_torch_files_with_other_content_are_refused() -> None:
+    switcher = GPUPytorchModelFactory(layer(), ROWS, WIDTH)
+    torch.save([torch.zeros(ROWS, WIDTH)], "list.pt")
+    with pytest.raises(ValueError, match=r"list\.pt holds a list; expected what saveTorch writes"):
+        switcher.loadTorch("list.pt")
+    torch.save(torch.zeros(ROWS, 1), "narrow.pt")
+    with pytest.raises(ValueError, match=r"holds weight \[12, 1\] float32; expected"):
+        switcher.loadTorch("narrow.pt")
+
+
+class Trap:
+    """Would run code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("trap",)
+
+
+def test_a_pickle_with_code_is_not_run() -> None:
+    torch.save(Trap(), "trap.pt")
+    with pytest.raises(Exception, match="[Ww]eights"):
+        GPUPytorchModelFactory(layer(), ROWS, WIDTH).loadTorch("trap.pt")
+    assert not os.path.exists("trap")
+
+
+def test_bfloat16_goes_to_safetensors_and_not_to_npy() -> None:
+    switcher = ModelFactory(layer(dtype=torch.bfloat16), ROWS, WIDTH, datatype="bfloat16")
+    values = filled(switcher)
+    with pytest.raises(ValueError, match="safetensors"):
+        switcher.saveCupy("rows.npy")
+    switcher.saveCupy("rows.safetensors")
+    switcher.zerosInit()
+    switcher.loadCupy("rows.safetensors")
+    assert_same_bytes(table_rows(switcher), values)
+
+
+def test_the_numpy_version_is_a_view_of_host_memory() -> None:
+    switcher = ModelFactory(layer(), ROWS, WIDTH)
+    switcher.zerosInit()
+    view = switcher.getNumpyVersion()
+    switcher.table["weight"][3] = 7
+    assert (view[3] == 7).all()
+
+
+def test_each_family_gives_its_variable_by_its_own_name() -> None:
+    for maker, name in (
+        (ModelFactory, "getCupyVar"),
+        (ModelFactoryMM, "getCupyMM"),
+        (GPUPytorchModelFactory, "getTorchVar"),
+    ):
+        switcher = maker(layer(), ROWS, WIDTH)
+        switcher.zerosInit()
+        assert getattr(switcher, name)().data_ptr() == switcher.table["weight"].data_ptr()
+
+
+# ------------------------------------------------------------------------------------------------
+# Where the table is
+# ------------------------------------------------------------------------------------------------
+
+
+def kind(switcher: Any) -> str:
+    switcher.zerosInit()
+    memory: str = switcher.table.memory
+    return memory
+
+
+def test_the_placement_follows_the_family_and_its_arguments(device: str) -> None:
+    with_variable = {"cpu": "plain", "cuda": "cuda"}[device]
+    host = speedtorch.memory_kind(speedtorch.empty(1, memory="auto"))
+    variable = (layer(device), ROWS, WIDTH)
+    assert kind(ModelFactory(*variable)) == with_variable
+    assert kind(ModelFactory(*variable, CPUPinn=True)) == host
+    assert kind(GPUPytorchModelFactory(*variable)) == with_variable
+    assert kind(CPUPytorchModelFactory(*variable)) == host
+    assert kind(PytorchModelFactory(*variable)) == with_variable
+    assert kind(PytorchModelFactory(*variable, deviceType="cuda:0")) == with_variable
+    assert kind(PytorchModelFactory(*variable, deviceType="cpu")) == "plain"
+    assert kind(PytorchModelFactory(*variable, deviceType="cpu", pinType=True)) == host
+    assert kind(ModelFactoryMM(*variable)) == "file"
+
+
+def test_memory_mapped_tables_take_the_first_free_name() -> None:
+    for name in ("variable0.memmap", "variable1.memmap"):
+        ModelFactoryMM(layer(), ROWS, WIDTH).zerosInit()
+        assert os.path.getsize(name) == ROWS * WIDTH * 4
+    ModelFactoryMM(layer(), ROWS, WIDTH, diskname="mine").zerosInit()
+    assert os.path.exists("mine0.memmap")
+
+
+def test_a_memory_mapped_table_says_that_it_cannot_be_pinned() -> None:
+    with pytest.warns(UserWarning, match="CPUPinn=True has no effect on a memory-mapped file"):
+        ModelFactoryMM(layer(), ROWS, WIDTH, CPUPinn=True)
+
+
+def test_a_second_init_keeps_the_table() -> None:
+    switcher = ModelFactory(layer(), ROWS, WIDTH)
+    switcher.zerosInit()
+    table = switcher.table
+    switcher.uniformDistributionInit(1, 2)
+    assert switcher.table is table
+
+
+def test_a_given_table_is_used_as_it_is() -> None:
+    table = HostTable(ROWS, WIDTH, state=("exp_avg",), memory="plain").fill_(2.0)
+    embedding = layer()
+    switcher = ModelFactory(embedding, ROWS, WIDTH, table=table)
+    switcher.beforeForwardPass([1])
+    assert (embedding.weight == 2).all()
+    switcher.zerosInit()
+    assert (table["weight"] == 0).all()

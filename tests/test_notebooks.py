@@ -1,0 +1,52 @@
+"""The notebooks run from top to bottom on the CPU, and are stored without results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def test_both_notebooks_are_there() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["01_data_gadget", "02_word2vec_adamax"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_results(path: Path) -> None:
+    code = [cell for cell in read(path)["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    if path.stem == "02_word2vec_adamax":
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
+    printed = "".join(out.get("text", "") for out in outputs)
+    if path.stem == "01_data_gadget":
+        assert "1000" in printed  # the id that is out of range, in the error's message
+        return
+    found = re.search(r"loss per pair: ([0-9.]+) at first, ([0-9.]+) at the end", printed)
+    assert found is not None and float(found[2]) < 0.9 * float(found[1])
+    assert "read back equal: True" in printed
+    assert sum("image/png" in out.get("data", {}) for out in outputs) == 1

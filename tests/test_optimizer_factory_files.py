@@ -1,0 +1,133 @@
+"""Files of OptimizerFactory: the state of every row, and the step count with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from optimizer_families import ROWS, WIDTH, build, state_rows
+from reference import assert_same_bytes
+from torch import Tensor, optim
+
+from speedtorch import (
+    CPUPytorchOptimizerFactory,
+    GPUPytorchOptimizerFactory,
+    OptimizerFactory,
+    OptimizerFactoryMM,
+    PytorchOptimizerFactory,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of these tests go to a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+
+
+OPTIMIZERS = {
+    "Adamax": optim.Adamax,
+    "ASGD": optim.ASGD,
+    "NAdam": optim.NAdam,
+    "SparseAdam": optim.SparseAdam,
+    "SGD-momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+def trained(make: Any, maker: Any) -> tuple[Any, dict[str, Any]]:
+    """A switcher after two steps, and the optimizer's state of the last batch."""
+    model, optimizer = build(make)
+    switcher = maker(optimizer, ROWS, WIDTH, model, "users")
+    switcher.optInit()
+    for batch in ([1, 2, 3], [4, 1]):
+        switcher.beforeForwardPass(batch)
+        model.users.weight.data = torch.zeros(len(batch), WIDTH)
+        gradient = torch.ones(len(batch), WIDTH)
+        sparse = isinstance(optimizer, optim.SparseAdam)
+        model.users.weight.grad = gradient.to_sparse(1) if sparse else gradient
+        optimizer.step()
+        switcher.afterOptimizerStep(batch)
+    return switcher, optimizer.state[model.users.weight]
+
+
+@pytest.mark.parametrize("name", ["state", "state.safetensors"])
+@pytest.mark.parametrize("maker", [OptimizerFactory, OptimizerFactoryMM])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_saved_state_comes_back_with_its_step_count(make: Any, maker: Any, name: str) -> None:
+    first, state = trained(make, maker)
+    first.saveCupy(name)
+    model, optimizer = build(make)
+    second = maker(optimizer, ROWS, WIDTH, model, "users")
+    second.loadCupy(name)
+    assert_resumed(first, state, second, optimizer.state[model.users.weight])
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize(
+    "maker", [GPUPytorchOptimizerFactory, CPUPytorchOptimizerFactory, PytorchOptimizerFactory]
+)
+def test_torchs_files_bring_the_state_back_with_its_step_count(make: Any, maker: Any) -> None:
+    first, state = trained(make, maker)
+    first.saveTorch("state.pt")
+    model, optimizer = build(make)
+    second = maker(optimizer, ROWS, WIDTH, model, "users")
+    second.loadTorch("state.pt")
+    assert_resumed(first, state, second, optimizer.state[model.users.weight])
+
+
+def assert_resumed(first: Any, state: dict[str, Any], second: Any, resumed: dict[str, Any]) -> None:
+    for name, rows in state_rows(second).items():
+        assert_same_bytes(rows, state_rows(first)[name])
+    for name in set(state) - set(first.table.fields):
+        if isinstance(state[name], Tensor):
+            assert_same_bytes(resumed[name], state[name])
+        else:
+            assert type(resumed[name]) is type(state[name])
+            assert resumed[name] == state[name]
+
+
+def test_npy_files_are_named_after_the_state() -> None:
+    switcher, _ = trained(optim.Adamax, OptimizerFactory)
+    switcher.saveCupy("mine")
+    names = ["mine.exp_avg.npy", "mine.exp_inf.npy", "mine.step.npy"]
+    assert sorted(os.listdir()) == names
+    assert np.load("mine.step.npy").tolist() == [2.0] * ROWS
+
+
+def test_a_file_of_another_optimizer_changes_nothing() -> None:
+    trained(optim.NAdam, OptimizerFactory)[0].saveCupy("other.safetensors")
+    switcher, state = trained(optim.Adamax, OptimizerFactory)
+    before = {name: rows.clone() for name, rows in state_rows(switcher).items()}
+    with pytest.raises(ValueError, match=r"holds exp_avg .*mu_product.*; expected .*exp_inf"):
+        switcher.loadCupy("other.safetensors")
+    assert state["step"].item() == 2
+    for name, rows in state_rows(switcher).items():
+        assert_same_bytes(rows, before[name])
+
+
+def test_an_optimizer_without_state_cannot_be_saved_or_loaded() -> None:
+    model, optimizer = build(lambda p: optim.SGD(p, lr=0.1))
+    switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
+    switcher.optInit()
+    message = "SGD with these settings keeps no state: there is nothing to save or load"
+    with pytest.raises(ValueError, match=message):
+        switcher.saveCupy("state.npy")
+    with pytest.raises(ValueError, match=message):
+        switcher.loadCupy("state.npy")
+
+
+def test_state_that_is_no_number_cannot_be_saved() -> None:
+    class Labelled(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].setdefault("label", "mine")
+
+    model, optimizer = build(lambda p: Labelled(p, lr=0.1))
+    switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
+    switcher.optInit()
+    with pytest.raises(ValueError, match="state 'label' is a str, which files of rows cannot hold"):
+        switcher.saveCupy("state.npy")

@@ -1,0 +1,133 @@
+"""Which optimizers the probe refuses, by name and with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from probed_optimizers import Make, Noisy, Own, probed
+from torch import Tensor, nn, optim
+
+from speedtorch.optimizer_state import probe_optimizer
+
+
+class TrustRatio(Own):
+    """Scales each step by the norm of the whole parameter, as LAMB and LARS do."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(gradient * (parameter.norm() / gradient.norm()), alpha=group["lr"])
+
+
+class Anchored(Own):
+    """Remembers where each row started."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "anchor" not in state:
+            state["anchor"] = parameter.clone()
+        parameter.sub_(gradient, alpha=group["lr"]).lerp_(state["anchor"], 0.01)
+
+
+class HiddenDict(Own):
+    """Fills a dict that its state holds, but not through its state."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if parameter not in self.state:
+            hidden = self.state[parameter] = {}
+            hidden["mean"] = torch.zeros_like(parameter)
+        parameter.sub_(self.state[parameter]["mean"].add_(gradient), alpha=group["lr"])
+
+
+class OutsideState(Own):
+    """Keeps a buffer of the parameter's shape in an attribute of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.buffers: dict[Tensor, Tensor] = {}
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        buffer = self.buffers.setdefault(parameter, torch.zeros_like(parameter))
+        parameter.sub_(buffer.add_(gradient), alpha=group["lr"])
+
+
+class LateState(Own):
+    """Makes a buffer in its third step."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] >= 3 and "late" not in state:
+            state["late"] = torch.zeros_like(parameter)
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class Forgetful(Own):
+    """Replaces a row state by its sum after the first step."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(parameter)
+        elif len(state["mean"]) == len(parameter):
+            state["mean"] = state["mean"].sum()
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class Picky(Own):
+    """Takes no gradient at all."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        raise RuntimeError(f"no {gradient.layout} please")
+
+
+class LowRank(Own):
+    """Counts in whole numbers how many rows went along with each."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "company" not in state:
+            state["company"] = torch.zeros_like(parameter, dtype=torch.int64)
+        state["company"] += len(parameter)
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+NOT_SEPARATE = "does not treat rows separately"
+REFUSED = [
+    (optim.Muon, rf"Muon cannot be used: it {NOT_SEPARATE} \(its rows differ"),
+    (lambda p: optim.Muon(p, lr=0.0), f"Muon cannot be used: it {NOT_SEPARATE}"),
+    (optim.Adafactor, f"Adafactor cannot be used: it {NOT_SEPARATE}"),
+    (optim.LBFGS, "LBFGS cannot step rows on their own: its step needs a closure"),
+    (TrustRatio, f"TrustRatio cannot be used: it {NOT_SEPARATE}"),
+    (Noisy, f"Noisy cannot be used: it {NOT_SEPARATE}"),
+    (LowRank, rf"LowRank cannot be used: it {NOT_SEPARATE} \(its state 'company'"),
+    (Anchored, "Anchored cannot be used: its state 'anchor' starts from the row's own value"),
+    (HiddenDict, "HiddenDict cannot be used: it replaces the dict that holds its state"),
+    (OutsideState, "OutsideState cannot be used: its step fails when the rows change"),
+    (LateState, "LateState cannot be used: it makes its state 'late' in a later step only"),
+    (Forgetful, "Forgetful cannot be used: its state 'mean' loses its rows"),
+    (Picky, r"Picky cannot be used: .*\(no torch.strided please\).*\(no torch.sparse_coo please\)"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_does_not_treat_rows_separately_is_refused_by_name(make: Make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        probed(make)
+
+
+def test_rows_that_share_a_step_are_found_out_in_half_precision_too() -> None:
+    with pytest.raises(ValueError, match=NOT_SEPARATE):
+        probed(TrustRatio, 4, 3, dtype=torch.bfloat16)
+
+
+def test_a_parameter_that_the_optimizer_does_not_hold_is_refused() -> None:
+    optimizer = optim.Adam([nn.Parameter(torch.ones(2, 3))])
+    with pytest.raises(ValueError, match=r"Adam does not hold this parameter of shape \[4, 3\]"):
+        probe_optimizer(optimizer, nn.Parameter(torch.ones(4, 3)))
+
+
+def test_a_parameter_without_dimensions_is_refused() -> None:
+    parameter = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="a parameter without dimensions has no rows"):
+        probe_optimizer(optim.Adam([parameter]), parameter)

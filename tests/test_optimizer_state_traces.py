@@ -1,0 +1,122 @@
+"""The probe leaves no trace: optimizer, parameters, hooks and generators are as they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from probed_optimizers import LEARNT, Make, Noisy, probed
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from speedtorch.optimizer_state import probe_optimizer
+
+
+def assert_same_content(actual: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert_same_bytes(actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same_content(actual[name], value)
+    elif isinstance(expected, list | tuple):
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_content(one, other)
+    else:
+        assert actual == expected
+
+
+@pytest.mark.parametrize("make", [each[1] for each in LEARNT], ids=[each[0] for each in LEARNT])
+def test_optimizer_and_parameters_are_as_they_were(make: Make) -> None:
+    parameter, other = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+    optimizer = make([parameter, other])
+    parameter.grad, other.grad = (torch.randn(4, 3) for _ in range(2))
+    if isinstance(optimizer, optim.SparseAdam):
+        parameter.grad, other.grad = parameter.grad.to_sparse(1), other.grad.to_sparse(1)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    values = [each.detach().clone() for each in (parameter, other)]
+    gradients = (parameter.grad, other.grad)
+    attributes = set(vars(optimizer))
+    probe_optimizer(optimizer, parameter)
+    assert_same_content(optimizer.state_dict(), before)
+    assert_same_content([parameter.detach(), other.detach()], values)
+    assert parameter.grad is gradients[0]
+    assert other.grad is gradients[1]
+    assert set(vars(optimizer)) == attributes
+    assert set(optimizer.state) <= {parameter, other}
+
+
+def test_random_generators_are_as_they_were(device: str) -> None:
+    parameter = nn.Parameter(torch.ones(2, 3, device=device))
+    torch.manual_seed(5)
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device == "cuda" else [])
+    with pytest.raises(ValueError, match="Noisy"):
+        probe_optimizer(Noisy([parameter]), parameter)
+    after = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device == "cuda" else [])
+    assert_same_content(after, states)
+
+
+def test_the_global_seed_does_not_matter() -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        assert sorted(probed(optim.Rprop).row_state) == ["prev", "step_size"]
+
+
+@pytest.fixture
+def calls() -> Iterator[list[str]]:
+    """Names of the global hooks that were called."""
+    called: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: called.append("global pre")),
+        register_optimizer_step_post_hook(lambda *_: called.append("global post")),
+    ]
+    yield called
+    for handle in handles:
+        handle.remove()
+
+
+def test_no_hook_is_called(calls: list[str]) -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    optimizer = optim.Adam([parameter])
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    probe_optimizer(optimizer, parameter)
+    assert calls == []
+    parameter.grad = torch.ones(2, 3)
+    optimizer.step()
+    assert sorted(calls) == ["global post", "global pre", "post", "pre"]
+
+
+def test_a_scheduler_that_patched_the_step_is_left_alone() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    optimizer = optim.Adam([parameter], lr=0.1)
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step == 0 else 1.0)
+    before = copy.deepcopy(scheduler.state_dict())
+    patched = optimizer.step
+    assert sorted(probe_optimizer(optimizer, parameter).row_state) == ["exp_avg", "exp_avg_sq"]
+    assert optimizer.step == patched
+    assert scheduler.state_dict() == before
+    assert not getattr(optimizer, "_opt_called", False)
+    assert_same_bytes(parameter.detach(), torch.ones(2, 3))
+
+
+def test_the_optimizer_steps_the_same_after_a_probe() -> None:
+    results = []
+    for with_probe in (False, True):
+        parameter = nn.Parameter(torch.linspace(-1, 1, 6).reshape(2, 3))
+        optimizer = optim.NAdam([parameter], lr=0.1)
+        for step in range(5):
+            if with_probe:
+                probe_optimizer(optimizer, parameter)
+            parameter.grad = torch.full((2, 3), float(step - 2))
+            optimizer.step()
+        results.append(parameter.detach())
+    assert_same_bytes(results[1], results[0])
