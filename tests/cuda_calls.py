@@ -17,6 +17,8 @@ from ctypes import CFUNCTYPE, POINTER, c_char, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _INT, _ADDRESS = POINTER(c_int), POINTER(c_void_p)
 
 # Names and arguments of the calls, in the order of the library's table; each returns an error.
@@ -128,7 +130,8 @@ class Driver:
         """Garbage of earlier tests goes first: its memory belongs to the real driver."""
         import speedtorch
 
-        speedtorch.synchronize()
+        if torch.cuda.is_available():
+            speedtorch.synchronize()
         if any(speedtorch.memory_stats().values()):
             gc.collect()
         here = table()

@@ -95,6 +95,10 @@ VARIANTS = [
 ]
 
 
+# torch has no fused Adagrad for CUDA.
+GPU_VARIANTS = [param for param in VARIANTS if param.id != "Adagrad-fused"]
+
+
 class Model(nn.Module):
     """An embedding of one batch, and a variable of its own group that is trained as well."""
 
@@ -241,7 +245,7 @@ def test_training_with_one_shared_table_is_the_same_bit_for_bit(case: Case, vari
 
 @NEEDS_GPU
 @pytest.mark.parametrize("shared", [False, True], ids=["two-tables", "shared-table"])
-@pytest.mark.parametrize(("case", "variant"), VARIANTS)
+@pytest.mark.parametrize(("case", "variant"), GPU_VARIANTS)
 def test_training_on_a_gpu_equals_training_in_place_on_it_bit_for_bit(
     case: Case, variant: str, shared: bool
 ) -> None:

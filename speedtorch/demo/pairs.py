@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -60,13 +61,14 @@ class Batch:
         return {"u_embeddings": self.u_ids, "v_embeddings": self.v_ids}[side]
 
     def to(self, device: torch.device) -> Batch:
-        """Returns the batch on a device."""
+        """Returns the batch on a device, without waiting for it where that is a GPU."""
+        there = partial(torch.Tensor.to, device=device, non_blocking=device.type == "cuda")
         return Batch(
-            u_ids=self.u_ids.to(device, non_blocking=True),
-            v_ids=self.v_ids.to(device, non_blocking=True),
-            centre=self.centre.to(device, non_blocking=True),
-            context=self.context.to(device, non_blocking=True),
-            negative=self.negative.to(device, non_blocking=True),
+            u_ids=there(self.u_ids),
+            v_ids=there(self.v_ids),
+            centre=there(self.centre),
+            context=there(self.context),
+            negative=there(self.negative),
             progress=self.progress,
         )
 
