@@ -6,16 +6,18 @@ the CPU's are skipped. `place.table` puts a table where it belongs, `place.work`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
+from cuda_calls import PretendedDriver
 from hypothesis import HealthCheck, settings
 from reference import layout_copy
 from torch import Tensor
 
 import speedtorch
+from speedtorch import memory_stats
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -113,3 +115,18 @@ def no_error_left_behind() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         speedtorch.synchronize()
+
+
+@pytest.fixture
+def driver() -> Iterator[PretendedDriver]:
+    """One pretended GPU; a test must give back all that it took."""
+    with PretendedDriver(True) as pretended:
+        yield pretended
+        assert pretended.nothing_left()
+
+
+@pytest.fixture
+def stats(driver: PretendedDriver) -> Callable[[], dict[str, int]]:
+    """Bytes by kind, without what was there before the test."""
+    before = memory_stats()
+    return lambda: {name: count - before[name] for name, count in memory_stats().items()}

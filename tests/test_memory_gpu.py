@@ -1,24 +1,19 @@
-"""Host memory on a GPU: each kind at work, and nothing gone before the GPU is done with it."""
+"""Host memory on a GPU: each kind at work, and memory pinned in place."""
 
 from __future__ import annotations
 
-import gc
 import mmap
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from cuda_calls import Driver
 from reference import assert_same_bytes, assert_same_storage, random_rows
-from test_cuda_graphs import captured
-from test_memory_processes import lines_of, run_python
+from test_memory_processes import lines_of
 from torch import Tensor
 
 import speedtorch
-from speedtorch import HostTable, empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
-from speedtorch.memory import release
+from speedtorch import empty, memory_kind, pin_memory_, unpin_memory_
 
 pytestmark = NEEDS_GPU
 
@@ -42,11 +37,6 @@ def all_rows() -> Tensor:
         speedtorch.pinned_gather(table_of(kind, torch.zeros(ROWS, WIDTH)), index)
     speedtorch.synchronize()
     return index
-
-
-def others(kind: str) -> list[Tensor]:
-    """New memory full of NaN, for the allocator to hand out again what it should not have."""
-    return [table_of(kind, torch.full((ROWS, WIDTH), float("nan"))) for _ in range(4)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -185,243 +175,3 @@ def test_unpinning_waits_for_the_gpu() -> None:
     result = speedtorch.pinned_gather(table, index)
     unpin_memory_(table).fill_(float("nan"))
     assert_same_bytes(result, values.flip(0))
-
-
-# ------------------------------------------------------------------------------------------------
-# Nothing goes before the GPU is done
-# ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_a_table_deleted_behind_a_long_queue_was_read_whole(kind: str) -> None:
-    index, values = all_rows(), random_rows(ROWS, (WIDTH,))
-    table = table_of(kind, values)
-    torch.cuda._sleep(LONG)
-    results = [speedtorch.pinned_gather(table, index) for _ in range(100)]
-    del table
-    reused = others(kind)
-    torch.cuda.synchronize()
-    for result in results:
-        assert_same_bytes(result, values.flip(0))
-    assert len(reused) == 4
-
-
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_late_writes_hit_no_memory_that_came_after(kind: str) -> None:
-    index, rows = all_rows(), torch.full((ROWS, WIDTH), 7.0, device="cuda")
-    table = table_of(kind, torch.zeros(ROWS, WIDTH))
-    torch.cuda._sleep(LONG)
-    for _ in range(100):
-        speedtorch.pinned_scatter(table, index, rows)
-    del table
-    reused = others(kind)
-    speedtorch.synchronize()
-    assert all(tensor.isnan().all() for tensor in reused)
-
-
-def test_memory_that_torch_pinned_is_not_handed_out_while_the_gpu_reads_it() -> None:
-    index, values = all_rows(), random_rows(ROWS, (WIDTH,))
-    table = values.pin_memory()
-    address = table.data_ptr()
-    torch.cuda._sleep(LONG)
-    result = speedtorch.pinned_gather(table, index)
-    del table
-    reused = [torch.full((ROWS, WIDTH), float("nan"), pin_memory=True) for _ in range(4)]
-    assert address not in [tensor.data_ptr() for tensor in reused]
-    torch.cuda.synchronize()
-    assert_same_bytes(result, values.flip(0))
-
-
-def test_memory_that_torch_pinned_goes_back_once_the_gpu_is_done() -> None:
-    index, table = all_rows(), torch.zeros(ROWS, WIDTH, pin_memory=True)
-    table_lives = weakref.ref(table)
-    torch.cuda._sleep(LONG)
-    speedtorch.pinned_gather(table, index)
-    del table
-    assert table_lives() is not None
-    speedtorch.synchronize()
-    assert table_lives() is None
-
-
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_memory_is_given_back_after_waiting_for_every_stream_that_used_it(kind: str) -> None:
-    index, give_back = all_rows(), "free_managed" if kind == "managed" else "host_unregister"
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    with Driver() as watched:
-        table = table_of(kind, torch.zeros(ROWS, WIDTH))
-        address = table.data_ptr()
-        for stream in [*streams, *streams]:
-            with torch.cuda.stream(stream):
-                speedtorch.pinned_gather(table, index)
-        del table
-    recorded = watched.named("event_record")
-    events = list(dict.fromkeys(call[1] for call in recorded))
-    assert [call[2] for call in recorded] == [stream.cuda_stream for stream in [*streams, *streams]]
-    assert len(watched.named("event_create")) == len(events) == 3
-    last = watched.named("event_synchronize", "event_destroy", give_back)
-    assert [call for call in last if call[0] == "event_synchronize"] == [
-        ("event_synchronize", event) for event in events
-    ]
-    assert [call for call in last if call[0] == "event_destroy"] == [
-        ("event_destroy", event) for event in events
-    ]
-    assert last[-1] == (give_back, address)
-
-
-# ------------------------------------------------------------------------------------------------
-# Captured graphs
-# ------------------------------------------------------------------------------------------------
-
-
-def capture_gather(table: Tensor, out: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph that gathers rows 999, 0 and 500, and its ids."""
-    index = torch.tensor([999, 0, 500], device="cuda")
-
-    def work() -> None:
-        speedtorch.pinned_gather(table, index, out=out)
-
-    return captured(work), index
-
-
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_a_captured_graph_reads_the_rows_of_a_table_that_died(kind: str) -> None:
-    values, out = random_rows(ROWS, (WIDTH,)), torch.zeros(3, WIDTH, device="cuda")
-    gc.collect()
-    before = sum(memory_stats().values())
-    table = table_of(kind, values)
-    graph, _index = capture_gather(table, out)
-    del table
-    assert sum(memory_stats().values()) == before + NBYTES
-    reused = others(kind)
-    graph.replay()
-    assert_same_bytes(out, values[[999, 0, 500]])
-    assert len(reused) == 4
-
-
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_released_memory_goes_with_its_tensor_whatever_was_captured(kind: str) -> None:
-    gc.collect()
-    before = memory_stats()
-    table = table_of(kind, torch.zeros(ROWS, WIDTH))
-    kept = capture_gather(table, torch.zeros(3, WIDTH, device="cuda"))
-    release(table)
-    del table
-    assert memory_stats() == before
-    assert len(kept) == 2
-
-
-def test_unpinning_what_a_graph_reads_is_refused_until_it_is_released() -> None:
-    table = table_of("in_place", torch.zeros(ROWS, WIDTH))
-    kept = capture_gather(table, torch.zeros(3, WIDTH, device="cuda"))
-    with pytest.raises(RuntimeError, match="unpin_memory_: .*graph.*release"):
-        unpin_memory_(table)
-    assert memory_kind(table) == "registered"
-    release(table)
-    unpin_memory_(table)
-    assert memory_kind(table) == "plain"
-    assert len(kept) == 2
-
-
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_memory_is_neither_made_nor_pinned_during_capture(kind: str) -> None:
-    zeros = torch.zeros(ROWS, WIDTH)
-    message = "not possible while a CUDA graph is captured"
-    with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        table_of(kind, zeros)
-    torch.cuda.synchronize()
-    assert_same_storage(table_of(kind, zeros), zeros)
-
-
-@pytest.mark.parametrize("kind", OWN)
-def test_closing_a_table_releases_what_was_captured(kind: str) -> None:
-    gc.collect()
-    before = memory_stats()
-    table = HostTable(ROWS, WIDTH, memory=kind)
-    kept = capture_gather(table["weight"], torch.zeros(3, WIDTH, device="cuda"))
-    assert memory_stats()[kind] == before[kind] + NBYTES
-    table.close()
-    del table
-    assert memory_stats() == before
-    assert len(kept) == 2
-
-
-# ------------------------------------------------------------------------------------------------
-# Processes
-# ------------------------------------------------------------------------------------------------
-
-# A parent that uses torch's CUDA, forks, and goes on; the child waits for the parent's writes.
-FORKED = """
-import speedtorch
-
-index = torch.tensor([5, 0], device="cuda")
-table = speedtorch.empty((6, 3), memory={kind!r})
-table.fill_(1.0)
-assert speedtorch.pinned_gather(table, index).eq(1).all()
-child_waits, parent_tells = os.pipe()
-pid = os.fork()
-if pid == 0:
-    outcome = None
-    try:
-        rows = speedtorch.pinned_gather(table, torch.tensor([5, 0])).tolist()
-        os.read(child_waits, 1)
-        outcome = [rows, table.tolist()]
-    except RuntimeError as error:
-        os.read(child_waits, 1)
-        outcome = str(error)
-    print(json.dumps(outcome), flush=True)
-    os._exit(0)
-table.fill_(2.0)
-read = speedtorch.pinned_gather(table, index).tolist()
-speedtorch.pinned_scatter(table, index, torch.full((2, 3), 3.0, device="cuda"))
-speedtorch.synchronize()
-os.write(parent_tells, b"x")
-status = os.waitpid(pid, 0)[1]
-print(json.dumps([status, read, table[:, 0].tolist(), os.getpid(), pid]))
-"""
-
-
-def test_a_fork_of_a_process_with_managed_memory_gets_an_error_and_the_parent_goes_on() -> None:
-    message, (status, read, rows, parent, child) = lines_of(FORKED.format(kind="managed"))
-    assert f"made in process {parent}, used in its fork {child}" in message
-    assert (status, read) == (0, [[2.0] * 3] * 2)
-    assert rows == [3.0, 2.0, 2.0, 2.0, 2.0, 3.0]
-
-
-def test_a_fork_of_a_process_with_registered_memory_sees_it_as_it_was_at_the_fork() -> None:
-    seen, (status, read, rows, *_) = lines_of(FORKED.format(kind="registered"))
-    assert seen == [[[1.0] * 3] * 2, [[1.0] * 3] * 6]
-    assert (status, read) == (0, [[2.0] * 3] * 2)
-    assert rows == [3.0, 2.0, 2.0, 2.0, 2.0, 3.0]
-
-
-EXIT = """
-import speedtorch
-from speedtorch import HostTable
-
-tables = [HostTable(1000, 64, memory=kind) for kind in ("managed", "registered")]
-pinned = speedtorch.pin_memory_(torch.ones(1000, 64))
-foreign = torch.ones(1000, 64, pin_memory=True)
-index = torch.arange(1000, device="cuda")
-cycle = [speedtorch.empty((1000, 64))]
-cycle.append(cycle)
-all_tables = [*(table["weight"] for table in tables), pinned, foreign, cycle[0]]
-for table in all_tables:
-    speedtorch.pinned_gather(table, index)
-torch.cuda.synchronize()
-"""
-
-
-@pytest.mark.parametrize(
-    "ending",
-    [
-        "",
-        "torch.cuda._sleep(300_000_000); [speedtorch.pinned_gather(t, index) for t in all_tables]",
-        "atexit.register(all_tables.clear); del tables, pinned, foreign, cycle, table",
-        "del tables, pinned, foreign, cycle, table; all_tables.clear()",
-    ],
-    ids=["idle", "busy", "deleted_at_exit", "deleted_before"],
-)
-def test_a_process_that_used_the_gpu_ends_silently(ending: str) -> None:
-    done = run_python(EXIT, ending)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

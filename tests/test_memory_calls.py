@@ -1,0 +1,217 @@
+"""Host memory: what is asked of CUDA, in which order, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from cuda_calls import INVALID_VALUE, PretendedDriver, mapping_of
+
+from speedtorch import empty, memory_kind, pin_memory_, unpin_memory_
+
+
+def without_managed(monkeypatch: pytest.MonkeyPatch) -> PretendedDriver:
+    """A GPU that torch and the library find and that has no concurrentManagedAccess."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.speedtorch, "built_with_cuda", lambda: True)
+    return PretendedDriver(False)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is asked of CUDA, in which order
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_managed_memory_is_advised_for_every_gpu_before_the_first_touch(gpus: int) -> None:
+    with PretendedDriver(*[True] * gpus) as driver:
+        tensor = empty(3 << 20, dtype=torch.uint8, memory="managed")
+        piece = (tensor.data_ptr(), 3 << 20)
+        assert driver.named("malloc_managed", "advise_preferred_host", "advise_accessed_by") == [
+            ("malloc_managed", 3 << 20),
+            ("advise_preferred_host", *piece),
+            *(("advise_accessed_by", *piece, gpu) for gpu in range(gpus)),
+        ]
+        assert driver.advised_untouched == [True] * (1 + gpus)
+        assert not tensor.any()
+        assert driver.named("host_register") == []
+        del tensor
+        assert driver.named("free_managed") == [("free_managed", piece[0])]
+        assert driver.nothing_left()
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_registered_memory_is_unregistered_before_it_is_unmapped(
+    driver: PretendedDriver, large: bool
+) -> None:
+    count = 64 << 20 if large else 100
+    tensor = empty(count, dtype=torch.uint8, memory="registered")
+    address = tensor.data_ptr()
+    assert driver.named("host_register") == [("host_register", address, count, 0)]
+    del tensor
+    assert driver.named("host_unregister") == [("host_unregister", address)]
+    assert driver.unregistered_mapped == [True]
+    assert not large or mapping_of(address) is None
+
+
+def test_a_gpu_without_concurrent_access_is_refused_by_name() -> None:
+    with PretendedDriver(True, False) as driver:
+        message = "GPU 1 has no concurrentManagedAccess.*memory='registered'"
+        with pytest.raises(RuntimeError, match=message):
+            empty(10, memory="managed")
+        assert driver.named("malloc_managed") == []
+        assert driver.nothing_left()
+
+
+def test_auto_takes_managed_memory_where_every_gpu_can_use_it(driver: PretendedDriver) -> None:
+    assert memory_kind(empty(10)) == "managed"
+
+
+def test_auto_falls_back_to_registered_memory_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_managed(monkeypatch), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert memory_kind(empty(10)) == "registered"
+
+
+def test_auto_falls_back_to_plain_memory_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with without_managed(monkeypatch) as driver:
+        driver.fail("host_register")
+        with pytest.warns(UserWarning) as caught:
+            tensor = empty(10)
+        (warning,) = caught
+        text = "not pinned.* pinning 40 bytes .*pretended reason 2"
+        assert re.search(text, str(warning.message))
+        assert warning.filename == __file__
+        assert memory_kind(tensor) == "plain"
+        assert driver.nothing_left()
+
+
+def test_auto_is_plain_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with PretendedDriver() as driver, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert memory_kind(empty(10)) == "plain"
+        assert driver.nothing_left()
+
+
+# ------------------------------------------------------------------------------------------------
+# Every call may fail
+# ------------------------------------------------------------------------------------------------
+
+PINNING = r"pinning 4000 bytes .*pretended reason 2 \(CUDA error 2\).*available.*Remedy: "
+
+# Every call that making managed memory for two GPUs consists of: name and number.
+MANAGED_CALLS = pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        ("device_count", 1),
+        ("concurrent_managed_access", 1),
+        ("concurrent_managed_access", 2),
+        ("malloc_managed", 1),
+        ("advise_preferred_host", 1),
+        ("advise_accessed_by", 1),
+        ("advise_accessed_by", 2),
+    ],
+)
+
+
+@MANAGED_CALLS
+def test_a_failure_on_the_way_to_managed_memory_leaves_nothing_behind(
+    stats: Callable[[], dict[str, int]], call: str, number: int
+) -> None:
+    with PretendedDriver(True, True) as driver:
+        driver.fail(call, number)
+        with pytest.raises(RuntimeError):
+            empty(1000, memory="managed")
+        assert driver.nothing_left()
+        assert set(stats().values()) == {0}
+        assert memory_kind(empty(1000, memory="managed")) == "managed"
+
+
+@MANAGED_CALLS
+def test_a_failure_on_the_way_to_managed_memory_says_how_much_why_and_what_to_do(
+    call: str, number: int
+) -> None:
+    with PretendedDriver(True, True) as driver:
+        driver.fail(call, number)
+        with pytest.raises(RuntimeError) as caught:
+            empty(1000, memory="managed")
+    for part in (r"\b4000 bytes", r"pretended reason 2 \(CUDA error 2\)", r"memory='registered'"):
+        assert re.search(part, str(caught.value))
+
+
+def test_no_call_of_the_library_escapes_the_tests_above() -> None:
+    with PretendedDriver(True, True) as driver:
+        empty(1000, memory="managed")
+    made = {name for name, *_ in driver.calls}
+    failed = {name for name, _ in MANAGED_CALLS.args[1]}
+    # Whether a graph is captured: asked for where torch has CUDA, and no reason to fail.
+    made -= {"get_device", "stream_is_capturing", "relax_capture"}
+    assert made == failed | {"free_managed"}
+
+
+def test_a_failure_to_register_leaves_nothing_behind(
+    driver: PretendedDriver, stats: Callable[[], dict[str, int]]
+) -> None:
+    driver.fail("host_register", 1)
+    with pytest.raises(RuntimeError, match=PINNING):
+        empty(1000, memory="registered")
+    assert driver.nothing_left()
+    assert mapping_of(driver.named("host_register")[0][1]) is None
+    assert set(stats().values()) == {0}
+    assert memory_kind(empty(1000, memory="registered")) == "registered"
+
+
+def test_a_failure_to_pin_leaves_the_tensor_as_it_was(
+    driver: PretendedDriver, stats: Callable[[], dict[str, int]]
+) -> None:
+    tensor = torch.ones(1000)
+    driver.fail("host_register", 1, 2)
+    with pytest.raises(RuntimeError, match=PINNING):
+        pin_memory_(tensor)
+    assert driver.nothing_left()
+    assert (memory_kind(tensor), set(stats().values())) == ("plain", {0})
+    with pytest.raises(ValueError, match="not pinned with pin_memory_"):
+        unpin_memory_(tensor)
+    assert memory_kind(pin_memory_(tensor)) == "registered"
+
+
+@pytest.mark.parametrize("call", ["pointer_kind", "relax_capture", "get_device"])
+def test_a_failed_question_is_no_failure_and_is_cleared(driver: PretendedDriver, call: str) -> None:
+    driver.fail(call)
+    tensor = pin_memory_(torch.ones(1000))
+    assert driver.pending == 0
+    assert (memory_kind(tensor), memory_kind(torch.ones(3))) == ("registered", "plain")
+    assert driver.pending == 0
+    unpin_memory_(tensor)
+    empty(1000, memory="managed")
+    assert driver.pending == 0
+
+
+@pytest.mark.parametrize("call", ["device_count", "concurrent_managed_access"])
+def test_auto_clears_the_error_of_a_driver_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with PretendedDriver(True) as driver:
+        driver.fail(call)
+        assert memory_kind(empty(10)) == "plain"
+        assert driver.nothing_left()
+
+
+@pytest.mark.parametrize("kind", ["registered", "managed"])
+def test_a_failure_to_give_back_is_cleared_and_memory_is_forgotten(
+    stats: Callable[[], dict[str, int]], kind: str
+) -> None:
+    with PretendedDriver(True) as driver:
+        tensor = empty(1000, memory=kind)
+        driver.fail("free_managed", error=INVALID_VALUE)
+        driver.fail("host_unregister", error=INVALID_VALUE)
+        del tensor
+        assert driver.pending == 0
+        assert set(stats().values()) == {0}
