@@ -1,10 +1,8 @@
 // The element types that accumulate can add, and their addition on the CPU. No CUDA here.
 #pragma once
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <cstdint>
+#include <string>
 
 #include "addend_kind.h"
 #include "rows.h"
@@ -48,40 +46,11 @@ inline AddendKind addend_of(const char* op, const Tensor& tensor) {
   }
 }
 
-struct BoolByte {
-  uint8_t value;
-};
-
 // Rounded to the type at each addition, as np.add.at rounds.
 template <typename T>
 T add(T a, T b) {
   return static_cast<T>(a + b);
 }
 inline BoolByte add(BoolByte a, BoolByte b) { return {static_cast<uint8_t>(a.value | b.value)}; }
-
-// Calls `use` with a value of the kind's type.
-template <typename Use>
-void with_addend_type(AddendKind kind, Use use) {
-  switch (kind) {
-    case AddendKind::kBool:
-      return use(BoolByte{});
-    case AddendKind::kInt8:
-      return use(uint8_t{});
-    case AddendKind::kInt16:
-      return use(uint16_t{});
-    case AddendKind::kInt32:
-      return use(uint32_t{});
-    case AddendKind::kInt64:
-      return use(uint64_t{});
-    case AddendKind::kHalf:
-      return use(torch::headeronly::Half{});
-    case AddendKind::kBFloat16:
-      return use(torch::headeronly::BFloat16{});
-    case AddendKind::kFloat:
-      return use(float{});
-    case AddendKind::kDouble:
-      return use(double{});
-  }
-}
 
 }  // namespace speedtorch

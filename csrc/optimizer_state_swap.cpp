@@ -17,6 +17,7 @@
 #include "host_blocks.h"
 #include "plan.h"
 #include "rows.h"
+#include "swap_rows.h"
 #include "torch_calls.h"
 
 namespace speedtorch {
@@ -25,86 +26,7 @@ namespace {
 constexpr const char* kOp = "optimizer_state_swap";
 constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
 
-using Tensors = std::vector<Tensor>;
 using Plan = std::optional<Tensors>;
-
-struct Field {
-  Rows host, leaving, arriving;
-};
-
-std::string item(const char* list, size_t k) {
-  return std::string(list) + "[" + std::to_string(k) + "]";
-}
-
-// Rows of two fields may interleave (fields of one record) but must not overlap.
-void check_fields_apart(const std::string& a_name, const Rows& a, const std::string& b_name,
-                        const Rows& b) {
-  if (a.base == nullptr || b.base == nullptr || a.base >= b.end() || b.base >= a.end()) return;
-  if (a.stride_bytes == b.stride_bytes) {
-    const int64_t stride = std::max<int64_t>(a.stride_bytes, 1);
-    const int64_t apart = (((b.base - a.base) % stride) + stride) % stride;
-    if (apart >= a.row_bytes && stride - apart >= b.row_bytes) return;
-  }
-  throw_value_error(kOp, a_name + " and " + b_name + " overlap in memory");
-}
-
-std::vector<Field> checked_fields(const Tensors& host, const Tensors& leaving,
-                                  const Tensors& arriving, int64_t evicted, int64_t loaded) {
-  if (host.empty()) throw_value_error(kOp, "host must name at least one field, got an empty list");
-  if (leaving.size() != host.size() || arriving.size() != host.size()) {
-    throw_value_error(kOp, "host, leaving and arriving must be lists of one length, got " +
-                               std::to_string(host.size()) + ", " + std::to_string(leaving.size()) +
-                               " and " + std::to_string(arriving.size()));
-  }
-  std::vector<Field> fields;
-  for (size_t k = 0; k < host.size(); ++k) {
-    const std::string host_name = item("host", k);
-    Field field;
-    field.host = as_writable_rows(kOp, host_name.c_str(), host[k]);
-    check_writable(kOp, host_name.c_str(), field.host);
-    if (host[k].size(0) != host[0].size(0)) {
-      throw_value_error(kOp, host_name + " has " + std::to_string(host[k].size(0)) +
-                                 " rows, host[0] has " + std::to_string(host[0].size(0)) +
-                                 "; all fields of a table have the same rows");
-    }
-    check_device(kOp, host_name.c_str(), host[k], "arriving[0]", arriving[0]);
-    auto check_side = [&](const char* list, const Tensor& side, int64_t needed) {
-      const std::string name = item(list, k);
-      const Rows rows = as_rows(kOp, name.c_str(), side);
-      check_contiguous(kOp, name.c_str(), side);
-      check_dtype(kOp, name.c_str(), side, host_name.c_str(), host[k]);
-      check_same_device(kOp, name.c_str(), side, "arriving[0]", arriving[0]);
-      std::vector<int64_t> expected = shape_of(host[k]);
-      expected[0] = side.size(0);
-      check_shape(kOp, name.c_str(), side, expected);
-      if (side.size(0) < needed) {
-        throw_value_error(kOp, name + " has " + std::to_string(side.size(0)) + " rows, at least " +
-                                   std::to_string(needed) + " are needed");
-      }
-      return rows;
-    };
-    field.leaving = check_side("leaving", leaving[k], evicted);
-    field.arriving = check_side("arriving", arriving[k], loaded);
-    fields.push_back(field);
-  }
-  for (size_t k = 0; k < fields.size(); ++k) {
-    for (size_t j = 0; j < fields.size(); ++j) {
-      const std::string arriving_name = item("arriving", k);
-      check_disjoint(kOp, arriving_name.c_str(), fields[k].arriving, item("leaving", j).c_str(),
-                     fields[j].leaving);
-      check_disjoint(kOp, arriving_name.c_str(), fields[k].arriving, item("host", j).c_str(),
-                     fields[j].host);
-      check_disjoint(kOp, item("leaving", k).c_str(), fields[k].leaving, item("host", j).c_str(),
-                     fields[j].host);
-      if (j < k) {
-        check_disjoint(kOp, arriving_name.c_str(), fields[k].arriving, item("arriving", j).c_str(),
-                       fields[j].arriving);
-        check_fields_apart(item("host", j), fields[j].host, item("host", k), fields[k].host);
-      }
-    }
-  }
-  return fields;
-}
 
 // For ids that lie on the CPU, whose plan is there too.
 void check_distinct(const char* list, const PlanView& plan, int64_t rows) {
@@ -120,9 +42,9 @@ void check_distinct(const char* list, const PlanView& plan, int64_t rows) {
                  .count = status.count});
 }
 
-void swap_on_cpu(const std::vector<Field>& fields, const PlanView& evict, const PlanView& load) {
+void swap_on_cpu(const std::vector<SwapRows>& fields, const PlanView& evict, const PlanView& load) {
   int64_t record_bytes = 1;
-  for (const Field& field : fields) record_bytes += field.host.row_bytes;
+  for (const SwapRows& field : fields) record_bytes += field.host.row_bytes;
   const int64_t entries_per_task = kBytesPerTask / record_bytes + 1;
   const int64_t* evict_end = evict.unique + evict.count;
   const int64_t* load_end = load.unique + load.count;
@@ -134,7 +56,7 @@ void swap_on_cpu(const std::vector<Field>& fields, const PlanView& evict, const 
       const int64_t id = load.unique[m];
       const int64_t* found = std::lower_bound(evict.unique, evict_end, id);
       const bool stays = found != evict_end && *found == id;
-      for (const Field& field : fields) {
+      for (const SwapRows& field : fields) {
         const char* from =
             stays ? field.leaving.row(evict.order[found - evict.unique]) : field.host.row(id);
         if (field.host.row_bytes > 0)
@@ -146,7 +68,7 @@ void swap_on_cpu(const std::vector<Field>& fields, const PlanView& evict, const 
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = evict.unique[m];
       if (std::binary_search(load.unique, load_end, id)) continue;
-      for (const Field& field : fields) {
+      for (const SwapRows& field : fields) {
         if (field.host.row_bytes > 0)
           move(field.host.row(id), field.leaving.row(evict.order[m]), field.host.row_bytes);
       }
@@ -154,7 +76,7 @@ void swap_on_cpu(const std::vector<Field>& fields, const PlanView& evict, const 
   });
 }
 
-void swap_on_gpu(const Tensors& host, const std::vector<Field>& fields, const PlanView& evict,
+void swap_on_gpu(const Tensors& host, const std::vector<SwapRows>& fields, const PlanView& evict,
                  const PlanView& load, const Tensor& on, const CurrentStream& stream) {
   if constexpr (kWithCuda) {
     const Tensor arrives_from = new_tensor(kOp, {load.count}, ScalarType::Long, on);
@@ -212,7 +134,7 @@ void swap_staged(const Tensors& host, const Tensors& leaving, const Ids& evict,
   const PlanView load_view = view_plan(kOp, "load", load_made, load.count, rows, load_ids.keep);
   check_distinct("evict", evict_view, rows);
   check_distinct("load", load_view, rows);
-  swap_on_cpu(checked_fields(host, staged_leaving, staged_arriving, evict.count, load.count),
+  swap_on_cpu(check_swap(kOp, host, staged_leaving, staged_arriving, evict.count, load.count),
               evict_view, load_view);
   for (size_t k = 0; k < host.size(); ++k) {
     copy_async(kOp, staged_arriving[k],
@@ -226,8 +148,8 @@ void swap_fields(const Tensors& host, const Tensors& leaving, const Tensor& evic
   throw_pending();
   Ids evict_ids = as_ids(kOp, "evict", evict);
   Ids load_ids = as_ids(kOp, "load", load);
-  const std::vector<Field> fields =
-      checked_fields(host, leaving, arriving, evict_ids.count, load_ids.count);
+  const std::vector<SwapRows> fields =
+      check_swap(kOp, host, leaving, arriving, evict_ids.count, load_ids.count);
   const Tensor& on = arriving[0];
   const int64_t rows = fields[0].host.count;
   check_device(kOp, "evict", evict, "arriving[0]", on);

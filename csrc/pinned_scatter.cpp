@@ -4,6 +4,8 @@
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <cstring>
@@ -52,7 +54,7 @@ void scatter_on_cpu(const Rows& table, const Ids& ids, const Rows& src) {
 }
 
 void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, AddendKind kind) {
-  with_addend_type(kind, [&](auto number) {
+  with_addend_type<torch::headeronly::Half, torch::headeronly::BFloat16>(kind, [&](auto number) {
     using T = decltype(number);
     const int64_t numbers = src.row_bytes / static_cast<int64_t>(sizeof(T));
     for_each_id(ids, src.row_bytes, [&](int64_t i) {

@@ -24,10 +24,6 @@ struct LastOccurrences {
   __device__ int64_t to(int64_t m) const { return plan.unique[m]; }
 };
 
-struct BoolByte {
-  uint8_t value;
-};
-
 template <typename T>
 __device__ T add(T a, T b) {
   return static_cast<T>(a + b);
@@ -69,30 +65,6 @@ __global__ void __launch_bounds__(kMoverThreads)
   }
 }
 
-template <typename Use>
-void with_gpu_type(AddendKind kind, Use use) {
-  switch (kind) {
-    case AddendKind::kBool:
-      return use(BoolByte{});
-    case AddendKind::kInt8:
-      return use(uint8_t{});
-    case AddendKind::kInt16:
-      return use(uint16_t{});
-    case AddendKind::kInt32:
-      return use(uint32_t{});
-    case AddendKind::kInt64:
-      return use(uint64_t{});
-    case AddendKind::kHalf:
-      return use(__half{});
-    case AddendKind::kBFloat16:
-      return use(__nv_bfloat16{});
-    case AddendKind::kFloat:
-      return use(float{});
-    case AddendKind::kDouble:
-      return use(double{});
-  }
-}
-
 }  // namespace
 
 int launch_scatter(const ScatterRows& rows, const PlanView& plan, Letter* box, void* stream) {
@@ -112,7 +84,7 @@ int launch_scatter_add(const ScatterRows& rows, const PlanView& plan, AddendKind
   const int64_t warps_per_block = kMoverThreads / 32;
   const int64_t blocks =
       std::clamp<int64_t>((plan.count + warps_per_block - 1) / warps_per_block, 1, most);
-  with_gpu_type(kind, [&](auto number) {
+  with_addend_type<__half, __nv_bfloat16>(kind, [&](auto number) {
     add_rows_kernel<decltype(number)>
         <<<static_cast<int>(blocks), kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
             rows, plan, complaint);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,3 +131,9 @@ def stats(driver: PretendedDriver) -> Callable[[], dict[str, int]]:
     """Bytes by kind, without what was there before the test."""
     before = memory_stats()
     return lambda: {name: count - before[name] for name, count in memory_stats().items()}
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of these tests go to a folder of their own."""
+    monkeypatch.chdir(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,8 @@ import pytest
 import torch
 
 from speedtorch import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
+
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 MAKERS = {
     "COM": COM,
@@ -21,12 +22,6 @@ MAKERS = {
     "Pytorch-pinned": lambda *a, **k: PytorchCOM(*a, deviceType="cpu", pinType=True, **k),
     "MM": COMMM,
 }
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of these tests go to a folder of their own."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(params=MAKERS.values(), ids=MAKERS.keys())

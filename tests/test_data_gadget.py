@@ -22,6 +22,8 @@ from speedtorch import (
     PytorchDataGadget,
 )
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 MAKERS = {
     "DataGadget": DataGadget,
@@ -33,12 +35,6 @@ MAKERS = {
     "Pytorch-pageable": lambda source, **k: PytorchDataGadget(source, "cpu", **k),
 }
 SHAPES = [(7,), (7, 1), (7, 3), (7, 2, 3), (7, 2, 1, 3), (7, 0), (0, 3)]
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of these tests go to a folder of their own."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(params=MAKERS.values(), ids=MAKERS.keys())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,7 @@ from speedtorch import (
     OptimizerFactoryMM,
 )
 
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of these tests go to a folder of their own."""
-    monkeypatch.chdir(tmp_path)
-
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 CONSTRUCTION_ERRORS = [
     (

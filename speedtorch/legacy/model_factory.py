@@ -5,6 +5,8 @@ Five families with one implementation; table_place.py says what they differ in.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from speedtorch.legacy.model_switcher import ModelSwitcher, RowShape, Variable
@@ -73,40 +75,36 @@ class ModelFactory(CupyFiles, ModelSwitcher):
         super().__init__(place, *row, sumDuplicates, table)
 
 
-class GPUPytorchModelFactory(TorchFiles, ModelSwitcher):
+class OneMemoryModelFactory(TorchFiles, ModelSwitcher):
+    """ModelFactory with the table in one kind of memory, and torch's files."""
+
+    _memory: ClassVar[str]
+
+    def __init__(
+        self,
+        model_variable: Variable,
+        total_classes: int,
+        embed_dimension: RowShape,
+        datatype: Datatype = torch.float32,
+        *,
+        sumDuplicates: bool = False,
+        table: HostTable | None = None,
+    ) -> None:
+        """See ModelFactory."""
+        row = (model_variable, total_classes, embed_dimension, datatype)
+        super().__init__(TablePlace(self._memory), *row, sumDuplicates, table)
+
+
+class GPUPytorchModelFactory(OneMemoryModelFactory):
     """ModelFactory with the table on the variable's device, and torch's files."""
 
-    def __init__(
-        self,
-        model_variable: Variable,
-        total_classes: int,
-        embed_dimension: RowShape,
-        datatype: Datatype = torch.float32,
-        *,
-        sumDuplicates: bool = False,
-        table: HostTable | None = None,
-    ) -> None:
-        """See ModelFactory."""
-        row = (model_variable, total_classes, embed_dimension, datatype)
-        super().__init__(TablePlace("variable"), *row, sumDuplicates, table)
+    _memory = "variable"
 
 
-class CPUPytorchModelFactory(TorchFiles, ModelSwitcher):
+class CPUPytorchModelFactory(OneMemoryModelFactory):
     """ModelFactory with the table in host memory, and torch's files."""
 
-    def __init__(
-        self,
-        model_variable: Variable,
-        total_classes: int,
-        embed_dimension: RowShape,
-        datatype: Datatype = torch.float32,
-        *,
-        sumDuplicates: bool = False,
-        table: HostTable | None = None,
-    ) -> None:
-        """See ModelFactory."""
-        row = (model_variable, total_classes, embed_dimension, datatype)
-        super().__init__(TablePlace("auto"), *row, sumDuplicates, table)
+    _memory = "auto"
 
 
 class PytorchModelFactory(TorchFiles, ModelSwitcher):

@@ -5,6 +5,8 @@ Five families with one implementation; table_place.py says what they differ in.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -80,42 +82,37 @@ class OptimizerFactory(CupyFiles, OptimizerSwitcher):
         super().__init__(host_or_variable(CPUPinn), given_optimizer, *row, table)
 
 
-class GPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
+class OneMemoryOptimizerFactory(TorchFiles, OptimizerSwitcher):
+    """OptimizerFactory with the table in one kind of memory, and torch's files."""
+
+    _memory: ClassVar[str]
+
+    def __init__(
+        self,
+        given_optimizer: Optimizer,
+        total_classes: int,
+        embed_dimension: RowShape,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Datatype = torch.float32,
+        *,
+        table: HostTable | None = None,
+    ) -> None:
+        """See OptimizerFactory."""
+        row = (total_classes, embed_dimension, model, variable_name, dtype)
+        super().__init__(TablePlace(self._memory), given_optimizer, *row, table)
+
+
+class GPUPytorchOptimizerFactory(OneMemoryOptimizerFactory):
     """OptimizerFactory with the table on the variable's device, and torch's files."""
 
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: RowShape,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Datatype = torch.float32,
-        *,
-        table: HostTable | None = None,
-    ) -> None:
-        """See OptimizerFactory."""
-        row = (total_classes, embed_dimension, model, variable_name, dtype)
-        super().__init__(TablePlace("variable"), given_optimizer, *row, table)
+    _memory = "variable"
 
 
-class CPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
+class CPUPytorchOptimizerFactory(OneMemoryOptimizerFactory):
     """OptimizerFactory with the table in host memory, and torch's files."""
 
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: RowShape,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Datatype = torch.float32,
-        *,
-        table: HostTable | None = None,
-    ) -> None:
-        """See OptimizerFactory."""
-        row = (total_classes, embed_dimension, model, variable_name, dtype)
-        super().__init__(TablePlace("auto"), given_optimizer, *row, table)
+    _memory = "auto"
 
 
 class PytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):

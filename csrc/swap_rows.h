@@ -1,0 +1,21 @@
+// The three sides of a swap, field by field, and the checks that they fit.
+#pragma once
+
+#include <vector>
+
+#include "rows.h"
+
+namespace speedtorch {
+
+using Tensors = std::vector<Tensor>;
+
+struct SwapRows {
+  Rows host, leaving, arriving;
+};
+
+// One entry for each field. Throws ValueError unless lists, shapes, dtypes and devices fit, there
+// is room for the rows of both lists, and nothing overlaps what is written.
+std::vector<SwapRows> check_swap(const char* op, const Tensors& host, const Tensors& leaving,
+                                 const Tensors& arriving, int64_t evicted, int64_t loaded);
+
+}  // namespace speedtorch
