@@ -60,7 +60,7 @@ def main() -> None:
                     ),
                     distinct_ids(overlap),
                     nbytes=int(NBYTES * (1 - overlap)),
-                    bound=bound,
+                    bound=None if overlap else bound,  # the bound moves every row
                 )
             )
         table.close()
