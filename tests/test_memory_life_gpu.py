@@ -11,35 +11,15 @@ from conftest import NEEDS_GPU
 from cuda_calls import Driver
 from reference import assert_same_bytes, assert_same_storage, random_rows
 from test_cuda_graphs import captured
+from test_memory_gpu import LONG, NBYTES, OWN, ROWS, WIDTH, all_rows, table_of
 from test_memory_processes import lines_of, run_python
 from torch import Tensor
 
 import speedtorch
-from speedtorch import HostTable, empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
+from speedtorch import HostTable, memory_kind, memory_stats, unpin_memory_
 from speedtorch.memory import release
 
 pytestmark = NEEDS_GPU
-
-ROWS, WIDTH = 1000, 256
-NBYTES = ROWS * WIDTH * 4
-LONG = 300_000_000  # GPU cycles, over a tenth of a second: the calls after it return long before
-OWN = ["managed", "registered"]
-
-
-def table_of(kind: str, values: Tensor) -> Tensor:
-    """The values in memory of a kind; "in_place" is torch's own memory, pinned where it is."""
-    if kind == "in_place":
-        return pin_memory_(values.clone())
-    return empty(values.shape, dtype=values.dtype, memory=kind).copy_(values)
-
-
-def all_rows() -> Tensor:
-    """The ids of all rows, last first, on the GPU; the kernels are loaded by then."""
-    index = torch.arange(ROWS, device="cuda").flip(0)
-    for kind in OWN:
-        speedtorch.pinned_gather(table_of(kind, torch.zeros(ROWS, WIDTH)), index)
-    speedtorch.synchronize()
-    return index
 
 
 def others(kind: str) -> list[Tensor]:
