@@ -72,10 +72,9 @@ def machine() -> dict[str, str]:
     gpu, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(
         ","
     )
-    commit = os.environ.get("SPEEDTORCH_COMMIT")
-    if commit is None:
-        head = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    known = subprocess.run(head, capture_output=True, text=True).stdout.strip()
+    commit = os.environ.get("SPEEDTORCH_COMMIT") or known or "unknown"
     return {
         "gpu": gpu.strip(),
         "driver": driver.strip(),

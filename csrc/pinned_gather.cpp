@@ -1,9 +1,9 @@
 // pinned_gather: out[i] = table[index[i]], the table in host memory (or on the GPU of the ids).
 // Checks, the CPU kernel and the choice of path; the GPU kernels are in pinned_gather.cu.
 //
-// Paths on the GPU: rows in index order from managed memory and from tables on the GPU (order does
-// not matter there), in address order from registered memory (measured: three times as fast),
-// through a staged copy from pageable memory.
+// Paths on the GPU: rows in index order for small batches, from managed memory and from tables on
+// the GPU (order does not matter there); in address order from registered memory (measured: three
+// times as fast); through a staged copy from pageable memory.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -27,6 +27,9 @@ namespace {
 constexpr const char* kOp = "pinned_gather";
 constexpr const char* kIndex = "index";
 constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
+
+// Putting ids in address order takes a dozen launches; so few rows arrive sooner in any order.
+constexpr int64_t kFewIds = 1024;
 
 using Plan = std::optional<std::vector<Tensor>>;
 
@@ -70,14 +73,18 @@ void gather_on_gpu(const Tensor& table, const Rows& rows, const Ids& ids, const 
                         .row_bytes = rows.row_bytes,
                         .count = ids.count,
                         .crosses_link = !table.is_cuda()};
-  const bool any_order =
-      static_cast<MemoryKind>(memory_kind(table)) == MemoryKind::kManaged || table.is_cuda();
+  const bool any_order = ids.count <= kFewIds || table.is_cuda() ||
+                         static_cast<MemoryKind>(memory_kind(table)) == MemoryKind::kManaged;
   if constexpr (kWithCuda) {
     if (!plan && any_order) {
-      const Tensor memory = new_tensor(kOp, {kPlanStatusFields}, ScalarType::Long, out);
-      auto* status = static_cast<PlanStatus*>(memory.mutable_data_ptr());
-      check_cuda(launch_check_ids(ids.data, ids.wide, ids.count, rows.count, status, stream.get()),
-                 kOp);
+      std::optional<Tensor> memory;
+      PlanStatus* status = nullptr;
+      if (ids.count > kIdsCheckedInBlock) {
+        memory = new_tensor(kOp, {kPlanStatusFields}, ScalarType::Long, out);
+        status = static_cast<PlanStatus*>(memory->mutable_data_ptr());
+        check_cuda(
+            launch_check_ids(ids.data, ids.wide, ids.count, rows.count, status, stream.get()), kOp);
+      }
       check_cuda(launch_gather_direct(work, ids.data, ids.wide, status, letter_box(), stream.get()),
                  kOp);
     } else {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr IdList kList = IdList::kIndex;
 
-// out[m] = table[ids[m]]
+// out[m] = table[ids[m]]. Without a status each block looks through all ids itself.
 struct InIndexOrder {
   const void* ids;
   bool wide;
@@ -19,8 +19,26 @@ struct InIndexOrder {
   const PlanStatus* status;
   Complaint complaint;
 
-  __device__ bool blocked() const { return is_blocked(*status, complaint.rows); }
-  __device__ void complain() const { complain_if_blocked(complaint, *status); }
+  __device__ bool is_bad(int64_t m) const {
+    return static_cast<uint64_t>(from(m)) >= static_cast<uint64_t>(complaint.rows);
+  }
+  __device__ bool blocked() const {
+    if (status != nullptr) return is_blocked(*status, complaint.rows);
+    bool bad = false;
+    for (int64_t m = threadIdx.x; m < n; m += blockDim.x) bad |= is_bad(m);
+    return __syncthreads_or(bad);
+  }
+  __device__ void complain() const {
+    if (status != nullptr) return complain_if_blocked(complaint, *status);
+    PlanStatus found{0, n, 0, 0, complaint.rows, n, n, 0};
+    for (int64_t m = n - 1; m >= 0; --m) {
+      if (!is_bad(m)) continue;
+      ++found.bad_count;
+      found.bad_position = m;
+      found.bad_id = from(m);
+    }
+    complain_if_blocked(complaint, found);
+  }
   __device__ int64_t count() const { return n; }
   __device__ int64_t from(int64_t m) const {
     return wide ? static_cast<const int64_t*>(ids)[m] : static_cast<const int32_t*>(ids)[m];

@@ -18,7 +18,12 @@ struct GatherRows {
   bool crosses_link;
 };
 
-// Row by row in the order of the ids; `status` says whether they are good.
+// A batch of at most so many ids is checked by the kernel that moves it, in each block anew: one
+// launch instead of four.
+constexpr int64_t kIdsCheckedInBlock = 4096;
+
+// Row by row in the order of the ids; `status` says whether they are good, or is null for at most
+// kIdsCheckedInBlock ids.
 int launch_gather_direct(const GatherRows& rows, const void* ids, bool wide,
                          const PlanStatus* status, Letter* box, void* stream);
 // In address order: each distinct row crosses the link once, its repetitions are copied on the GPU.

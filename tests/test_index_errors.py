@@ -152,6 +152,17 @@ def test_one_bad_among_many_is_found_anywhere(place: Place, call: str, position:
     attempt.assert_nothing_moved()
 
 
+@pytest.mark.parametrize("count", [600, 1024, 1025, 4096, 4097])
+def test_a_gather_finds_bad_ids_on_both_sides_of_every_change_of_path(
+    place: Place, count: int
+) -> None:
+    ids = torch.arange(count) % ROWS
+    ids[count - 1], ids[count - 7] = ROWS, -5
+    attempt = Attempt("gather_out", place, ids.to(place.device))
+    assert numbers(message_of(attempt)) == [-5, count - 7, ROWS, 2, count]
+    attempt.assert_nothing_moved()
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_all_may_be_bad(place: Place, call: str) -> None:
     attempt = Attempt(call, place, place.ids([-1 - row for row in IDS]))

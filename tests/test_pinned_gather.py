@@ -114,6 +114,16 @@ def test_more_ids_than_any_block_holds(place: Place) -> None:
     assert_same_bytes(result, values[index])
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=dtype_name)
+@pytest.mark.parametrize("count", [512, 513, 1024, 1025, 4096, 4097, 20_000])
+def test_batches_on_both_sides_of_every_change_of_path(
+    place: Place, count: int, dtype: torch.dtype
+) -> None:
+    values = random_rows(3000, (9,), torch.int16)
+    ids = torch.randint(3000, (count,), generator=torch.Generator().manual_seed(count))
+    check(place, values, ids.to(place.device, dtype))
+
+
 def test_nan_payloads_and_the_sign_of_zero_survive(place: Place) -> None:
     bits = torch.tensor([0x7F800001, 0x7FC12345, -0x003FFFFF, -0x80000000, 0x7F800000, 1])
     values = bits.to(torch.int32).view(torch.float32).reshape(3, 2)
