@@ -40,6 +40,11 @@ struct CudaCalls {
 
 CudaCalls& cuda_calls();
 
+// True for the errors that say there is no GPU or no driver for it (or no CUDA in this build).
+constexpr bool is_without_gpu(int error) { return error == 35 || error == 100; }
+constexpr const char* kWithoutGpu =
+    ", and there is none or no driver for it; use memory='plain' or memory='auto'";
+
 // What an "event is not finished" answer looks like (cudaErrorNotReady).
 constexpr int kCudaNotReady = 600;
 

@@ -25,6 +25,9 @@ constexpr const char* kMakeBefore = "make and pin tables before the capture begi
 void check_managed(int error, const char* step, int64_t bytes) {
   if (error == 0) return;
   cuda_calls().last_error();
+  if (is_without_gpu(error)) {
+    throw std::runtime_error(std::string("host memory: managed memory needs a GPU") + kWithoutGpu);
+  }
   throw std::runtime_error(
       "host memory: " + std::to_string(bytes) + " bytes of managed memory cannot be had, " + step +
       " failed: " + cuda_calls().error_string(error) + " (CUDA error " + std::to_string(error) +

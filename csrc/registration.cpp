@@ -36,6 +36,7 @@ int register_pieces(char* base, int64_t bytes, bool read_only) {
 }
 
 std::string registration_failure(int64_t bytes, int error) {
+  if (is_without_gpu(error)) return std::string("host memory: pinning needs a GPU") + kWithoutGpu;
   return "host memory: pinning " + std::to_string(bytes) +
          " bytes with cudaHostRegister failed: " + cuda_calls().error_string(error) +
          " (CUDA error " + std::to_string(error) +

@@ -123,6 +123,19 @@ def _npy_path(path: str, name: str, alone: bool) -> str:
     return f"{path.removesuffix('.npy')}.{name}.npy"
 
 
+def _refuse_others(path: str, targets: list[str]) -> None:
+    """Files that open() would take for fields of this table must not stand beside the new ones."""
+    if targets == [path]:
+        return
+    others = {path, *_npy_siblings(path).values()} - set(targets)
+    beside = sorted(each for each in others if os.path.lexists(each))
+    if beside:
+        raise ValueError(
+            f"{path}: {', '.join(beside)} would be read as part of this table; remove it, or save"
+            " under another name or as .safetensors"
+        )
+
+
 def save_fields(path: str | os.PathLike[str], fields: Mapping[str, Tensor]) -> None:
     """Saves fields of a table, all or none.
 
@@ -132,7 +145,8 @@ def save_fields(path: str | os.PathLike[str], fields: Mapping[str, Tensor]) -> N
         fields: Name to rows, `[rows, ...]`, contiguous within a row.
 
     Raises:
-        ValueError: Another ending, or a dtype that the format cannot hold.
+        ValueError: Another ending, a dtype that the format cannot hold, or .npy files of the same
+            name that are not of these fields; nothing is written.
         OSError: The files could not be written; what was there before is still there.
 
     Example:
@@ -153,6 +167,7 @@ def save_fields(path: str | os.PathLike[str], fields: Mapping[str, Tensor]) -> N
             )
             for field_name, field in fields.items()
         ]
+        _refuse_others(name, [target for target, _, _ in planned])
     else:
         header = safetensors_format.safetensors_header(
             {each: (field.shape, field.dtype) for each, field in fields.items()}
@@ -245,15 +260,20 @@ def _npy_files(path: str, expected: tuple[str, ...] | None) -> dict[str, str]:
         return {name: _npy_path(path, name, len(expected) == 1) for name in expected}
     if os.path.lexists(path):
         return {"weight": path}
+    if found := _npy_siblings(path):
+        return found
+    stem = path.removesuffix(".npy")
+    raise FileNotFoundError(errno.ENOENT, f"neither this nor {stem}.<field>.npy exists", path)
+
+
+def _npy_siblings(path: str) -> dict[str, str]:
+    """Field name to file, of the files named as save_fields names those of several fields."""
     stem = path.removesuffix(".npy")
     found = {
         target[len(stem) + 1 : -len(".npy")]: target
         for target in sorted(glob.glob(f"{glob.escape(stem)}.*.npy"))
     }
-    found = {name: target for name, target in found.items() if "." not in name}
-    if not found:
-        raise FileNotFoundError(errno.ENOENT, f"neither this nor {stem}.<field>.npy exists", path)
-    return found
+    return {name: target for name, target in found.items() if "." not in name}
 
 
 def _check(stored: Mapping[str, StoredField], expected: tuple[str, ...] | None) -> None:

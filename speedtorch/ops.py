@@ -12,7 +12,7 @@ raises `IndexError`, at the latest `synchronize`.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,14 @@ def _load_library() -> None:
         from speedtorch import _C  # type: ignore[attr-defined]  # noqa: F401
     except ImportError as error:
         built = sorted(Path(__file__).parent.glob("_C*.so"))
+        if not built:
+            raise ImportError(
+                "speedtorch: its library is not built; run `make setup` or `pip install "
+                "--no-build-isolation .` in a checkout"
+            ) from None
         raise ImportError(
             f"speedtorch: its library does not load beside torch {torch.__version__} ({error}). "
-            f"Library: {built[0] if built else 'not built'}. It needs torch >= 2.11; build it with "
+            f"Library: {built[0]}. It needs torch >= 2.11; build it with "
             "`pip install --no-build-isolation .` in a checkout."
         ) from error
 
@@ -41,6 +46,14 @@ _load_library()
 _ops = torch.ops.speedtorch
 # Tensors that go while the interpreter ends must make no CUDA call any more.
 atexit.register(_ops.stop)
+
+
+def _check_ids(name: str, ids: object) -> None:
+    if not isinstance(ids, Tensor):
+        raise TypeError(
+            f"{name}: expected an int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor"
+            " makes one of a list or an array"
+        )
 
 
 def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
@@ -69,6 +82,7 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
         >>> unique.tolist(), inverse.tolist(), order.tolist(), offsets.tolist()
         ([2, 7, -1], [1, 0, 1], [1, 0, 2], [0, 1, 3, 3])
     """
+    _check_ids("index", index)
     return list(_ops.plan_rows(index, rows))
 
 
@@ -104,6 +118,7 @@ def pinned_gather(
         >>> pinned_gather(table, torch.tensor([2, 0])).tolist()
         [[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]
     """
+    _check_ids("index", index)
     if out is None:
         rows: Tensor = (
             _ops.pinned_gather(table, index)
@@ -153,6 +168,7 @@ def pinned_scatter(
         >>> table.tolist()
         [[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]]
     """
+    _check_ids("index", index)
     with torch.no_grad():
         if plan is None:
             _ops.pinned_scatter(table, index, src, accumulate)
@@ -200,6 +216,8 @@ def optimizer_state_swap(
         >>> weight.flatten().tolist(), come.flatten().tolist()
         ([0.0, 10.0, 2.0, 3.0], [30.0, 0.0])
     """
+    _check_ids("evict", evict)
+    _check_ids("load", load)
     with torch.no_grad():
         if evict_plan is None and load_plan is None:
             _ops.optimizer_state_swap(list(host), list(leaving), evict, list(arriving), load)
@@ -237,8 +255,7 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
     _ops.throw_pending()
 
 
-# ------------------------------------------------------------------------------------------- fake
-# kernels
+# -------------------------------------------------------------------------------- fake kernels
 
 
 def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
@@ -247,7 +264,14 @@ def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
     return [index.new_empty(length, dtype=torch.int64) for length in lengths]
 
 
+def _refuse_meta_mix(tensors: Iterable[Tensor]) -> None:
+    """A meta tensor has no rows to move to or from a real one."""
+    if len({tensor.is_meta for tensor in tensors}) > 1:
+        raise ValueError("speedtorch: meta tensors cannot be mixed with real ones in one op")
+
+
 def _pinned_gather_fake(table: Tensor, index: Tensor) -> Tensor:
+    _refuse_meta_mix((table, index))
     return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
 
 
@@ -255,8 +279,10 @@ def _pinned_gather_planned_fake(table: Tensor, index: Tensor, plan: list[Tensor]
     return _pinned_gather_fake(table, index)
 
 
-def _writes_its_arguments(*args: object, **kwargs: object) -> None:
+def _writes_its_arguments(*args: Any, **kwargs: object) -> None:
     """Fake kernel of the ops that return nothing."""
+    parts = (part if isinstance(part, list | tuple) else (part,) for part in args)
+    _refuse_meta_mix(each for part in parts for each in part if isinstance(each, Tensor))
 
 
 _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
@@ -274,8 +300,7 @@ for _name, _kernel in _FAKE_KERNELS.items():
     torch.library.register_fake(f"speedtorch::{_name}", _kernel)
 
 
-# -----------------------------------------------------------------------------------------------
-# autograd
+# ------------------------------------------------------------------------------------- autograd
 
 
 def _remember_index(

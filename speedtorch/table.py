@@ -190,6 +190,9 @@ class HostTable(Initialisers):
             raise ValueError(f"{os.fspath(path)}: is the file that the rows are in; choose another")
         checkpoint.save_fields(path, {name: self[name] for name in self.fields})
 
+    was_read = False
+    """True once rows were read from a file; they are not initial values then."""
+
     def load(self, path: _Path) -> None:
         """Reads all fields from what save() wrote, or from files like it.
 
@@ -225,3 +228,4 @@ class HostTable(Initialisers):
         for name, each in stored.items():
             each.read_into(self[name])
         self.settle()
+        self.was_read = True

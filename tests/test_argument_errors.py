@@ -207,3 +207,29 @@ def test_a_plan_on_the_cpu_serves_the_cpu_alone(gpu_place: Place) -> None:
         lambda: speedtorch.pinned_gather(table, index, plan=plan),
         r"pinned_gather: .*plan.* is on cpu but .* is on cuda:0",
     )
+
+
+@pytest.mark.parametrize("ids", [[1], 1, None], ids=str)
+def test_ids_that_are_no_tensor_are_refused_with_the_remedy(ids: object) -> None:
+    table = torch.zeros(3, 2)
+    calls: list[Callable[[], object]] = [
+        lambda: speedtorch.pinned_gather(table, ids),  # type: ignore[arg-type]
+        lambda: speedtorch.pinned_scatter(table, ids, table),  # type: ignore[arg-type]
+        lambda: speedtorch.plan_rows(ids, 3),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="index: expected an int32 or int64 tensor.*as_tensor"):
+            call()
+
+
+def test_meta_tensors_do_not_mix_with_real_ones() -> None:
+    table, index = torch.zeros(3, 2), torch.tensor([0])
+    rows = torch.zeros(1, 2)
+    for call in (
+        lambda: speedtorch.pinned_gather(table.to("meta"), index),
+        lambda: speedtorch.pinned_gather(table, index, out=rows.to("meta")),
+        lambda: speedtorch.pinned_scatter(table.to("meta"), index, rows),
+        lambda: speedtorch.optimizer_state_swap([table.to("meta")], [rows], index, [rows], index),
+    ):
+        with pytest.raises(ValueError, match="meta tensors cannot be mixed"):
+            call()

@@ -317,3 +317,47 @@ def test_an_id_out_of_range_changes_nothing_and_the_next_call_works(family: Any,
         gadget.insertData(torch.zeros(2, 3), [1, bad])
     assert_same_bytes(all_rows(gadget), data)
     assert_same_bytes(gadget.getData([1]), data[[1]])
+
+
+def test_a_second_init_keeps_what_was_inserted(tmp_path: Path) -> None:
+    np.save("d.npy", np.zeros((3, 2)))
+    gadget = DataGadget("d.npy")
+    gadget.insertData(torch.ones(1, 2, dtype=torch.float64), [1])
+    gadget.gadgetInit()
+    assert all_rows(gadget)[1].tolist() == [1, 1]
+
+
+def test_torch_files_that_hold_no_dense_rows_change_nothing() -> None:
+    gadget = CPUPytorchDataGadget(torch.arange(6.0).reshape(3, 2))
+    gadget.gadgetInit()
+    torch.save(torch.eye(3).to_sparse(), "sparse.pt")
+    torch.save(torch.tensor(1.0), "scalar.pt")
+    Path("broken.pt").write_bytes(b"broken")
+    Path("empty.pt").write_bytes(b"")
+    for name in ("sparse.pt", "scalar.pt", "broken.pt", "empty.pt"):
+        with pytest.raises(ValueError, match=name):
+            gadget.loadTorch(name)
+    assert all_rows(gadget).tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_read_that_fails_leaves_the_gadget_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save("other.npy", np.ones((9, 9)))
+    gadget = DataGadget(np.zeros((3, 2)))
+    gadget.gadgetInit()
+
+    def fail(*_: object) -> None:
+        raise OSError("pretended")
+
+    monkeypatch.setattr("speedtorch.checkpoint.StoredField.read_into", fail)
+    with pytest.raises(OSError, match="pretended"):
+        gadget.loadCupy("other.npy")
+    assert all_rows(gadget).tolist() == [[0, 0]] * 3
+
+
+def test_a_mapped_gadget_does_not_save_over_its_own_file() -> None:
+    np.save("mine.npy", np.zeros((3, 2)))
+    gadget = DataGadgetMM("mine.npy")
+    with pytest.raises(ValueError, match="is the file that this gadget maps"):
+        gadget.saveCupy("mine.npy")
+    gadget.insertData(torch.ones(1, 2, dtype=torch.float64), [1])
+    assert np.load("mine.npy")[1].tolist() == [1, 1]

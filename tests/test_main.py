@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from speedtorch import __main__ as command
+from speedtorch.__main__ import main
 from speedtorch.demo.settings import Settings, make_optimizer, optimizer_names
 
 ROOT = Path(__file__).parents[1]
@@ -142,3 +143,12 @@ def test_without_a_rate_an_optimizer_gets_a_good_one() -> None:
         made = make_optimizer(name, None, [parameter])
         assert type(made).__name__ == name
         assert make_optimizer(name, 0.125, [parameter]).defaults["lr"] == 0.125
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("memory", ["managed", "registered", "cuda"])
+def test_memory_that_needs_a_gpu_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], memory: str
+) -> None:
+    assert main(["demo", "word2vec", "--memory", memory]) == 2
+    assert f"memory {memory} cannot be used: torch sees no GPU" in capsys.readouterr().err

@@ -215,3 +215,12 @@ def test_a_failure_to_give_back_is_cleared_and_memory_is_forgotten(
         del tensor
         assert driver.pending == 0
         assert set(stats().values()) == {0}
+
+
+@pytest.mark.parametrize("error", [35, 100])
+@pytest.mark.parametrize("kind", ["managed", "registered"])
+def test_without_a_gpu_the_message_says_so(driver: PretendedDriver, kind: str, error: int) -> None:
+    driver.fail("device_count", error=error)
+    driver.fail("host_register", error=error)
+    with pytest.raises(RuntimeError, match="needs a GPU, and there is none.*use memory='plain'"):
+        empty(3, memory=kind)

@@ -288,3 +288,12 @@ def test_every_file_call_goes_through_the_table_of_calls(
     table.load(tmp_path / "t.npy")
     table.close()
     assert used == set(vars(files.calls))
+
+
+@pytest.mark.parametrize("beside", ["t.npy", "t.gone.npy"])
+def test_npy_files_that_open_would_mix_in_are_refused(tmp_path: Path, beside: str) -> None:
+    np.save(tmp_path / beside, np.zeros((3, 2)))
+    table = HostTable(3, 2, state=["m"], memory="plain")
+    with pytest.raises(ValueError, match=f"{beside} would be read as part of this table; remove"):
+        table.save(tmp_path / "t.npy")
+    assert sorted(os.listdir(tmp_path)) == [beside]

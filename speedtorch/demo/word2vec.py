@@ -71,6 +71,7 @@ class _Run:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.device = _device(settings.device)
+        _check_memory(settings.memory)
         passages = file_passages(settings.corpus) if settings.corpus else builtin_passages()
         self.corpus = Corpus.from_passages(passages, min_count=settings.min_count)
         self.words = len(self.corpus.words)
@@ -176,6 +177,12 @@ def _device(name: str) -> torch.device:
         reason = "torch sees no GPU" if not torch.cuda.is_available() else "built without nvcc"
         raise ValueError(f"device cuda cannot be used: {reason}; use --device cpu")
     return torch.device("cuda" if usable and name != "cpu" else "cpu")
+
+
+def _check_memory(name: str) -> None:
+    """Kinds of memory that a GPU must reach need one."""
+    if name in ("managed", "registered", "cuda") and not torch.cuda.is_available():
+        raise ValueError(f"memory {name} cannot be used: torch sees no GPU; use --memory plain")
 
 
 @contextmanager

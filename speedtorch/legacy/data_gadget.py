@@ -30,6 +30,7 @@ from speedtorch.legacy.table_place import (
     in_file,
     of_kind,
 )
+from speedtorch.table import HostTable
 
 __all__ = [
     "CPUPytorchDataGadget",
@@ -65,6 +66,8 @@ class GadgetSwitcher(OneField):
 
     def gadgetInit(self) -> None:
         """Reads the rows into the gadget's own memory; called at first use if not before."""
+        if self._fields is not None:
+            return
         if self.fileName is not None:
             self._read_file(self.fileName)
         elif self._data is not None:
@@ -72,17 +75,21 @@ class GadgetSwitcher(OneField):
             self._data = None  # so that the rows are not held twice
 
     def _copy_in(self, data: Tensor) -> None:
-        self._make(tuple(data.shape), data.dtype).copy_(data)
+        made = self._make(tuple(data.shape), data.dtype)
+        made["weight"].copy_(data)
+        self._use_table(made, ("weight",))
 
     def _read_file(self, path: str) -> None:
         with open_fields(path) as stored:
             chosen = _choose(stored, self._field)
-            chosen.read_into(self._make(chosen.shape, chosen.dtype))
+            made = self._make(chosen.shape, chosen.dtype)
+            chosen.read_into(made["weight"])
+        self._use_table(made, ("weight",))
 
-    def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostTable:
+        """A table for new rows; the gadget takes it once they are all there."""
         fields = {"weight": (shape[1:], dtype)}
-        self._use_table(self._place.make_table(shape[0], fields, default_device()), ("weight",))
-        return self._variable()
+        return self._place.make_table(shape[0], fields, default_device())
 
     def _rows(self) -> dict[str, Tensor]:
         if self._fields is None:
@@ -191,7 +198,8 @@ class _TorchGadget(TorchFiles, GadgetSwitcher):
 class DataGadget(_CupyGadget):
     """Holds data of any number of dimensions and brings rows of it to the GPU.
 
-    After SpeedTorch's class of 2019. The rows are the gadget's own: arrays and tensors are copied.
+    After SpeedTorch's class of 2019. The rows are the gadget's own: arrays and tensors are copied
+    by gadgetInit or at the first use; leave them as they are until then.
 
     Args:
         fileName: a .npy or .safetensors file, a NumPy array or a tensor on any device.
@@ -249,6 +257,17 @@ class PytorchDataGadget(_TorchGadget):
 
 class DataGadgetMM(MappedFiles, _CupyGadget):
     """DataGadget whose rows stay in their file, mapped into memory: inserting changes the file."""
+
+    def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
+        """As DataGadget's, to another file: the gadget's own holds every insert already.
+
+        Raises:
+            ValueError: it is the gadget's own file, or the format does not know the dtype.
+        """
+        own, target = self.fileName, file_name(saveFileName)
+        if own is not None and os.path.exists(target) and os.path.samefile(own, target):
+            raise ValueError(f"{target} is the file that this gadget maps: it is saved already")
+        super().saveCupy(saveFileName)
 
     def __init__(
         self, fileName: str | os.PathLike[str], CPUPinn: bool = False, *, field: str | None = None

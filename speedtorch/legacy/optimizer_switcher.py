@@ -79,6 +79,12 @@ class OptimizerSwitcher(Switcher):
             table = self._place.make_table(self.total_classes, fields, self._parameter.device)
         self._use_table(table, tuple(fields))
 
+    def _rows(self) -> dict[str, Tensor]:
+        # State that was read from a file needs no optInit, which would put initial values over it.
+        if self._given_table is not None and self._given_table.was_read:
+            self._start()
+        return super()._rows()
+
     def optInit(self) -> None:
         """Makes the table; every row's state is as the optimizer creates it, before any update.
 

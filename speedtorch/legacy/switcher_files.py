@@ -45,7 +45,7 @@ class CupyFiles(Switcher):
         save_fields(file_name(saveFileName), self._to_save())
 
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
-        """Loads all rows from a file that `saveCupy`, HostTable.save or np.save wrote.
+        """Loads all rows from a file with just these fields: of `saveCupy`, or np.save.
 
         Args:
             loadFileName: `*.npy` or `*.safetensors`; other names get `.npy` added.
@@ -117,15 +117,27 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     Raises:
         ValueError: it holds something else.
     """
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    name = os.fspath(path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch.load raises many kinds for files that are none of its own
+        raise ValueError(
+            f"{name} is not what saveTorch writes ({type(error).__name__} in torch.load with weights_only=True)"
+        ) from error
     if isinstance(content, Tensor):
-        return {"weight": content}
-    if isinstance(content, dict) and all(isinstance(each, Tensor) for each in content.values()):
-        return content
-    raise ValueError(
-        f"{os.fspath(path)} holds a {type(content).__name__}; expected what saveTorch writes, a"
-        " tensor or a dict of tensors"
-    )
+        content = {"weight": content}
+    if not isinstance(content, dict) or not all(map(_is_rows, content.values())):
+        raise ValueError(
+            f"{name} holds a {type(content).__name__}; expected what saveTorch writes, a dense"
+            " tensor of at least one dimension or a dict of such tensors"
+        )
+    return content
+
+
+def _is_rows(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
 
 
 def _check_layout(path: str, has: _Layout, wanted: _Layout) -> None:
