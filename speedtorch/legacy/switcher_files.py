@@ -124,7 +124,8 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise
     except Exception as error:  # torch.load raises many kinds for files that are none of its own
         raise ValueError(
-            f"{name} is not what saveTorch writes ({type(error).__name__} in torch.load with weights_only=True)"
+            f"{name} is not what saveTorch writes ({type(error).__name__} in torch.load with"
+            " weights_only=True)"
         ) from error
     if isinstance(content, Tensor):
         content = {"weight": content}
