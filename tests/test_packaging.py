@@ -16,9 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-LEFT_BEHIND = shutil.ignore_patterns(
-    ".*", "__pycache__", "build", "dist", "*.egg-info", "*.so", "shared"
-)
+LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
 
 # Looking for the module pip with find_spec makes setuptools give up its own distutils.
 tools = {package.metadata["Name"] for package in importlib.metadata.distributions()}

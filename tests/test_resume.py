@@ -66,3 +66,15 @@ def test_a_new_shared_table_still_needs_optinit() -> None:
     training.rows.beforeForwardPass([1])
     with pytest.raises(RuntimeError, match="call optInit"):
         training.state.beforeForwardPass([1])
+
+
+def test_a_closed_table_is_not_trained_on() -> None:
+    training = Training(new_table())
+    training.state.optInit()
+    training.steps(0, 1)
+    training.table.close()
+    for switcher in (training.rows, training.state):
+        with pytest.raises(ValueError, match="this table is closed"):
+            switcher.beforeForwardPass([1])
+        with pytest.raises(ValueError, match="this table is closed"):
+            switcher.afterOptimizerStep(torch.arange(8))

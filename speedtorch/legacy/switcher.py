@@ -99,6 +99,8 @@ class Switcher:
         """The fields `[rows, ...]` by name, made on first use where that needs no argument."""
         if self._fields is None:
             raise self._not_started()
+        if self._table is not None:
+            _ = self._table.record  # a closed table refuses: rows put there would be lost
         return self._fields
 
     def _gather(self, name: str, index: Tensor, device: torch.device) -> Tensor:
