@@ -64,6 +64,12 @@ CudaCalls real_calls() {
       .concurrent_managed_access = [](int device, int* supported) -> int {
         return cudaDeviceGetAttribute(supported, cudaDevAttrConcurrentManagedAccess, device);
       },
+      .bulk_copies = [](int device, int* supported) -> int {
+        int major = 0;
+        const int error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+        *supported = major >= 9;
+        return error;
+      },
       .malloc_managed = [](void** address, size_t bytes) -> int {
         return cudaMallocManaged(address, bytes);
       },
@@ -117,6 +123,7 @@ CudaCalls real_calls() {
   return {
       .device_count = [](int* count) { return *count = 0, kNoDevice; },
       .concurrent_managed_access = [](int, int* supported) { return *supported = 0, kNoDevice; },
+      .bulk_copies = [](int, int* supported) { return *supported = 0, kNoDevice; },
       .malloc_managed = [](void**, size_t) { return kNoDevice; },
       .free_managed = [](void*) { return kNoDevice; },
       .advise_preferred_host = [](void*, size_t) { return kNoDevice; },

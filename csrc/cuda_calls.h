@@ -15,6 +15,7 @@ extern "C" {
 struct CudaCalls {
   int (*device_count)(int* count);
   int (*concurrent_managed_access)(int device, int* supported);
+  int (*bulk_copies)(int device, int* supported);
   int (*malloc_managed)(void** address, size_t bytes);
   int (*free_managed)(void* address);
   int (*advise_preferred_host)(void* address, size_t bytes);

@@ -3,13 +3,15 @@
 #include "gpu.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+
+#include "process_id.h"
 
 namespace speedtorch {
 namespace {
@@ -30,6 +32,13 @@ CurrentStreamOf current_stream_of() {
 
 constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimizer_state_swap"};
 constexpr const char* kListNames[] = {"index", "evict", "load"};
+
+// Compute capability 9.0 and newer; asked for once per GPU.
+bool asks_bulk_copies(int device) {
+  int supported = 0;
+  check_cuda(cuda_calls().bulk_copies(device, &supported), "bulk copies");
+  return supported != 0;
+}
 
 void refuse_if_capturing(void* stream, const char* op, const char* why) {
   int capturing = 0;
@@ -71,6 +80,15 @@ CurrentStream::~CurrentStream() {
   if (cuda_calls().set_device(previous_) != 0) cuda_calls().last_error();
 }
 
+bool CurrentStream::has_bulk_copies() const {
+  constexpr int kKnown = 64;                              // GPUs whose answer is kept
+  static std::array<std::atomic<int>, kKnown> answers{};  // 0: not asked, 1: no, 2: yes
+  if (device_ >= kKnown) return asks_bulk_copies(device_);
+  std::atomic<int>& answer = answers[static_cast<size_t>(device_)];
+  if (answer == 0) answer = asks_bulk_copies(device_) ? 2 : 1;
+  return answer == 2;
+}
+
 void CurrentStream::refuse_capture(const char* op, const char* why) const {
   refuse_if_capturing(stream_, op, why);
 }
@@ -97,14 +115,14 @@ Letter* letter_box() {
   check_cuda(cuda_calls().host_alloc(&memory, sizeof(Letter)),
              "speedtorch: cudaHostAlloc of the letter box");
   std::memset(memory, 0, sizeof(Letter));
-  letter_box_owner = getpid();
+  letter_box_owner = process_id();
   the_letter_box = static_cast<Letter*>(memory);
   return the_letter_box;
 }
 
 void throw_pending() {
   Letter* box = the_letter_box.load();
-  if (box == nullptr || letter_box_owner != getpid()) return;
+  if (box == nullptr || letter_box_owner != process_id()) return;
   auto* full = reinterpret_cast<std::atomic<int32_t>*>(&box->full);
   if (full->load(std::memory_order_acquire) == 0) return;
   const Letter letter = *box;

@@ -20,6 +20,8 @@ class CurrentStream {
   CurrentStream& operator=(const CurrentStream&) = delete;
 
   void* get() const { return stream_; }
+  // Whether this GPU has Hopper's bulk copies.
+  bool has_bulk_copies() const;
   // Throws while this stream captures a CUDA graph; `why` says what cannot be done then, or the
   // remedy.
   void refuse_capture(const char* op, const char* why) const;

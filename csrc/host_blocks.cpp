@@ -4,7 +4,6 @@
 
 #include <pthread.h>
 #include <torch/csrc/stable/ops.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -18,6 +17,7 @@
 
 #include "cuda_calls.h"
 #include "host_pages.h"
+#include "process_id.h"
 #include "python_lock.h"
 #include "registration.h"
 
@@ -66,7 +66,7 @@ Registry& registry() {
 
 void free_memory(Block& block) noexcept {
   const bool exits = process_exits;
-  const bool ours_to_free = !exits && block.maker == getpid();
+  const bool ours_to_free = !exits && block.maker == process_id();
   if (block.kind != MemoryKind::kPlain && ours_to_free) {
     const RelaxedCapture while_capturing;
     block.uses.wait();
@@ -77,6 +77,17 @@ void free_memory(Block& block) noexcept {
   }
   if (block.kind != MemoryKind::kManaged && !block.in_place && !exits)
     unmap_pages(block.base, block.bytes);
+}
+
+void refuse_in_fork(const Block* block) {
+  if (block == nullptr || block->kind != MemoryKind::kManaged || block->maker == process_id()) {
+    return;
+  }
+  throw std::runtime_error(
+      "host memory: managed memory made in process " + std::to_string(block->maker) +
+      ", used in its fork " + std::to_string(process_id()) +
+      ", which cannot touch it: open the table by name there, start the process with 'spawn', or "
+      "make the table with memory='registered'");
 }
 
 // Moves the tensors that no GPU work uses any more to `dropped`, for the caller to drop outside the
@@ -126,7 +137,7 @@ void StreamUses::wait() noexcept {
 void remember(std::unique_ptr<Block> block) {
   static const bool exit_hook_set = [] { return std::atexit(stop) == 0; }();
   (void)exit_hook_set;
-  block->maker = getpid();
+  block->maker = process_id();
   Registry& all = registry();
   std::lock_guard lock(all.mutex);
   const char* base = block->base;
@@ -215,31 +226,27 @@ void check_owner(const Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.is_cpu()) return;
   Registry& all = registry();
   std::lock_guard lock(all.mutex);
-  const Block* block = all.find(tensor.data_ptr());
-  if (block == nullptr || block->kind != MemoryKind::kManaged || block->maker == getpid()) return;
-  throw std::runtime_error(
-      "host memory: managed memory made in process " + std::to_string(block->maker) +
-      ", used in its fork " + std::to_string(getpid()) +
-      ", which cannot touch it: open the table by name there, start the process with 'spawn', or "
-      "make the table with memory='registered'");
+  refuse_in_fork(all.find(tensor.data_ptr()));
 }
 
-bool is_mapped(const char* op, const Tensor& table, const Rows& rows) {
-  if (table.is_cuda() || rows.base == nullptr) return true;
-  check_owner(table);
+Reach reach_of(const char* op, const Tensor& table, const Rows& rows) {
+  if (table.is_cuda()) return Reach::kOnGpu;
+  if (rows.base == nullptr) return Reach::kManaged;  // there is nothing to reach
   {
     Registry& all = registry();
     std::lock_guard lock(all.mutex);
     if (const Block* block = all.find(rows.base)) {
-      return block->kind != MemoryKind::kPlain && rows.end() <= block->end();
+      refuse_in_fork(block);
+      if (block->kind == MemoryKind::kPlain || rows.end() > block->end()) return Reach::kNot;
+      return block->kind == MemoryKind::kManaged ? Reach::kManaged : Reach::kMapped;
     }
   }
-  for (const char* address : {static_cast<const char*>(rows.base), rows.end() - 1}) {
-    int kind = 0;
+  int kind = 0;
+  for (const char* address : {rows.end() - 1, static_cast<const char*>(rows.base)}) {
     check_cuda(cuda_calls().pointer_kind(address, &kind), op);
-    if (static_cast<PointerKind>(kind) == PointerKind::kPageable) return false;
+    if (static_cast<PointerKind>(kind) == PointerKind::kPageable) return Reach::kNot;
   }
-  return true;
+  return static_cast<PointerKind>(kind) == PointerKind::kManaged ? Reach::kManaged : Reach::kMapped;
 }
 
 void check_writable(const char* op, const char* name, const Rows& rows) {

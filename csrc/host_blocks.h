@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "cost_model.h"
 #include "rows.h"
 
 namespace speedtorch {
@@ -78,9 +79,8 @@ void check_owner(const Tensor& tensor);
 // After this no CUDA call is made when memory goes (the process exits).
 void stop();
 
-// True if the GPU can reach these rows at their address. Throws in a forked child of a managed
-// table's maker.
-bool is_mapped(const char* op, const Tensor& table, const Rows& rows);
+// How a GPU reaches these rows. Throws in a forked child of a managed table's maker.
+Reach reach_of(const char* op, const Tensor& table, const Rows& rows);
 // Throws if the rows lie in memory that was registered read-only.
 void check_writable(const char* op, const char* name, const Rows& rows);
 // Notes that work just queued on `stream` uses the table: its memory stays until that work is done.

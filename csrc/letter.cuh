@@ -21,39 +21,28 @@ __device__ inline bool is_blocked(const PlanStatus& status, int64_t rows) {
 
 // By one thread. The first letter stays until the host has read it. Two kernels that complain at
 // the same moment on two streams may mix their letters: an error is raised all the same.
-__device__ inline void complain(const Complaint& about, const PlanStatus& status, LetterKind kind) {
+__device__ inline void complain(const Complaint& about, LetterKind kind, int64_t id,
+                                int64_t position, int64_t bad_count, int64_t count) {
   volatile Letter* box = about.box;
   if (box->full != 0) return;
   box->kind = static_cast<int32_t>(kind);
   box->op = static_cast<int32_t>(about.op);
   box->list = static_cast<int32_t>(about.list);
   box->rows = about.rows;
-  box->count = status.count;
-  switch (kind) {
-    case LetterKind::kOutOfRange:
-      box->id = status.bad_id;
-      box->position = status.bad_position;
-      box->bad_count = status.bad_count;
-      break;
-    case LetterKind::kRepeated:
-      box->id = status.repeat_id;
-      box->position = status.repeat_position;
-      box->bad_count = status.count - status.distinct;
-      break;
-    case LetterKind::kForeignPlan:
-      box->id = status.rows;
-      box->position = 0;
-      box->bad_count = 0;
-  }
+  box->id = id;
+  box->position = position;
+  box->bad_count = bad_count;
+  box->count = count;
   __threadfence_system();
   box->full = 1;
 }
 
 __device__ inline void complain_if_blocked(const Complaint& about, const PlanStatus& status) {
   if (status.bad_count > 0) {
-    complain(about, status, LetterKind::kOutOfRange);
+    complain(about, LetterKind::kOutOfRange, status.bad_id, status.bad_position, status.bad_count,
+             status.count);
   } else if (status.rows != about.rows) {
-    complain(about, status, LetterKind::kForeignPlan);
+    complain(about, LetterKind::kForeignPlan, status.rows, 0, 0, status.count);
   }
 }
 

@@ -17,6 +17,8 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
   m.def("plan_rows(Tensor index, int rows) -> Tensor[]");
 
   m.def("pinned_gather(Tensor table, Tensor index) -> Tensor");
+  // The same without the autograd kernel, which costs as much again as a small gather.
+  m.def("pinned_gather_detached(Tensor table, Tensor index) -> Tensor");
   m.def("pinned_gather.out(Tensor table, Tensor index, Tensor(a!) out) -> ()");
   m.def("pinned_gather.planned(Tensor table, Tensor index, Tensor[] plan) -> Tensor");
   m.def(
@@ -36,6 +38,17 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
       "optimizer_state_swap.planned(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor[] "
       "evict_plan, "
       "Tensor(b!)[] arriving, Tensor load, Tensor[] load_plan) -> ()");
+
+  m.def("pinned_copy(Tensor(a!) dst, Tensor src) -> ()");
+
+  // The choice of path, for speedtorch/cost_model.py.
+  m.def("explain_move(Tensor table, int ids, int direction, bool accumulate) -> Tensor");
+  m.def("link_launch(int row_bytes, int alignment_bits, int rows, bool bulk, int sms) -> int[]");
+  m.def("costs() -> Tensor");
+  m.def("set_costs(Tensor costs) -> ()");
+  m.def("force_path(int path) -> ()");
+  m.def("num_sms() -> int");
+  m.def("set_num_sms(int count) -> ()");
 
   // Ops on memory, for speedtorch/memory.py. Kinds are numbers: see MemoryKind.
   m.def("host_empty(int bytes, int kind, bool check_memory) -> Tensor");

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "cost_model.h"
 #include "gpu.h"
 #include "host_blocks.h"
 #include "plan.h"
@@ -96,9 +97,11 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapRows>& fields, const
                         .row_bytes = fields[k].host.row_bytes});
         crosses_link |= !host[k].is_cuda();
       }
-      check_cuda(launch_swap(some.data(), static_cast<int>(some.size()), fields[0].host.count,
-                             evict, load, scratch, crosses_link, letter_box(), stream.get()),
-                 kOp);
+      check_cuda(
+          launch_swap(some.data(), static_cast<int>(some.size()), fields[0].host.count, evict, load,
+                      scratch, crosses_link ? static_cast<int>(num_sms()) : kDeviceBlocks,
+                      letter_box(), stream.get()),
+          kOp);
     }
   }
   for (size_t k = 0; k < fields.size(); ++k) note_use(host[k], fields[k].host, stream.get());
@@ -171,7 +174,8 @@ void swap_fields(const Tensors& host, const Tensors& leaving, const Tensor& evic
   }
   const CurrentStream stream(kOp, on);
   bool mapped = true;
-  for (size_t k = 0; k < host.size(); ++k) mapped &= is_mapped(kOp, host[k], fields[k].host);
+  for (size_t k = 0; k < host.size(); ++k)
+    mapped &= reach_of(kOp, host[k], fields[k].host) != Reach::kNot;
   if (!mapped) {
     swap_staged(host, leaving, evict_ids, evict_plan, arriving, load_ids, load_plan, stream);
     return;

@@ -20,7 +20,8 @@ __device__ void complain_of(const Complaint& about, const PlanStatus& status) {
   if (is_blocked(status, about.rows)) {
     complain_if_blocked(about, status);
   } else {
-    complain(about, status, LetterKind::kRepeated);
+    complain(about, LetterKind::kRepeated, status.repeat_id, status.repeat_position,
+             status.count - status.distinct, status.count);
   }
 }
 
@@ -136,7 +137,7 @@ int launch_swap_match(const PlanView& evict, const PlanView& load, const SwapScr
 }
 
 int launch_swap(const SwapField* fields, int field_count, int64_t table_rows, const PlanView& evict,
-                const PlanView& load, const SwapScratch& scratch, bool crosses_link, Letter* box,
+                const PlanView& load, const SwapScratch& scratch, int most_blocks, Letter* box,
                 void* stream) {
   uint64_t bits = 0;
   int64_t record_bytes = 0;
@@ -149,7 +150,7 @@ int launch_swap(const SwapField* fields, int field_count, int64_t table_rows, co
     record_bytes += field.row_bytes;
   }
   const MoveShape shape =
-      move_shape(record_bytes, bits, std::max(evict.count, load.count), crosses_link);
+      move_shape(record_bytes, bits, std::max(evict.count, load.count), most_blocks);
   Fields all{};
   all.count = field_count;
   for (int f = 0; f < field_count; ++f) {

@@ -29,7 +29,7 @@ int launch_swap_match(const PlanView& evict, const PlanView& load, const SwapScr
                       void* stream);
 // At most kFieldsPerLaunch fields.
 int launch_swap(const SwapField* fields, int field_count, int64_t table_rows, const PlanView& evict,
-                const PlanView& load, const SwapScratch& scratch, bool crosses_link, Letter* box,
+                const PlanView& load, const SwapScratch& scratch, int most_blocks, Letter* box,
                 void* stream);
 
 }  // namespace speedtorch

@@ -1,23 +1,21 @@
 // pinned_gather: out[i] = table[index[i]], the table in host memory (or on the GPU of the ids).
-// Checks, the CPU kernel and the choice of path; the GPU kernels are in pinned_gather.cu.
+// Checks and the paths; cost_model.h chooses, the CPU loop is in cpu_mover.cpp, the GPU kernels in
+// pinned_gather.cu.
 //
-// Paths on the GPU: rows in index order for small batches, from managed memory and from tables on
-// the GPU (order does not matter there); in address order from registered memory (measured: three
-// times as fast); through a staged copy from pageable memory.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <cstring>
 #include <optional>
 #include <vector>
 
+#include "claims.h"
+#include "cpu_mover.h"
 #include "gpu.h"
 #include "host_blocks.h"
-#include "host_memory.h"
+#include "paths.h"
 #include "pinned_gather_launch.h"
 #include "plan.h"
-#include "plan_launch.h"
 #include "rows.h"
 #include "torch_calls.h"
 
@@ -26,21 +24,8 @@ namespace {
 
 constexpr const char* kOp = "pinned_gather";
 constexpr const char* kIndex = "index";
-constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
-
-// Putting ids in address order takes a dozen launches; so few rows arrive sooner in any order.
-constexpr int64_t kFewIds = 1024;
 
 using Plan = std::optional<std::vector<Tensor>>;
-
-void gather_on_cpu(const Rows& table, const Ids& ids, const Rows& out) {
-  const int64_t rows_per_task = kBytesPerTask / (out.row_bytes + 1) + 1;
-  torch::stable::parallel_for(0, ids.count, rows_per_task, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      std::memcpy(out.row(i), table.row(ids.at(i)), static_cast<size_t>(out.row_bytes));
-    }
-  });
-}
 
 // One contiguous row per id, whatever the shape of the index.
 Rows rows_per_id(const Tensor& out, const Rows& table, const Ids& ids) {
@@ -64,34 +49,35 @@ void gather_staged(const Tensor& table, const Ids& ids, const Plan& plan, const 
   copy_async(kOp, staging, out);
 }
 
-void gather_on_gpu(const Tensor& table, const Rows& rows, const Ids& ids, const Plan& plan,
-                   const Tensor& out, const CurrentStream& stream) {
-  const GatherRows work{.table = rows.base,
-                        .table_rows = rows.count,
-                        .table_stride_bytes = rows.stride_bytes,
-                        .out = static_cast<char*>(out.mutable_data_ptr()),
-                        .row_bytes = rows.row_bytes,
-                        .count = ids.count,
-                        .crosses_link = !table.is_cuda()};
-  const bool any_order = ids.count <= kFewIds || table.is_cuda() ||
-                         static_cast<MemoryKind>(memory_kind(table)) == MemoryKind::kManaged;
+void gather_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Ids& ids,
+                   const Plan& plan, const Tensor& out, const CurrentStream& stream) {
   if constexpr (kWithCuda) {
-    if (!plan && any_order) {
-      std::optional<Tensor> memory;
-      PlanStatus* status = nullptr;
-      if (ids.count > kIdsCheckedInBlock) {
-        memory = new_tensor(kOp, {kPlanStatusFields}, ScalarType::Long, out);
-        status = static_cast<PlanStatus*>(memory->mutable_data_ptr());
-        check_cuda(
-            launch_check_ids(ids.data, ids.wide, ids.count, rows.count, status, stream.get()), kOp);
-      }
-      check_cuda(launch_gather_direct(work, ids.data, ids.wide, status, letter_box(), stream.get()),
-                 kOp);
-    } else {
+    const GatherRows work{.table = rows.base,
+                          .table_rows = rows.count,
+                          .table_stride_bytes = rows.stride_bytes,
+                          .out = static_cast<char*>(out.mutable_data_ptr()),
+                          .row_bytes = rows.row_bytes,
+                          .count = ids.count};
+    const Mover mover =
+        reach == Reach::kOnGpu
+            ? gpu_mover()
+            : link_mover(rows, ids.count, reinterpret_cast<uint64_t>(work.out), stream);
+    const Path path =
+        plan ? Path::kOrdered
+             : choose_path(kOp, batch_of(Direction::kIn, reach, rows, ids.count), costs()).path;
+    if (path == Path::kOrdered) {
       const std::vector<Tensor> made =
           plan ? *plan : make_plan(kOp, ids, rows.count, out, stream.get());
       const PlanView view = view_plan(kOp, kIndex, made, ids.count, rows.count, out);
-      check_cuda(launch_gather_planned(work, view, letter_box(), stream.get()), kOp);
+      check_cuda(launch_gather_ordered(work, view, mover, letter_box(), stream.get()), kOp);
+    } else if (path == Path::kDistinct) {
+      const Claims claims = make_claims(kOp, ids, rows.count, out, stream.get());
+      check_cuda(launch_gather_distinct(work, claims.view, mover, letter_box(), stream.get()), kOp);
+    } else {
+      const Claims checked = ids.count > kIdsCheckedInBlock
+                                 ? check_ids_on_gpu(kOp, ids, rows.count, out, stream.get())
+                                 : Claims{{}, unclaimed(ids)};
+      check_cuda(launch_gather_direct(work, checked.view, mover, letter_box(), stream.get()), kOp);
     }
   }
   note_use(table, rows, stream.get());
@@ -111,10 +97,11 @@ void gather(const Tensor& table, const Tensor& index, const Plan& plan, const Te
   }
   const CurrentStream stream(kOp, out);
   if (ids.on_cpu) ids = as_ids(kOp, kIndex, ids_to_device(kOp, ids, out, stream));
-  if (out.numel() > 0 && !is_mapped(kOp, table, rows)) {
+  const Reach reach = reach_of(kOp, table, rows);
+  if (out.numel() > 0 && reach == Reach::kNot) {
     gather_staged(table, ids, plan, out, stream);
   } else if (ids.count > 0) {
-    gather_on_gpu(table, rows, ids, plan, out, stream);
+    gather_on_gpu(table, rows, reach, ids, plan, out, stream);
   }
 }
 
@@ -172,6 +159,7 @@ void pinned_gather_planned_out(const Tensor& table, const Tensor& index,
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("pinned_gather", TORCH_BOX(&speedtorch::pinned_gather));
+  m.impl("pinned_gather_detached", TORCH_BOX(&speedtorch::pinned_gather));
   m.impl("pinned_gather.out", TORCH_BOX(&speedtorch::pinned_gather_out));
   m.impl("pinned_gather.planned", TORCH_BOX(&speedtorch::pinned_gather_planned));
   m.impl("pinned_gather.planned_out", TORCH_BOX(&speedtorch::pinned_gather_planned_out));

@@ -2,46 +2,64 @@
 // rows on the GPU. Called by pinned_gather.cpp with checked shapes; bad ids leave zeros in `out`
 // and word in the letter box.
 
+#include "bulk_mover.cuh"
+#include "claims.cuh"
 #include "letter.cuh"
 #include "pinned_gather_launch.h"
-#include "row_mover.cuh"
 
 namespace speedtorch {
 namespace {
 
 constexpr IdList kList = IdList::kIndex;
+constexpr Mover kOnGpu{false, kDeviceBlocks};
 
 // out[m] = table[ids[m]]. Without a status each block looks through all ids itself.
 struct InIndexOrder {
-  const void* ids;
-  bool wide;
-  int64_t n;
-  const PlanStatus* status;
+  ClaimsView ids;
   Complaint complaint;
 
-  __device__ bool is_bad(int64_t m) const {
-    return static_cast<uint64_t>(from(m)) >= static_cast<uint64_t>(complaint.rows);
-  }
+  __device__ bool is_bad(int64_t m) const { return is_outside(from(m), complaint.rows); }
   __device__ bool blocked() const {
-    if (status != nullptr) return is_blocked(*status, complaint.rows);
+    if (ids.status != nullptr) return ids.status->bad_count > 0;
     bool bad = false;
-    for (int64_t m = threadIdx.x; m < n; m += blockDim.x) bad |= is_bad(m);
+    for (int64_t m = threadIdx.x; m < ids.count; m += blockDim.x) bad |= is_bad(m);
     return __syncthreads_or(bad);
   }
   __device__ void complain() const {
-    if (status != nullptr) return complain_if_blocked(complaint, *status);
-    PlanStatus found{0, n, 0, 0, complaint.rows, n, n, 0};
-    for (int64_t m = n - 1; m >= 0; --m) {
-      if (!is_bad(m)) continue;
-      ++found.bad_count;
-      found.bad_position = m;
-      found.bad_id = from(m);
-    }
-    complain_if_blocked(complaint, found);
+    ids.status != nullptr ? complain_of_claims(complaint, ids) : complain_of_ids(complaint, ids);
   }
-  __device__ int64_t count() const { return n; }
+  __device__ int64_t count() const { return ids.count; }
+  __device__ int64_t from(int64_t m) const { return id_at(ids.ids, ids.wide, m); }
+  __device__ int64_t to(int64_t m) const { return m; }
+};
+
+// The occurrence of each id that claimed its row.
+struct ClaimedRows {
+  ClaimsView claims;
+  Complaint complaint;
+
+  __device__ bool blocked() const { return claims.status->bad_count > 0; }
+  __device__ void complain() const { complain_of_claims(complaint, claims); }
+  __device__ int64_t count() const { return claims.count; }
   __device__ int64_t from(int64_t m) const {
-    return wide ? static_cast<const int64_t*>(ids)[m] : static_cast<const int32_t*>(ids)[m];
+    const int64_t id = id_at(claims.ids, claims.wide, m);
+    return mover_of(claims, m) == m ? id : -1;
+  }
+  __device__ int64_t to(int64_t m) const { return m; }
+};
+
+// Every other occurrence, within `out`.
+struct ClaimedRepetitions {
+  ClaimsView claims;
+
+  __device__ bool blocked() const {
+    return claims.status->bad_count > 0 || claims.status->repeats == 0;
+  }
+  __device__ void complain() const {}
+  __device__ int64_t count() const { return claims.count; }
+  __device__ int64_t from(int64_t m) const {
+    const int64_t mover = mover_of(claims, m);
+    return mover == m ? -1 : mover;
   }
   __device__ int64_t to(int64_t m) const { return m; }
 };
@@ -75,32 +93,41 @@ struct Repetitions {
   __device__ int64_t to(int64_t m) const { return m; }
 };
 
-RowRange table_range(const GatherRows& rows) {
-  return {const_cast<char*>(rows.table), rows.table_stride_bytes};
-}
+RowRange table_range(const GatherRows& rows) { return {rows.table, rows.table_stride_bytes}; }
 RowRange out_range(const GatherRows& rows) { return {rows.out, rows.row_bytes}; }
+
+template <typename Moves>
+int fetch(const Moves& moves, const GatherRows& rows, Mover mover, void* stream) {
+  return launch_moves(moves, table_range(rows), out_range(rows), rows.row_bytes, rows.count,
+                      rows.count, mover, Link::kFrom, static_cast<cudaStream_t>(stream));
+}
+
+template <typename Moves>
+int repeat(const Moves& moves, const GatherRows& rows, void* stream) {
+  return launch_moves(moves, out_range(rows), out_range(rows), rows.row_bytes, rows.count, 0,
+                      kOnGpu, Link::kFrom, static_cast<cudaStream_t>(stream));
+}
 
 }  // namespace
 
-int launch_gather_direct(const GatherRows& rows, const void* ids, bool wide,
-                         const PlanStatus* status, Letter* box, void* stream) {
-  const InIndexOrder moves{
-      ids, wide, rows.count, status, {box, Op::kGather, kList, rows.table_rows}};
-  launch_move_rows(moves, table_range(rows), out_range(rows), rows.row_bytes, rows.count,
-                   rows.count, rows.crosses_link, static_cast<cudaStream_t>(stream));
-  return cudaGetLastError();
+int launch_gather_direct(const GatherRows& rows, const ClaimsView& checked, Mover mover,
+                         Letter* box, void* stream) {
+  const Complaint complaint{box, Op::kGather, kList, rows.table_rows};
+  return fetch(InIndexOrder{checked, complaint}, rows, mover, stream);
 }
 
-int launch_gather_planned(const GatherRows& rows, const PlanView& plan, Letter* box, void* stream) {
-  auto on = static_cast<cudaStream_t>(stream);
-  const DistinctRows distinct{plan, {box, Op::kGather, kList, rows.table_rows}};
-  launch_move_rows(distinct, table_range(rows), out_range(rows), rows.row_bytes, rows.count,
-                   rows.count, rows.crosses_link, on);
-  if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  const Repetitions repetitions{plan, rows.table_rows};
-  launch_move_rows(repetitions, out_range(rows), out_range(rows), rows.row_bytes, rows.count, 0,
-                   false, on);
-  return cudaGetLastError();
+int launch_gather_distinct(const GatherRows& rows, const ClaimsView& claims, Mover mover,
+                           Letter* box, void* stream) {
+  const Complaint complaint{box, Op::kGather, kList, rows.table_rows};
+  const int error = fetch(ClaimedRows{claims, complaint}, rows, mover, stream);
+  return error != cudaSuccess ? error : repeat(ClaimedRepetitions{claims}, rows, stream);
+}
+
+int launch_gather_ordered(const GatherRows& rows, const PlanView& plan, Mover mover, Letter* box,
+                          void* stream) {
+  const Complaint complaint{box, Op::kGather, kList, rows.table_rows};
+  const int error = fetch(DistinctRows{plan, complaint}, rows, mover, stream);
+  return error != cudaSuccess ? error : repeat(Repetitions{plan, rows.table_rows}, rows, stream);
 }
 
 }  // namespace speedtorch

@@ -3,30 +3,37 @@
 
 #include <cstdint>
 
+#include "claims_view.h"
 #include "letter.h"
 #include "plan_view.h"
+#include "row_mover.h"
 
 namespace speedtorch {
 
 struct GatherRows {
-  const char* table;
+  char* table;
   int64_t table_rows;
   int64_t table_stride_bytes;
   char* out;  // contiguous, one row per id
   int64_t row_bytes;
   int64_t count;  // ids
-  bool crosses_link;
 };
 
 // A batch of at most so many ids is checked by the kernel that moves it, in each block anew: one
-// launch instead of four.
+// launch instead of three.
 constexpr int64_t kIdsCheckedInBlock = 4096;
 
-// Row by row in the order of the ids; `status` says whether they are good, or is null for at most
-// kIdsCheckedInBlock ids.
-int launch_gather_direct(const GatherRows& rows, const void* ids, bool wide,
-                         const PlanStatus* status, Letter* box, void* stream);
-// In address order: each distinct row crosses the link once, its repetitions are copied on the GPU.
-int launch_gather_planned(const GatherRows& rows, const PlanView& plan, Letter* box, void* stream);
+// Row by row in the order of the ids, one that stands twice is fetched twice. `checked` says
+// whether the ids are good (see launch_check_ids); for at most kIdsCheckedInBlock ids its status
+// may be null.
+int launch_gather_direct(const GatherRows& rows, const ClaimsView& checked, Mover mover,
+                         Letter* box, void* stream);
+// In the order of the ids; each distinct row is fetched once and its repetitions are copied on the
+// GPU.
+int launch_gather_distinct(const GatherRows& rows, const ClaimsView& claims, Mover mover,
+                           Letter* box, void* stream);
+// The same in address order.
+int launch_gather_ordered(const GatherRows& rows, const PlanView& plan, Mover mover, Letter* box,
+                          void* stream);
 
 }  // namespace speedtorch

@@ -1,16 +1,80 @@
-// Kernels of pinned_scatter: rows on the GPU to a mapped host table (or a table on the GPU), in
-// address order. Called by pinned_scatter.cpp with checked shapes; bad ids leave the table as it
-// was and word in the letter box.
+// Kernels of pinned_scatter: rows on the GPU to a mapped host table (or a table on the GPU). Called
+// by pinned_scatter.cpp with checked shapes; bad ids leave the table as it was and word in the
+// letter box.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "bulk_mover.cuh"
+#include "claims.cuh"
 #include "letter.cuh"
 #include "pinned_scatter_launch.h"
-#include "row_mover.cuh"
 
 namespace speedtorch {
 namespace {
+
+// The last occurrences, found by each block for itself in a hash table of its own.
+struct LastInBlock {
+  ClaimsView ids;
+  Complaint complaint;
+
+  static constexpr int kSlots = 2 * kIdsClaimedInBlock;
+
+  __device__ static int32_t* positions() {
+    __shared__ int32_t shared[kSlots];  // position + 1, or 0
+    return shared;
+  }
+  __device__ int64_t id(int64_t m) const { return id_at(ids.ids, ids.wide, m); }
+  // The slot of the id at position m: the one that holds it, or the first free one.
+  __device__ int slot_from(int64_t m, int slot) const {
+    while (true) {
+      const int32_t seen = *reinterpret_cast<volatile int32_t*>(positions() + slot);
+      if (seen == 0 || id(seen - 1) == id(m)) return slot;
+      slot = (slot + 1) % kSlots;
+    }
+  }
+  __device__ int slot_of(int64_t m) const {
+    return slot_from(m,
+                     static_cast<int>(static_cast<uint64_t>(id(m)) * 0x9E3779B97F4A7C15ull >> 32) &
+                         (kSlots - 1));
+  }
+  __device__ bool blocked() const {
+    for (int slot = threadIdx.x; slot < kSlots; slot += blockDim.x) positions()[slot] = 0;
+    __syncthreads();
+    bool bad = false;
+    for (int64_t m = threadIdx.x; m < ids.count; m += blockDim.x) {
+      bad |= is_outside(id(m), complaint.rows);
+      const int32_t mine = static_cast<int32_t>(m + 1);
+      int slot = slot_of(m);
+      while (true) {
+        const int32_t seen = atomicCAS(positions() + slot, 0, mine);
+        if (seen == 0) break;
+        if (id(seen - 1) == id(m)) {
+          atomicMax(positions() + slot, mine);
+          break;
+        }
+        slot = slot_from(m, slot);
+      }
+    }
+    return __syncthreads_or(bad);
+  }
+  __device__ void complain() const { complain_of_ids(complaint, ids); }
+  __device__ int64_t count() const { return ids.count; }
+  __device__ int64_t from(int64_t m) const { return positions()[slot_of(m)] == m + 1 ? m : -1; }
+  __device__ int64_t to(int64_t m) const { return id(m); }
+};
+
+// The occurrence of each id that claimed its row.
+struct ClaimedOccurrences {
+  ClaimsView claims;
+  Complaint complaint;
+
+  __device__ bool blocked() const { return claims.status->bad_count > 0; }
+  __device__ void complain() const { complain_of_claims(complaint, claims); }
+  __device__ int64_t count() const { return claims.count; }
+  __device__ int64_t from(int64_t m) const { return mover_of(claims, m) == m ? m : -1; }
+  __device__ int64_t to(int64_t m) const { return id_at(claims.ids, claims.wide, m); }
+};
 
 // The last occurrence of distinct id m.
 struct LastOccurrences {
@@ -65,29 +129,46 @@ __global__ void __launch_bounds__(kMoverThreads)
   }
 }
 
-}  // namespace
-
-int launch_scatter(const ScatterRows& rows, const PlanView& plan, Letter* box, void* stream) {
-  const LastOccurrences moves{plan, {box, Op::kScatter, IdList::kIndex, rows.table_rows}};
-  launch_move_rows(moves, RowRange{const_cast<char*>(rows.src), rows.src_stride_bytes},
-                   RowRange{rows.table, rows.table_stride_bytes}, rows.row_bytes, plan.count, 0,
-                   rows.crosses_link, static_cast<cudaStream_t>(stream));
-  return cudaGetLastError();
+Complaint complaint_of(const ScatterRows& rows, Letter* box) {
+  return {box, Op::kScatter, IdList::kIndex, rows.table_rows};
 }
 
-int launch_scatter_add(const ScatterRows& rows, const PlanView& plan, AddendKind kind, Letter* box,
-                       void* stream) {
-  const Complaint complaint{box, Op::kScatter, IdList::kIndex, rows.table_rows};
-  // Numbers are added one by one, so accesses are as narrow as the dtype: as many blocks as for
-  // 4-byte moves.
-  const int64_t most = rows.crosses_link ? kLinkBlocks * 4 : kDeviceBlocks;
+template <typename Moves>
+int store(const Moves& moves, const ScatterRows& rows, int64_t most_rows, Mover mover,
+          void* stream) {
+  const RowRange src{const_cast<char*>(rows.src), rows.src_stride_bytes};
+  const RowRange table{rows.table, rows.table_stride_bytes};
+  return launch_moves(moves, src, table, rows.row_bytes, most_rows, 0, mover, Link::kTo,
+                      static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
+
+int launch_scatter_direct(const ScatterRows& rows, const ClaimsView& ids, Mover mover, Letter* box,
+                          void* stream) {
+  return store(LastInBlock{ids, complaint_of(rows, box)}, rows, ids.count, mover, stream);
+}
+
+int launch_scatter_distinct(const ScatterRows& rows, const ClaimsView& claims, Mover mover,
+                            Letter* box, void* stream) {
+  return store(ClaimedOccurrences{claims, complaint_of(rows, box)}, rows, claims.count, mover,
+               stream);
+}
+
+int launch_scatter_ordered(const ScatterRows& rows, const PlanView& plan, Mover mover, Letter* box,
+                           void* stream) {
+  return store(LastOccurrences{plan, complaint_of(rows, box)}, rows, plan.count, mover, stream);
+}
+
+int launch_scatter_add(const ScatterRows& rows, const PlanView& plan, AddendKind kind,
+                       int most_blocks, Letter* box, void* stream) {
   const int64_t warps_per_block = kMoverThreads / 32;
   const int64_t blocks =
-      std::clamp<int64_t>((plan.count + warps_per_block - 1) / warps_per_block, 1, most);
+      std::clamp<int64_t>((plan.count + warps_per_block - 1) / warps_per_block, 1, most_blocks);
   with_addend_type<__half, __nv_bfloat16>(kind, [&](auto number) {
     add_rows_kernel<decltype(number)>
         <<<static_cast<int>(blocks), kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            rows, plan, complaint);
+            rows, plan, complaint_of(rows, box));
   });
   return cudaGetLastError();
 }

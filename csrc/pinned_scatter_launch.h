@@ -4,8 +4,10 @@
 #include <cstdint>
 
 #include "addend_kind.h"
+#include "claims_view.h"
 #include "letter.h"
 #include "plan_view.h"
+#include "row_mover.h"
 
 namespace speedtorch {
 
@@ -16,13 +18,24 @@ struct ScatterRows {
   const char* src;  // contiguous inside a row, one row per id
   int64_t src_stride_bytes;
   int64_t row_bytes;
-  bool crosses_link;
 };
 
-// table[id] = src of the last occurrence of id.
-int launch_scatter(const ScatterRows& rows, const PlanView& plan, Letter* box, void* stream);
+// Of a batch of at most so many ids each block finds the last occurrences itself, in shared memory:
+// one launch.
+constexpr int64_t kIdsClaimedInBlock = 2048;
+
+// table[id] = src of the last occurrence of id, at most kIdsClaimedInBlock ids (claims.status is
+// not used).
+int launch_scatter_direct(const ScatterRows& rows, const ClaimsView& ids, Mover mover, Letter* box,
+                          void* stream);
+// The same for any number of ids, in their order.
+int launch_scatter_distinct(const ScatterRows& rows, const ClaimsView& claims, Mover mover,
+                            Letter* box, void* stream);
+// The same in address order.
+int launch_scatter_ordered(const ScatterRows& rows, const PlanView& plan, Mover mover, Letter* box,
+                           void* stream);
 // table[id] += src of each occurrence, in index order, rounded at each addition.
-int launch_scatter_add(const ScatterRows& rows, const PlanView& plan, AddendKind kind, Letter* box,
-                       void* stream);
+int launch_scatter_add(const ScatterRows& rows, const PlanView& plan, AddendKind kind,
+                       int most_blocks, Letter* box, void* stream);
 
 }  // namespace speedtorch

@@ -76,8 +76,7 @@ __global__ void reset_status_kernel(PlanStatus* status, int64_t rows, int64_t n)
   *status = {0, n, 0, 0, rows, n, n, 0};
 }
 
-// A thread owns ids i, i + threads, ...: finds those out of range and, where `keys` is given,
-// prepares the sort.
+// A thread owns ids i, i + threads, ...: finds those out of range and prepares the sort.
 template <typename Id>
 __global__ void mark_ids_kernel(const Id* ids, int64_t n, int64_t rows, uint64_t* keys,
                                 int32_t* positions, PlanStatus* status) {
@@ -89,10 +88,8 @@ __global__ void mark_ids_kernel(const Id* ids, int64_t n, int64_t rows, uint64_t
       atomicMin(reinterpret_cast<unsigned long long*>(&status->bad_position),
                 static_cast<unsigned long long>(i));
     }
-    if (keys != nullptr) {
-      keys[i] = id;
-      positions[i] = static_cast<int32_t>(i);
-    }
+    keys[i] = id;
+    positions[i] = static_cast<int32_t>(i);
   }
 }
 
@@ -199,17 +196,6 @@ int launch_plan(const void* ids, bool wide, int64_t n, int64_t rows, void* scrat
   auto on = static_cast<cudaStream_t>(stream);
   return wide ? plan(static_cast<const int64_t*>(ids), n, rows, pieces, out, on)
               : plan(static_cast<const int32_t*>(ids), n, rows, pieces, out, on);
-}
-
-int launch_check_ids(const void* ids, bool wide, int64_t n, int64_t rows, PlanStatus* status,
-                     void* stream) {
-  auto on = static_cast<cudaStream_t>(stream);
-  if (wide) {
-    mark_ids(static_cast<const int64_t*>(ids), n, rows, nullptr, nullptr, status, on);
-  } else {
-    mark_ids(static_cast<const int32_t*>(ids), n, rows, nullptr, nullptr, status, on);
-  }
-  return cudaGetLastError();
 }
 
 }  // namespace speedtorch

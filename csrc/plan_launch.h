@@ -19,8 +19,5 @@ struct PlanOut {
 int64_t plan_scratch_bytes(int64_t n, int64_t rows);
 int launch_plan(const void* ids, bool wide, int64_t n, int64_t rows, void* scratch,
                 int64_t scratch_bytes, PlanOut out, void* stream);
-// Only looks for ids out of range: fills the status (nothing is known of repeats and distinct ids).
-int launch_check_ids(const void* ids, bool wide, int64_t n, int64_t rows, PlanStatus* status,
-                     void* stream);
 
 }  // namespace speedtorch

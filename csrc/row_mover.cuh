@@ -1,5 +1,6 @@
-// The kernel that moves rows one way, for gather and scatter. `Moves` says which row goes where:
-//   bool blocked()         the ids are bad: nothing may move
+// The kernel that moves rows one way, for gather, scatter and copy. `Moves` says which row goes
+// where:
+//   bool blocked()         the ids are bad: nothing may move; called by all threads of a block
 //   void complain()        leaves word of it; called by one thread
 //   int64_t count()        moves to make
 //   int64_t from(m), to(m) row numbers; from(m) < 0: no move
@@ -26,46 +27,75 @@ struct RowRange {
   int64_t stride_bytes;
 };
 
-// A thread owns one vector of every lanes_per_row-th column of a row; a group of lanes_per_row
-// threads owns kRowsInFlight rows at a time, so that their loads are under way together. Each row
-// crosses the link once. When blocked: nothing moves, and `zero_rows` contiguous rows of `to`
-// become zeros (none for a scatter).
+// What happens when the ids are bad: word of it, and `zero_rows` contiguous rows of `to` become
+// zeros (none for a scatter).
 template <typename Vec, typename Moves>
-__global__ void __launch_bounds__(kMoverThreads)
-    move_rows_kernel(Moves moves, RowRange from, RowRange to, int64_t vecs_per_row,
-                     int lanes_per_row, int64_t zero_rows) {
+__device__ void zero_instead(const Moves& moves, RowRange to, int64_t row_bytes,
+                             int64_t zero_rows) {
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+  if (thread == 0) moves.complain();
+  const int64_t vecs = zero_rows * (row_bytes / static_cast<int64_t>(sizeof(Vec)));
+  for (int64_t v = thread; v < vecs; v += threads) store_streaming(to.base, v, Vec{});
+}
+
+// Which side of a move is host memory, whose lines are worth touching once.
+enum class Link { kFrom, kTo };
+
+// Vectors between the start of a line (or of what a warp covers, if that is less) and `row`.
+template <typename Vec>
+__device__ int vecs_before(const char* row) {
+  constexpr int kWindow = 32 * sizeof(Vec) < 128 ? 32 * sizeof(Vec) : 128;
+  return static_cast<int>(reinterpret_cast<uint64_t>(row) % kWindow / sizeof(Vec));
+}
+
+// A thread owns one vector of every lanes_per_row-th column of a row; a group of lanes_per_row
+// threads owns kRows rows at a time, so that their loads are under way together. Each row crosses
+// the link once. A row that takes more than one turn of its lanes is cut where lines of host memory
+// begin: a line that two turns touch would cross the link in two requests (rows of 1,028 bytes: 17
+// requests instead of 9).
+template <typename Vec, int kRows, typename Moves>
+__global__ void __launch_bounds__(kMoverThreads)
+    move_rows_kernel(Moves moves, RowRange from, RowRange to, MoveShape shape, int64_t zero_rows,
+                     Link link) {
   if (moves.blocked()) {
-    if (thread == 0) moves.complain();
-    for (int64_t v = thread; v < zero_rows * vecs_per_row; v += threads)
-      store_streaming(to.base, v, Vec{});
-    return;
+    return zero_instead<Vec>(moves, to, shape.vecs_per_row * shape.vec_bytes, zero_rows);
   }
-  const int64_t groups = threads / lanes_per_row;
-  const int64_t group = thread / lanes_per_row;
-  const int lane = static_cast<int>(thread % lanes_per_row);
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t groups = int64_t{gridDim.x} * blockDim.x / shape.lanes_per_row;
+  const int64_t group = thread / shape.lanes_per_row;
+  const int lane = static_cast<int>(thread % shape.lanes_per_row);
   if (group >= groups) return;  // the threads left over when lanes do not divide them
   const int64_t count = moves.count();
-  for (int64_t first = group; first < count; first += groups * kRowsInFlight) {
-    const char* source[kRowsInFlight];
-    char* target[kRowsInFlight];
+  const bool in_turns = shape.vecs_per_row > shape.lanes_per_row;
+  for (int64_t first = group; first < count; first += groups * kRows) {
+    const char* source[kRows];
+    char* target[kRows];
+    int before[kRows];
+    int most_before = 0;
 #pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
+    for (int u = 0; u < kRows; ++u) {
       const int64_t m = first + u * groups;
       const int64_t row = m < count ? moves.from(m) : -1;
       source[u] = row < 0 ? nullptr : from.base + row * from.stride_bytes;
       target[u] = row < 0 ? nullptr : to.base + moves.to(m) * to.stride_bytes;
+      before[u] = in_turns ? vecs_before<Vec>(link == Link::kFrom ? source[u] : target[u]) : 0;
+      most_before = max(most_before, before[u]);
     }
-    for (int64_t column = lane; column < vecs_per_row; column += lanes_per_row) {
-      Vec values[kRowsInFlight];
+    for (int64_t column = lane; column < shape.vecs_per_row + most_before;
+         column += shape.lanes_per_row) {
+      Vec values[kRows];
 #pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) {
-        if (source[u] != nullptr) values[u] = load_streaming<Vec>(source[u], column);
+      for (int u = 0; u < kRows; ++u) {
+        const int64_t v = column - before[u];
+        if (source[u] != nullptr && v >= 0 && v < shape.vecs_per_row)
+          values[u] = load_streaming<Vec>(source[u], v);
       }
 #pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) {
-        if (source[u] != nullptr) store_streaming<Vec>(target[u], column, values[u]);
+      for (int u = 0; u < kRows; ++u) {
+        const int64_t v = column - before[u];
+        if (source[u] != nullptr && v >= 0 && v < shape.vecs_per_row)
+          store_streaming<Vec>(target[u], v, values[u]);
       }
     }
   }
@@ -94,15 +124,17 @@ inline uint64_t alignment_bits(RowRange range) {
 
 // `most_rows` bounds moves.count(), which only the GPU knows.
 template <typename Moves>
-void launch_move_rows(const Moves& moves, RowRange from, RowRange to, int64_t row_bytes,
-                      int64_t most_rows, int64_t zero_rows, bool crosses_link,
-                      cudaStream_t stream) {
+int launch_register_moves(const Moves& moves, RowRange from, RowRange to, int64_t row_bytes,
+                          int64_t most_rows, int64_t zero_rows, int most_blocks, Link link,
+                          cudaStream_t stream) {
   const MoveShape shape =
-      move_shape(row_bytes, alignment_bits(from) | alignment_bits(to), most_rows, crosses_link);
+      move_shape(row_bytes, alignment_bits(from) | alignment_bits(to), most_rows, most_blocks);
   with_vec_type(shape.vec_bytes, [&](auto vec) {
-    move_rows_kernel<decltype(vec), Moves><<<shape.blocks, kMoverThreads, 0, stream>>>(
-        moves, from, to, shape.vecs_per_row, shape.lanes_per_row, zero_rows);
+    constexpr int kRows = sizeof(vec) == 16 ? kRowsInFlight : 2 * kRowsInFlight;
+    move_rows_kernel<decltype(vec), kRows, Moves>
+        <<<shape.blocks, kMoverThreads, 0, stream>>>(moves, from, to, shape, zero_rows, link);
   });
+  return cudaGetLastError();
 }
 
 }  // namespace speedtorch

@@ -145,7 +145,10 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
 
 void check_same_device(const char* op, const char* name, const Tensor& tensor,
                        const char* compute_name, const Tensor& compute) {
-  if (device_text(tensor) != device_text(compute)) {
+  const bool same = tensor.is_cpu() ? compute.is_cpu()
+                                    : tensor.is_cuda() && compute.is_cuda() &&
+                                          tensor.get_device_index() == compute.get_device_index();
+  if (!same) {
     throw_value_error(op, std::string(name) + " is on " + device_text(tensor) + " but " +
                               compute_name + " is on " + device_text(compute) +
                               "; move one of them with .to()");

@@ -25,6 +25,9 @@ Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on, const Cur
 // Copies without waiting; a source from new_pinned stays until the copy is done.
 void copy_async(const char* op, const Tensor& from, const Tensor& to);
 
+// The same, done when it returns.
+void copy_and_wait(const char* op, const Tensor& from, const Tensor& to);
+
 // Tells autograd that the tensor has new contents, as torch's own in-place operations do: a
 // backward pass that needs the old ones then raises instead of giving wrong gradients.
 void mark_written(const char* op, const Tensor& tensor);

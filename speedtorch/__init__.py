@@ -1,11 +1,14 @@
 """Train on rows that live in host memory: tables larger than the GPU, at the speed of its link."""
 
-from speedtorch import legacy
+from speedtorch import legacy, tracing  # noqa: F401
+from speedtorch.calibration import calibrate, load_costs
+from speedtorch.cost_model import explain, get_num_sms, set_num_sms
 from speedtorch.info import info
 from speedtorch.legacy import *  # noqa: F403
 from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
 from speedtorch.ops import (
     optimizer_state_swap,
+    pinned_copy,
     pinned_gather,
     pinned_scatter,
     plan_rows,
@@ -15,16 +18,23 @@ from speedtorch.table import HostTable
 
 __all__ = [
     "HostTable",
+    "calibrate",
     "empty",
+    "explain",
+    "get_num_sms",
     "info",
     "memory_kind",
     "memory_stats",
     "optimizer_state_swap",
     "pin_memory_",
+    "pinned_copy",
     "pinned_gather",
     "pinned_scatter",
     "plan_rows",
+    "set_num_sms",
     "synchronize",
     "unpin_memory_",
     *legacy.__all__,
 ]
+
+load_costs()

@@ -8,6 +8,7 @@ import weakref
 import torch
 
 from speedtorch import files, memory, ops
+from speedtorch.calibration import calibrate_once
 
 __all__ = ["Placement"]
 
@@ -68,6 +69,8 @@ class Placement:
                 raise ValueError(f"device: expected a GPU for memory='cuda', got {str(place)!r}")
             self.data = torch.zeros(count, dtype=torch.uint8, device=place)
         else:
+            if kind != "plain":
+                calibrate_once(count)
             self.data = memory.empty(count, dtype=torch.uint8, memory=kind)
             self.memory = memory.memory_kind(self.data)
 

@@ -25,6 +25,7 @@ _INT, _ADDRESS = POINTER(c_int), POINTER(c_void_p)
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "device_count": (_INT,),
     "concurrent_managed_access": (c_int, _INT),
+    "bulk_copies": (c_int, _INT),
     "malloc_managed": (_ADDRESS, c_size_t),
     "free_managed": (c_void_p,),
     "advise_preferred_host": (c_void_p, c_size_t),

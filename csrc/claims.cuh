@@ -1,0 +1,41 @@
+// How movers read the claims of a batch (claims.cu). No torch here.
+#pragma once
+
+#include "claims_view.h"
+#include "letter.cuh"
+
+namespace speedtorch {
+
+__device__ inline int64_t id_at(const void* ids, bool wide, int64_t m) {
+  return wide ? static_cast<const int64_t*>(ids)[m] : static_cast<const int32_t*>(ids)[m];
+}
+
+__device__ inline bool is_outside(int64_t id, int64_t rows) {
+  return static_cast<uint64_t>(id) >= static_cast<uint64_t>(rows);
+}
+
+// The position that moves the row of the id at position m.
+__device__ inline int64_t mover_of(const ClaimsView& claims, int64_t m) {
+  return claims.slots[claims.slot_of[m]] - 1;
+}
+
+// By one thread.
+__device__ inline void complain_of_claims(const Complaint& about, const ClaimsView& claims) {
+  const int64_t position = claims.count - claims.status->bad_from_end;
+  complain(about, LetterKind::kOutOfRange, id_at(claims.ids, claims.wide, position), position,
+           claims.status->bad_count, claims.count);
+}
+
+// The same without a status: one thread looks through all ids.
+__device__ inline void complain_of_ids(const Complaint& about, const ClaimsView& claims) {
+  int64_t first = 0, bad_count = 0;
+  for (int64_t m = claims.count - 1; m >= 0; --m) {
+    if (!is_outside(id_at(claims.ids, claims.wide, m), about.rows)) continue;
+    ++bad_count;
+    first = m;
+  }
+  complain(about, LetterKind::kOutOfRange, id_at(claims.ids, claims.wide, first), first, bad_count,
+           claims.count);
+}
+
+}  // namespace speedtorch

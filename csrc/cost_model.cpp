@@ -1,0 +1,140 @@
+// The choice of path; see cost_model.h.
+
+#include "cost_model.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <mutex>
+#include <string>
+
+#include "pinned_gather_launch.h"
+#include "pinned_scatter_launch.h"
+#include "rows.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr double kImpossible = std::numeric_limits<double>::infinity();
+
+// A GPU's translations of small pages reach about this far: in tables up to it, order does not
+// matter.
+constexpr int64_t kReachBytes = int64_t{1} << 30;
+
+// With rows below this, threads keep more requests under way than bulk copies do.
+constexpr int64_t kBulkRowBytes = 256;
+// So many multiprocessors saturate the link by bulk copies of longer rows (measured: 2 for 512
+// bytes, 8 for 256).
+constexpr int64_t kLongBulkRowBytes = 512;
+constexpr int kSmsForLongRows = 4;
+
+std::mutex costs_lock;
+Costs& stored_costs() {
+  static Costs costs = default_costs();
+  return costs;
+}
+
+std::atomic<int64_t> forced_path{-1};
+std::atomic<int64_t> sms{kDefaultSms};
+
+double row_ns(const Batch& batch, bool in_address_order, const Costs& costs) {
+  const bool small_pages = batch.reach == Reach::kMapped && batch.table_bytes > kReachBytes;
+  const auto& ns = costs.row_ns[small_pages][static_cast<int>(batch.direction)][in_address_order];
+  if (batch.row_bytes <= kMeasuredRowBytes.front()) return ns[0];
+  const size_t upper = batch.row_bytes <= kMeasuredRowBytes[1] ? 1 : 2;
+  const double share = static_cast<double>(batch.row_bytes - kMeasuredRowBytes[upper - 1]) /
+                       static_cast<double>(kMeasuredRowBytes[upper] - kMeasuredRowBytes[upper - 1]);
+  return ns[upper - 1] + share * (ns[upper] - ns[upper - 1]);
+}
+
+// Moves on the GPU itself cost the same in any order; what matters there is what comes before them.
+double moving_us(const Batch& batch, bool in_address_order, const Costs& costs) {
+  if (batch.reach == Reach::kOnGpu) return 0;
+  return static_cast<double>(batch.ids) * row_ns(batch, in_address_order, costs) / 1e3;
+}
+
+bool direct_is_safe(const Batch& batch) {
+  if (batch.direction == Direction::kOut) return batch.ids <= kIdsClaimedInBlock;
+  // Beyond this a row that stands in the batch often would cross the link as often.
+  return batch.ids <= kIdsCheckedInBlock || batch.reach == Reach::kOnGpu;
+}
+
+}  // namespace
+
+Costs default_costs() {
+  return {.row_ns = {{{{2.9, 9.9, 29.6}, {2.1, 9.9, 29.6}}, {{2.8, 10.8, 28.9}, {1.5, 9.7, 28.9}}},
+                     {{{25.0, 27.0, 35.0}, {6.4, 12.0, 30.0}},
+                      {{25.0, 34.0, 40.0}, {6.4, 14.0, 30.0}}}},
+          .claim_us = 12,
+          .claim_ns = 0.06,
+          .plan_us = 60,
+          .plan_ns = 0.15,
+          .link_gbps = {55.4, 55.4}};
+}
+
+Costs costs() {
+  std::lock_guard lock(costs_lock);
+  return stored_costs();
+}
+
+void set_costs(const Costs& costs) {
+  std::lock_guard lock(costs_lock);
+  stored_costs() = costs;
+}
+
+Choice choose_path(const char* op, const Batch& batch, const Costs& costs) {
+  Choice choice;
+  if (batch.reach == Reach::kNot) {
+    choice.path = Path::kStaged;
+    choice.path_us.fill(kImpossible);
+    return choice;
+  }
+  const double ids = static_cast<double>(batch.ids);
+  const double in_index_order = moving_us(batch, false, costs);
+  choice.path_us = {in_index_order, in_index_order + costs.claim_us + ids * costs.claim_ns / 1e3,
+                    moving_us(batch, true, costs) + costs.plan_us + ids * costs.plan_ns / 1e3};
+  if (!direct_is_safe(batch)) choice.path_us[0] = kImpossible;
+  // Sums need every occurrence of an id, in order.
+  if (batch.accumulate) choice.path_us[0] = choice.path_us[1] = kImpossible;
+  const auto best = std::min_element(choice.path_us.begin(), choice.path_us.end());
+  choice.path = static_cast<Path>(best - choice.path_us.begin());
+  if (const int64_t forced = forced_path; forced >= 0) {
+    if (choice.path_us[static_cast<size_t>(forced)] == kImpossible) {
+      throw_value_error(op, "path " + std::to_string(forced) + " is not possible for " +
+                                std::to_string(batch.ids) + " ids of this table");
+    }
+    choice.path = static_cast<Path>(forced);
+  }
+  const double us = moving_us(batch, choice.path == Path::kOrdered, costs);
+  if (us > 0) choice.gigabytes_per_s = ids * static_cast<double>(batch.row_bytes) / us / 1e3;
+  return choice;
+}
+
+void force_path(int64_t path) {
+  if (path < -1 || path >= kGpuPaths) {
+    throw_value_error("force_path", "path must be -1 to 2, got " + std::to_string(path));
+  }
+  forced_path = path;
+}
+
+void set_num_sms(int64_t count) {
+  constexpr int64_t kMost = 1 << 16;  // more than any GPU has
+  if (count < 1 || count > kMost) {
+    throw_value_error("set_num_sms", "the number of multiprocessors must be 1 to " +
+                                         std::to_string(kMost) + ", got " + std::to_string(count));
+  }
+  sms = count;
+}
+
+int64_t num_sms() { return sms; }
+
+Mover link_mover(int64_t row_bytes, uint64_t alignment_bits, int64_t rows, bool bulk, int sms) {
+  const int access = widest_access(alignment_bits | static_cast<uint64_t>(row_bytes));
+  // A small batch is over before shared memory has been set up for bulk copies.
+  if (!bulk || access != 16 || row_bytes < kBulkRowBytes || rows <= kIdsCheckedInBlock) {
+    return {false, sms};
+  }
+  return {true, row_bytes >= kLongBulkRowBytes ? std::min(sms, kSmsForLongRows) : sms};
+}
+
+}  // namespace speedtorch

@@ -1,0 +1,230 @@
+"""Measures once per machine what moving a row costs, for the choice of path (cost_model.py).
+
+The figures lie in the user's cache folder, `$XDG_CACHE_HOME/speedtorch` or `~/.cache/speedtorch`,
+in one file for each machine, and are read when the package is imported. The first HostTable of 1
+GiB or more measures them where they are missing. Without them, and without a folder that can be
+written to, the library goes by those of an H200.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from speedtorch import memory, ops
+from speedtorch.cost_model import forced_path, use_costs
+from speedtorch.ops import _ops
+
+__all__ = ["calibrate", "calibrate_once", "load_costs"]
+
+_log = logging.getLogger("speedtorch")
+
+# Bumped when the meaning of the figures changes.
+VERSION = 1
+ROW_BYTES = (64, 512, 1536)  # kMeasuredRowBytes in csrc/cost_model.h
+KINDS = ("managed", "registered")
+ORDERS = ("distinct", "ordered")
+BATCH = 131_072
+MOST_TABLE_BYTES = 8 << 30
+REPETITIONS = 5
+# A table of this size is worth the seconds.
+WORTH_BYTES = 1 << 30
+
+
+def cache_file() -> Path:
+    """Where the figures of this machine are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "speedtorch" / f"costs-{platform.node() or 'machine'}.json"
+
+
+def calibrate(*, progress: bool = True) -> dict[str, Any]:
+    """Measures what moving rows costs on this machine, and keeps it in the user's cache folder.
+
+    Takes a few seconds, up to 8 GiB of host memory and 0.5 GiB on the current GPU. From then on, in
+    this process and in later ones, ops choose their paths by these figures. Nothing needs it: the
+    figures of an H200 serve without it.
+
+    Args:
+        progress: show a progress bar.
+
+    Returns:
+        What was measured: nanoseconds per row by kind of memory, direction, order and row length,
+        the cost of planning, and the link's GB/s.
+
+    Raises:
+        RuntimeError: there is no GPU.
+
+    Example:
+        >>> if torch.cuda.is_available():
+        ...     figures = calibrate()
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("calibrate: there is no GPU to measure; paths matter only with one")
+    # What cannot be measured here (managed memory where it is not supported) stays as it was.
+    costs = _ops.costs()
+    steps = tqdm(list(_steps()), desc="calibrating", unit="step", disable=not progress)
+    for step in steps:
+        step(costs)
+    use_costs(costs, calibrated=True)
+    figures = {
+        "version": VERSION,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "costs": costs.tolist(),
+    }
+    _store(figures)
+    return figures
+
+
+def calibrate_once(nbytes: int) -> None:
+    """Calibrates before the first large table is made on this machine; never fails.
+
+    Does nothing where figures are there already, where they could not be kept, while another
+    process is at it or a CUDA graph is captured, and with SPEEDTORCH_CALIBRATE=0.
+
+    Args:
+        nbytes: size of the table.
+    """
+    path = cache_file()
+    if nbytes < WORTH_BYTES or os.environ.get("SPEEDTORCH_CALIBRATE") == "0" or path.exists():
+        return
+    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            calibrate(progress=False)
+    except BlockingIOError:
+        _log.info("another process calibrates this machine")
+    except (OSError, RuntimeError, MemoryError) as error:
+        _log.warning("not calibrated (%s); speedtorch.calibrate() tries again", error)
+
+
+def _store(figures: dict[str, Any]) -> None:
+    path = cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(figures) + "\n", encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        _log.warning(
+            "calibrate: %s cannot be written (%s); this process alone uses it", path, error
+        )
+
+
+def load_costs() -> bool:
+    """Goes by the figures of this machine if there are any; never fails.
+
+    Returns:
+        Whether there were any.
+    """
+    path = cache_file()
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        if figures["version"] != VERSION:
+            return False
+        costs = torch.tensor(figures["costs"], dtype=torch.float64)
+        if not bool(torch.isfinite(costs).all() & (costs >= 0).all()):
+            raise ValueError("figures below zero")
+        use_costs(costs, calibrated=True)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("%s is not used (%s); speedtorch.calibrate() writes it anew", path, error)
+        return False
+    return True
+
+
+def _steps() -> Iterator[Callable[[Tensor], None]]:
+    yield _measure_link
+    yield _measure_planning
+    for kind in range(len(KINDS)):
+        if kind == 0 and not _ops.managed_supported():
+            continue
+        yield partial(_measure_moves, kind=kind)
+
+
+def _microseconds(run: Callable[[Tensor], object], inputs: list[Tensor]) -> float:
+    """Median time of one call on the GPU, each with an input of its own."""
+    times: list[float] = []
+    for each in inputs:
+        start, stop = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+        start.record()
+        run(each)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return statistics.median(times[1:])
+
+
+def _fresh_ids(rows: int, count: int) -> list[Tensor]:
+    return [torch.randint(rows, (count,), device="cuda") for _ in range(REPETITIONS + 1)]
+
+
+def _measure_link(costs: Tensor) -> None:
+    host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    for at, (target, source) in enumerate(((device, host), (host, device))):
+        copies = [source] * (REPETITIONS + 1)
+        us = _microseconds(partial(target.copy_, non_blocking=True), copies)
+        costs[-2 + at] = host.numel() / us / 1e3
+
+
+def _measure_planning(costs: Tensor) -> None:
+    """What comes before the movement, at two batch sizes: a fixed part and a part for each id."""
+    few, many = 8192, 1 << 20
+    table = torch.zeros(many * 8, 1, dtype=torch.uint8, device="cuda")
+
+    def time_of(path: str, count: int) -> float:
+        with forced_path(path):
+            ids = _fresh_ids(table.shape[0], count)
+            return _microseconds(partial(ops.pinned_gather, table), ids)
+
+    moving = {count: time_of("direct", count) for count in (few, many)}
+    for at, path in ((-6, "distinct"), (-4, "ordered")):
+        cost = {count: max(time_of(path, count) - moving[count], 0.0) for count in (few, many)}
+        per_id_us = max(cost[many] - cost[few], 0.0) / (many - few)
+        costs[at] = max(cost[few] - few * per_id_us, 0.0)
+        costs[at + 1] = per_id_us * 1e3
+
+
+def _scatter(table: Tensor, rows: Tensor, ids: Tensor) -> None:
+    ops.pinned_scatter(table, ids, rows)
+
+
+def _measure_moves(costs: Tensor, kind: int) -> None:
+    claim_us, claim_ns, plan_us, plan_ns = costs[-6:-2].tolist()
+    before_us = (claim_us + BATCH * claim_ns / 1e3, plan_us + BATCH * plan_ns / 1e3)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    whole = memory.empty(
+        max(min(MOST_TABLE_BYTES, free // 4), 256 << 20), dtype=torch.uint8, memory=KINDS[kind]
+    )
+    row_ns = costs[: 2 * 2 * 2 * len(ROW_BYTES)].view(2, 2, 2, len(ROW_BYTES))
+    for length, row_bytes in enumerate(ROW_BYTES):
+        table = whole[: whole.numel() // row_bytes * row_bytes].view(-1, row_bytes)
+        rows = torch.zeros(BATCH, row_bytes, dtype=torch.uint8, device="cuda")
+        works: tuple[Callable[[Tensor], object], ...] = (
+            partial(ops.pinned_gather, table, out=rows),
+            partial(_scatter, table, rows),
+        )
+        for direction, work in enumerate(works):
+            for order, path in enumerate(ORDERS):
+                with forced_path(path):
+                    us = _microseconds(work, _fresh_ids(table.shape[0], BATCH))
+                # What comes before takes at most half of it, however badly that was measured.
+                moving_us = max(us - before_us[order], us / 2)
+                row_ns[kind, direction, order, length] = moving_us * 1e3 / BATCH

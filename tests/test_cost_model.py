@@ -1,0 +1,275 @@
+"""The choice of path, its explanation and the launches' shapes: none of this needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import Place
+from cuda_calls import PretendedDriver
+from torch import Tensor
+
+import speedtorch
+from speedtorch import cost_model
+from speedtorch.ops import _ops
+
+GATHER, SCATTER = 0, 1
+DIRECT, DISTINCT, ORDERED, STAGED = range(4)
+COSTS = 30
+
+
+@pytest.fixture(autouse=True)
+def usual_costs() -> Iterator[None]:
+    """Tests may change the costs; the ones that were there come back."""
+    before, calibrated = _ops.costs(), cost_model._calibrated
+    yield
+    cost_model.use_costs(before, calibrated=calibrated)
+
+
+@pytest.fixture
+def choose(driver: PretendedDriver) -> Callable[..., int]:
+    """The path for `ids` ids of rows of a kind of memory, by round figures.
+
+    One row costs 10 ns, in index order of mapped memory 30; hashing 10 us and sorting 100 us.
+    """
+    costs = torch.full((COSTS,), 10.0, dtype=torch.float64)
+    costs[12:15] = costs[18:21] = 30.0
+    costs[24:28] = torch.tensor([10.0, 0.0, 100.0, 0.0])
+    cost_model.use_costs(costs, calibrated=True)
+
+    def path(memory: str, ids: int, direction: int = GATHER, accumulate: bool = False) -> int:
+        table = speedtorch.empty((16, 128), memory=memory)
+        if memory != "plain":
+            # Beyond the reach of small pages: a view of few rows that lie far apart has as many
+            # bytes as a table; nothing of it is touched.
+            table = table[:1].as_strided((3, 128), (2**28, 1)) if memory == "managed" else table
+        return int(_ops.explain_move(table, ids, direction, accumulate)[0])
+
+    return path
+
+
+def test_small_batches_take_one_launch(choose: Callable[..., int]) -> None:
+    assert choose("registered", 100) == DIRECT
+    assert choose("registered", 100, SCATTER) == DIRECT
+
+
+@pytest.mark.parametrize(("direction", "most"), [(GATHER, 4096), (SCATTER, 2048)])
+def test_a_batch_that_one_block_cannot_check_is_hashed(
+    choose: Callable[..., int], direction: int, most: int
+) -> None:
+    assert choose("registered", most, direction) == DIRECT
+    assert choose("registered", most + 1, direction) == DISTINCT
+
+
+def test_sums_are_always_ordered(choose: Callable[..., int]) -> None:
+    assert choose("registered", 1, SCATTER, accumulate=True) == ORDERED
+
+
+def test_pageable_memory_is_staged(choose: Callable[..., int]) -> None:
+    assert choose("plain", 10) == STAGED
+
+
+def test_order_pays_once_it_saves_more_than_sorting_costs(driver: PretendedDriver) -> None:
+    costs = torch.full((COSTS,), 10.0, dtype=torch.float64)
+    costs[0:3] = 30.0  # managed, to the GPU, in index order
+    costs[24:28] = torch.tensor([0.0, 0.0, 200.0, 0.0])
+    cost_model.use_costs(costs, calibrated=True)
+    table = speedtorch.empty((16, 128), memory="managed")
+    paths = [int(_ops.explain_move(table, ids, GATHER, False)[0]) for ids in (5000, 9000, 11000)]
+    assert paths == [DISTINCT, DISTINCT, ORDERED]  # 20 ns are saved for each id
+
+
+@pytest.mark.parametrize(
+    ("columns", "nanoseconds"), [(1, 10), (16, 10), (72, 15), (128, 20), (256, 30), (640, 60)]
+)
+def test_times_between_measured_lengths_lie_on_a_line(
+    driver: PretendedDriver, columns: int, nanoseconds: float
+) -> None:
+    costs = torch.full((COSTS,), 1.0, dtype=torch.float64)
+    costs[0:3] = torch.tensor([10.0, 20.0, 40.0])  # 64, 512 and 1,536 bytes
+    cost_model.use_costs(costs, calibrated=True)
+    table = speedtorch.empty((16, columns), memory="managed")
+    assert float(_ops.explain_move(table, 1000, GATHER, False)[1]) == pytest.approx(nanoseconds)
+
+
+def test_costs_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"costs has shape \[3\], expected \[30\]"):
+        _ops.set_costs(torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="costs must be float64 on the CPU"):
+        _ops.set_costs(torch.zeros(COSTS))
+
+
+# ------------------------------------------------------------------------------------------------
+# explain
+
+
+def explain_on_gpu(op: str, *args: object, **kwargs: object) -> cost_model.Explanation:
+    """As if the ids were on a GPU: meta tensors have no memory and are not on the CPU."""
+    return speedtorch.explain(op, *args, **kwargs)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def test_what_is_on_the_cpu_stays_there() -> None:
+    table, ids = torch.zeros(4, 2), torch.tensor([1])
+    assert speedtorch.explain("pinned_gather", table, ids).path == "cpu"
+    assert speedtorch.explain("pinned_scatter", table, ids, torch.zeros(1, 2)).path == "cpu"
+    assert speedtorch.explain("pinned_copy", table, table).path == "torch"
+    swap = ([table], [table[:1]], ids, [table[:1]], ids)
+    assert speedtorch.explain("optimizer_state_swap", *swap).path == "cpu"
+
+
+def test_an_explanation_has_path_reason_and_rates(driver: PretendedDriver) -> None:
+    costs = torch.full((COSTS,), 10.0, dtype=torch.float64)
+    costs[-2:] = 64.0
+    cost_model.use_costs(costs, calibrated=True)
+    table = speedtorch.empty((16, 128), memory="managed")
+    told = explain_on_gpu("pinned_gather", table, meta(1000, dtype=torch.int64))
+    assert (told.path, told.predicted_us) == ("direct", 10.0)
+    assert told.predicted_gbps == told.measured_gbps == pytest.approx(51.2)
+    assert (told.link_gbps, told.share_of_link) == (64.0, pytest.approx(0.8))
+    assert set(told.alternatives_us) == {"direct", "distinct", "ordered"}
+    text = str(told)
+    assert "pinned_gather: direct (one launch" in text
+    assert "1,000 rows of 512 B, managed memory; estimates: direct 10 us" in text
+    assert "51.2 GB/s (calibrated here); link: 64.0 GB/s; share of the link: 0.80" in text
+
+
+def test_an_explanation_says_whose_figures_they_are(driver: PretendedDriver) -> None:
+    cost_model.use_costs(_ops.costs(), calibrated=False)
+    table = speedtorch.empty((16, 128), memory="managed")
+    text = str(explain_on_gpu("pinned_gather", table, meta(1000, dtype=torch.int64)))
+    assert "not calibrated here: of an H200" in text
+
+
+def test_pageable_memory_is_explained_with_its_remedy(driver: PretendedDriver) -> None:
+    ids = meta(8, dtype=torch.int64)
+    told = explain_on_gpu("pinned_scatter", torch.zeros(9, 4), ids, meta(8, 4))
+    assert told.path == "staged"
+    assert "pin_memory_(table) pins it" in str(told)
+    assert told.predicted_us is None
+
+
+def test_a_plan_is_followed(driver: PretendedDriver) -> None:
+    table, ids = speedtorch.empty((16, 128), memory="managed"), meta(8, dtype=torch.int64)
+    told = explain_on_gpu("pinned_gather", table, ids, plan=[])
+    assert told.path == "ordered"
+    assert "the ids are planned already" in told.why
+
+
+def test_swaps_and_copies_have_one_path(driver: PretendedDriver) -> None:
+    table, ids = speedtorch.empty((16, 128), memory="managed"), meta(8, dtype=torch.int64)
+    rows = [meta(8, 128)]
+    assert explain_on_gpu("optimizer_state_swap", [table], rows, ids, rows, ids).path == "one sweep"
+    assert explain_on_gpu("pinned_copy", table, meta(16, 128)).path == "consecutive"
+    pageable = torch.zeros(16, 128)
+    staged = explain_on_gpu("optimizer_state_swap", [table, pageable], rows * 2, ids, rows * 2, ids)
+    assert staged.path == "staged"
+    assert explain_on_gpu("pinned_copy", meta(16, 128), pageable).path == "torch"
+
+
+def test_explaining_runs_nothing(driver: PretendedDriver) -> None:
+    table = speedtorch.empty((16, 128), memory="managed")
+    before = len(driver.named("event_record"))
+    explain_on_gpu("pinned_gather", table, meta(8, dtype=torch.int64))
+    assert len(driver.named("event_record")) == before
+
+
+def test_other_ops_and_arguments_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="op='gather'; it knows pinned_gather, pinned_scatter"):
+        speedtorch.explain("gather")
+    with pytest.raises(TypeError, match="index"):
+        speedtorch.explain("pinned_gather", torch.zeros(3, 1))
+
+
+def test_explain_agrees_with_what_runs(gpu_place: Place) -> None:
+    table = gpu_place.table(torch.rand(6000, 128))
+    ids = torch.randint(6000, (5000,), device="cuda")
+    told = speedtorch.explain("pinned_gather", table, ids)
+    assert (told.path == "staged") == (not gpu_place.mapped)
+    if gpu_place.mapped:
+        with cost_model.forced_path(told.path):
+            assert torch.equal(speedtorch.pinned_gather(table, ids), table.cuda()[ids])
+
+
+# ------------------------------------------------------------------------------------------------
+# multiprocessors and shapes of launches
+
+
+def test_the_number_of_multiprocessors_is_set_and_asked_for() -> None:
+    usual = speedtorch.get_num_sms()
+    speedtorch.set_num_sms(5)
+    assert speedtorch.get_num_sms() == 5
+    speedtorch.set_num_sms(usual)
+
+
+@pytest.mark.parametrize("count", [0, -3, 10**6])
+def test_an_impossible_number_of_multiprocessors_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"must be 1 to 65536, got {count}"):
+        speedtorch.set_num_sms(count)
+
+
+def launch(row_bytes: int, rows: int, *, bits: int = 0, bulk: bool = True, sms: int = 16) -> dict:
+    names = ("bulk", "blocks", "threads", "access_bytes", "per_row", "shared_bytes")
+    return dict(zip(names, _ops.link_launch(row_bytes, bits, rows, bulk, sms), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "bits", "access"),
+    [(512, 0, 16), (512, 8, 8), (188, 0, 4), (94, 0, 2), (47, 0, 1), (1536, 3, 1), (24, 0, 8)],
+)
+def test_accesses_are_as_wide_as_length_and_addresses_allow(
+    row_bytes: int, bits: int, access: int
+) -> None:
+    assert launch(row_bytes, 100, bits=bits)["access_bytes"] == access
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "lanes"), [(4, 1), (12, 3), (64, 4), (188, 32), (512, 32), (8192, 32)]
+)
+def test_a_row_is_shared_by_as_many_threads_as_it_has_accesses(row_bytes: int, lanes: int) -> None:
+    assert launch(row_bytes, 100)["per_row"] == lanes
+
+
+@pytest.mark.parametrize("sms", [1, 4, 16, 64])
+@pytest.mark.parametrize("row_bytes", [4, 94, 256, 512, 2048, 100_000])
+@pytest.mark.parametrize("rows", [1, 5000, 10**9])
+def test_a_launch_stays_within_its_multiprocessors(row_bytes: int, rows: int, sms: int) -> None:
+    shape = launch(row_bytes, rows, sms=sms)
+    assert 1 <= shape["blocks"] <= sms
+    assert 32 <= shape["threads"] <= 512
+    assert shape["shared_bytes"] <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "bits", "rows", "bulk"),
+    [
+        (512, 0, 4097, True),
+        (512, 0, 4096, False),  # a small batch
+        (240, 0, 100_000, False),  # short rows
+        (512, 4, 100_000, False),  # rows that begin anywhere
+        (514, 0, 100_000, False),
+    ],
+)
+def test_bulk_copies_serve_large_batches_of_long_aligned_rows(
+    row_bytes: int, bits: int, rows: int, bulk: bool
+) -> None:
+    assert launch(row_bytes, rows, bits=bits)["bulk"] == bulk
+    assert not launch(row_bytes, rows, bits=bits, bulk=False)["bulk"]
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "pieces", "piece_bytes"), [(512, 1, 512), (2048, 1, 2048), (8208, 5, 2048)]
+)
+def test_long_rows_move_in_pieces(row_bytes: int, pieces: int, piece_bytes: int) -> None:
+    shape = launch(row_bytes, 100_000)
+    assert (shape["per_row"], shape["access_bytes"]) == (pieces, piece_bytes)
+
+
+def test_bulk_copies_of_long_rows_take_four_multiprocessors() -> None:
+    assert launch(512, 100_000)["blocks"] == launch(1536, 100_000)["blocks"] == 4
+    assert launch(256, 100_000)["blocks"] == 16
+    assert launch(512, 100_000, sms=2)["blocks"] == 2
