@@ -72,7 +72,8 @@ void set_num_sms(int64_t count);
 int64_t num_sms();
 
 // The kernel for rows that cross the link (`bulk`: this GPU has bulk copies), or do not.
-Mover link_mover(int64_t row_bytes, uint64_t alignment_bits, int64_t rows, bool bulk, int sms);
+Mover link_mover(Direction direction, int64_t row_bytes, uint64_t alignment_bits, int64_t rows,
+                 bool bulk, int sms);
 constexpr Mover gpu_mover() { return {false, kDeviceBlocks}; }
 
 }  // namespace speedtorch

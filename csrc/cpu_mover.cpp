@@ -15,6 +15,10 @@
 #include <type_traits>
 #include <vector>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #include "addend.h"
 
 namespace speedtorch {
@@ -67,6 +71,32 @@ auto best_add_numbers() {
 #endif
   return add_numbers<T>;
 }
+
+// Stores that pass the caches do not read a line before they overwrite it: random rows of 512 bytes
+// in half of the time, on 1 to 16 threads. A batch below this may fit into the caches.
+constexpr int64_t kLeastPassingBytes = int64_t{4} << 20;
+constexpr int64_t kPassingBytes = 32;  // of one store, and what rows must be aligned to
+
+#ifdef __x86_64__
+[[gnu::target("avx2")]] void store_past_caches(char* row, const char* from, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += kPassingBytes) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(row + b),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + b)));
+  }
+}
+
+bool can_pass_caches(const Rows& table, const Ids& ids) {
+  const auto bits = reinterpret_cast<uint64_t>(table.base) |
+                    static_cast<uint64_t>(table.stride_bytes | table.row_bytes);
+  return bits % kPassingBytes == 0 && ids.count * table.row_bytes >= kLeastPassingBytes &&
+         __builtin_cpu_supports("avx2");
+}
+
+// Other threads see this thread's stores.
+void finish_stores() { _mm_sfence(); }
+#else
+void finish_stores() {}
+#endif
 
 template <typename Use>
 void with_ids(const Ids& ids, const Use& use) {
@@ -136,6 +166,7 @@ void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& f
   const int64_t tasks = std::clamp<int64_t>(count * row_bytes / kBytesPerTask, 1, threads);
   if (tasks == 1) {
     in_turn(0, count, row_bytes, [](int64_t k) { return k; }, fetch, move);
+    finish_stores();
     return;
   }
   const Owners owners(row_bytes, tasks);
@@ -167,15 +198,18 @@ void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& f
             [&](int64_t k) -> int64_t { return order[static_cast<size_t>(k)]; }, fetch, move);
       }
     }
+    finish_stores();
   });
 }
 
-// Calls write(row of the table, row of src) for every id; ids of one row in index order.
+// Calls write(row of the table, row of src) for every id; ids of one row in index order. `reads`:
+// the rows are worth asking for before they are written.
 template <typename Write>
-void write_rows(const Rows& table, const Ids& ids, const Rows& src, const Write& write) {
+void write_rows(const Rows& table, const Ids& ids, const Rows& src, bool reads,
+                const Write& write) {
   with_ids(ids, [&](const auto* id) {
     const auto fetch = [&](int64_t i) {
-      prefetch(table.row(id[i]), table.row_bytes);
+      if (reads) prefetch(table.row(id[i]), table.row_bytes);
       // A thread's share of src has gaps. Wide rows are long enough for the processor's own
       // prefetching (asking for them as well: 1.1 to 1.4 times as slow); narrow ones are not.
       if (src.row_bytes <= kLineBytes) prefetch(src.row(i), src.row_bytes);
@@ -202,8 +236,15 @@ void gather_on_cpu(const Rows& table, const Ids& ids, const Rows& out) {
 }
 
 void scatter_on_cpu(const Rows& table, const Ids& ids, const Rows& src) {
+#ifdef __x86_64__
+  if (can_pass_caches(table, ids)) {
+    return write_rows(table, ids, src, false, [&src](char* row, const char* from) {
+      store_past_caches(row, from, src.row_bytes);
+    });
+  }
+#endif
   with_width(src.row_bytes, [&](auto width) {
-    write_rows(table, ids, src,
+    write_rows(table, ids, src, true,
                [width](char* row, const char* from) { std::memcpy(row, from, width); });
   });
 }
@@ -213,7 +254,7 @@ void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, AddendKind k
     using T = decltype(number);
     const int64_t numbers = src.row_bytes / static_cast<int64_t>(sizeof(T));
     const auto add_to = best_add_numbers<T>();
-    write_rows(table, ids, src, [numbers, add_to](char* row, const char* from) {
+    write_rows(table, ids, src, true, [numbers, add_to](char* row, const char* from) {
       add_to(reinterpret_cast<T*>(row), reinterpret_cast<const T*>(from), numbers);
     });
   });

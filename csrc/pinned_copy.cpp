@@ -20,7 +20,8 @@ constexpr int64_t kCutBytes = 2048;
 
 bool is_one_run(const Rows& rows) { return rows.count <= 1 || rows.stride_bytes == rows.row_bytes; }
 
-void copy_on_gpu(const Rows& from, const Rows& to, bool to_host, const CurrentStream& stream) {
+void copy_on_gpu(const Rows& from, const Rows& to, Reach reach, bool to_host,
+                 const CurrentStream& stream) {
   CopyRows work{.from = from.base,
                 .from_stride_bytes = from.stride_bytes,
                 .to = to.base,
@@ -38,7 +39,11 @@ void copy_on_gpu(const Rows& from, const Rows& to, bool to_host, const CurrentSt
     cut.row_bytes = work.row_bytes;
     cut.stride_bytes = to_host ? work.to_stride_bytes : work.from_stride_bytes;
     if constexpr (kWithCuda) {
-      check_cuda(launch_copy(work, link_mover(cut, work.count, bits, stream), stream.get()), kOp);
+      check_cuda(launch_copy(work,
+                             mover_for(to_host ? Direction::kOut : Direction::kIn, cut, reach,
+                                       work.count, bits, stream),
+                             stream.get()),
+                 kOp);
     }
   };
   if (!is_one_run(from) || !is_one_run(to)) return launch();
@@ -72,13 +77,14 @@ void pinned_copy(const Tensor& dst, const Tensor& src) {
     return copy_async(kOp, src, dst);
   }
   const CurrentStream stream(kOp, to_host ? src : dst);
-  if (reach_of(kOp, host, host_rows) == Reach::kNot) {
+  const Reach reach = reach_of(kOp, host, host_rows);
+  if (reach == Reach::kNot) {
     stream.refuse_capture(kOp,
                           "the host side is in pageable memory, which takes the host; pin it with "
                           "speedtorch.pin_memory_(tensor) or keep it in a HostTable");
     return copy_and_wait(kOp, src, dst);
   }
-  copy_on_gpu(from, to, to_host, stream);
+  copy_on_gpu(from, to, reach, to_host, stream);
   note_use(host, host_rows, stream.get());
 }
 

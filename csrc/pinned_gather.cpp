@@ -58,10 +58,8 @@ void gather_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Ids
                           .out = static_cast<char*>(out.mutable_data_ptr()),
                           .row_bytes = rows.row_bytes,
                           .count = ids.count};
-    const Mover mover =
-        reach == Reach::kOnGpu
-            ? gpu_mover()
-            : link_mover(rows, ids.count, reinterpret_cast<uint64_t>(work.out), stream);
+    const Mover mover = mover_for(Direction::kIn, rows, reach, ids.count,
+                                  reinterpret_cast<uint64_t>(work.out), stream);
     const Path path =
         plan ? Path::kOrdered
              : choose_path(kOp, batch_of(Direction::kIn, reach, rows, ids.count), costs()).path;

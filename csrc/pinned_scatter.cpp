@@ -48,10 +48,6 @@ void scatter_staged(const Rows& table, const Ids& ids, const Tensor& src, const 
   scatter_or_add_on_cpu(table, on_cpu, as_rows(kOp, "src", rows), added);
 }
 
-int add_blocks(Reach reach) {
-  return reach == Reach::kOnGpu ? kDeviceBlocks : static_cast<int>(num_sms());
-}
-
 void scatter_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Ids& ids,
                     const Rows& src, const Tensor& on, const Plan& plan, const Added& added,
                     const CurrentStream& stream) {
@@ -64,19 +60,19 @@ void scatter_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Id
                            .row_bytes = rows.row_bytes};
     const uint64_t src_bits =
         reinterpret_cast<uint64_t>(src.base) | static_cast<uint64_t>(src.stride_bytes);
-    const Mover mover =
-        reach == Reach::kOnGpu ? gpu_mover() : link_mover(rows, ids.count, src_bits, stream);
+    const Mover mover = mover_for(Direction::kOut, rows, reach, ids.count, src_bits, stream);
     Batch batch = batch_of(Direction::kOut, reach, rows, ids.count);
     batch.accumulate = added.has_value();
     const Path path = plan ? Path::kOrdered : choose_path(kOp, batch, costs()).path;
     if (path == Path::kOrdered) {
+      const int add_blocks = reach == Reach::kOnGpu ? kDeviceBlocks : static_cast<int>(num_sms());
       const std::vector<Tensor> made =
           plan ? *plan : make_plan(kOp, ids, rows.count, on, stream.get());
       const PlanView view = view_plan(kOp, kIndex, made, ids.count, rows.count, on);
-      check_cuda(added ? launch_scatter_add(work, view, *added, add_blocks(reach), letter_box(),
-                                            stream.get())
-                       : launch_scatter_ordered(work, view, mover, letter_box(), stream.get()),
-                 kOp);
+      check_cuda(
+          added ? launch_scatter_add(work, view, *added, add_blocks, letter_box(), stream.get())
+                : launch_scatter_ordered(work, view, mover, letter_box(), stream.get()),
+          kOp);
     } else if (path == Path::kDistinct) {
       const Claims claims = make_claims(kOp, ids, rows.count, on, stream.get());
       check_cuda(launch_scatter_distinct(work, claims.view, mover, letter_box(), stream.get()),

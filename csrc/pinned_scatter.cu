@@ -102,11 +102,12 @@ __device__ __nv_bfloat16 add(__nv_bfloat16 a, __nv_bfloat16 b) {
   return __float2bfloat16_rn(__bfloat162float(a) + __bfloat162float(b));
 }
 
-// A warp owns a distinct id, a lane every 32nd number of its row. A row crosses the link twice:
-// once each way.
+// A warp owns a distinct id, a lane every 32nd number of its row, kNumbersInFlight of them at a
+// time. A row crosses the link twice: once each way.
 template <typename T>
 __global__ void __launch_bounds__(kMoverThreads)
     add_rows_kernel(ScatterRows rows, PlanView plan, Complaint complaint) {
+  constexpr int kNumbersInFlight = 16 / sizeof(T);
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (is_blocked(*plan.status, complaint.rows)) {
     if (thread == 0) complain_if_blocked(complaint, *plan.status);
@@ -118,13 +119,24 @@ __global__ void __launch_bounds__(kMoverThreads)
   for (int64_t m = thread / 32; m < plan.status->distinct; m += warps) {
     T* row = reinterpret_cast<T*>(rows.table + plan.unique[m] * rows.table_stride_bytes);
     const int64_t begin = plan.offsets[m], end = plan.offsets[m + 1];
-    for (int64_t column = lane; column < numbers; column += 32) {
-      T sum = row[column];
-      for (int64_t i = begin; i < end; ++i) {
-        sum = add(sum, reinterpret_cast<const T*>(rows.src +
-                                                  plan.order[i] * rows.src_stride_bytes)[column]);
+    for (int64_t first = lane; first < numbers; first += 32 * kNumbersInFlight) {
+      T sum[kNumbersInFlight];
+#pragma unroll
+      for (int u = 0; u < kNumbersInFlight; ++u) {
+        if (first + 32 * u < numbers) sum[u] = row[first + 32 * u];
       }
-      row[column] = sum;
+      for (int64_t i = begin; i < end; ++i) {
+        const T* addend =
+            reinterpret_cast<const T*>(rows.src + plan.order[i] * rows.src_stride_bytes);
+#pragma unroll
+        for (int u = 0; u < kNumbersInFlight; ++u) {
+          if (first + 32 * u < numbers) sum[u] = add(sum[u], addend[first + 32 * u]);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kNumbersInFlight; ++u) {
+        if (first + 32 * u < numbers) row[first + 32 * u] = sum[u];
+      }
     }
   }
 }

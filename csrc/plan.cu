@@ -115,6 +115,7 @@ __global__ void write_plan_kernel(const Id* ids, const uint64_t* sorted_keys,
                                   PlanOut out) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t distinct = ranks[n - 1];
+  unsigned long long first_repeat = static_cast<unsigned long long>(n);
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
     const int64_t mine = ranks[i] - 1;
     const int64_t position = sorted_positions[i];
@@ -125,8 +126,7 @@ __global__ void write_plan_kernel(const Id* ids, const uint64_t* sorted_keys,
       out.unique[mine] = static_cast<int64_t>(sorted_keys[i]);
       out.offsets[mine] = i;
     } else {
-      atomicMin(reinterpret_cast<unsigned long long*>(&out.status->repeat_position),
-                static_cast<unsigned long long>(position));
+      first_repeat = min(first_repeat, static_cast<unsigned long long>(position));
     }
     if (i >= distinct) {
       out.unique[i] = -1;
@@ -137,6 +137,12 @@ __global__ void write_plan_kernel(const Id* ids, const uint64_t* sorted_keys,
       out.status->distinct = distinct;
     }
   }
+  // Once for each warp, and rarely: one atomic for each repeated id took longer than the sort.
+  for (int apart = 16; apart > 0; apart /= 2) {
+    first_repeat = min(first_repeat, __shfl_xor_sync(~0u, first_repeat, apart));
+  }
+  auto* found = reinterpret_cast<unsigned long long*>(&out.status->repeat_position);
+  if (threadIdx.x % 32 == 0 && first_repeat < *found) atomicMin(found, first_repeat);
 }
 
 // One thread: the id at the first repeated position.

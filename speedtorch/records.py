@@ -14,6 +14,7 @@ from torch import Tensor
 from speedtorch import memory, ops, record_layout
 from speedtorch.npy_format import NPY_DTYPES
 from speedtorch.placement import Placement
+from speedtorch.plan_memo import PlanMemo
 
 __all__ = ["Records"]
 
@@ -52,6 +53,7 @@ class Records:
         self.device = data.device
         self._views = {name: layout.rows_of(data, self.rows, name) for name in self.fields}
         self._record = layout.records_of(data, self.rows)
+        self.plans = PlanMemo(self.rows, self.memory)
 
     def _placed(self) -> Placement:
         if self._placement is None:
@@ -238,6 +240,7 @@ class Records:
         placement, self._placement = self._placement, None
         if placement is None:
             return
+        self.plans.close()
         self._views.clear()
         del self._record
         try:

@@ -55,6 +55,7 @@ class HostTable(Initialisers):
         fields: Name to (row shape, dtype).
         record_bytes: Bytes from one record to the next.
         nbytes: Bytes of all records.
+        plans: The plans of the last batches, for all SpeedTorch classes that share the table.
 
     Raises:
         TypeError, ValueError: Arguments of the wrong type or beyond what is allowed.

@@ -212,9 +212,19 @@ def test_an_impossible_number_of_multiprocessors_is_refused(count: int) -> None:
         speedtorch.set_num_sms(count)
 
 
-def launch(row_bytes: int, rows: int, *, bits: int = 0, bulk: bool = True, sms: int = 16) -> dict:
+def launch(
+    row_bytes: int,
+    rows: int,
+    *,
+    direction: int = GATHER,
+    bits: int = 0,
+    bulk: bool = True,
+    sms: int = 16,
+) -> dict[str, int]:
     names = ("bulk", "blocks", "threads", "access_bytes", "per_row", "shared_bytes")
-    return dict(zip(names, _ops.link_launch(row_bytes, bits, rows, bulk, sms), strict=True))
+    return dict(
+        zip(names, _ops.link_launch(direction, row_bytes, bits, rows, bulk, sms), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,7 +279,12 @@ def test_long_rows_move_in_pieces(row_bytes: int, pieces: int, piece_bytes: int)
     assert (shape["per_row"], shape["access_bytes"]) == (pieces, piece_bytes)
 
 
-def test_bulk_copies_of_long_rows_take_four_multiprocessors() -> None:
-    assert launch(512, 100_000)["blocks"] == launch(1536, 100_000)["blocks"] == 4
-    assert launch(256, 100_000)["blocks"] == 16
-    assert launch(512, 100_000, sms=2)["blocks"] == 2
+@pytest.mark.parametrize(
+    ("row_bytes", "direction", "sms"),
+    [(512, GATHER, 3), (512, SCATTER, 2), (1536, GATHER, 2), (1536, SCATTER, 2), (256, GATHER, 16)],
+)
+def test_bulk_copies_of_long_rows_take_few_multiprocessors(
+    row_bytes: int, direction: int, sms: int
+) -> None:
+    assert launch(row_bytes, 100_000, direction=direction)["blocks"] == sms
+    assert launch(row_bytes, 100_000, direction=direction, sms=1)["blocks"] == 1

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from speedtorch.batch_ids import Indexes, flat_index
 from speedtorch.checkpoint import StoredField, open_fields
-from speedtorch.legacy.switcher import Indexes, OneField, flat_index
+from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.switcher_files import (
     CupyFiles,
     MappedFiles,

@@ -41,7 +41,8 @@ class ModelFactory(CupyFiles, ModelSwitcher):
         datatype: the variable's dtype, as a NumPy-style name or a torch dtype.
         CPUPinn: True keeps the table in host memory that the GPU reaches; False with the variable.
         sumDuplicates: add up the changes of an id's occurrences instead of keeping the last one.
-        table: a HostTable with a field "weight", to share its records with OptimizerFactory.
+        table: a HostTable with a field "weight", to share its records, and each batch's plan, with
+            OptimizerFactory.
 
     Raises:
         TypeError, ValueError: something does not fit; the message says what would.

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from speedtorch.batch_ids import Indexes
 from speedtorch.legacy.checks import check_count, check_rows, check_table
-from speedtorch.legacy.switcher import Indexes, OneField, flat_index
+from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
 from speedtorch.record_layout import row_shape
 from speedtorch.table import HostTable
@@ -133,8 +134,9 @@ class ModelSwitcher(OneField):
             IndexError: an id out of range; the variable is as it was.
         """
         parameter = self._parameter()
-        index = flat_index(retrievedPosIndexes, retrievedNegIndexes, parameter.device)
-        rows = self._gather("weight", index, parameter.device)
+        device = parameter.device
+        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
+        rows = self._gather("weight", index, device, plan)
         replace_rows(parameter, rows)
         self._before = rows.clone() if self.sumDuplicates else None
 
@@ -156,18 +158,19 @@ class ModelSwitcher(OneField):
             RuntimeError: with sumDuplicates, no beforeForwardPass came before.
         """
         parameter = self._parameter()
-        index = flat_index(retrievedPosIndexes, retrievedNegIndexes, parameter.device)
+        device = parameter.device
+        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
         check_count(index, parameter, "the variable")
         rows = parameter.detach()
         if not self.sumDuplicates:
-            self._scatter("weight", index, rows)
+            self._scatter("weight", index, rows, plan)
             return
         if self._before is None or self._before.shape != rows.shape:
             raise RuntimeError(
                 "afterOptimizerStep with sumDuplicates needs a beforeForwardPass with the same ids"
                 " just before the step"
             )
-        self._scatter("weight", index, rows - self._before, accumulate=True)
+        self._scatter("weight", index, rows - self._before, plan, accumulate=True)
         self._before = None
 
 

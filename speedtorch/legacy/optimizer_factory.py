@@ -47,7 +47,8 @@ class OptimizerFactory(CupyFiles, OptimizerSwitcher):
         variable_name: the variable's name in the model, such as "u_embeddings".
         dtype: the variable's dtype, as a NumPy-style name or a torch dtype.
         CPUPinn: True keeps the table in host memory that the GPU reaches; False with the variable.
-        table: a HostTable with a field for each state, to share its records with ModelFactory.
+        table: a HostTable with a field for each state, to share its records, and each batch's plan,
+            with ModelFactory.
 
     Raises:
         ValueError: something does not fit, or the optimizer does not treat rows separately.

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.batch_ids import Indexes
 from speedtorch.legacy.checks import check_count, check_rows, check_table
 from speedtorch.legacy.model_switcher import RowShape
-from speedtorch.legacy.switcher import Indexes, Switcher, flat_index
+from speedtorch.legacy.switcher import Switcher
 from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
 from speedtorch.optimizer_copy import snapshot
 from speedtorch.optimizer_state import probe_optimizer
@@ -107,8 +108,8 @@ class OptimizerSwitcher(Switcher):
             IndexError: an id out of range; the optimizer's rows are as they were.
         """
         device = self._parameter.device
-        index = flat_index(retrievedPosIndexes, retrievedNegIndexes, device)
-        rows = {name: self._gather(name, index, device) for name in self._rows()}
+        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
+        rows = {name: self._gather(name, index, device, plan) for name in self._rows()}
         self._state().update(rows)
 
     def afterOptimizerStep(
@@ -125,7 +126,8 @@ class OptimizerSwitcher(Switcher):
             ValueError: another number of ids than the optimizer has rows.
             RuntimeError: the optimizer has no rows: no beforeForwardPass came before.
         """
-        index = flat_index(retrievedPosIndexes, retrievedNegIndexes, self._parameter.device)
+        device = self._parameter.device
+        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
         state = self.given_optimizer.state.get(self._parameter, {})
         for name in self._rows():
             if not isinstance(state.get(name), Tensor):
@@ -135,7 +137,7 @@ class OptimizerSwitcher(Switcher):
                 )
             check_count(index, state[name], f"the optimizer's {name!r}")
         for name in self._rows():
-            self._scatter(name, index, state[name].detach())
+            self._scatter(name, index, state[name].detach(), plan)
 
     def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:
         """The state of all rows as NumPy arrays by name, current when this returns.

@@ -9,62 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from speedtorch.batch_ids import Indexes, flat_index
 from speedtorch.ops import pinned_gather, pinned_scatter, synchronize
+from speedtorch.plan_memo import Plan
 from speedtorch.table import HostTable
 
-__all__ = ["Indexes", "OneField", "Switcher", "flat_index"]
-
-Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
-
-
-def flat_index(positives: Indexes, negatives: Indexes | None, device: torch.device) -> Tensor:
-    """The ids of a batch as one row of numbers.
-
-    Args:
-        positives: ids of any shape: a NumPy array, a list or a tensor on either device.
-        negatives: more of them, which follow, or None.
-        device: where the rows are worked on. Ids on a GPU stay there if it is this one; ids on the
-            CPU stay where they are (the ops take them from there, so that nothing waits).
-
-    Returns:
-        int32 or int64 `[ids]`.
-
-    Raises:
-        TypeError: they are not integers.
-
-    Example:
-        >>> flat_index(np.array([[3, 1], [0, 3]]), [7], torch.device("cpu"))
-        tensor([3, 1, 0, 3, 7])
-    """
-    parts = [_flat(part) for part in (positives, negatives) if part is not None]
-    if any(part.is_cuda for part in parts):
-        # Towards the CPU a copy must be waited for, towards a GPU nothing has to wait.
-        parts = [part.to(device, non_blocking=device.type == "cuda") for part in parts]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _flat(indexes: Indexes) -> Tensor:
-    if isinstance(indexes, Tensor):
-        ids = indexes.detach().reshape(-1)
-    else:
-        array = np.asarray(indexes).reshape(-1)
-        if array.size == 0 and not isinstance(indexes, np.ndarray):
-            array = array.astype(np.int64)
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"indexes: expected integers, got {array.dtype} of shape {array.shape}")
-        # A copy where torch could not share: read-only arrays, other byte orders, backward strides.
-        array = np.require(array, requirements=["C", "W"])
-        ids = torch.from_numpy(array if array.dtype.isnative else array.astype(np.int64))
-    if ids.dtype in (torch.int64, torch.int32):
-        return ids
-    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
-        raise TypeError(f"indexes: expected integers, got {ids.dtype} of shape {list(ids.shape)}")
-    return ids.to(torch.int64)
+__all__ = ["OneField", "Switcher"]
 
 
 class Switcher:
@@ -103,14 +57,36 @@ class Switcher:
             _ = self._table.record  # a closed table refuses: rows put there would be lost
         return self._fields
 
-    def _gather(self, name: str, index: Tensor, device: torch.device) -> Tensor:
+    def _ids(
+        self, positives: Indexes, negatives: Indexes | None, device: torch.device, step: int
+    ) -> tuple[Tensor, Plan | None]:
+        """The ids of a batch as one row of numbers, and their plan where the ops need one.
+
+        Everyone who shares the table shares the plan. `step` is 0 before a batch, 1 after it.
+        """
+        if self._table is None:
+            return flat_index(positives, negatives, device), None
+        return self._table.plans.find(positives, negatives, device, id(self), step)
+
+    def _gather(
+        self, name: str, index: Tensor, device: torch.device, plan: Plan | None = None
+    ) -> Tensor:
         field = self._rows()[name]
         out = torch.empty((index.numel(), *field.shape[1:]), dtype=field.dtype, device=device)
-        pinned_gather(field, index, out=out)
+        pinned_gather(field, index, out=out, plan=plan)
         return out
 
-    def _scatter(self, name: str, index: Tensor, rows: Tensor, *, accumulate: bool = False) -> None:
-        pinned_scatter(self._rows()[name], index, rows.contiguous(), accumulate=accumulate)
+    def _scatter(
+        self,
+        name: str,
+        index: Tensor,
+        rows: Tensor,
+        plan: Plan | None = None,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        field = self._rows()[name]
+        pinned_scatter(field, index, rows.contiguous(), accumulate=accumulate, plan=plan)
 
     def _settle(self) -> None:
         """Waits for the GPU, so that the CPU's view of the rows is current."""

@@ -1,0 +1,59 @@
+"""The ids of a batch, in any of the forms that the SpeedTorch classes take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["Indexes", "flat_index"]
+
+Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
+
+
+def flat_index(positives: Indexes, negatives: Indexes | None, device: torch.device) -> Tensor:
+    """The ids of a batch as one row of numbers.
+
+    Args:
+        positives: ids of any shape: a NumPy array, a list or a tensor on either device.
+        negatives: more of them, which follow, or None.
+        device: where the rows are worked on. Ids on a GPU stay there if it is this one; ids on the
+            CPU stay where they are (the ops take them from there, so that nothing waits).
+
+    Returns:
+        int32 or int64 `[ids]`.
+
+    Raises:
+        TypeError: they are not integers.
+
+    Example:
+        >>> flat_index(np.array([[3, 1], [0, 3]]), [7], torch.device("cpu"))
+        tensor([3, 1, 0, 3, 7])
+    """
+    parts = [_flat(part) for part in (positives, negatives) if part is not None]
+    if any(part.is_cuda for part in parts):
+        # Towards the CPU a copy must be waited for, towards a GPU nothing has to wait.
+        parts = [part.to(device, non_blocking=device.type == "cuda") for part in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _flat(indexes: Indexes) -> Tensor:
+    if isinstance(indexes, Tensor):
+        ids = indexes.detach().reshape(-1)
+    else:
+        array = np.asarray(indexes).reshape(-1)
+        if array.size == 0 and not isinstance(indexes, np.ndarray):
+            array = array.astype(np.int64)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"indexes: expected integers, got {array.dtype} of shape {array.shape}")
+        # A copy where torch could not share: read-only arrays, other byte orders, backward strides.
+        array = np.require(array, requirements=["C", "W"])
+        ids = torch.from_numpy(array if array.dtype.isnative else array.astype(np.int64))
+    if ids.dtype in (torch.int64, torch.int32):
+        return ids
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        raise TypeError(f"indexes: expected integers, got {ids.dtype} of shape {list(ids.shape)}")
+    return ids.to(torch.int64)

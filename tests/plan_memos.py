@@ -1,0 +1,102 @@
+"""Tables that make plans on the CPU too, and what the tests of plan memos watch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from model_families import ROWS, WIDTH, filled
+from optimizer_families import build
+from optimizer_families import filled as filled_state
+from torch import Tensor, nn
+
+import speedtorch
+from speedtorch import HostTable, ModelFactory, OptimizerFactory, plan_memo
+from speedtorch.legacy import switcher as switcher_module
+from speedtorch.plan_memo import PlanMemo
+
+CPU = torch.device("cpu")
+
+
+def always(memory: str, device: torch.device) -> bool:
+    return True
+
+
+class Made(list[list[int]]):
+    """The ids of every plan that was made, in order."""
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Counts the plans of the memos."""
+    result = Made()
+
+    def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
+        result.append(index.tolist())
+        return speedtorch.plan_rows(index, rows)
+
+    monkeypatch.setattr(plan_memo, "plan_rows", plan_rows)
+    return result
+
+
+@pytest.fixture
+def memo() -> PlanMemo:
+    """Makes plans on the CPU."""
+    return PlanMemo(ROWS, "plain", wanted=always)
+
+
+def check(found: tuple[Tensor, Any], ids: list[int]) -> None:
+    """The index holds these ids, and the plan is theirs."""
+    index, plan = found
+    assert index.tolist() == ids
+    for part, expected in zip(plan, speedtorch.plan_rows(torch.tensor(ids), ROWS), strict=True):
+        assert torch.equal(part, expected)
+
+
+@pytest.fixture
+def planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every table makes plans on the CPU too."""
+    monkeypatch.setattr(
+        "speedtorch.records.PlanMemo", lambda rows, memory: PlanMemo(rows, memory, always)
+    )
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The plan that each op of a SpeedTorch class was given, in order."""
+    given: list[Any] = []
+
+    def watched(op: Any) -> Any:
+        def call(*args: Any, plan: Any = None, **kwargs: Any) -> Any:
+            given.append(plan)
+            return op(*args, plan=plan, **kwargs)
+
+        return call
+
+    for name in ("pinned_gather", "pinned_scatter"):
+        monkeypatch.setattr(switcher_module, name, watched(getattr(speedtorch, name)))
+    yield given
+
+
+def shared(
+    memory: str = "plain", device: str = "cpu"
+) -> tuple[HostTable, nn.Embedding, ModelFactory, OptimizerFactory]:
+    """A table that a ModelFactory and an OptimizerFactory share, with known rows."""
+    model, optimizer = build(device=device)
+    table = HostTable(ROWS, WIDTH, state=("exp_avg", "exp_inf"), memory=memory)
+    weights = ModelFactory(model.users, ROWS, WIDTH, table=table)
+    states = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users", table=table)
+    states.optInit()
+    filled_state(states)
+    filled(weights)
+    return table, model.users, weights, states
+
+
+def exchange(weights: Any, states: Any, ids: Any) -> None:
+    """What a training step does with the rows of a batch."""
+    weights.beforeForwardPass(ids)
+    states.beforeForwardPass(ids)
+    weights.afterOptimizerStep(ids)
+    states.afterOptimizerStep(ids)
