@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import Report
+from benchmarks.sizes import DEVICE, SIZES
 
-ROWS, COLUMNS = 10_000_000, 128
+ROWS, COLUMNS = SIZES.rows, 128
 PAYLOAD = ROWS * COLUMNS * 4
-KINDS = ("managed", "registered", "plain", "torch pin_memory")
+KINDS = ("managed", "registered", "plain", "torch pin_memory") if DEVICE == "cuda" else ("plain",)
 
 
 def status_bytes(key: str) -> int:
@@ -29,7 +30,7 @@ def make_ready(kind: str) -> dict[str, float]:
     """Allocates one table in this process, which has made a CUDA context before."""
     import speedtorch
 
-    torch.zeros(1, device="cuda")
+    torch.zeros(1, device=DEVICE)
     if kind != "torch pin_memory":
         speedtorch.empty(1 << 22, memory=kind)  # what the first allocation loads and starts
     resident, tables = status_bytes("VmRSS:"), status_bytes("VmPTE:")

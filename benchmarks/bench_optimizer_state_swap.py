@@ -1,70 +1,104 @@
-"""131,072 records (128 floats of weight and of Adam's two states) each way at once."""
+"""Records leave while others arrive: both directions of the link at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 import speedtorch
-from benchmarks.harness import REPETITIONS, WARM_UPS, Report, measure
+from benchmarks.harness import Figure, Report, measure, turns
+from benchmarks.sizes import DEVICE, SIZES
+from benchmarks.tables import host_table
 
-ROWS, COLUMNS, COUNT = 10_000_000, 128, 131_072
-FIELDS = ("weight", "exp_avg", "exp_avg_sq")
-NBYTES = 2 * COUNT * COLUMNS * 4 * len(FIELDS)
+FIELDS, COLUMNS = 3, 128
+RECORD_BYTES = FIELDS * COLUMNS * 4
+NBYTES = 2 * SIZES.batch * RECORD_BYTES
 
 
-def distinct_ids(overlap: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of id lists without repetitions, the share `overlap` of them in both."""
-    pairs = []
-    common = int(COUNT * overlap)
-    for _ in range(REPETITIONS + WARM_UPS):
-        ids = torch.randperm(ROWS, device="cuda")[: 2 * COUNT]
-        load = torch.cat((ids[:common], ids[COUNT : 2 * COUNT - common]))
-        pairs.append((ids[:COUNT].clone(), load[torch.randperm(COUNT, device="cuda")]))
-    return pairs
+def two_way_bound() -> Figure:
+    """memcpy of as many bytes, both ways at once."""
+    on_host = [
+        torch.empty(NBYTES // 2, dtype=torch.uint8, pin_memory=DEVICE == "cuda") for _ in range(2)
+    ]
+    on_gpu = [torch.empty(NBYTES // 2, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+
+    def both_ways(_: object) -> None:
+        if DEVICE == "cpu":
+            on_gpu[0].copy_(on_host[0])
+            on_host[1].copy_(on_gpu[1])
+            return
+        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(here)
+        on_gpu[0].copy_(on_host[0], non_blocking=True)
+        with torch.cuda.stream(side):
+            on_host[1].copy_(on_gpu[1], non_blocking=True)
+        here.wait_stream(side)
+
+    name = "bound: memcpy of the same bytes, both ways at once"
+    return measure("records", name, both_ways, turns(), nbytes=NBYTES, kind="bound")
+
+
+def pairs(rows: int, overlap: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two lists of distinct ids that share a part."""
+    count = SIZES.batch
+    for _ in turns(9):
+        drawn = torch.randint(rows, (4 * count,), device=DEVICE).unique()
+        ids = drawn[torch.randperm(len(drawn), device=DEVICE)]
+        moved = int(count * (1 - overlap))
+        yield ids[:count], ids[moved : moved + count][torch.randperm(count, device=DEVICE)]
 
 
 def main() -> None:
     """Measures and stores all figures in one run."""
-    report = Report("optimizer_state_swap", f"{COUNT:,} records of {COLUMNS * 12} bytes each way")
-    into, out_of = (torch.ones(NBYTES // 8).pin_memory() for _ in range(2))
-    arriving_flat, leaving_flat = (torch.empty(NBYTES // 8, device="cuda") for _ in range(2))
-    other = torch.cuda.Stream()
-
-    def both_ways(_: object) -> None:
-        other.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(other):
-            into.copy_(leaving_flat, non_blocking=True)
-        arriving_flat.copy_(out_of, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(other)
-
-    bound = report.add(
-        measure(
-            "bound: memcpy of the same bytes, both ways at once",
-            both_ways,
-            range(REPETITIONS + WARM_UPS),
-            nbytes=NBYTES,
-        )
+    report = Report("optimizer_state_swap", f"{SIZES.batch:,} records of {RECORD_BYTES} B each way")
+    bound = report.add(two_way_bound())
+    leaving, arriving = (
+        [torch.rand(SIZES.batch, COLUMNS, device=DEVICE) for _ in range(FIELDS)] for _ in range(2)
     )
-    for memory in ("managed", "registered"):
-        table = speedtorch.HostTable(ROWS, COLUMNS, state=FIELDS[1:], memory=memory)
-        host = [table[name] for name in FIELDS]
-        leaving, arriving = (
-            [torch.rand(COUNT, COLUMNS, device="cuda") for _ in FIELDS] for _ in range(2)
-        )
-        for overlap in (0.0, 0.5):
-            report.add(
-                measure(
-                    f"speedtorch, {memory} memory, {overlap:.0%} of rows stay, planning included",
-                    lambda pair, host=host, leaving=leaving, arriving=arriving: (
-                        speedtorch.optimizer_state_swap(host, leaving, pair[0], arriving, pair[1])
-                    ),
-                    distinct_ids(overlap),
-                    nbytes=int(NBYTES * (1 - overlap)),
-                    bound=None if overlap else bound,  # the bound moves every row
-                )
+    unit = SIZES.managed_bytes // 48
+    for kind, gibibytes in (("managed", 16), ("managed", 48), ("registered", 16)):
+        rows = unit * gibibytes // RECORD_BYTES
+        record = host_table(kind, rows, FIELDS * COLUMNS)
+        host = list(record.split(COLUMNS, dim=1))
+
+        def plain(pair: tuple[Tensor, Tensor], host: list[Tensor] = host) -> None:
+            speedtorch.optimizer_state_swap(host, leaving, pair[0], arriving, pair[1])
+
+        def planned(
+            given: tuple[Tensor, Tensor, list[Tensor], list[Tensor]], host: list[Tensor] = host
+        ) -> None:
+            evict, load, evict_plan, load_plan = given
+            speedtorch.optimizer_state_swap(
+                host, leaving, evict, arriving, load, evict_plan=evict_plan, load_plan=load_plan
             )
-        table.close()
-        del table, host
+
+        for overlap in (0.0, 0.5):
+            batches = list(pairs(rows, overlap))
+            plans = [
+                (a, b, speedtorch.plan_rows(a, rows), speedtorch.plan_rows(b, rows))
+                for a, b in batches
+            ]
+            for planning, run, given in (
+                ("included", plain, batches),
+                ("excluded", planned, plans),
+            ):
+                report.add(
+                    measure(
+                        "records",
+                        f"speedtorch, {kind} memory, {gibibytes} GiB, {overlap:.0%} of rows stay, "
+                        f"planning {planning}",
+                        run,
+                        given,
+                        nbytes=NBYTES * (1 - overlap),
+                        bound=None if overlap else bound,  # the bound moves every row
+                        kind=kind,
+                        gibibytes=gibibytes,
+                        overlap=overlap,
+                        planning=planning,
+                    )
+                )
     report.save()
 
 

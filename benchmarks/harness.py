@@ -10,8 +10,10 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,8 +21,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.sizes import DEVICE, SIZES
+
 RESULTS = Path(__file__).parent / "results"
-REPETITIONS = 15
 WARM_UPS = 3
 
 
@@ -28,12 +31,14 @@ WARM_UPS = 3
 class Figure:
     """One measured way to do the work of a benchmark."""
 
+    section: str
     name: str
     median_ms: float
     low_ms: float
     high_ms: float
     gigabytes_per_s: float
     share_of_bound: float | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -49,8 +54,8 @@ class Report:
         """Stores a figure and prints it."""
         share = f"{figure.share_of_bound:6.2f} of the bound" if figure.share_of_bound else ""
         print(
-            f"{figure.name:64} {figure.median_ms:9.3f} ms"
-            f" ({figure.low_ms:.3f} to {figure.high_ms:.3f})"
+            f"{self.stem}: {figure.section}: {figure.name:60} {figure.median_ms:9.4f} ms"
+            f" ({figure.low_ms:.4f} to {figure.high_ms:.4f})"
             f" {figure.gigabytes_per_s:7.1f} GB/s {share}",
             flush=True,
         )
@@ -59,45 +64,76 @@ class Report:
 
     def save(self) -> Path:
         """Writes results/<stem>.json, to $OUT instead where that is set."""
-        folder = Path(os.environ.get("OUT", RESULTS))
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.stem}.json"
-        path.write_text(json.dumps({"machine": machine(), **asdict(self)}, indent=2) + "\n")
+        path = results_folder() / f"{self.stem}.json"
+        path.write_text(json.dumps({"machine": machine(), **asdict(self)}, indent=1) + "\n")
         return path
+
+
+def results_folder() -> Path:
+    """Where results go: $OUT where that is set."""
+    folder = Path(os.environ.get("OUT", RESULTS))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def machine() -> dict[str, str]:
     """GPU, driver, versions, commit and date of this run."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
-    gpu, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(
-        ","
-    )
+    gpu, driver = "none", "none"
+    if DEVICE == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+        told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        gpu, driver = (part.strip() for part in told.split(","))
     head = ["git", "rev-parse", "--short", "HEAD"]
     known = subprocess.run(head, capture_output=True, text=True).stdout.strip()
-    commit = os.environ.get("SPEEDTORCH_COMMIT") or known or "unknown"
     return {
-        "gpu": gpu.strip(),
-        "driver": driver.strip(),
+        "gpu": gpu,
+        "driver": driver,
+        "cpu": platform.machine(),
         "cpu_cores": str(os.cpu_count()),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
-        "commit": commit,
+        "commit": os.environ.get("SPEEDTORCH_COMMIT") or known or "unknown",
         "date": datetime.date.today().isoformat(),
     }
 
 
+def synchronize() -> None:
+    """Waits for the GPU if there is one."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def _stream_ms(run: Callable[[Any], object], given: Any) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run(given)
+    stop.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(stop))
+
+
+def _wall_ms(run: Callable[[Any], object], given: Any) -> float:
+    begin = time.perf_counter()
+    run(given)
+    synchronize()
+    return (time.perf_counter() - begin) * 1e3
+
+
 def measure(
+    section: str,
     name: str,
     run: Callable[[Any], object],
     inputs: Sequence[Any],
     *,
-    nbytes: int,
+    nbytes: float,
     bound: Figure | None = None,
     on_host_clock: bool = False,
+    **parameters: Any,
 ) -> Figure:
-    """Times `run` once for each of the inputs, after warm-ups on the first of them.
+    """Times `run` once for each of the inputs, the first of which warm up.
 
     Args:
+        section: which part of a benchmark this belongs to.
         name: what is measured.
         run: the work, queued on the current stream.
         inputs: one for each repetition and warm-up, none used twice.
@@ -105,24 +141,46 @@ def measure(
         bound: the figure to compare with.
         on_host_clock: wall time from the call until the GPU is done, instead of events on the
             stream; for work that the host takes part in.
+        **parameters: what plots and tables look for.
     """
+    clock = _wall_ms if on_host_clock or DEVICE == "cpu" else _stream_ms
     times = []
-    for input_ in inputs:
-        torch.cuda.synchronize()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin = datetime.datetime.now()
-        start.record()
-        run(input_)
-        stop.record()
-        torch.cuda.synchronize()
-        wall_ms = (datetime.datetime.now() - begin).total_seconds() * 1e3
-        times.append(wall_ms if on_host_clock else start.elapsed_time(stop))
+    for given in inputs:
+        synchronize()
+        times.append(clock(run, given))
     times = times[WARM_UPS:]
     median = statistics.median(times)
     share = bound.median_ms / median if bound else None
-    return Figure(name, median, min(times), max(times), nbytes / median / 1e6, share)
+    rate = nbytes / median / 1e6
+    return Figure(section, name, median, min(times), max(times), rate, share, parameters)
 
 
-def fresh_ids(rows: int, count: int) -> list[torch.Tensor]:
+def turns(repetitions: int | None = None) -> range:
+    """Inputs of work that needs none."""
+    return range((repetitions or SIZES.repetitions) + WARM_UPS)
+
+
+def fresh_ids(rows: int, count: int, repetitions: int | None = None) -> list[torch.Tensor]:
     """Random ids on the GPU, a batch for each repetition and warm-up."""
-    return [torch.randint(rows, (count,), device="cuda") for _ in range(REPETITIONS + WARM_UPS)]
+    return [torch.randint(rows, (count,), device=DEVICE) for _ in turns(repetitions)]
+
+
+def microseconds_synchronised(run: Callable[[], object]) -> list[float]:
+    """Wall times of calls, each waited for."""
+    times = []
+    for _ in range(SIZES.calls + SIZES.calls // 5):
+        times.append(_wall_ms(lambda _: run(), None) * 1e3)
+    return times[SIZES.calls // 5 :]
+
+
+def microseconds_issued(run: Callable[[], object]) -> float:
+    """Time that a call keeps the CPU, of many that nothing waits for."""
+    for _ in range(SIZES.calls // 5):
+        run()
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(SIZES.calls):
+        run()
+    spent = time.perf_counter() - begin
+    synchronize()
+    return spent / SIZES.calls * 1e6

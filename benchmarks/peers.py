@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
+
+from benchmarks.sizes import DEVICE
+
+
+def has_cupy() -> bool:
+    """Whether CuPy is installed and there is a GPU for it."""
+    return DEVICE == "cuda" and importlib.util.find_spec("cupy") is not None
 
 
 def cupy_view(tensor: torch.Tensor) -> Any:

@@ -6,26 +6,49 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS
+from benchmarks import plots
+from benchmarks.harness import RESULTS, results_folder
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
-STEMS = ("pinned_gather", "pinned_scatter", "optimizer_state_swap", "host_memory")
+STEMS = (
+    "pinned_gather",
+    "pinned_scatter",
+    "optimizer_state_swap",
+    "pinned_copy",
+    "plan_rows",
+    "host_memory",
+    "cpu",
+)
+
+
+def read_results(folder: Path | None = None) -> dict[str, Any]:
+    """The results that are there, by stem."""
+    where = folder or results_folder()
+    paths = {stem: where / f"{stem}.json" for stem in STEMS}
+    return {stem: json.loads(path.read_text()) for stem, path in paths.items() if path.is_file()}
 
 
 def figures_table(result: dict[str, Any]) -> list[str]:
-    """One line for each figure."""
+    """One line for each figure; curves are in the pictures."""
     lines = [
-        "| " + result["title"] + " | ms | lowest to highest | GB/s | of the bound |",
-        "|---|---|---|---|---|",
+        f"| {result['title']} | | ms | lowest to highest | GB/s | of the bound |",
+        "|---|---|---|---|---|---|",
     ]
+    before = ""
     for figure in result["figures"]:
-        share = figure["share_of_bound"]
+        section, share = figure["section"], figure["share_of_bound"]
+        if section.startswith("curve"):
+            continue
+        digits = 4 if figure["median_ms"] < 0.1 else 3
+        spread = f"{figure['low_ms']:.{digits}f} to {figure['high_ms']:.{digits}f}"
+        rate = figure["gigabytes_per_s"]
         lines.append(
-            f"| {figure['name']} | {figure['median_ms']:.3f} | {figure['low_ms']:.3f} to "
-            f"{figure['high_ms']:.3f} | {figure['gigabytes_per_s']:.1f} | "
-            f"{f'{share:.2f}' if share else ''} |"
+            f"| {section if section != before else ''} | {figure['name']} |"
+            f" {figure['median_ms']:.{digits}f} | {spread} | {f'{rate:.1f}' if rate else ''} |"
+            f" {f'{share:.2f}' if share else ''} |"
         )
+        before = section
     return lines
 
 
@@ -43,22 +66,23 @@ def memory_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def tables() -> str:
-    """All tables as Markdown, with the machine that they are from."""
-    parts = []
-    for stem in STEMS:
-        path = RESULTS / f"{stem}.json"
-        if not path.is_file():
-            continue
-        result = json.loads(path.read_text())
+def tables(results: dict[str, Any]) -> str:
+    """Pictures and tables as Markdown, with the machine that they are from."""
+    parts = [
+        f"![{title}](benchmarks/results/{name}.png)"
+        for name, title in plots.PICTURES.items()
+        if (RESULTS / f"{name}.png").is_file()
+    ]
+    for stem, result in results.items():
         machine = result["machine"]
         lines = figures_table(result) if result["figures"] else memory_table(result)
-        lines.append("")
-        lines.append(
-            f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, commit "
-            f"{machine['commit']}, {machine['date']}."
+        told = ", ".join(f"{name} {machine[name]}" for name in ("driver", "torch", "commit"))
+        where = f"{machine['gpu']}, {machine['cpu_cores']} CPU cores, {told}, {machine['date']}"
+        table = "\n".join(lines)
+        parts.append(
+            f"<details><summary><code>{stem}</code>: {result['title']}</summary>\n\n{table}\n\n"
+            f"{where}.\n\n</details>"
         )
-        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
@@ -67,8 +91,9 @@ def write_readme() -> None:
     text = README.read_text()
     head, rest = text.split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
-    README.write_text(f"{head}{BEGIN}\n{tables()}\n{END}{tail}")
+    README.write_text(f"{head}{BEGIN}\n{tables(read_results(RESULTS))}\n{END}{tail}")
 
 
 if __name__ == "__main__":
+    plots.draw(read_results(RESULTS), RESULTS)
     write_readme()

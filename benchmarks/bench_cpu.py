@@ -1,0 +1,67 @@
+"""Without a GPU: rows of a table in ordinary memory to other ordinary memory, by CPU threads."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import speedtorch
+from benchmarks.harness import WARM_UPS, Figure, Report
+from benchmarks.sizes import SIZES
+
+
+def main() -> None:
+    """Measures and stores all figures in one run; the ways take turns, batch by batch."""
+    report = Report("cpu", f"{SIZES.batch:,} x 128 float32 rows of {SIZES.rows:,}, on the CPU")
+    table = torch.empty(SIZES.rows, 128).fill_(1)  # written: untouched pages would read as one
+    rows = torch.ones(SIZES.batch, 128)
+    ways: dict[str, dict[str, Callable[[Tensor], object]]] = {
+        "gather": {
+            "speedtorch.pinned_gather": lambda ids: speedtorch.pinned_gather(table, ids, out=rows),
+            "torch.index_select": lambda ids: torch.index_select(table, 0, ids, out=rows),
+        },
+        "scatter": {
+            "speedtorch.pinned_scatter": lambda ids: speedtorch.pinned_scatter(table, ids, rows),
+            "torch index_copy_": lambda ids: table.index_copy_(0, ids, rows),
+        },
+        "accumulate": {
+            "speedtorch.pinned_scatter(accumulate=True)": lambda ids: speedtorch.pinned_scatter(
+                table, ids, rows, accumulate=True
+            ),
+            "torch index_add_": lambda ids: table.index_add_(0, ids, rows),
+        },
+    }
+    for threads in sorted({1, torch.get_num_threads()}):
+        torch.set_num_threads(threads)
+        for section, pair in ways.items():
+            times: dict[str, list[float]] = {name: [] for name in pair}
+            for _ in range(SIZES.repetitions + WARM_UPS):
+                for name, run in pair.items():
+                    ids = torch.randint(SIZES.rows, (SIZES.batch,))
+                    begin = time.perf_counter()
+                    run(ids)
+                    times[name].append((time.perf_counter() - begin) * 1e3)
+            for name, taken in times.items():
+                taken = taken[WARM_UPS:]
+                median = statistics.median(taken)
+                report.add(
+                    Figure(
+                        section,
+                        f"{name}, {threads} threads",
+                        median,
+                        min(taken),
+                        max(taken),
+                        rows.nbytes / median / 1e6,
+                        None,
+                        {"kind": "ours" if "speedtorch" in name else "torch", "threads": threads},
+                    )
+                )
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Pictures of the curves: GB/s against row width, rows per batch and table size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks.harness import results_folder
+
+PICTURES = {
+    "pinned_gather": "GB/s of rows from host memory to the GPU",
+    "pinned_scatter": "GB/s of rows from the GPU to host memory",
+}
+# Section, what is on the x axis, its label and unit.
+_AXES = (
+    ("curve: row width", "row_bytes", "bytes per row", 1),
+    ("curve: rows per batch", "batch", "rows per batch", 1),
+    ("curve: table size", "table_bytes", "GiB of the table", 2**30),
+)
+_STYLES: dict[str, dict[str, Any]] = {
+    "bound": {"color": "black", "linestyle": "--", "label": "memcpy, the bound"},
+    "managed": {"color": "tab:green", "marker": "o", "label": "speedtorch, managed memory"},
+    "registered": {"color": "tab:blue", "marker": "s", "label": "speedtorch, registered memory"},
+    "CuPy": {"color": "tab:red", "marker": "^", "label": "CuPy zero-copy (SpeedTorch 2019)"},
+}
+
+
+def curve(result: dict[str, Any], section: str, kind: str, x: str) -> list[tuple[float, float]]:
+    """Points (x, GB/s) of one curve, by rising x."""
+    return sorted(
+        (figure["parameters"][x], figure["gigabytes_per_s"])
+        for figure in result["figures"]
+        if figure["section"] == section and figure["parameters"]["kind"] == kind
+    )
+
+
+def peers(result: dict[str, Any]) -> dict[str, float]:
+    """GB/s of torch's two ways with 512-byte rows: one point each, drawn where 512 bytes are."""
+    return {
+        figure["name"]: figure["gigabytes_per_s"]
+        for figure in result["figures"]
+        if figure["section"] == "128 float32" and figure["name"].startswith("torch")
+    }
+
+
+def draw(results: dict[str, Any], folder: Path | None = None) -> list[Path]:
+    """Writes a picture for each direction that has been measured."""
+    drawn = []
+    for stem, title in PICTURES.items():
+        if stem not in results:
+            continue
+        result = results[stem]
+        figure, axes = plt.subplots(1, len(_AXES), figsize=(15, 4.2), sharey=True)
+        for ax, (section, x, label, unit) in zip(axes, _AXES, strict=True):
+            for kind, style in _STYLES.items():
+                points = curve(result, section, kind, x)
+                if points:
+                    ax.plot([p[0] / unit for p in points], [p[1] for p in points], **style)
+            if section == "curve: table size":
+                bound = curve(result, "128 float32", "bound", "row_bytes")
+                ax.axhline(bound[0][1], **_STYLES["bound"])
+            if x == "row_bytes":
+                for (name, rate), marker in zip(peers(result).items(), "xv", strict=False):
+                    ax.plot([512], [rate], marker, color="tab:gray", label=name)
+            ax.set_xscale("log", base=2 if x != "batch" else 10)
+            ax.set_xlabel(label)
+            ax.grid(alpha=0.3)
+        axes[0].set_ylabel("GB/s over the link")
+        axes[0].set_ylim(bottom=0)
+        axes[0].legend(fontsize=8)
+        machine = result["machine"]
+        figure.suptitle(f"{title} ({machine['gpu']}, torch {machine['torch']}, {machine['date']})")
+        figure.tight_layout()
+        path = (folder or results_folder()) / f"{stem}.png"
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+        drawn.append(path)
+    return drawn

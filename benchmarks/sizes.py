@@ -1,0 +1,57 @@
+"""How much each benchmark moves: as on a large GPU, or small enough for any CPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["DEVICE", "SIZES", "Sizes"]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Counts of rows and bytes; tables are parts of one buffer for each kind of memory."""
+
+    rows: int
+    """Of the table that most sections use, 128 float32 each."""
+    batch: int
+    large_batch: int
+    managed_bytes: int
+    """Of the largest table."""
+    registered_bytes: int
+    repetitions: int
+    run_bytes: int
+    """Of a contiguous range."""
+    product: int
+    """Rows of the square matrices that are multiplied beside an exchange."""
+    calls: int
+    """Of small calls for one figure."""
+
+
+_FULL = Sizes(
+    rows=10_000_000,
+    batch=131_072,
+    large_batch=1 << 20,
+    managed_bytes=48 << 30,
+    registered_bytes=16 << 30,
+    repetitions=15,
+    run_bytes=1 << 30,
+    product=8192,
+    calls=300,
+)
+_SMALL = Sizes(
+    rows=20_000,
+    batch=256,
+    large_batch=2048,
+    managed_bytes=48 << 20,
+    registered_bytes=16 << 20,
+    repetitions=3,
+    run_bytes=1 << 20,
+    product=64,
+    calls=5,
+)
+SIZES = _SMALL if DEVICE == "cpu" or os.environ.get("SPEEDTORCH_BENCH_SMALL") else _FULL
