@@ -8,12 +8,13 @@
 
 namespace speedtorch {
 
-Claims make_claims(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream) {
+Claims make_claims(const char* op, const Ids& ids, Winner winner, int64_t rows, const Tensor& on,
+                   void* stream) {
   Claims claims;
   claims.memory = new_tensor(op, {claims_bytes(ids.count)}, ScalarType::Byte, on);
   if constexpr (kWithCuda) {
     claims.view = carve_claims(claims.memory->mutable_data_ptr(), ids.data, ids.wide, ids.count);
-    check_cuda(launch_claims(claims.view, rows, stream), op);
+    check_cuda(launch_claims(claims.view, winner, rows, stream), op);
   }
   return claims;
 }

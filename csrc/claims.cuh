@@ -14,9 +14,9 @@ __device__ inline bool is_outside(int64_t id, int64_t rows) {
   return static_cast<uint64_t>(id) >= static_cast<uint64_t>(rows);
 }
 
-// The position that moves the row of the id at position m.
-__device__ inline int64_t mover_of(const ClaimsView& claims, int64_t m) {
-  return claims.slots[claims.slot_of[m]] - 1;
+// Whether position m moves the row of its id, after claims of which the last wins.
+__device__ inline bool is_last(const ClaimsView& claims, int64_t m) {
+  return claims.slots[claims.claims[m]] == m + 1;
 }
 
 // By one thread.

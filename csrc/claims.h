@@ -15,7 +15,8 @@ struct Claims {
 };
 
 // Queues the work that fills them; `on` is a tensor on the GPU of the ids. At least one id.
-Claims make_claims(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream);
+Claims make_claims(const char* op, const Ids& ids, Winner winner, int64_t rows, const Tensor& on,
+                   void* stream);
 // Queues only the search for ids out of range.
 Claims check_ids_on_gpu(const char* op, const Ids& ids, int64_t rows, const Tensor& on,
                         void* stream);

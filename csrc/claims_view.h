@@ -10,16 +10,21 @@ namespace speedtorch {
 struct ClaimStatus {
   int64_t bad_count;     // ids out of range
   int64_t bad_from_end;  // ids from the first of them to the end of the batch
-  int64_t repeats;       // not zero: some id stands in the batch twice
+  int64_t repeats;       // entries of `repeated`
 };
 
-// A hash table of positions in the batch, by id. Position m holds the row of its id if its slot
-// says m + 1: of several occurrences of an id the last one does.
+// Which of several occurrences of an id moves its row: any of them (they all mean the same row of a
+// gather), or the last.
+enum class Winner { kAny, kLast };
+
 struct ClaimsView {
   ClaimStatus* status = nullptr;
-  int32_t* slots = nullptr;    // [slot_count]: position + 1, or 0
-  int32_t* slot_of = nullptr;  // [count]
-  int64_t slot_count = 0;      // a power of two
+  // A hash table of positions in the batch, by id: position + 1, or 0.
+  int32_t* slots = nullptr;
+  int64_t slot_count = 0;  // a power of two
+  // [count], of kAny: the position that moves the row; of kLast: the slot that says so.
+  int32_t* claims = nullptr;
+  int32_t* repeated = nullptr;  // [count], of kAny: positions that another one moves the row for
   const void* ids = nullptr;
   bool wide = true;
   int64_t count = 0;

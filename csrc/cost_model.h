@@ -51,6 +51,7 @@ struct Batch {
   int64_t ids = 0;
   int64_t row_bytes = 0;
   int64_t table_bytes = 0;
+  uint64_t host_bits = 0;  // the table's address and stride, or'ed together
   bool accumulate = false;
 };
 
@@ -71,9 +72,12 @@ void force_path(int64_t path);
 void set_num_sms(int64_t count);
 int64_t num_sms();
 
-// The kernel for rows that cross the link (`bulk`: this GPU has bulk copies), or do not.
-Mover link_mover(Direction direction, int64_t row_bytes, uint64_t alignment_bits, int64_t rows,
-                 bool bulk, int sms);
+// The kernel for rows that cross the link (`bulk`: this GPU has bulk copies), or do not. Bits are
+// the address and stride of the host's side and of the other, or'ed together.
+Mover link_mover(Direction direction, int64_t row_bytes, uint64_t host_bits, uint64_t other_bits,
+                 int64_t rows, bool bulk, int sms);
 constexpr Mover gpu_mover() { return {false, kDeviceBlocks}; }
+// Blocks of a swap.
+int swap_sms();
 
 }  // namespace speedtorch

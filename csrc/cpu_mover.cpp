@@ -35,8 +35,9 @@ constexpr int64_t kIdsPerChunk = 8192;  // a thread's share of sorting (an estim
 constexpr int64_t kAheadBytes = 4096;
 constexpr int64_t kLeastAhead = 4;
 constexpr int64_t kMostAhead = 64;
-// Of each row; the processor asks for the rest itself (asking for 4 KiB was slower).
-constexpr int64_t kPrefetchBytes = 1024;
+// Of each row; the processor asks for the rest itself. Measured with 16 threads, gathers of 512
+// bytes: 0.81 ms, asking for all 0.82, for the first line 1.20, for nothing 1.27.
+constexpr int64_t kPrefetchBytes = 256;
 constexpr int64_t kLineBytes = 64;
 
 // Neighbouring rows that share two cache lines stay with one thread; larger stripes would give one

@@ -44,7 +44,8 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
   // The choice of path, for speedtorch/cost_model.py.
   m.def("explain_move(Tensor table, int ids, int direction, bool accumulate) -> Tensor");
   m.def(
-      "link_launch(int direction, int row_bytes, int alignment_bits, int rows, bool bulk, int sms) "
+      "link_launch(int direction, int row_bytes, int host_bits, int other_bits, int rows, bool "
+      "bulk, int sms) "
       "-> int[]");
   m.def("costs() -> Tensor");
   m.def("set_costs(Tensor costs) -> ()");

@@ -42,11 +42,11 @@ Tensor explain_move(const Tensor& table, int64_t ids, int64_t direction, bool ac
 
 // {bulk, blocks, threads per block, bytes of one access or piece, lanes or pieces per row, shared
 // bytes per block}: the launch for rows that cross the link.
-std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t alignment_bits,
-                                 int64_t rows, bool bulk, int64_t sms) {
-  const auto bits = static_cast<uint64_t>(alignment_bits);
-  const Mover mover = link_mover(static_cast<Direction>(direction), row_bytes, bits, rows, bulk,
-                                 static_cast<int>(sms));
+std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t host_bits,
+                                 int64_t other_bits, int64_t rows, bool bulk, int64_t sms) {
+  const auto host = static_cast<uint64_t>(host_bits), other = static_cast<uint64_t>(other_bits);
+  const Mover mover = link_mover(static_cast<Direction>(direction), row_bytes, host, other, rows,
+                                 bulk, static_cast<int>(sms));
   if (mover.bulk) {
     const BulkShape shape = bulk_shape(row_bytes, rows, mover.most_blocks);
     return {1,
@@ -56,7 +56,7 @@ std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t a
             shape.pieces_per_row,
             shape.shared_bytes};
   }
-  const MoveShape shape = move_shape(row_bytes, bits, rows, mover.most_blocks);
+  const MoveShape shape = move_shape(row_bytes, host | other, rows, mover.most_blocks);
   return {0, shape.blocks, kMoverThreads, shape.vec_bytes, shape.lanes_per_row, 0};
 }
 

@@ -31,20 +31,11 @@ void copy_on_gpu(const Rows& from, const Rows& to, Reach reach, bool to_host,
                 .to_host = to_host};
   auto launch = [&] {
     if (work.count == 0) return;
-    const Rows& host = to_host ? to : from;
-    const Rows& other = to_host ? from : to;
-    const uint64_t bits = reinterpret_cast<uint64_t>(other.base) |
-                          static_cast<uint64_t>(work.from_stride_bytes | work.to_stride_bytes);
-    Rows cut = host;
-    cut.row_bytes = work.row_bytes;
-    cut.stride_bytes = to_host ? work.to_stride_bytes : work.from_stride_bytes;
-    if constexpr (kWithCuda) {
-      check_cuda(launch_copy(work,
-                             mover_for(to_host ? Direction::kOut : Direction::kIn, cut, reach,
-                                       work.count, bits, stream),
-                             stream.get()),
-                 kOp);
-    }
+    const Rows in{work.from, work.count, work.row_bytes, work.from_stride_bytes};
+    const Rows out{work.to, work.count, work.row_bytes, work.to_stride_bytes};
+    const Mover mover = to_host ? mover_for(Direction::kOut, out, reach, in, work.count, stream)
+                                : mover_for(Direction::kIn, in, reach, out, work.count, stream);
+    if constexpr (kWithCuda) check_cuda(launch_copy(work, mover, stream.get()), kOp);
   };
   if (!is_one_run(from) || !is_one_run(to)) return launch();
   const int64_t bytes = to.count * to.row_bytes;

@@ -20,9 +20,10 @@ struct Consecutive {
 }  // namespace
 
 int launch_copy(const CopyRows& rows, Mover mover, void* stream) {
-  return launch_moves(Consecutive{rows.count}, RowRange{rows.from, rows.from_stride_bytes},
-                      RowRange{rows.to, rows.to_stride_bytes}, rows.row_bytes, rows.count, 0, mover,
-                      rows.to_host ? Link::kTo : Link::kFrom, static_cast<cudaStream_t>(stream));
+  return launch_moves(
+      Consecutive{rows.count}, RowRange{rows.from, rows.from_stride_bytes, rows.count},
+      RowRange{rows.to, rows.to_stride_bytes, rows.count}, rows.row_bytes, rows.count, 0, mover,
+      rows.to_host ? Link::kTo : Link::kFrom, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace speedtorch

@@ -52,14 +52,14 @@ void gather_staged(const Tensor& table, const Ids& ids, const Plan& plan, const 
 void gather_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Ids& ids,
                    const Plan& plan, const Tensor& out, const CurrentStream& stream) {
   if constexpr (kWithCuda) {
+    const Rows result = rows_per_id(out, rows, ids);
     const GatherRows work{.table = rows.base,
                           .table_rows = rows.count,
                           .table_stride_bytes = rows.stride_bytes,
-                          .out = static_cast<char*>(out.mutable_data_ptr()),
+                          .out = result.base,
                           .row_bytes = rows.row_bytes,
                           .count = ids.count};
-    const Mover mover = mover_for(Direction::kIn, rows, reach, ids.count,
-                                  reinterpret_cast<uint64_t>(work.out), stream);
+    const Mover mover = mover_for(Direction::kIn, rows, reach, result, ids.count, stream);
     const Path path =
         plan ? Path::kOrdered
              : choose_path(kOp, batch_of(Direction::kIn, reach, rows, ids.count), costs()).path;
@@ -69,7 +69,7 @@ void gather_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Ids
       const PlanView view = view_plan(kOp, kIndex, made, ids.count, rows.count, out);
       check_cuda(launch_gather_ordered(work, view, mover, letter_box(), stream.get()), kOp);
     } else if (path == Path::kDistinct) {
-      const Claims claims = make_claims(kOp, ids, rows.count, out, stream.get());
+      const Claims claims = make_claims(kOp, ids, Winner::kAny, rows.count, out, stream.get());
       check_cuda(launch_gather_distinct(work, claims.view, mover, letter_box(), stream.get()), kOp);
     } else {
       const Claims checked = ids.count > kIdsCheckedInBlock

@@ -43,7 +43,7 @@ struct ClaimedRows {
   __device__ int64_t count() const { return claims.count; }
   __device__ int64_t from(int64_t m) const {
     const int64_t id = id_at(claims.ids, claims.wide, m);
-    return mover_of(claims, m) == m ? id : -1;
+    return claims.claims[m] == m ? id : -1;
   }
   __device__ int64_t to(int64_t m) const { return m; }
 };
@@ -56,12 +56,9 @@ struct ClaimedRepetitions {
     return claims.status->bad_count > 0 || claims.status->repeats == 0;
   }
   __device__ void complain() const {}
-  __device__ int64_t count() const { return claims.count; }
-  __device__ int64_t from(int64_t m) const {
-    const int64_t mover = mover_of(claims, m);
-    return mover == m ? -1 : mover;
-  }
-  __device__ int64_t to(int64_t m) const { return m; }
+  __device__ int64_t count() const { return claims.status->repeats; }
+  __device__ int64_t from(int64_t m) const { return claims.claims[claims.repeated[m]]; }
+  __device__ int64_t to(int64_t m) const { return claims.repeated[m]; }
 };
 
 // The first occurrence of distinct id m.
@@ -93,8 +90,10 @@ struct Repetitions {
   __device__ int64_t to(int64_t m) const { return m; }
 };
 
-RowRange table_range(const GatherRows& rows) { return {rows.table, rows.table_stride_bytes}; }
-RowRange out_range(const GatherRows& rows) { return {rows.out, rows.row_bytes}; }
+RowRange table_range(const GatherRows& rows) {
+  return {rows.table, rows.table_stride_bytes, rows.table_rows};
+}
+RowRange out_range(const GatherRows& rows) { return {rows.out, rows.row_bytes, rows.count}; }
 
 template <typename Moves>
 int fetch(const Moves& moves, const GatherRows& rows, Mover mover, void* stream) {

@@ -58,9 +58,7 @@ void scatter_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Id
                            .src = src.base,
                            .src_stride_bytes = src.stride_bytes,
                            .row_bytes = rows.row_bytes};
-    const uint64_t src_bits =
-        reinterpret_cast<uint64_t>(src.base) | static_cast<uint64_t>(src.stride_bytes);
-    const Mover mover = mover_for(Direction::kOut, rows, reach, ids.count, src_bits, stream);
+    const Mover mover = mover_for(Direction::kOut, rows, reach, src, ids.count, stream);
     Batch batch = batch_of(Direction::kOut, reach, rows, ids.count);
     batch.accumulate = added.has_value();
     const Path path = plan ? Path::kOrdered : choose_path(kOp, batch, costs()).path;
@@ -74,7 +72,7 @@ void scatter_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Id
                 : launch_scatter_ordered(work, view, mover, letter_box(), stream.get()),
           kOp);
     } else if (path == Path::kDistinct) {
-      const Claims claims = make_claims(kOp, ids, rows.count, on, stream.get());
+      const Claims claims = make_claims(kOp, ids, Winner::kLast, rows.count, on, stream.get());
       check_cuda(launch_scatter_distinct(work, claims.view, mover, letter_box(), stream.get()),
                  kOp);
     } else {

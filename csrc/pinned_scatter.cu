@@ -72,7 +72,7 @@ struct ClaimedOccurrences {
   __device__ bool blocked() const { return claims.status->bad_count > 0; }
   __device__ void complain() const { complain_of_claims(complaint, claims); }
   __device__ int64_t count() const { return claims.count; }
-  __device__ int64_t from(int64_t m) const { return mover_of(claims, m) == m ? m : -1; }
+  __device__ int64_t from(int64_t m) const { return is_last(claims, m) ? m : -1; }
   __device__ int64_t to(int64_t m) const { return id_at(claims.ids, claims.wide, m); }
 };
 
@@ -148,8 +148,8 @@ Complaint complaint_of(const ScatterRows& rows, Letter* box) {
 template <typename Moves>
 int store(const Moves& moves, const ScatterRows& rows, int64_t most_rows, Mover mover,
           void* stream) {
-  const RowRange src{const_cast<char*>(rows.src), rows.src_stride_bytes};
-  const RowRange table{rows.table, rows.table_stride_bytes};
+  const RowRange src{const_cast<char*>(rows.src), rows.src_stride_bytes, most_rows};
+  const RowRange table{rows.table, rows.table_stride_bytes, rows.table_rows};
   return launch_moves(moves, src, table, rows.row_bytes, most_rows, 0, mover, Link::kTo,
                       static_cast<cudaStream_t>(stream));
 }

@@ -25,6 +25,7 @@ __device__ __forceinline__ void store_streaming(char* row, int64_t vec, Vec valu
 struct RowRange {
   char* base;
   int64_t stride_bytes;
+  int64_t count;  // rows
 };
 
 // What happens when the ids are bad: word of it, and `zero_rows` contiguous rows of `to` become
@@ -101,6 +102,70 @@ __global__ void __launch_bounds__(kMoverThreads)
   }
 }
 
+// As above for rows of 1- or 2-byte vectors that come from host memory in several turns: a lane
+// loads the 4-byte word that its vectors lie in, so that a turn covers a whole line, and stores
+// them one by one. Only at the ends of `from` a word may reach beyond what is ours.
+template <typename Vec, typename Moves>
+__global__ void __launch_bounds__(kMoverThreads)
+    move_words_kernel(Moves moves, RowRange from, const char* from_end, RowRange to,
+                      int64_t row_bytes, int64_t zero_rows) {
+  constexpr int kRows = 2 * kRowsInFlight;
+  constexpr int kWord = sizeof(uint32_t), kVec = sizeof(Vec);
+  union Word {
+    uint32_t whole;
+    Vec vecs[kWord / kVec];
+  };
+  if (moves.blocked()) return zero_instead<Vec>(moves, to, row_bytes, zero_rows);
+  const int64_t groups = int64_t{gridDim.x} * blockDim.x / 32;
+  const int64_t group = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32;
+  const int64_t count = moves.count();
+  for (int64_t first = group; first < count; first += groups * kRows) {
+    const char* source[kRows];
+    char* target[kRows];
+    int before[kRows];  // bytes between the start of a line and the row
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      const int64_t m = first + u * groups;
+      const int64_t row = m < count ? moves.from(m) : -1;
+      source[u] = row < 0 ? nullptr : from.base + row * from.stride_bytes;
+      target[u] = row < 0 ? nullptr : to.base + moves.to(m) * to.stride_bytes;
+      before[u] = static_cast<int>(reinterpret_cast<uint64_t>(source[u]) % 128);
+    }
+    for (int64_t turn = 0; turn < row_bytes + 128; turn += 128) {
+      Word words[kRows];
+      auto at = [&](int u) { return turn + lane * kWord - before[u]; };
+      auto touches = [&](int u) {
+        return source[u] != nullptr && at(u) > -kWord && at(u) < row_bytes;
+      };
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        if (!touches(u)) continue;
+        const char* word = source[u] + at(u);
+        if (word >= from.base && word + kWord <= from_end) {
+          words[u].whole = load_streaming<uint32_t>(word, 0);
+        } else {
+          for (int v = 0; v < kWord / kVec; ++v) {
+            const int64_t byte = at(u) + v * kVec;
+            if (byte >= 0 && byte < row_bytes)
+              words[u].vecs[v] = load_streaming<Vec>(source[u] + byte, 0);
+          }
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        if (!touches(u)) continue;
+#pragma unroll
+        for (int v = 0; v < kWord / kVec; ++v) {
+          const int64_t byte = at(u) + v * kVec;
+          if (byte >= 0 && byte < row_bytes)
+            store_streaming<Vec>(target[u] + byte, 0, words[u].vecs[v]);
+        }
+      }
+    }
+  }
+}
+
 // Calls `use` with a value of the type whose size is one access.
 template <typename Use>
 void with_vec_type(int vec_bytes, Use use) {
@@ -130,6 +195,13 @@ int launch_register_moves(const Moves& moves, RowRange from, RowRange to, int64_
   const MoveShape shape =
       move_shape(row_bytes, alignment_bits(from) | alignment_bits(to), most_rows, most_blocks);
   with_vec_type(shape.vec_bytes, [&](auto vec) {
+    if constexpr (sizeof(vec) < sizeof(uint32_t)) {
+      if (link == Link::kFrom && shape.vecs_per_row > shape.lanes_per_row) {
+        const char* end = from.base + (from.count - 1) * from.stride_bytes + row_bytes;
+        return move_words_kernel<decltype(vec), Moves><<<shape.blocks, kMoverThreads, 0, stream>>>(
+            moves, from, end, to, row_bytes, zero_rows);
+      }
+    }
     constexpr int kRows = sizeof(vec) == 16 ? kRowsInFlight : 2 * kRowsInFlight;
     move_rows_kernel<decltype(vec), kRows, Moves>
         <<<shape.blocks, kMoverThreads, 0, stream>>>(moves, from, to, shape, zero_rows, link);

@@ -228,7 +228,7 @@ def forced_path(path: str) -> Iterator[None]:
 
 
 def get_num_sms() -> int:
-    """How many multiprocessors a kernel over the link may fill; 16 until set_num_sms().
+    """How many multiprocessors a kernel over the link may fill at most; 16 until set_num_sms().
 
     Example:
         >>> get_num_sms()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = [
     "optimizer_state_swap",
@@ -114,6 +115,7 @@ def pinned_gather(
     Raises:
         IndexError: an id is not in [0, rows); see `synchronize` for ids on a GPU.
         ValueError: a shape, dtype, device or stride does not fit.
+        NotImplementedError: a forward-mode gradient of the table is asked for.
         RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
             captured.
 
@@ -123,6 +125,11 @@ def pinned_gather(
         [[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]
     """
     _check_ids("index", index)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(table).tangent is not None:
+        raise NotImplementedError(
+            "pinned_gather: forward-mode gradients are not supported; use reverse mode, or "
+            "torch.nn.functional.embedding"
+        )
     if out is None:
         rows: Tensor
         if plan is not None:

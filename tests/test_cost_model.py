@@ -223,7 +223,11 @@ def launch(
 ) -> dict[str, int]:
     names = ("bulk", "blocks", "threads", "access_bytes", "per_row", "shared_bytes")
     return dict(
-        zip(names, _ops.link_launch(direction, row_bytes, bits, rows, bulk, sms), strict=True)
+        zip(
+            names,
+            _ops.link_launch(direction, row_bytes, bits or row_bytes, bits, rows, bulk, sms),
+            strict=True,
+        )
     )
 
 
@@ -261,6 +265,7 @@ def test_a_launch_stays_within_its_multiprocessors(row_bytes: int, rows: int, sm
         (512, 0, 4096, False),  # a small batch
         (240, 0, 100_000, False),  # short rows
         (512, 4, 100_000, False),  # rows that begin anywhere
+        (400, 0, 100_000, False),  # or within a line
         (514, 0, 100_000, False),
     ],
 )
@@ -272,7 +277,7 @@ def test_bulk_copies_serve_large_batches_of_long_aligned_rows(
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "pieces", "piece_bytes"), [(512, 1, 512), (2048, 1, 2048), (8208, 5, 2048)]
+    ("row_bytes", "pieces", "piece_bytes"), [(512, 1, 512), (2048, 1, 2048), (8320, 5, 2048)]
 )
 def test_long_rows_move_in_pieces(row_bytes: int, pieces: int, piece_bytes: int) -> None:
     shape = launch(row_bytes, 100_000)

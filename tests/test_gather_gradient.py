@@ -183,3 +183,18 @@ def test_torch_notices_what_an_op_wrote_over_before_backward(place: Place, op: s
         speedtorch.optimizer_state_swap([table], [rows], index, [arriving], place.ids([0, 2]))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+def test_forward_mode_is_refused(device: str) -> None:
+    table, ids = torch.rand(4, 3, device=device), torch.tensor([2, 0], device=device)
+
+    def gathered(table: torch.Tensor) -> torch.Tensor:
+        return speedtorch.pinned_gather(table, ids)
+
+    with pytest.raises(NotImplementedError, match="forward-mode gradients are not supported"):
+        torch.func.jvp(gathered, (table,), (torch.ones_like(table),))
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(gathered(table), table[ids])  # no tangent, nothing to lose
+        dual = torch.autograd.forward_ad.make_dual(table, torch.ones_like(table))
+        with pytest.raises(NotImplementedError, match="use reverse mode"):
+            gathered(dual)

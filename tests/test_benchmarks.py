@@ -1,0 +1,92 @@
+"""The benchmark suite rehearsed at tiny sizes on the CPU: every figure, picture and table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
+from benchmarks import plots, report, targets
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    known = {key: value for key, value in os.environ.items() if key != "OUT"}
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        env=known | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """The folder, the results by stem and what was printed."""
+    folder = tmp_path_factory.mktemp("results")
+    done = run("--small", OUT=str(folder))
+    assert done.returncode == 0, done.stderr
+    return folder, report.read_results(folder), done.stdout
+
+
+def test_every_benchmark_leaves_its_results(results: tuple[Path, dict[str, Any], str]) -> None:
+    folder, by_stem, _ = results
+    assert tuple(by_stem) == report.STEMS
+    for stem, result in by_stem.items():
+        assert result["machine"]["gpu"] == "none"
+        assert {"driver", "torch", "cuda", "commit", "date"} <= set(result["machine"])
+        for figure in result["figures"]:
+            low, median, high = (figure[key] for key in ("low_ms", "median_ms", "high_ms"))
+            assert 0 < low <= median <= high, (stem, figure)
+    assert json.loads((folder / "cpu.json").read_text()) == by_stem["cpu"]
+
+
+def test_pictures_are_drawn_of_every_curve(results: tuple[Path, dict[str, Any], str]) -> None:
+    folder, by_stem, _ = results
+    for stem in plots.PICTURES:
+        assert (folder / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
+        widths = plots.curve(by_stem[stem], "curve: row width", "managed", "row_bytes")
+        assert [x for x, _ in widths] == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+        assert all(rate > 0 for _, rate in widths)
+        for section, x in (("rows per batch", "batch"), ("table size", "table_bytes")):
+            assert len(plots.curve(by_stem[stem], f"curve: {section}", "managed", x)) >= 6
+
+
+def test_every_target_has_a_line(results: tuple[Path, dict[str, Any], str]) -> None:
+    _, by_stem, printed = results
+    all_targets = targets.targets(by_stem)
+    assert len(all_targets) > 60
+    lines = [line for line in printed.splitlines() if line.startswith(("met", "MISSED"))]
+    assert len(lines) == len(all_targets)
+    for line, target in zip(lines, all_targets, strict=True):
+        assert line.endswith(target.work)
+
+
+def test_a_target_is_met_on_its_own_side() -> None:
+    assert targets.Target("a share", 0.9, 0.88, True).met
+    assert not targets.Target("a share", 0.87, 0.88, True).met
+    assert targets.Target("a time", 1.1, 1.15, False).met
+    assert not targets.Target("a time", 1.2, 1.15, False).met
+
+
+def test_the_readmes_tables_are_those_of_the_results() -> None:
+    text = report.README.read_text()
+    between = text.split(report.BEGIN)[1].split(report.END)[0].strip()
+    assert between == report.tables(report.read_results(report.RESULTS))
+
+
+def test_what_cannot_run_says_why(tmp_path: Path) -> None:
+    assert "no GPU here" in run("cpu").stderr
+    assert "needs a folder for its results in OUT" in run("--small").stderr
+    unknown = run("gather", "--small", OUT=str(tmp_path))
+    assert unknown.returncode == 2
+    assert "unknown: gather; there are pinned_gather" in unknown.stderr
