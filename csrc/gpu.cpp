@@ -33,7 +33,7 @@ CurrentStreamOf current_stream_of() {
 constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimizer_state_swap"};
 constexpr const char* kListNames[] = {"index", "evict", "load"};
 
-// Compute capability 9.0 and newer; asked for once per GPU.
+// Asked for once per GPU.
 bool asks_bulk_copies(int device) {
   int supported = 0;
   check_cuda(cuda_calls().bulk_copies(device, &supported), "bulk copies");

@@ -125,7 +125,7 @@ def pinned_gather(
         [[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]
     """
     _check_ids("index", index)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(table).tangent is not None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(table).tangent is not None:  # type: ignore[no-untyped-call]
         raise NotImplementedError(
             "pinned_gather: forward-mode gradients are not supported; use reverse mode, or "
             "torch.nn.functional.embedding"

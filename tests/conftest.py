@@ -6,6 +6,7 @@ the CPU's are skipped. `place.table` puts a table where it belongs, `place.work`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from torch import Tensor
 
 import speedtorch
 from speedtorch import memory_stats
+
+# Large tables of tests are no reason to measure the machine.
+os.environ["SPEEDTORCH_CALIBRATE"] = "0"
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
