@@ -97,11 +97,10 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapRows>& fields, const
                         .row_bytes = fields[k].host.row_bytes});
         crosses_link |= !host[k].is_cuda();
       }
-      check_cuda(
-          launch_swap(some.data(), static_cast<int>(some.size()), fields[0].host.count, evict, load,
-                      scratch, crosses_link ? static_cast<int>(num_sms()) : kDeviceBlocks,
-                      letter_box(), stream.get()),
-          kOp);
+      check_cuda(launch_swap(some.data(), static_cast<int>(some.size()), fields[0].host.count,
+                             evict, load, scratch, crosses_link ? swap_sms() : kDeviceBlocks,
+                             letter_box(), stream.get()),
+                 kOp);
     }
   }
   for (size_t k = 0; k < fields.size(); ++k) note_use(host[k], fields[k].host, stream.get());
