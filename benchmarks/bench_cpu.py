@@ -1,4 +1,4 @@
-"""Without a GPU: rows of a table in ordinary memory, to ordinary memory and back, by CPU threads."""
+"""Without a GPU: rows of a table in ordinary memory to other memory and back, by CPU threads."""
 
 from __future__ import annotations
 
