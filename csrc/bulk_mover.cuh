@@ -116,6 +116,8 @@ __global__ void __launch_bounds__(kMostBulkWarps * 32)
     __syncwarp();
   }
   wait_stores();
+#else
+  __trap();  // ask_bulk_copies keeps this from being launched
 #endif
 }
 

@@ -6,15 +6,10 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "claims_launch.h"
 
 namespace speedtorch {
 namespace {
-
-constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = 1024;  // enough to saturate GPU memory
 
 __device__ void report_outside(ClaimStatus* status, int64_t from_end) {
   atomicAdd(reinterpret_cast<unsigned long long*>(&status->bad_count), 1ull);
@@ -32,8 +27,7 @@ template <Winner kWinner, typename Id>
 __device__ Claim claim(const ClaimsView& claims, Id id, int32_t position) {
   const auto* ids = static_cast<const Id*>(claims.ids);
   const uint64_t mask = static_cast<uint64_t>(claims.slot_count) - 1;
-  // Fibonacci hashing: the upper half of the product depends on all bits of the id.
-  uint64_t slot = (static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull >> 32) & mask;
+  uint64_t slot = hash_of(static_cast<int64_t>(id)) & mask;
   while (true) {
     int32_t seen = *reinterpret_cast<volatile int32_t*>(claims.slots + slot);
     if (seen == 0) seen = atomicCAS(claims.slots + slot, 0, position + 1);
@@ -68,7 +62,7 @@ __device__ void append_repeated(const ClaimsView& claims, bool repeats, int64_t 
 // that is named often is written rarely. Of the lanes of a warp that have one id only the last
 // position claims, for all.
 template <Winner kWinner, typename Id>
-__global__ void __launch_bounds__(kThreads) claim_kernel(ClaimsView claims, int64_t rows) {
+__global__ void __launch_bounds__(kIdThreads) claim_kernel(ClaimsView claims, int64_t rows) {
   const auto* ids = static_cast<const Id*>(claims.ids);
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int lane = threadIdx.x % 32;
@@ -94,16 +88,12 @@ __global__ void __launch_bounds__(kThreads) claim_kernel(ClaimsView claims, int6
 
 // A thread owns positions.
 template <typename Id>
-__global__ void __launch_bounds__(kThreads) check_ids_kernel(ClaimsView claims, int64_t rows) {
+__global__ void __launch_bounds__(kIdThreads) check_ids_kernel(ClaimsView claims, int64_t rows) {
   const auto* ids = static_cast<const Id*>(claims.ids);
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t m = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; m < claims.count; m += stride) {
     if (is_outside(ids[m], rows)) report_outside(claims.status, claims.count - m);
   }
-}
-
-int blocks_for(int64_t n) {
-  return static_cast<int>(std::clamp<int64_t>((n + kThreads - 1) / kThreads, 1, kMostBlocks));
 }
 
 }  // namespace
@@ -130,7 +120,7 @@ int launch_claims(const ClaimsView& claims, Winner winner, int64_t rows, void* s
                                                        : claim_kernel<Winner::kAny, int32_t>)
                                         : (claims.wide ? claim_kernel<Winner::kLast, int64_t>
                                                        : claim_kernel<Winner::kLast, int32_t>);
-  kernel<<<blocks_for(claims.count), kThreads, 0, on>>>(claims, rows);
+  kernel<<<blocks_for_ids(claims.count), kIdThreads, 0, on>>>(claims, rows);
   return cudaGetLastError();
 }
 
@@ -139,7 +129,7 @@ int launch_check_ids(const ClaimsView& claims, int64_t rows, void* stream) {
   const cudaError_t error = cudaMemsetAsync(claims.status, 0, sizeof(ClaimStatus), on);
   if (error != cudaSuccess) return error;
   auto* kernel = claims.wide ? check_ids_kernel<int64_t> : check_ids_kernel<int32_t>;
-  kernel<<<blocks_for(claims.count), kThreads, 0, on>>>(claims, rows);
+  kernel<<<blocks_for_ids(claims.count), kIdThreads, 0, on>>>(claims, rows);
   return cudaGetLastError();
 }
 

@@ -2,17 +2,10 @@
 #pragma once
 
 #include "claims_view.h"
+#include "ids.cuh"
 #include "letter.cuh"
 
 namespace speedtorch {
-
-__device__ inline int64_t id_at(const void* ids, bool wide, int64_t m) {
-  return wide ? static_cast<const int64_t*>(ids)[m] : static_cast<const int32_t*>(ids)[m];
-}
-
-__device__ inline bool is_outside(int64_t id, int64_t rows) {
-  return static_cast<uint64_t>(id) >= static_cast<uint64_t>(rows);
-}
 
 // Whether position m moves the row of its id, after claims of which the last wins.
 __device__ inline bool is_last(const ClaimsView& claims, int64_t m) {

@@ -27,6 +27,8 @@ constexpr int64_t kReachBytes = int64_t{1} << 30;
 constexpr uint64_t kLineBytes = 128;
 constexpr double kPartialLines = 1.25;
 
+// A smaller batch is over before shared memory has been set up for bulk copies.
+constexpr int64_t kBulkRows = 4096;
 // With rows below this, threads keep more requests under way than bulk copies do.
 constexpr int64_t kBulkRowBytes = 256;
 // So many multiprocessors saturate the link by bulk copies of longer rows. Measured: 2 do in every
@@ -47,6 +49,9 @@ Costs& stored_costs() {
   static Costs costs = default_costs();
   return costs;
 }
+
+// Slots of claims are counted in 31 bits, two for each id.
+constexpr int64_t kMostClaimed = int64_t{1} << 29;
 
 std::atomic<int64_t> forced_path{-1};
 std::atomic<int64_t> sms{kDefaultSms};
@@ -111,6 +116,7 @@ Choice choose_path(const char* op, const Batch& batch, const Costs& costs) {
   choice.path_us = {in_index_order, in_index_order + costs.claim_us + ids * costs.claim_ns / 1e3,
                     moving_us(batch, true, costs) + costs.plan_us + ids * costs.plan_ns / 1e3};
   if (!direct_is_safe(batch)) choice.path_us[0] = kImpossible;
+  if (batch.ids > kMostClaimed) choice.path_us[1] = kImpossible;
   // Sums need every occurrence of an id, in order.
   if (batch.accumulate) choice.path_us[0] = choice.path_us[1] = kImpossible;
   const auto best = std::min_element(choice.path_us.begin(), choice.path_us.end());
@@ -151,8 +157,7 @@ Mover link_mover(Direction direction, int64_t row_bytes, uint64_t host_bits, uin
                  int64_t rows, bool bulk, int sms) {
   const int access = widest_access(other_bits | static_cast<uint64_t>(row_bytes));
   const bool aligned = access == 16 && host_bits % kLineBytes == 0;
-  // A small batch is over before shared memory has been set up for bulk copies.
-  if (!bulk || !aligned || row_bytes < kBulkRowBytes || rows <= kIdsCheckedInBlock) {
+  if (!bulk || !aligned || row_bytes < kBulkRowBytes || rows <= kBulkRows) {
     return {false, sms};
   }
   if (row_bytes < kLongBulkRowBytes) return {true, sms};

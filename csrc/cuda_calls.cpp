@@ -7,6 +7,8 @@
 
 #ifdef SPEEDTORCH_CUDA
 #include <cuda_runtime_api.h>
+
+#include "bulk_mover_launch.h"
 #endif
 
 namespace speedtorch {
@@ -64,13 +66,7 @@ CudaCalls real_calls() {
       .concurrent_managed_access = [](int device, int* supported) -> int {
         return cudaDeviceGetAttribute(supported, cudaDevAttrConcurrentManagedAccess, device);
       },
-      .bulk_copies = [](int device, int* supported) -> int {
-        int major = 0;
-        const int error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-        // Consumer GPUs (12.x) have them too, but not the shared memory that our kernel takes.
-        *supported = major == 9 || major == 10;
-        return error;
-      },
+      .bulk_copies = ask_bulk_copies,
       .malloc_managed = [](void** address, size_t bytes) -> int {
         return cudaMallocManaged(address, bytes);
       },

@@ -46,9 +46,6 @@ constexpr bool is_without_gpu(int error) { return error == 35 || error == 100; }
 constexpr const char* kWithoutGpu =
     ", and there is none or no driver for it; use memory='plain' or memory='auto'";
 
-// What an "event is not finished" answer looks like (cudaErrorNotReady).
-constexpr int kCudaNotReady = 600;
-
 #ifdef SPEEDTORCH_CUDA
 constexpr bool kWithCuda = true;
 #else

@@ -93,6 +93,7 @@ void refuse_in_fork(const Block* block) {
 // Moves the tensors that no GPU work uses any more to `dropped`, for the caller to drop outside the
 // lock.
 void drop_finished_foreign(Registry& all, std::vector<Tensor>& dropped) {
+  const RelaxedCapture while_capturing;  // another thread may capture: a query must not disturb it
   for (auto use = all.foreign.begin(); use != all.foreign.end();) {
     if (!use->captured && use->uses.finished()) {
       use->uses.wait();
@@ -121,8 +122,10 @@ void StreamUses::record(void* stream) {
 }
 
 bool StreamUses::finished() const {
-  return std::none_of(uses_.begin(), uses_.end(), [](const Use& use) {
-    return cuda_calls().event_query(use.event) == kCudaNotReady;
+  return std::all_of(uses_.begin(), uses_.end(), [](const Use& use) {
+    if (cuda_calls().event_query(use.event) == 0) return true;
+    cuda_calls().last_error();  // not ready, or not to be known now
+    return false;
   });
 }
 

@@ -112,6 +112,8 @@ void swap_staged(const Tensors& host, const Tensors& leaving, const Ids& evict,
   stream.refuse_capture(kOp,
                         "a host field is in pageable memory, which takes the host; pin it with "
                         "speedtorch.pin_memory_(field) or keep it in a HostTable");
+  // Fields that the GPU reaches may have been written by work that is still queued.
+  copy_to_cpu(kOp, new_tensor(kOp, {1}, ScalarType::Byte, arriving[0]));
   Tensors staged_leaving, staged_arriving;
   for (size_t k = 0; k < host.size(); ++k) {
     staged_leaving.push_back(copy_to_cpu(
@@ -193,9 +195,9 @@ void swap_fields(const Tensors& host, const Tensors& leaving, const Tensor& evic
 
 void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, const Plan& evict_plan,
           const Tensors& arriving, const Tensor& load, const Plan& load_plan) {
-  swap_fields(host, leaving, evict, evict_plan, arriving, load, load_plan);
   for (const Tensor& field : host) mark_written(kOp, field);
   for (const Tensor& field : arriving) mark_written(kOp, field);
+  swap_fields(host, leaving, evict, evict_plan, arriving, load, load_plan);
 }
 
 void optimizer_state_swap(const Tensors& host, const Tensors& leaving, const Tensor& evict,

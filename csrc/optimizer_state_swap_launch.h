@@ -22,7 +22,7 @@ constexpr int kFieldsPerLaunch = 16;
 // Scratch of the op, made by the caller.
 struct SwapScratch {
   int64_t* arrives_from;  // [load]: position in `evict` whose row stays on the GPU, or -1
-  uint8_t* stays;         // [evict distinct]: that row stays on the GPU
+  uint8_t* stays;         // [evict]: that row stays on the GPU
 };
 
 int launch_swap_match(const PlanView& evict, const PlanView& load, const SwapScratch& scratch,

@@ -80,8 +80,8 @@ void pinned_copy(const Tensor& dst, const Tensor& src) {
 }
 
 void pinned_copy_and_mark(const Tensor& dst, const Tensor& src) {
-  pinned_copy(dst, src);
   mark_written(kOp, dst);
+  pinned_copy(dst, src);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // pinned_gather: out[i] = table[index[i]], the table in host memory (or on the GPU of the ids).
 // Checks and the paths; cost_model.h chooses, the CPU loop is in cpu_mover.cpp, the GPU kernels in
 // pinned_gather.cu.
-//
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -75,7 +74,9 @@ void gather_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Ids
       const Claims checked = ids.count > kIdsCheckedInBlock
                                  ? check_ids_on_gpu(kOp, ids, rows.count, out, stream.get())
                                  : Claims{{}, unclaimed(ids)};
-      check_cuda(launch_gather_direct(work, checked.view, mover, letter_box(), stream.get()), kOp);
+      check_cuda(
+          launch_gather_direct(work, checked.view, mover.most_blocks, letter_box(), stream.get()),
+          kOp);
     }
   }
   note_use(table, rows, stream.get());
@@ -130,8 +131,8 @@ void gather_into(const Tensor& table, const Tensor& index, const Plan& plan, con
                        .stride_bytes = 0};
     check_disjoint(kOp, "out", written, "table", as_rows(kOp, "table", table));
   }
-  gather(table, index, plan, out);
   mark_written(kOp, out);
+  gather(table, index, plan, out);
 }
 
 Tensor pinned_gather(const Tensor& table, const Tensor& index) {

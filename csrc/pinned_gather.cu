@@ -11,7 +11,6 @@ namespace speedtorch {
 namespace {
 
 constexpr IdList kList = IdList::kIndex;
-constexpr Mover kOnGpu{false, kDeviceBlocks};
 
 // out[m] = table[ids[m]]. Without a status each block looks through all ids itself.
 struct InIndexOrder {
@@ -103,16 +102,18 @@ int fetch(const Moves& moves, const GatherRows& rows, Mover mover, void* stream)
 
 template <typename Moves>
 int repeat(const Moves& moves, const GatherRows& rows, void* stream) {
-  return launch_moves(moves, out_range(rows), out_range(rows), rows.row_bytes, rows.count, 0,
-                      kOnGpu, Link::kFrom, static_cast<cudaStream_t>(stream));
+  return launch_register_moves(moves, out_range(rows), out_range(rows), rows.row_bytes, rows.count,
+                               0, kDeviceBlocks, Link::kFrom, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace
 
-int launch_gather_direct(const GatherRows& rows, const ClaimsView& checked, Mover mover,
+int launch_gather_direct(const GatherRows& rows, const ClaimsView& checked, int most_blocks,
                          Letter* box, void* stream) {
   const Complaint complaint{box, Op::kGather, kList, rows.table_rows};
-  return fetch(InIndexOrder{checked, complaint}, rows, mover, stream);
+  return launch_register_moves(InIndexOrder{checked, complaint}, table_range(rows), out_range(rows),
+                               rows.row_bytes, rows.count, rows.count, most_blocks, Link::kFrom,
+                               static_cast<cudaStream_t>(stream));
 }
 
 int launch_gather_distinct(const GatherRows& rows, const ClaimsView& claims, Mover mover,

@@ -26,7 +26,7 @@ constexpr int64_t kIdsCheckedInBlock = 4096;
 // Row by row in the order of the ids, one that stands twice is fetched twice. `checked` says
 // whether the ids are good (see launch_check_ids); for at most kIdsCheckedInBlock ids its status
 // may be null.
-int launch_gather_direct(const GatherRows& rows, const ClaimsView& checked, Mover mover,
+int launch_gather_direct(const GatherRows& rows, const ClaimsView& checked, int most_blocks,
                          Letter* box, void* stream);
 // In the order of the ids; each distinct row is fetched once and its repetitions are copied on the
 // GPU.

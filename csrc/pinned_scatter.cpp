@@ -76,7 +76,8 @@ void scatter_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Id
       check_cuda(launch_scatter_distinct(work, claims.view, mover, letter_box(), stream.get()),
                  kOp);
     } else {
-      check_cuda(launch_scatter_direct(work, unclaimed(ids), mover, letter_box(), stream.get()),
+      check_cuda(launch_scatter_direct(work, unclaimed(ids), mover.most_blocks, letter_box(),
+                                       stream.get()),
                  kOp);
     }
   }
@@ -126,14 +127,14 @@ void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const 
 }
 
 void pinned_scatter(const Tensor& table, const Tensor& index, const Tensor& src, bool accumulate) {
-  scatter(table, index, src, std::nullopt, accumulate);
   mark_written(kOp, table);
+  scatter(table, index, src, std::nullopt, accumulate);
 }
 
 void pinned_scatter_planned(const Tensor& table, const Tensor& index, const Tensor& src,
                             const std::vector<Tensor>& plan, bool accumulate) {
-  scatter(table, index, src, plan, accumulate);
   mark_written(kOp, table);
+  scatter(table, index, src, plan, accumulate);
 }
 
 }  // namespace

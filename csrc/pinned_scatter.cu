@@ -34,9 +34,7 @@ struct LastInBlock {
     }
   }
   __device__ int slot_of(int64_t m) const {
-    return slot_from(m,
-                     static_cast<int>(static_cast<uint64_t>(id(m)) * 0x9E3779B97F4A7C15ull >> 32) &
-                         (kSlots - 1));
+    return slot_from(m, static_cast<int>(hash_of(id(m)) % kSlots));
   }
   __device__ bool blocked() const {
     for (int slot = threadIdx.x; slot < kSlots; slot += blockDim.x) positions()[slot] = 0;
@@ -145,20 +143,27 @@ Complaint complaint_of(const ScatterRows& rows, Letter* box) {
   return {box, Op::kScatter, IdList::kIndex, rows.table_rows};
 }
 
+RowRange src_range(const ScatterRows& rows, int64_t count) {
+  return {const_cast<char*>(rows.src), rows.src_stride_bytes, count};
+}
+RowRange table_range(const ScatterRows& rows) {
+  return {rows.table, rows.table_stride_bytes, rows.table_rows};
+}
+
 template <typename Moves>
 int store(const Moves& moves, const ScatterRows& rows, int64_t most_rows, Mover mover,
           void* stream) {
-  const RowRange src{const_cast<char*>(rows.src), rows.src_stride_bytes, most_rows};
-  const RowRange table{rows.table, rows.table_stride_bytes, rows.table_rows};
-  return launch_moves(moves, src, table, rows.row_bytes, most_rows, 0, mover, Link::kTo,
-                      static_cast<cudaStream_t>(stream));
+  return launch_moves(moves, src_range(rows, most_rows), table_range(rows), rows.row_bytes,
+                      most_rows, 0, mover, Link::kTo, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace
 
-int launch_scatter_direct(const ScatterRows& rows, const ClaimsView& ids, Mover mover, Letter* box,
-                          void* stream) {
-  return store(LastInBlock{ids, complaint_of(rows, box)}, rows, ids.count, mover, stream);
+int launch_scatter_direct(const ScatterRows& rows, const ClaimsView& ids, int most_blocks,
+                          Letter* box, void* stream) {
+  return launch_register_moves(
+      LastInBlock{ids, complaint_of(rows, box)}, src_range(rows, ids.count), table_range(rows),
+      rows.row_bytes, ids.count, 0, most_blocks, Link::kTo, static_cast<cudaStream_t>(stream));
 }
 
 int launch_scatter_distinct(const ScatterRows& rows, const ClaimsView& claims, Mover mover,

@@ -26,8 +26,8 @@ constexpr int64_t kIdsClaimedInBlock = 2048;
 
 // table[id] = src of the last occurrence of id, at most kIdsClaimedInBlock ids (claims.status is
 // not used).
-int launch_scatter_direct(const ScatterRows& rows, const ClaimsView& ids, Mover mover, Letter* box,
-                          void* stream);
+int launch_scatter_direct(const ScatterRows& rows, const ClaimsView& ids, int most_blocks,
+                          Letter* box, void* stream);
 // The same for any number of ids, in their order.
 int launch_scatter_distinct(const ScatterRows& rows, const ClaimsView& claims, Mover mover,
                             Letter* box, void* stream);

@@ -10,20 +10,13 @@
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 
+#include "ids.cuh"
 #include "plan_launch.h"
 
 namespace speedtorch {
 namespace {
 
-constexpr int kThreads = 256;
-// Enough threads to saturate GPU memory on batches of a million ids, few enough to leave room
-// beside them.
-constexpr int64_t kMaxBlocks = 1024;
 constexpr int64_t kAlign = 256;  // of the pieces of scratch, as cudaMalloc aligns
-
-int blocks_for(int64_t n) {
-  return static_cast<int>(std::clamp<int64_t>((n + kThreads - 1) / kThreads, 1, kMaxBlocks));
-}
 
 struct Scratch {
   uint64_t* keys;
@@ -160,7 +153,8 @@ void mark_ids(const Id* ids, int64_t n, int64_t rows, uint64_t* keys, int32_t* p
               PlanStatus* status, cudaStream_t stream) {
   reset_status_kernel<<<1, 1, 0, stream>>>(status, rows, n);
   if (n == 0) return;
-  mark_ids_kernel<<<blocks_for(n), kThreads, 0, stream>>>(ids, n, rows, keys, positions, status);
+  mark_ids_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(ids, n, rows, keys, positions,
+                                                                status);
   name_bad_id_kernel<<<1, 1, 0, stream>>>(ids, status);
 }
 
@@ -179,11 +173,12 @@ cudaError_t plan(const Id* ids, int64_t n, int64_t rows, const Scratch& scratch,
       scratch.cub, cub_bytes, scratch.keys, scratch.sorted_keys, scratch.positions,
       scratch.sorted_positions, static_cast<int>(n), 0, end_bit(rows), stream);
   if (error != cudaSuccess) return error;
-  mark_heads_kernel<<<blocks_for(n), kThreads, 0, stream>>>(scratch.sorted_keys, n, scratch.heads);
+  mark_heads_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(scratch.sorted_keys, n,
+                                                                  scratch.heads);
   error = cub::DeviceScan::InclusiveSum(scratch.cub, cub_bytes, scratch.heads, scratch.ranks,
                                         static_cast<int>(n), stream);
   if (error != cudaSuccess) return error;
-  write_plan_kernel<<<blocks_for(n), kThreads, 0, stream>>>(
+  write_plan_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(
       ids, scratch.sorted_keys, scratch.sorted_positions, scratch.ranks, n, out);
   name_repeat_kernel<<<1, 1, 0, stream>>>(ids, n, out.status);
   return cudaGetLastError();

@@ -101,6 +101,8 @@ void copy_and_wait(const char* op, const Tensor& from, const Tensor& to) {
 }
 
 void mark_written(const char* op, const Tensor& tensor) {
+  // The op's own checks refuse others, in its words.
+  if (tensor.layout() != torch::headeronly::Layout::Strided) return;
   // Views share one version, and writing nothing to an empty view raises it.
   ask_torch(op,
             "marking a tensor as written; in-place writes to a leaf that requires grad need "

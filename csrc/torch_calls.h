@@ -29,7 +29,8 @@ void copy_async(const char* op, const Tensor& from, const Tensor& to);
 void copy_and_wait(const char* op, const Tensor& from, const Tensor& to);
 
 // Tells autograd that the tensor has new contents, as torch's own in-place operations do: a
-// backward pass that needs the old ones then raises instead of giving wrong gradients.
+// backward pass that needs the old ones then raises instead of giving wrong gradients. Comes before
+// the writing, because it refuses leaves that require grad.
 void mark_written(const char* op, const Tensor& tensor);
 
 }  // namespace speedtorch

@@ -208,3 +208,21 @@ def test_planned_rows_equal_unplanned_rows(
     speedtorch.pinned_scatter(table, index, place.work(src), accumulate=accumulate, plan=plan)
     speedtorch.synchronize()
     assert_same_storage(table, expected)
+
+
+@pytest.mark.parametrize("call", ["scatter", "copy", "gather_out", "swap"])
+def test_a_leaf_that_requires_grad_is_refused_before_anything_moves(device: str, call: str) -> None:
+    ops = torch.ops.speedtorch
+    leaf = torch.zeros(3, 2, device=device, requires_grad=True)
+    ids, rows = torch.tensor([1], device=device), torch.ones(1, 2, device=device)
+    with pytest.raises(RuntimeError, match="marking a tensor as written"):
+        if call == "scatter":
+            ops.pinned_scatter(leaf, ids, rows)
+        elif call == "copy":
+            ops.pinned_copy(leaf, torch.ones(3, 2, device=device))
+        elif call == "gather_out":
+            ops.pinned_gather.out(torch.ones(3, 2, device=device), ids.expand(3), leaf)
+        else:
+            ops.optimizer_state_swap([leaf], [rows], ids, [torch.empty_like(rows)], ids)
+    speedtorch.synchronize()
+    assert not leaf.any()
