@@ -107,6 +107,7 @@ CudaCalls real_calls() {
       .relax_capture = relax_capture,
       .get_device = [](int* device) -> int { return cudaGetDevice(device); },
       .set_device = [](int device) -> int { return cudaSetDevice(device); },
+      .device_synchronize = []() -> int { return cudaDeviceSynchronize(); },
       .last_error = []() -> int { return cudaGetLastError(); },
       .error_string = [](int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
   };
@@ -138,6 +139,7 @@ CudaCalls real_calls() {
       .relax_capture = [](int*) { return kNoDevice; },
       .get_device = [](int*) { return kNoDevice; },
       .set_device = [](int) { return kNoDevice; },
+      .device_synchronize = []() { return kNoDevice; },
       .last_error = []() { return 0; },
       .error_string = [](int) { return "built without CUDA"; },
   };

@@ -33,6 +33,7 @@ struct CudaCalls {
   int (*relax_capture)(int* mode);
   int (*get_device)(int* device);
   int (*set_device)(int device);
+  int (*device_synchronize)();
   int (*last_error)();
   const char* (*error_string)(int error);
 };

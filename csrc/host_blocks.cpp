@@ -3,6 +3,7 @@
 #include "host_blocks.h"
 
 #include <pthread.h>
+#include <sys/mman.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -29,8 +30,8 @@ std::atomic<bool> process_exits{false};
 // Mapped memory of others (a torch-pinned tensor): kept alive until the GPU is done with it.
 struct ForeignUse {
   Tensor table;
-  const void* base;
-  bool captured;
+  const char* base;
+  CapturedOn captured;
   StreamUses uses;
 };
 
@@ -51,11 +52,24 @@ struct Registry {
 
 Registry& registry();
 
+// The driver takes managed memory out of a forked child. What the books still say of it must not
+// come to mean memory that the child maps there: a mapping without access keeps the place.
+void keep_places_in_child(const Registry& all) {
+  for (const auto& [base, block] : all.blocks) {
+    if (block->kind != MemoryKind::kManaged) continue;
+    mmap(block->base, static_cast<size_t>(block->bytes), PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+  }
+}
+
 // Never destroyed: tensors may go after static destructors ran. A fork waits until no thread is in
 // the books, so that the child finds them unlocked.
 Registry* make_registry() {
   pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
-                 [] { registry().mutex.unlock(); });
+                 [] {
+                   keep_places_in_child(registry());
+                   registry().mutex.unlock();
+                 });
   return new Registry;
 }
 
@@ -93,9 +107,10 @@ void refuse_in_fork(const Block* block) {
 // Moves the tensors that no GPU work uses any more to `dropped`, for the caller to drop outside the
 // lock.
 void drop_finished_foreign(Registry& all, std::vector<Tensor>& dropped) {
+  if (all.foreign.empty() || process_exits) return;
   const RelaxedCapture while_capturing;  // another thread may capture: a query must not disturb it
   for (auto use = all.foreign.begin(); use != all.foreign.end();) {
-    if (!use->captured && use->uses.finished()) {
+    if (!use->captured.any() && use->uses.finished()) {
       use->uses.wait();
       dropped.push_back(use->table);
       use = all.foreign.erase(use);
@@ -137,6 +152,25 @@ void StreamUses::wait() noexcept {
   uses_.clear();
 }
 
+void CapturedOn::add_current_device() {
+  int device = 0;
+  check_cuda(cuda_calls().get_device(&device), "host memory: cudaGetDevice");
+  devices_.insert(device);
+}
+
+void CapturedOn::wait() const noexcept {
+  if (devices_.empty()) return;
+  const RelaxedCapture while_capturing;
+  int before = 0;
+  bool failed = cuda_calls().get_device(&before) != 0;
+  for (const int device : devices_) {
+    failed |= cuda_calls().set_device(device) != 0;
+    failed |= cuda_calls().device_synchronize() != 0;
+  }
+  failed |= cuda_calls().set_device(before) != 0;
+  if (failed) cuda_calls().last_error();
+}
+
 void remember(std::unique_ptr<Block> block) {
   static const bool exit_hook_set = [] { return std::atexit(stop) == 0; }();
   (void)exit_hook_set;
@@ -156,7 +190,7 @@ void tensor_gone(char* base) {
     auto found = all.blocks.find(base);
     if (found == all.blocks.end()) return;
     found->second->tensor_gone = true;
-    if (found->second->captured) return;
+    if (found->second->captured.any()) return;
     last = std::move(found->second);
     all.blocks.erase(found);
   }
@@ -173,7 +207,7 @@ void unpin_in_place(const void* base) {
     if (found == all.blocks.end() || !found->second->in_place) {
       throw_value_error("unpin_memory_", "the tensor was not pinned with pin_memory_");
     }
-    if (found->second->captured) {
+    if (found->second->captured.any()) {
       throw std::runtime_error(
           "unpin_memory_: a captured CUDA graph may still use the tensor; say that none will with "
           "speedtorch.memory.release(tensor) first");
@@ -213,14 +247,24 @@ Tensor memory_stats() {
 
 void let_captured_go(const Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.is_cpu()) return;
-  std::vector<Tensor> dropped;  // outlives the lock: dropping a tensor may call tensor_gone
+  const char* begin = static_cast<const char*>(tensor.data_ptr());
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  const char* end = begin + (last + 1) * element_bytes(tensor);
   Registry& all = registry();
-  std::lock_guard lock(all.mutex);
-  if (Block* block = all.find(tensor.data_ptr())) block->captured = false;
-  for (ForeignUse& use : all.foreign) {
-    if (use.base == tensor.data_ptr()) use.captured = false;
-  }
-  drop_finished_foreign(all, dropped);
+  auto for_each_captured = [&](auto use) {
+    std::lock_guard lock(all.mutex);
+    if (Block* block = all.find(begin)) use(block->captured);
+    for (ForeignUse& each : all.foreign) {
+      if (begin <= each.base && each.base < end) use(each.captured);
+    }
+  };
+  // Replays that are queued leave no event to wait for.
+  CapturedOn captured;
+  for_each_captured([&](const CapturedOn& one) { captured.add(one); });
+  captured.wait();
+  for_each_captured([](CapturedOn& one) { one = {}; });
+  drop_finished();
 }
 
 void stop() { process_exits = true; }
@@ -281,7 +325,7 @@ void note_use(const Tensor& table, const Rows& rows, void* stream) {
   std::lock_guard lock(all.mutex);
   if (Block* block = all.find(rows.base)) {
     if (capturing) {
-      block->captured = true;
+      block->captured.add_current_device();
     } else {
       block->uses.record(stream);
     }
@@ -290,11 +334,11 @@ void note_use(const Tensor& table, const Rows& rows, void* stream) {
   auto use = std::find_if(all.foreign.begin(), all.foreign.end(),
                           [&](const ForeignUse& u) { return u.base == rows.base; });
   if (use == all.foreign.end()) {
-    all.foreign.push_back({table, rows.base, false, {}});
+    all.foreign.push_back({table, rows.base, {}, {}});
     use = std::prev(all.foreign.end());
   }
   if (capturing) {
-    use->captured = true;  // no event can be asked for while a stream captures
+    use->captured.add_current_device();  // no event can be asked for while a stream captures
     return;
   }
   use->uses.record(stream);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "cost_model.h"
@@ -44,6 +45,22 @@ class StreamUses {
   std::vector<Use> uses_;
 };
 
+// The GPUs on which captured graphs may use a piece of memory.
+class CapturedOn {
+ public:
+  bool any() const { return !devices_.empty(); }
+  void add_current_device();
+  void add(const CapturedOn& other) {
+    devices_.insert(other.devices_.begin(), other.devices_.end());
+  }
+  // Waits for all that is queued there, replays of the graphs among it. Errors are not reported:
+  // memory must go all the same.
+  void wait() const noexcept;
+
+ private:
+  std::set<int> devices_;
+};
+
 // A piece of host memory that we made or registered.
 struct Block {
   char* base = nullptr;
@@ -51,7 +68,7 @@ struct Block {
   MemoryKind kind = MemoryKind::kPlain;
   bool in_place = false;  // registered where the user had it: not ours to unmap
   bool read_only = false;
-  bool captured = false;  // a captured graph may use it
+  CapturedOn captured;
   bool tensor_gone = false;
   pid_t maker = 0;
   StreamUses uses;
@@ -72,7 +89,7 @@ bool overlaps_books(const char* base, int64_t bytes);
 
 // Bytes in use: {plain, registered, managed, held by captured graphs}.
 Tensor memory_stats();
-// From here on captured graphs do not keep this tensor's memory any more.
+// From here on captured graphs do not keep this tensor's memory any more; waits for replays.
 void let_captured_go(const Tensor& tensor);
 // Refuses managed memory in a forked child, where touching it would kill the process.
 void check_owner(const Tensor& tensor);

@@ -106,8 +106,6 @@ int64_t cgroup_room() {
 
 }  // namespace
 
-void throw_memory_error(const char* message) { throw MemoryError(message); }
-
 void* map_pages(int64_t bytes) {
   const int64_t size = round_up(bytes, page_bytes());
   const int64_t slack = size >= kLargePage ? kLargePage : 0;

@@ -17,6 +17,4 @@ int64_t available_bytes();
 // Throws (MemoryError in Python) with the numbers and the remedy if `bytes` are not there.
 void refuse_if_short(int64_t bytes);
 
-[[noreturn]] void throw_memory_error(const char* message);
-
 }  // namespace speedtorch

@@ -8,7 +8,7 @@ namespace speedtorch {
 
 // What a mover needs to know to say which ids are bad.
 struct Complaint {
-  Letter* box;
+  Letter* box;  // null: another launch of the same op says it
   Op op;
   IdList list;
   int64_t rows;  // of the table
@@ -24,7 +24,7 @@ __device__ inline bool is_blocked(const PlanStatus& status, int64_t rows) {
 __device__ inline void complain(const Complaint& about, LetterKind kind, int64_t id,
                                 int64_t position, int64_t bad_count, int64_t count) {
   volatile Letter* box = about.box;
-  if (box->full != 0) return;
+  if (box == nullptr || box->full != 0) return;
   box->kind = static_cast<int32_t>(kind);
   box->op = static_cast<int32_t>(about.op);
   box->list = static_cast<int32_t>(about.list);

@@ -99,11 +99,11 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapRows>& fields, const
       }
       check_cuda(launch_swap(some.data(), static_cast<int>(some.size()), fields[0].host.count,
                              evict, load, scratch, crosses_link ? swap_sms() : kDeviceBlocks,
-                             letter_box(), stream.get()),
+                             first == 0 ? letter_box() : nullptr, stream.get()),
                  kOp);
+      for (size_t k = first; k < last; ++k) note_use(host[k], fields[k].host, stream.get());
     }
   }
-  for (size_t k = 0; k < fields.size(); ++k) note_use(host[k], fields[k].host, stream.get());
 }
 
 void swap_staged(const Tensors& host, const Tensors& leaving, const Ids& evict,
@@ -174,9 +174,17 @@ void swap_fields(const Tensors& host, const Tensors& leaving, const Tensor& evic
     return;
   }
   const CurrentStream stream(kOp, on);
-  bool mapped = true;
-  for (size_t k = 0; k < host.size(); ++k)
-    mapped &= reach_of(kOp, host[k], fields[k].host) != Reach::kNot;
+  bool mapped = true, on_gpu = false;
+  for (size_t k = 0; k < host.size(); ++k) {
+    const Reach reach = reach_of(kOp, host[k], fields[k].host);
+    mapped &= reach != Reach::kNot;
+    on_gpu |= reach == Reach::kOnGpu;
+  }
+  if (!mapped && on_gpu) {
+    throw_value_error(kOp,
+                      "some host fields are on the GPU and others in pageable memory, which the "
+                      "CPU would have to move; pin those with speedtorch.pin_memory_(field)");
+  }
   if (!mapped) {
     swap_staged(host, leaving, evict_ids, evict_plan, arriving, load_ids, load_plan, stream);
     return;

@@ -43,6 +43,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "relax_capture": (_INT,),
     "get_device": (_INT,),
     "set_device": (c_int,),
+    "device_synchronize": (),
     "last_error": (),
 }
 PAGEABLE, HOST, DEVICE, MANAGED = range(4)

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from conftest import NEEDS_GPU, Place
+from cuda_calls import Driver
 from reference import assert_same_bytes, random_rows
 from test_cuda_graphs import captured
 from torch import Tensor
@@ -90,3 +91,24 @@ def test_a_table_may_go_while_a_graph_is_captured(kind: str) -> None:
     speedtorch.synchronize()
     assert_same_bytes(out, values[[3, 4]])
     release(table)
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered", "torch_pinned"])
+def test_release_waits_for_replays(kind: str) -> None:
+    table = Place("cuda", kind).table(random_rows(ROWS, (WIDTH,)))
+    kept = capture_gather(table)
+    with Driver() as driver:
+        release(table)
+        assert driver.named("device_synchronize") == [("device_synchronize",)]
+        release(table)  # nothing is captured any more
+        assert len(driver.named("device_synchronize")) == 1
+    assert len(kept) == 3
+
+
+def test_release_of_a_whole_lets_its_fields_go() -> None:
+    record = torch.zeros(ROWS, 2 * WIDTH, pin_memory=True)
+    kept = capture_gather(record[:, WIDTH:])
+    with Driver() as driver:
+        release(record)
+        assert len(driver.named("device_synchronize")) == 1
+    assert len(kept) == 3

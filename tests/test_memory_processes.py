@@ -88,6 +88,25 @@ def test_import_makes_no_cuda_call() -> None:
 # Fork
 # ------------------------------------------------------------------------------------------------
 
+
+def test_nothing_else_comes_to_lie_where_managed_memory_was() -> None:
+    program = """
+import ctypes
+address = raw["managed"].data_ptr()
+DONTFORK = 10  # as the driver advises for managed memory
+assert ctypes.CDLL(None).madvise(ctypes.c_void_p(address), 4096, DONTFORK) == 0
+
+def child():
+    print(json.dumps(cuda_calls.mapping_of(address)))
+    sys.stdout.flush()
+
+sys.stdout.flush()
+forked(child)
+print(json.dumps(cuda_calls.mapping_of(address)))
+"""
+    assert lines_of(TABLES, FORK, program) == ["---p", "rw-s"]
+
+
 # What a child may try on a table and on a bare tensor.
 TRIALS = """
 table, tensor = tables[kind], raw[kind]

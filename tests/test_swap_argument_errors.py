@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Place
+from conftest import NEEDS_GPU, Place
 from reference import assert_same_storage, random_rows
 from test_argument_errors import IDS, refused
 from torch import Tensor
@@ -89,3 +89,13 @@ def test_exchanges_that_do_not_fit(place: Place, fault: str) -> None:
     )
     for rows, columns in zip(host, (6, 2), strict=True):
         assert_same_storage(rows, random_rows(8, (columns,), seed=columns))
+
+
+@NEEDS_GPU
+def test_fields_on_the_gpu_and_in_pageable_memory_do_not_mix() -> None:
+    host = [torch.zeros(8, 2, device="cuda"), torch.zeros(8, 2)]
+    rows, ids = [torch.ones(1, 2, device="cuda") for _ in host], torch.tensor([3], device="cuda")
+    arriving = [torch.zeros_like(each) for each in rows]
+    with pytest.raises(ValueError, match="some host fields are on the GPU and others in pageable"):
+        speedtorch.optimizer_state_swap(host, rows, ids, arriving, ids)
+    assert not any(each.any() for each in host)
