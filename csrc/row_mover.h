@@ -55,7 +55,7 @@ constexpr MoveShape move_shape(int64_t row_bytes, uint64_t alignment_bits, int64
 }
 
 // ------------------------------------------------------------------------------------------------
-// Rows through shared memory by bulk copies (Hopper and newer).
+// Rows through shared memory by bulk copies (Hopper and data-centre Blackwell).
 
 struct BulkShape {
   int64_t piece_bytes;  // a row is moved in pieces of at most this

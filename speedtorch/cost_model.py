@@ -241,7 +241,7 @@ def set_num_sms(count: int) -> None:
     """Limits the multiprocessors that a kernel over the link may fill, for all GPUs and threads.
 
     Fewer leave more of the GPU to other work. Results do not change. Batches of rows of 512 bytes
-    and more take 3 at most where the GPU has bulk copies (Hopper and newer), whatever the limit.
+    and more take 3 at most where the GPU has bulk copies (Hopper, data-centre Blackwell), swaps 8.
 
     Args:
         count: at least 1.
