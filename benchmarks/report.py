@@ -19,6 +19,8 @@ STEMS = (
     "plan_rows",
     "host_memory",
     "cpu",
+    "embedding",
+    "word2vec",
 )
 
 

@@ -30,6 +30,8 @@ class Sizes:
     """Rows of the square matrices that are multiplied beside an exchange."""
     calls: int
     """Of small calls for one figure."""
+    centres: int
+    """Of a word2vec step."""
 
 
 _FULL = Sizes(
@@ -42,6 +44,7 @@ _FULL = Sizes(
     run_bytes=1 << 30,
     product=8192,
     calls=300,
+    centres=512,
 )
 _SMALL = Sizes(
     rows=20_000,
@@ -53,5 +56,6 @@ _SMALL = Sizes(
     run_bytes=1 << 20,
     product=64,
     calls=5,
+    centres=16,
 )
 SIZES = _SMALL if DEVICE == "cpu" or os.environ.get("SPEEDTORCH_BENCH_SMALL") else _FULL

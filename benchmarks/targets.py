@@ -160,6 +160,41 @@ def _cpu(result: Result) -> Iterator[Target]:
         yield Target(work, torchs / ours, 1, True)
 
 
+# Zipf exponent, and most ms of a step at once and with prefetch.
+_STEP_MS = {0.0: (44, 37), 0.9: (24, 17), 1.05: (13, 9), 1.2: (6.4, 4)}
+
+
+def _embedding(result: Result) -> Iterator[Target]:
+    for exponent, limits in _STEP_MS.items():
+        for ahead, limit in zip((False, True), limits, strict=True):
+            figure = _pick(
+                result, f"Zipf {exponent}", kind="ours", optimizer="Adam, fused", ahead=ahead
+            )
+            work = f"a step, Zipf {exponent}, {figure[0]['name']}, ms"
+            yield Target(work, _ms(figure), limit, False)
+    for ahead, limit in ((False, 6), (True, 4)):
+        figure = _pick(result, "Zipf 1.05", kind="ours", optimizer="SGD", ahead=ahead)
+        yield Target(f"a step, Zipf 1.05, {figure[0]['name']}, ms", _ms(figure), limit, False)
+
+
+def _word2vec(result: Result) -> Iterator[Target]:
+    def best(kind: str, *optimizers: str) -> float:
+        return min(
+            _ms([figure])
+            for optimizer in optimizers
+            for figure in _pick(result, "step", kind=kind, optimizer=optimizer)
+        )
+
+    adam = best("ours", "SparseAdam", "Adam, fused")
+    ratio = adam / best("torch", "SparseAdam")
+    yield Target("word2vec step, time / torch's SparseAdam in GPU memory", ratio, 1.25, False)
+    adamax = best("ours", "Adamax")
+    for kind, times in (("torch", 3), ("CuPy", 5), ("factories", 1)):
+        if _pick(result, "step", kind=kind, optimizer="Adamax"):
+            work = f"word2vec step, Adamax, times as fast as {kind}"
+            yield Target(work, best(kind, "Adamax") / adamax, times, True)
+
+
 _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
     "pinned_gather": lambda result: _moves("gather", result, True),
     "pinned_scatter": lambda result: _moves("scatter", result, False),
@@ -167,6 +202,8 @@ _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
     "pinned_copy": _copies,
     "host_memory": _memory,
     "cpu": _cpu,
+    "embedding": _embedding,
+    "word2vec": _word2vec,
 }
 
 

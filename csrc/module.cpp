@@ -38,6 +38,10 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
       "optimizer_state_swap.planned(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor[] "
       "evict_plan, "
       "Tensor(b!)[] arriving, Tensor load, Tensor[] load_plan) -> ()");
+  m.def(
+      "optimizer_state_swap.placed(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor "
+      "evict_places, "
+      "Tensor(b!)[] arriving, Tensor load, Tensor load_places) -> ()");
 
   m.def("pinned_copy(Tensor(a!) dst, Tensor src) -> ()");
 

@@ -16,6 +16,7 @@
 #include "cost_model.h"
 #include "gpu.h"
 #include "host_blocks.h"
+#include "placed_ids.h"
 #include "plan.h"
 #include "rows.h"
 #include "swap_rows.h"
@@ -106,12 +107,30 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapRows>& fields, const
   }
 }
 
+// Whether the GPU reaches every field where it is.
+bool all_mapped(const Tensors& host, const std::vector<SwapRows>& fields) {
+  bool mapped = true, on_gpu = false;
+  for (size_t k = 0; k < host.size(); ++k) {
+    const Reach reach = reach_of(kOp, host[k], fields[k].host);
+    mapped &= reach != Reach::kNot;
+    on_gpu |= reach == Reach::kOnGpu;
+  }
+  if (!mapped && on_gpu) {
+    throw_value_error(kOp,
+                      "some host fields are on the GPU and others in pageable memory, which the "
+                      "CPU would have to move; pin those with speedtorch.pin_memory_(field)");
+  }
+  return mapped;
+}
+
+constexpr const char* kPinIt =
+    "a host field is in pageable memory, which takes the host; pin it with "
+    "speedtorch.pin_memory_(field) or keep it in a HostTable";
+
 void swap_staged(const Tensors& host, const Tensors& leaving, const Ids& evict,
                  const Plan& evict_plan, const Tensors& arriving, const Ids& load,
                  const Plan& load_plan, const CurrentStream& stream) {
-  stream.refuse_capture(kOp,
-                        "a host field is in pageable memory, which takes the host; pin it with "
-                        "speedtorch.pin_memory_(field) or keep it in a HostTable");
+  stream.refuse_capture(kOp, kPinIt);
   // Fields that the GPU reaches may have been written by work that is still queued.
   copy_to_cpu(kOp, new_tensor(kOp, {1}, ScalarType::Byte, arriving[0]));
   Tensors staged_leaving, staged_arriving;
@@ -174,18 +193,7 @@ void swap_fields(const Tensors& host, const Tensors& leaving, const Tensor& evic
     return;
   }
   const CurrentStream stream(kOp, on);
-  bool mapped = true, on_gpu = false;
-  for (size_t k = 0; k < host.size(); ++k) {
-    const Reach reach = reach_of(kOp, host[k], fields[k].host);
-    mapped &= reach != Reach::kNot;
-    on_gpu |= reach == Reach::kOnGpu;
-  }
-  if (!mapped && on_gpu) {
-    throw_value_error(kOp,
-                      "some host fields are on the GPU and others in pageable memory, which the "
-                      "CPU would have to move; pin those with speedtorch.pin_memory_(field)");
-  }
-  if (!mapped) {
+  if (!all_mapped(host, fields)) {
     swap_staged(host, leaving, evict_ids, evict_plan, arriving, load_ids, load_plan, stream);
     return;
   }
@@ -201,10 +209,78 @@ void swap_fields(const Tensors& host, const Tensors& leaving, const Tensor& evic
   swap_on_gpu(host, fields, evict_view, load_view, on, stream);
 }
 
+constexpr PlacedNames kEvicted{.list = IdList::kEvict, .ids = "evict", .places = "evict_places"};
+constexpr PlacedNames kLoaded{.list = IdList::kLoad, .ids = "load", .places = "load_places"};
+
+void swap_placed_on_cpu(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                        const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
+                        const Tensor& load_places) {
+  const std::vector<SwapRows> fields = check_swap(kOp, host, leaving, arriving, 0, 0);
+  const int64_t rows = fields[0].host.count;
+  const PlacedIds leaves = placed_ids(kOp, kEvicted, evict, evict_places, rows,
+                                      fields[0].leaving.count, arriving[0], nullptr);
+  const PlacedIds comes = placed_ids(kOp, kLoaded, load, load_places, rows,
+                                     fields[0].arriving.count, arriving[0], nullptr);
+  for (const Tensor& field : host) check_owner(field);
+  swap_on_cpu(fields, leaves.view, comes.view);
+}
+
+void swap_placed_fields(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                        const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
+                        const Tensor& load_places) {
+  throw_pending();
+  const std::vector<SwapRows> fields = check_swap(kOp, host, leaving, arriving, 0, 0);
+  for (size_t k = 1; k < fields.size(); ++k) {
+    auto check_rows = [&](const char* side, const Rows& field, const Rows& first) {
+      if (field.count == first.count) return;
+      throw_value_error(kOp, std::string(side) + "[" + std::to_string(k) + "] has " +
+                                 std::to_string(field.count) + " rows, " + side + "[0] has " +
+                                 std::to_string(first.count) + "; places are those of all fields");
+    };
+    check_rows("leaving", fields[k].leaving, fields[0].leaving);
+    check_rows("arriving", fields[k].arriving, fields[0].arriving);
+  }
+  const Tensor& on = arriving[0];
+  if (on.is_cpu()) {
+    swap_placed_on_cpu(host, leaving, evict, evict_places, arriving, load, load_places);
+    return;
+  }
+  const CurrentStream stream(kOp, on);
+  const int64_t rows = fields[0].host.count;
+  const PlacedIds leaves = placed_ids(kOp, kEvicted, evict, evict_places, rows,
+                                      fields[0].leaving.count, on, stream.get());
+  const PlacedIds comes =
+      placed_ids(kOp, kLoaded, load, load_places, rows, fields[0].arriving.count, on, stream.get());
+  if (all_mapped(host, fields)) {
+    swap_on_gpu(host, fields, leaves.view, comes.view, on, stream);
+    return;
+  }
+  stream.refuse_capture(kOp, kPinIt);
+  auto on_cpu = [](const Tensors& side) {
+    Tensors staged;
+    for (const Tensor& each : side) staged.push_back(copy_to_cpu(kOp, each));
+    return staged;
+  };
+  const Tensors staged = on_cpu(arriving);
+  swap_placed_on_cpu(host, on_cpu(leaving), copy_to_cpu(kOp, evict), copy_to_cpu(kOp, evict_places),
+                     staged, copy_to_cpu(kOp, load), copy_to_cpu(kOp, load_places));
+  for (size_t k = 0; k < host.size(); ++k) copy_and_wait(kOp, staged[k], arriving[k]);
+}
+
+// A side that gets no row keeps its contents.
+void mark_sides(const Tensors& host, const Tensor& evict, const Tensors& arriving,
+                const Tensor& load) {
+  if (evict.numel() > 0) {
+    for (const Tensor& field : host) mark_written(kOp, field);
+  }
+  if (load.numel() > 0) {
+    for (const Tensor& field : arriving) mark_written(kOp, field);
+  }
+}
+
 void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, const Plan& evict_plan,
           const Tensors& arriving, const Tensor& load, const Plan& load_plan) {
-  for (const Tensor& field : host) mark_written(kOp, field);
-  for (const Tensor& field : arriving) mark_written(kOp, field);
+  mark_sides(host, evict, arriving, load);
   swap_fields(host, leaving, evict, evict_plan, arriving, load, load_plan);
 }
 
@@ -219,10 +295,18 @@ void optimizer_state_swap_planned(const Tensors& host, const Tensors& leaving, c
   swap(host, leaving, evict, evict_plan, arriving, load, load_plan);
 }
 
+void optimizer_state_swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                                 const Tensor& evict_places, const Tensors& arriving,
+                                 const Tensor& load, const Tensor& load_places) {
+  mark_sides(host, evict, arriving, load);
+  swap_placed_fields(host, leaving, evict, evict_places, arriving, load, load_places);
+}
+
 }  // namespace
 }  // namespace speedtorch
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("optimizer_state_swap", TORCH_BOX(&speedtorch::optimizer_state_swap));
   m.impl("optimizer_state_swap.planned", TORCH_BOX(&speedtorch::optimizer_state_swap_planned));
+  m.impl("optimizer_state_swap.placed", TORCH_BOX(&speedtorch::optimizer_state_swap_placed));
 }

@@ -19,7 +19,7 @@ __device__ bool is_bad(const PlanStatus& status, int64_t rows) {
 __device__ void complain_of(const Complaint& about, const PlanStatus& status) {
   if (is_blocked(status, about.rows)) {
     complain_if_blocked(about, status);
-  } else {
+  } else if (status.distinct >= 0) {  // else placed_ids.cu has said what is wrong
     complain(about, LetterKind::kRepeated, status.repeat_id, status.repeat_position,
              status.count - status.distinct, status.count);
   }

@@ -176,6 +176,17 @@ void throw_bad_ids(const BadIds& bad) {
     throw std::out_of_range(head + "the plan of " + bad.list + " was made for a table of " +
                             text(bad.id) + " rows, this table has " + text(bad.rows) + unmoved);
   }
+  if (bad.kind == LetterKind::kUnordered) {
+    throw std::out_of_range(head + "id " + text(bad.id) + at +
+                            " is not above the one before it; ids that come with places must "
+                            "ascend, each once" +
+                            unmoved);
+  }
+  if (bad.kind == LetterKind::kBadPlace) {
+    throw std::out_of_range(head + "place " + text(bad.id) + " of the row at position " +
+                            text(bad.position) + " of " + bad.list + " is out of range for " +
+                            text(bad.rows) + " rows" + unmoved);
+  }
   if (bad.kind == LetterKind::kRepeated) {
     throw std::out_of_range(head + "id " + text(bad.id) + at + " appears twice (" +
                             text(bad.bad_count) + " of " + text(bad.count) +

@@ -1,8 +1,10 @@
 """Train on rows that live in host memory: tables larger than the GPU, at the speed of its link."""
 
 from speedtorch import legacy, tracing  # noqa: F401
+from speedtorch.attach import attach, detach
 from speedtorch.calibration import calibrate, load_costs
 from speedtorch.cost_model import explain, get_num_sms, set_num_sms
+from speedtorch.embedding import Embedding, EmbeddingBag
 from speedtorch.info import info
 from speedtorch.legacy import *  # noqa: F403
 from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
@@ -14,11 +16,16 @@ from speedtorch.ops import (
     plan_rows,
     synchronize,
 )
+from speedtorch.prefetch import prefetch
 from speedtorch.table import HostTable
 
 __all__ = [
+    "Embedding",
+    "EmbeddingBag",
     "HostTable",
+    "attach",
     "calibrate",
+    "detach",
     "empty",
     "explain",
     "get_num_sms",
@@ -31,6 +38,7 @@ __all__ = [
     "pinned_gather",
     "pinned_scatter",
     "plan_rows",
+    "prefetch",
     "set_num_sms",
     "synchronize",
     "unpin_memory_",

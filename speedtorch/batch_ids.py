@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Indexes", "flat_index"]
+__all__ = ["Indexes", "SeenIds", "Unread", "flat_index", "private_copy"]
 
 Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
 
@@ -57,3 +58,60 @@ def _flat(indexes: Indexes) -> Tensor:
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise TypeError(f"indexes: expected integers, got {ids.dtype} of shape {list(ids.shape)}")
     return ids.to(torch.int64)
+
+
+def private_copy(index: Tensor, device: torch.device) -> Tensor:
+    """A copy on the CPU that nobody else writes to; a GPU takes it without waiting."""
+    return torch.empty_like(index, pin_memory=device.type == "cuda").copy_(index)
+
+
+class Unread:
+    """A tensor that is recognised, if it has not changed, without reading it.
+
+    It is kept, and so is its memory, which it can be made to leave (`tensor.data = other`): no
+    other tensor comes to lie there.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._memory = tensor.detach()
+        self._state = self._state_of(tensor)
+
+    @staticmethod
+    def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
+        layout = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return (tensor._version, *layout)
+
+    def is_still(self, ids: Indexes) -> bool:
+        """Whether these are the tensor, unchanged."""
+        return ids is self._tensor and self._state_of(self._tensor) == self._state
+
+
+class SeenIds:
+    """Ids that are recognised when they come again.
+
+    Ids on the CPU are compared with a copy. Ids on a GPU are never read: they must be the same
+    tensor, unchanged.
+
+    Args:
+        ids: of any shape, on either device.
+        device: where they will be needed.
+    """
+
+    def __init__(self, ids: Tensor, device: torch.device) -> None:
+        self.shape = ids.shape
+        self._unread = Unread(ids) if ids.is_cuda and not ids.is_inference() else None
+        self._copy = private_copy(ids.detach(), device) if ids.is_cpu else None
+        self._ids = ids.detach() if self._copy is None else self._copy
+
+    def flat(self, device: torch.device) -> Tensor:
+        """The ids as one row of numbers on a device, which need not wait for it."""
+        return self._ids.reshape(-1).to(device, non_blocking=device.type == "cuda")
+
+    def are(self, ids: Tensor) -> bool:
+        """Whether these are the ids, for certain."""
+        if self._unread is not None:
+            return self._unread.is_still(ids)
+        if self._copy is None or not ids.is_cpu or ids.dtype != self._copy.dtype:
+            return False
+        return torch.equal(ids, self._copy)

@@ -223,6 +223,8 @@ def optimizer_state_swap(
     *,
     evict_plan: Sequence[Tensor] | None = None,
     load_plan: Sequence[Tensor] | None = None,
+    evict_places: Tensor | None = None,
+    load_places: Tensor | None = None,
 ) -> None:
     """Exchanges the rows of two id lists, weights and optimizer state at once, both ways at once.
 
@@ -239,9 +241,15 @@ def optimizer_state_swap(
         load: distinct int32 or int64 ids of the rows that arrive.
         evict_plan: result of `plan_rows(evict, rows)`.
         load_plan: result of `plan_rows(load, rows)`.
+        evict_places: int64 `[len(evict)]` with `load_places`: row i of evict is
+            `leaving[k][evict_places[i]]`, of any number of rows. The ids of both lists are int64
+            and ascend then, on the device of `arriving`, and need no plan.
+        load_places: int64 `[len(load)]`, distinct: row i of load goes to
+            `arriving[k][load_places[i]]`.
 
     Raises:
-        IndexError: an id is not in [0, rows) or stands twice in its list; no row has changed.
+        IndexError: an id is not in [0, rows) or stands twice in its list, or a place is none of the
+            rows; no row has changed.
         ValueError: lists, shapes, dtypes, devices or strides do not fit, or tensors overlap.
         RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
             captured.
@@ -257,6 +265,22 @@ def optimizer_state_swap(
     _check_ids("evict", evict)
     _check_ids("load", load)
     with torch.no_grad():
+        if evict_places is not None or load_places is not None:
+            if evict_places is None or load_places is None or evict_plan or load_plan:
+                raise ValueError(
+                    "optimizer_state_swap: evict_places and load_places go together, and with no"
+                    " plan"
+                )
+            _ops.optimizer_state_swap.placed(
+                list(host),
+                list(leaving),
+                evict,
+                evict_places,
+                list(arriving),
+                load,
+                load_places,
+            )
+            return
         if evict_plan is None and load_plan is None:
             _ops.optimizer_state_swap(list(host), list(leaving), evict, list(arriving), load)
             return

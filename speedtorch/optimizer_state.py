@@ -48,10 +48,12 @@ class OptimizerProbe:
     Attributes:
         row_state: the entries that have one row per row of the parameter, by name.
         scalar_state: the other entries (step counts and the like) before the first update.
+        sparse: whether it takes sparse gradients only.
     """
 
     row_state: dict[str, RowState]
     scalar_state: dict[str, Any]
+    sparse: bool = False
 
 
 def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
@@ -129,7 +131,8 @@ class _Probe:
                 row = value[0].clone()
                 # -0.0, from a gradient of zero that was negated, is a zero as well.
                 rows[name] = RowState(tuple(row.shape), row.dtype, row.masked_fill_(row == 0, 0))
-        return OptimizerProbe(rows, {name: first[name] for name in first if name not in rows})
+        others = {name: first[name] for name in first if name not in rows}
+        return OptimizerProbe(rows, others, self._sparse)
 
     def check_separate(self) -> None:
         """Raises ValueError unless rows stepped in changing batches and rows stepped apart agree.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from speedtorch.batch_ids import Indexes, flat_index
+from speedtorch.batch_ids import Indexes, Unread, flat_index, private_copy
 from speedtorch.ops import plan_rows
 
 __all__ = ["Plan", "PlanMemo", "plans_pay"]
@@ -60,27 +60,6 @@ def _on_gpu(ids: Indexes) -> bool:
     return isinstance(ids, Tensor) and ids.is_cuda
 
 
-class _Unread:
-    """A tensor that is recognised, if it has not changed, without reading it.
-
-    It is kept, and so is its memory, which it can be made to leave (`tensor.data = other`): no
-    other tensor comes to lie there.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._memory = tensor.detach()
-        self._state = self._state_of(tensor)
-
-    @staticmethod
-    def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
-        layout = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return (tensor._version, *layout)
-
-    def is_still(self, ids: Indexes) -> bool:
-        return ids is self._tensor and self._state_of(self._tensor) == self._state
-
-
 @dataclass(eq=False)
 class _Batch:
     """A plan, and how to know its ids again.
@@ -98,7 +77,7 @@ class _Batch:
     index: Tensor
     plan: Plan
     content: Tensor | None
-    tensors: tuple[_Unread, ...]
+    tensors: tuple[Unread, ...]
     steps: dict[Hashable, int] = field(default_factory=dict)
 
     def is_of(self, place: _Place, parts: Sequence[Indexes], flat: Tensor | None) -> bool:
@@ -200,11 +179,11 @@ class PlanMemo:
         if not self._can_plan(index):
             return index, None
         content = None
-        tensors: tuple[_Unread, ...] = ()
+        tensors: tuple[Unread, ...] = ()
         if on_gpu:
             tensors = _unread(parts)
         elif index.is_cpu:
-            content = _private(index, device)
+            content = private_copy(index, device)
             index = content.to(device, non_blocking=True)
         plan = plan_rows(index, self._rows)
         if content is not None or tensors:  # something to know these ids again by
@@ -231,14 +210,9 @@ class PlanMemo:
         self._batches = ()
 
 
-def _unread(parts: Sequence[Indexes]) -> tuple[_Unread, ...]:
+def _unread(parts: Sequence[Indexes]) -> tuple[Unread, ...]:
     """The tensors, or none if one of them has no version."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if any(tensor.is_inference() for tensor in tensors):
         return ()
-    return tuple(_Unread(tensor) for tensor in tensors)
-
-
-def _private(index: Tensor, device: torch.device) -> Tensor:
-    """A copy on the CPU that nobody else writes to; a GPU takes it without waiting."""
-    return torch.empty_like(index, pin_memory=device.type == "cuda").copy_(index)
+    return tuple(Unread(tensor) for tensor in tensors)

@@ -57,6 +57,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_scatter.planned": _writes_its_arguments,
     "optimizer_state_swap": _writes_its_arguments,
     "optimizer_state_swap.planned": _writes_its_arguments,
+    "optimizer_state_swap.placed": _writes_its_arguments,
 }
 for _name, _kernel in _FAKE_KERNELS.items():
     torch.library.register_fake(f"speedtorch::{_name}", _kernel)

@@ -7,13 +7,14 @@ them back with index_copy_. Everything is compared bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from optimizer_cases import CASES, GPU_VARIANTS, VARIANTS, Case, first_scalars, make_optimizer
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
@@ -22,81 +23,6 @@ import speedtorch
 ROWS = 60
 STEPS = 50
 WIDTHS = (1, 3, 47, 100, 128)
-
-
-def zero() -> Tensor:
-    return torch.tensor(0.0)
-
-
-@dataclass(frozen=True)
-class Case:
-    """An optimizer, and the state that torch gives it before its first update.
-
-    Attributes:
-        make: builds the optimizer.
-        rows: the first value of each state field that goes by rows.
-        scalars: makes the first values of the others.
-        settings: arguments of the optimizer.
-        variants: arguments that choose one of torch's implementations.
-    """
-
-    make: Callable[..., optim.Optimizer]
-    rows: Mapping[str, float] = field(default_factory=dict)
-    scalars: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: {"step": zero})
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    variants: tuple[str, ...] = ("foreach", "single")
-
-
-MOMENTS = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
-CASES = {
-    "SGD": Case(optim.SGD, scalars={}, variants=("foreach", "single", "fused")),
-    "SGD-momentum": Case(
-        optim.SGD,
-        {"momentum_buffer": 0.0},
-        {},
-        {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
-        ("foreach", "single", "fused"),
-    ),
-    "SGD-dampening": Case(
-        optim.SGD, {"momentum_buffer": 0.0}, {}, {"momentum": 0.9, "dampening": 0.3}
-    ),
-    "SparseAdam": Case(optim.SparseAdam, MOMENTS, {"step": int}, variants=("single",)),
-    "Adam": Case(optim.Adam, MOMENTS, variants=("foreach", "single", "fused")),
-    "Adam-amsgrad": Case(optim.Adam, MOMENTS | {"max_exp_avg_sq": 0.0}, settings={"amsgrad": True}),
-    "AdamW": Case(optim.AdamW, MOMENTS, variants=("foreach", "single", "fused")),
-    "Adamax": Case(optim.Adamax, {"exp_avg": 0.0, "exp_inf": 0.0}),
-    "Adadelta": Case(optim.Adadelta, {"square_avg": 0.0, "acc_delta": 0.0}),
-    "Adagrad": Case(
-        optim.Adagrad,
-        {"sum": 0.25},
-        settings={"initial_accumulator_value": 0.25, "lr_decay": 0.01},
-        variants=("foreach", "single", "fused"),
-    ),
-    "RMSprop": Case(optim.RMSprop, {"square_avg": 0.0}),
-    "RMSprop-centered-momentum": Case(
-        optim.RMSprop,
-        {"square_avg": 0.0, "momentum_buffer": 0.0, "grad_avg": 0.0},
-        settings={"momentum": 0.9, "centered": True},
-    ),
-    "Rprop": Case(optim.Rprop, {"prev": 0.0, "step_size": 0.05}),
-    "ASGD": Case(
-        optim.ASGD,
-        {"ax": 0.0},
-        {"step": zero, "eta": lambda: torch.tensor(0.05), "mu": lambda: torch.tensor(1.0)},
-        {"t0": 10.0},
-    ),
-    "NAdam": Case(optim.NAdam, MOMENTS, {"step": zero, "mu_product": lambda: torch.tensor(1.0)}),
-    "RAdam": Case(optim.RAdam, MOMENTS),
-}
-VARIANTS = [
-    pytest.param(case, variant, id=f"{name}-{variant}")
-    for name, case in CASES.items()
-    for variant in case.variants
-]
-
-
-# torch has no fused Adagrad for CUDA.
-GPU_VARIANTS = [param for param in VARIANTS if param.id != "Adagrad-fused"]
 
 
 class Model(nn.Module):
@@ -125,15 +51,8 @@ class Trained:
 def build(case: Case, variant: str, width: int, device: str) -> tuple[Model, optim.Optimizer]:
     sparse = case.make is optim.SparseAdam
     model = Model(width, sparse=sparse).to(device)
-    groups = [{"params": [model.embedding.weight]}]
-    if not sparse:
-        groups.append({"params": [model.scale]})
-    choice = {
-        "foreach": {"foreach": True},
-        "fused": {"fused": True},
-        "single": {} if sparse else {"foreach": False},
-    }[variant]
-    return model, case.make(groups, lr=0.05, **case.settings, **choice)
+    others = [] if sparse else [model.scale]
+    return model, make_optimizer(case, variant, model.embedding.weight, others)
 
 
 def first_weight(width: int) -> Tensor:
@@ -162,9 +81,7 @@ def train_in_place(case: Case, variant: str, width: int, device: str) -> Trained
     parameter = model.embedding.weight
     weight = first_weight(width).to(device)
     rows = {name: torch.full_like(weight, value) for name, value in case.rows.items()}
-    on_device = device if variant == "fused" or case.make is optim.ASGD else "cpu"
-    scalars = {name: make() for name, make in case.scalars.items()}
-    scalars = {n: v.to(on_device) if isinstance(v, Tensor) else v for n, v in scalars.items()}
+    scalars = first_scalars(case, variant, device)
     for ids, targets in batches(width):
         ids = ids.to(device)
         parameter.grad = None

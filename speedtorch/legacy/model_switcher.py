@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.batch_ids import Indexes
+from speedtorch.held_rows import replace_rows
 from speedtorch.legacy.checks import check_count, check_rows, check_table
 from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
@@ -172,22 +173,3 @@ class ModelSwitcher(OneField):
             )
         self._scatter("weight", index, rows - self._before, plan, accumulate=True)
         self._before = None
-
-
-def replace_rows(parameter: Tensor, rows: Tensor) -> None:
-    """Makes a parameter hold other rows, in another number perhaps.
-
-    Args:
-        parameter: `[any, ...]`; a gradient of another shape is dropped.
-        rows: `[rows, ...]`, same dtype and device; not copied.
-    """
-    if parameter.grad is not None and parameter.grad.shape != rows.shape:
-        parameter.grad = None
-    if parameter.shape != rows.shape:
-        # A graph that is still alive (a loss kept for logging) holds the node that accumulates the
-        # gradient, and that node the old shape. Another dtype in between makes torch drop it.
-        other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
-        parameter.data = torch.empty(0, dtype=other, device=parameter.device)
-    parameter.data = rows
-    # A backward through a graph of an earlier batch would compute with these rows: let it raise.
-    torch.autograd.graph.increment_version(parameter)

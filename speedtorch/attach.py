@@ -1,0 +1,342 @@
+"""attach: an optimizer's state of an Embedding's rows lives in the table, beside the rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from speedtorch.optimizer_copy import group_of, snapshot
+from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer
+from speedtorch.table_rows import TableRows
+
+__all__ = ["attach", "detach", "watch_steps"]
+
+# The rows that a parameter holds, for the hooks of every optimizer's step.
+_watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# The attached optimizers.
+_attached: weakref.WeakKeyDictionary[Optimizer, list[AttachedState]] = weakref.WeakKeyDictionary()
+
+
+class AttachedState:
+    """The state that an optimizer keeps of one Embedding's rows.
+
+    Args:
+        optimizer: holds the parameter.
+        rows: the Embedding's rows.
+        probe: what the optimizer keeps.
+    """
+
+    def __init__(self, optimizer: Optimizer, rows: TableRows, probe: OptimizerProbe) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.table_rows = rows
+        self.probe = probe
+        self.names = tuple(probe.row_state)
+        self.has_stepped = False
+
+    def entries(self) -> dict[str, Any]:
+        """The optimizer's own state of the parameter."""
+        optimizer = self.optimizer()
+        assert optimizer is not None
+        entries: dict[str, Any] = optimizer.state.setdefault(self.table_rows.parameter, {})
+        return entries
+
+    def rows(self) -> list[Tensor]:
+        """The state of the held rows, field by field."""
+        entries = self.entries()
+        for name in self.names:
+            if not isinstance(entries.get(name), Tensor):
+                raise RuntimeError(
+                    f"{self.table_rows.name}: the optimizer has lost its state {name!r} of the held"
+                    " rows; detach it before its state is cleared"
+                )
+        return [entries[name].detach() for name in self.names]
+
+    def hold(self, rows: Sequence[Tensor]) -> None:
+        """Puts the state of other rows in its place."""
+        entries = self.entries()
+        for name, value in self.probe.scalar_state.items():
+            if name not in entries:
+                entries[name] = snapshot(value)
+        entries.update(zip(self.names, rows, strict=True))
+
+    # --------------------------------------------------------------------------------------------
+    # state_dict
+
+    def complete(self) -> dict[str, Any] | None:
+        """The state of all rows, as views of the table; None before the first step."""
+        if not self.has_stepped:
+            return None
+        self.table_rows.swapper.flush()
+        return {**self.entries(), **{name: self.table_rows.field(name) for name in self.names}}
+
+    def check(self, entries: dict[str, Any]) -> None:
+        """Raises ValueError unless saved state is that of all rows."""
+        for name, row in self.probe.row_state.items():
+            expected = (self.table_rows.rows, *row.shape)
+            value = entries.get(name)
+            if not isinstance(value, Tensor) or value.shape != expected:
+                found = list(value.shape) if isinstance(value, Tensor) else value
+                raise ValueError(
+                    f"the state {name!r} of {self.table_rows.name} must have the shape"
+                    f" {list(expected)}, got {found}; nothing was loaded"
+                )
+
+    def take(self, entries: dict[str, Any] | None) -> None:
+        """Puts saved state, or that before the first step, into the table."""
+        self.table_rows.swapper.let_go()
+        for name, row in self.probe.row_state.items():
+            if entries is None:
+                self.table_rows.fill(name, row.initial.cpu())
+            else:
+                self.table_rows.write(name, entries[name])
+        self.has_stepped = entries is not None
+
+
+def attach(optimizer: Optimizer, module: nn.Module) -> None:
+    """Makes an optimizer keep its state of Embeddings' rows in their tables, beside the rows.
+
+    From here on the optimizer sees the rows of a step and their state, and nothing else changes:
+    the same step(), schedulers, scalers and state_dict(), which holds the state of all rows. Attach
+    before the first step and best before anything is loaded: the state becomes part of each row's
+    record, and rows that are there already move to a new table.
+
+    A step changes the rows that it has looked up, and there is one step count for all rows, as with
+    torch.optim.SparseAdam. Other parameters of the optimizer are trained as ever.
+
+    Args:
+        optimizer: any torch optimizer that treats rows separately, also one that torch does not
+            define; a probe finds out.
+        module: an Embedding or EmbeddingBag, or a module that contains some; those are attached
+            whose weight the optimizer holds.
+
+    Raises:
+        ValueError: the optimizer holds no Embedding's weight of the module, it or another is
+            attached to it already, or it does not treat rows separately. Nothing has changed.
+        MemoryError: there is no room for the state.
+
+    Example:
+        >>> import speedtorch, torch
+        >>> embedding = speedtorch.Embedding(1000, 4)
+        >>> optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+        >>> speedtorch.attach(optimizer, embedding)
+        >>> embedding(torch.tensor([7, 7, 999])).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state_dict()["state"][0]["exp_avg"][[6, 7, 999], 0]
+        tensor([0.0000, 0.2000, 0.1000])
+    """
+    if optimizer in _attached:
+        raise ValueError(f"{type(optimizer).__name__} is attached already: detach it first")
+    probed = []
+    for rows in _rows_of(module):
+        if not _holds(optimizer, rows.parameter):
+            continue
+        if rows.swapper.state is not None:
+            raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
+        probed.append((rows, probe_optimizer(optimizer, rows.parameter)))
+    if not probed:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds no weight of an Embedding in"
+            f" {type(module).__name__}: build it with module.parameters() first, and attach the"
+            " module that has a speedtorch.Embedding or EmbeddingBag"
+        )
+    states = []
+    for rows, probe in probed:
+        states.append(_attach_rows(optimizer, rows, probe))
+    _attached[optimizer] = states
+    handles = [
+        optimizer.register_state_dict_post_hook(_complete_state_dict),
+        optimizer.register_load_state_dict_pre_hook(_take_state_dict),
+    ]
+    _handles[optimizer] = handles
+
+
+_handles: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+
+def _attach_rows(optimizer: Optimizer, rows: TableRows, probe: OptimizerProbe) -> AttachedState:
+    """Makes room for the state and puts there what it is so far."""
+    state = AttachedState(optimizer, rows, probe)
+    # What load_state_dict put there before is the state of all rows; what the optimizer's
+    # constructor put there is that of the held ones, before any update.
+    loaded = dict(optimizer.state.get(rows.parameter, {}))
+    sizes = {len(loaded[name]) for name in state.names if isinstance(loaded.get(name), Tensor)}
+    was_loaded = bool(sizes - {len(rows.parameter)}) or sizes == {rows.rows}
+    if was_loaded:
+        state.check(loaded)
+    has_values = rows.attach(state, {n: (r.shape, r.dtype) for n, r in probe.row_state.items()})
+    rows.swapper.takes_sparse = probe.sparse
+    if was_loaded or not has_values:
+        state.take(loaded if was_loaded else None)
+    state.has_stepped = was_loaded or has_values
+    return state
+
+
+def detach(optimizer: Optimizer) -> None:
+    """Undoes attach: the rows go back to the table, and the optimizer forgets their state.
+
+    Args:
+        optimizer: an attached one.
+
+    Raises:
+        ValueError: it is not attached.
+
+    Example:
+        >>> import speedtorch, torch
+        >>> embedding = speedtorch.Embedding(10, 4)
+        >>> optimizer = torch.optim.Adam(embedding.parameters())
+        >>> speedtorch.attach(optimizer, embedding)
+        >>> speedtorch.detach(optimizer)
+        >>> optimizer.state_dict()["state"]
+        {}
+    """
+    if optimizer not in _attached:
+        raise ValueError(f"{type(optimizer).__name__} is not attached")
+    for state in _attached.pop(optimizer):
+        state.table_rows.detach()
+        optimizer.state.pop(state.table_rows.parameter, None)
+    for handle in _handles.pop(optimizer):
+        handle.remove()
+
+
+def _rows_of(module: nn.Module) -> Iterator[TableRows]:
+    for each in module.modules():
+        rows = getattr(each, "table_rows", None)
+        if isinstance(rows, TableRows):
+            yield rows
+
+
+def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
+    return any(held is parameter for group in optimizer.param_groups for held in group["params"])
+
+
+# ------------------------------------------------------------------------------------------------
+# Hooks of state_dict and load_state_dict
+
+
+def _numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[int, Any]:
+    """What a state dict calls each parameter, by the parameter's id()."""
+    numbers: dict[int, Any] = {}
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
+        for parameter, number in zip(group["params"], saved["params"], strict=False):
+            numbers[id(parameter)] = number
+    return numbers
+
+
+def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    numbers = _numbers(optimizer, state_dict["param_groups"])
+    for state in _attached.get(optimizer, ()):
+        number = numbers[id(state.table_rows.parameter)]
+        entries = state.complete()
+        if entries is None:
+            state_dict["state"].pop(number, None)
+        else:
+            state_dict["state"][number] = entries
+
+
+def _take_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Takes the rows' state out, so that torch does not copy that of all rows to the GPU."""
+    states = _attached.get(optimizer, ())
+    numbers = _numbers(optimizer, state_dict["param_groups"])
+    saved = [
+        state_dict["state"].get(numbers.get(id(state.table_rows.parameter))) for state in states
+    ]
+    for state, entries in zip(states, saved, strict=True):
+        if entries is not None:
+            state.check(entries)
+    rest = dict(state_dict["state"])
+    for state, entries in zip(states, saved, strict=True):
+        state.take(entries)
+        if entries is not None:
+            rest[numbers[id(state.table_rows.parameter)]] = {
+                name: value for name, value in entries.items() if name not in state.names
+            }
+    return {**state_dict, "state": rest}
+
+
+# ------------------------------------------------------------------------------------------------
+# Hooks of every optimizer's step
+
+
+def watch_steps(rows: TableRows) -> None:
+    """Lets the rows of a parameter know of the steps of whichever optimizer holds it."""
+    if not _watched:
+        _start_watching()
+    _watched[rows.parameter] = weakref.ref(rows)
+
+
+_watching: list[RemovableHandle] = []
+
+
+def _start_watching() -> None:
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+        _watching.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _watched_rows(optimizer: Optimizer) -> Iterator[TableRows]:
+    if not _watched:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            reference = _watched.get(parameter, None)  # type: ignore[no-untyped-call]
+            rows = None if reference is None else reference()
+            if rows is not None:
+                yield rows
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for rows in _watched_rows(optimizer):
+        state = rows.swapper.state
+        if state is None:
+            _check_stateless(optimizer, rows)
+        elif isinstance(state, AttachedState) and state.optimizer() is not optimizer:
+            raise ValueError(
+                f"{rows.name} is attached to another optimizer than this"
+                f" {type(optimizer).__name__}: detach that first"
+            )
+        rows.swapper.before_optimizer()
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for rows in _watched_rows(optimizer):
+        state = rows.swapper.state
+        if isinstance(state, AttachedState) and rows.parameter.grad is not None:
+            state.has_stepped = True
+        rows.swapper.after_optimizer()
+
+
+_stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[Any, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _check_stateless(optimizer: Optimizer, rows: TableRows) -> None:
+    """Raises unless the optimizer keeps nothing of the rows, which come and go without it."""
+    parameter = rows.parameter
+    group = group_of(optimizer, parameter)
+    settings = tuple(
+        (name, value)
+        for name, value in sorted(group.items())
+        if name not in ("params", "lr") and isinstance(value, bool | int | float | str | tuple)
+    )
+    known = _stateless.setdefault(optimizer, {})
+    if known.get(id(parameter)) == settings:
+        return
+    kept = probe_optimizer(optimizer, parameter).row_state
+    if kept:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} keeps {', '.join(kept)} of each row of {rows.name}, whose"
+            " rows come and go: call speedtorch.attach(optimizer, model) once before the first"
+            " step; nothing was stepped"
+        )
+    known[id(parameter)] = settings

@@ -1,0 +1,126 @@
+"""prefetch: the rows of the next batch travel while the current one is trained."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from speedtorch.embedding import RowModule
+from speedtorch.planned_batch import PlannedBatch
+from speedtorch.swapper import Swapper
+
+__all__ = ["Prefetch", "prefetch"]
+
+_Batch = TypeVar("_Batch")
+_Ids = Tensor | Sequence[Tensor]
+_IdsOf = Callable[[Any], _Ids | Mapping[nn.Module, _Ids]]
+
+_AHEAD = 2  # batches: one whose rows travel, and one that is planned, so that nobody waits for it
+
+
+class Prefetch(Generic[_Batch]):
+    """A loader's batches, whose rows are brought ahead; see prefetch()."""
+
+    def __init__(self, loader: Iterable[_Batch], modules: list[RowModule], ids: _IdsOf) -> None:
+        self._loader = loader
+        self._modules = modules
+        self._ids = ids
+
+    def __len__(self) -> int:
+        """Batches of the loader, if it knows them."""
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[_Batch]:
+        """The loader's batches, in order, each once those after it are planned."""
+        swappers = [module.table_rows.swapper for module in self._modules]
+        for swapper in swappers:
+            swapper.start_queue()
+        window: deque[tuple[_Batch, list[tuple[Swapper, PlannedBatch]]]] = deque()
+        try:
+            for batch in self._loader:
+                planned = [
+                    (module.table_rows.swapper, module.table_rows.swapper.plan_ahead(parts))
+                    for module, parts in self._parts(batch)
+                ]
+                window.append((batch, planned))
+                if len(window) > _AHEAD:
+                    yield from _next(window)
+            while window:
+                yield from _next(window)
+        finally:
+            for swapper in swappers:
+                swapper.end_queue()
+
+    def _parts(self, batch: _Batch) -> Iterator[tuple[RowModule, list[Tensor]]]:
+        """Each module and the ids that a batch will look up there."""
+        ids = self._ids(batch)
+        if not isinstance(ids, Mapping):
+            if len(self._modules) != 1:
+                raise ValueError(
+                    f"ids: the model has {len(self._modules)} Embeddings; return a dict from each"
+                    " of them to its ids"
+                )
+            ids = {self._modules[0]: ids}
+        for module, parts in ids.items():
+            if not isinstance(module, RowModule) or module not in self._modules:
+                raise ValueError(
+                    f"ids: {type(module).__name__} is no speedtorch.Embedding or EmbeddingBag of"
+                    " the model"
+                )
+            listed = [parts] if isinstance(parts, Tensor) else list(parts)
+            for part in listed:
+                if not isinstance(part, Tensor):
+                    raise TypeError(f"ids: expected tensors of row ids, got {type(part).__name__}")
+            yield module, listed
+
+
+def _next(
+    window: deque[tuple[_Batch, list[tuple[Swapper, PlannedBatch]]]],
+) -> Iterator[_Batch]:
+    batch, planned = window.popleft()
+    yield batch
+    for swapper, plan in planned:
+        swapper.skip(plan)
+
+
+def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Prefetch[_Batch]:
+    """Goes through a loader's batches while the rows of the next one travel.
+
+    The loader is read two batches ahead: while a batch is trained, the rows of the next come from
+    the table and those of the last go back, beside the GPU's other work; rows that the current
+    batch changes are taken from their new values. The numbers are the same as without.
+
+    Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
+    but are looked for, and the host waits for that.
+
+    Args:
+        loader: Batches of any kind.
+        model: Has a speedtorch Embedding or EmbeddingBag, or several.
+        ids: Gives the ids that a batch will look up: a tensor (or a list of them, if there are
+            several lookups), or a dict from each module to its own.
+
+    Returns:
+        An iterable of the loader's batches, with its len(); every loop over it is a new epoch.
+
+    Raises:
+        ValueError: The model has no Embedding of ours, or `ids` names none of its modules.
+        RuntimeError: The model's rows are prefetched already by another loop.
+
+    Example:
+        >>> import torch, speedtorch
+        >>> embedding = speedtorch.Embedding(1000, 4)
+        >>> batches = [torch.tensor([1, 2]), torch.tensor([2, 999])]
+        >>> for batch in prefetch(batches, embedding, ids=lambda batch: batch):
+        ...     print(tuple(embedding(batch).shape))
+        (2, 4)
+        (2, 4)
+    """
+    modules = [module for module in model.modules() if isinstance(module, RowModule)]
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag to bring rows for"
+        )
+    return Prefetch(loader, modules, ids)

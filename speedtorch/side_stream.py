@@ -1,0 +1,54 @@
+"""Work on a GPU beside that of the current stream; on the CPU it is done at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["SideStream"]
+
+
+@cache
+def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    # One for all who have the same purpose: torch caches memory for each stream by itself.
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class SideStream:
+    """A stream beside the current one, and where its last work ends.
+
+    Args:
+        purpose: streams of one purpose are the same stream.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
+        self._end: torch.cuda.Event | None = None
+
+    @contextmanager
+    def after_current(self, device: torch.device) -> Iterator[None]:
+        """What is queued within begins when the current stream has done what it has by now."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = _stream(device, self._purpose)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+            self._end = stream.record_event()
+
+    def uses(self, tensors: list[Tensor]) -> None:
+        """Memory of the current stream that the side stream reads is not given away meanwhile."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(_stream(tensor.device, self._purpose))
+
+    def join(self) -> None:
+        """What the current stream gets from now on begins when the side stream is done."""
+        if self._end is not None:
+            torch.cuda.current_stream(self._end.device).wait_event(self._end)
+            self._end = None

@@ -1,0 +1,111 @@
+"""Training of a table in place: the reference for Embedding, which knows nothing of our classes.
+
+Full-size tensors for the weight and for every field of state. Each step takes the rows that its ids
+name out with index_select, looks them up with torch.nn.functional, runs the same optimizer on them,
+and puts them back with index_copy_.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from optimizer_cases import Case, first_scalars, make_optimizer
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+
+# Computes a loss from the rows' lookups: loss(look, part of a batch), look(ids) -> rows.
+Loss = Callable[[Callable[[Tensor], Tensor], Any], Tensor]
+
+
+@dataclass
+class Trained:
+    """What training leaves behind."""
+
+    weight: Tensor
+    rows: dict[str, Tensor]
+    scalars: dict[str, Any]
+    scale: Tensor
+
+
+def first_weight(rows: int, width: int) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+
+
+def random_ids(
+    rows: int, steps: int, overlap: float, *, most: int = 40, seed: int = 2
+) -> list[Tensor]:
+    """Ids with duplicates, in changing numbers; a share of each step's are of the step before."""
+    random = torch.Generator().manual_seed(seed)
+    batches: list[Tensor] = []
+    for step in range(steps):
+        count = 1 + (step * 7) % most
+        ids = torch.randint(rows, (count,), generator=random)
+        if batches:
+            before = batches[-1]
+            kept = round(overlap * count)
+            ids[:kept] = before[torch.randint(len(before), (kept,), generator=random)]
+            if overlap == 0:
+                free = torch.ones(rows, dtype=torch.bool)
+                free[before] = False
+                left = free.nonzero().flatten()
+                ids = left[torch.randint(len(left), (count,), generator=random)]
+        batches.append(ids[torch.randperm(count, generator=random)])
+    return batches
+
+
+class Squares:
+    """A loss of the looked-up rows, a trained scale, and random targets."""
+
+    def __init__(self, width: int, device: str, *, dense: bool) -> None:
+        self.scale = nn.Parameter(torch.full((width,), 0.5, device=device), requires_grad=dense)
+        self._random = torch.Generator().manual_seed(3)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        targets = torch.randn(rows.shape, generator=self._random).to(rows.device)
+        return (rows * self.scale - targets).square().sum()
+
+
+def train_in_place(
+    case: Case, variant: str, width: int, device: str, rows: int, batches: Sequence[Tensor]
+) -> Trained:
+    sparse = case.make is optim.SparseAdam
+    loss = Squares(width, device, dense=not sparse)
+    held = nn.Parameter(torch.empty(0, width, device=device))
+    optimizer = make_optimizer(case, variant, held, [] if sparse else [loss.scale])
+    weight = first_weight(rows, width).to(device)
+    fields = {name: torch.full_like(weight, value) for name, value in case.rows.items()}
+    scalars = first_scalars(case, variant, device)
+    for ids in batches:
+        touched, local = torch.unique(ids.to(device), return_inverse=True)
+        optimizer.zero_grad()
+        loss.scale.grad = None
+        rows_now = weight.index_select(0, touched).requires_grad_()
+        looked_up = nn.functional.embedding(local, rows_now, sparse=sparse)
+        loss(looked_up).backward()
+        held.data, held.grad = rows_now.detach(), rows_now.grad
+        taken = {name: each.index_select(0, touched) for name, each in fields.items()}
+        optimizer.state[held] = {**scalars, **taken}
+        optimizer.step()
+        state = optimizer.state[held]
+        weight.index_copy_(0, touched, held.data)
+        for name, each in fields.items():
+            each.index_copy_(0, touched, state[name])
+        scalars = {name: state[name] for name in scalars}
+    return Trained(weight, fields, scalars, loss.scale.detach())
+
+
+def assert_same_training(actual: Trained, expected: Trained) -> None:
+    assert_same_bytes(actual.weight, expected.weight)
+    assert actual.rows.keys() == expected.rows.keys()
+    for name, each in expected.rows.items():
+        assert_same_bytes(actual.rows[name], each)
+    assert actual.scalars.keys() == expected.scalars.keys()
+    for name, value in expected.scalars.items():
+        if isinstance(value, Tensor):
+            assert_same_bytes(actual.scalars[name], value)
+        else:
+            assert actual.scalars[name] == value
+    assert_same_bytes(actual.scale, expected.scale)

@@ -1,0 +1,453 @@
+"""attach: what an optimizer keeps of the rows lives in the table."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+
+import speedtorch
+
+ROWS, WIDTH = 20, 4
+IDS = torch.tensor([3, 1, 3, 19])
+EVERY = torch.arange(ROWS)
+
+
+class Model(nn.Module):
+    """An embedding and a dense layer; with torch's embedding the reference."""
+
+    def __init__(self, make: Any = speedtorch.Embedding, device: str = "cpu") -> None:
+        super().__init__()
+        self.words = make(ROWS, WIDTH, device=device)
+        self.out = nn.Linear(WIDTH, 1, device=device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.words(ids).tanh())
+
+
+def pair(
+    make: Callable[..., optim.Optimizer] = optim.Adam, device: str = "cpu"
+) -> list[tuple[Model, optim.Optimizer]]:
+    """torch's model and ours with the same values, each with its optimizer; ours is attached."""
+    torch.manual_seed(0)
+    theirs, ours = Model(nn.Embedding, device), Model(device=device)
+    ours.load_state_dict(theirs.state_dict())
+    made = [(model, make(model.parameters(), lr=0.1)) for model in (theirs, ours)]
+    speedtorch.attach(made[1][1], ours)
+    return made
+
+
+def step(model: nn.Module, optimizer: optim.Optimizer, ids: Tensor = EVERY) -> None:
+    optimizer.zero_grad()
+    model(ids).square().sum().backward()
+    optimizer.step()
+
+
+def assert_same_optimizer_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual["param_groups"] == expected["param_groups"]
+    assert actual["state"].keys() == expected["state"].keys()
+    for number, entries in expected["state"].items():
+        assert actual["state"][number].keys() == entries.keys()
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                assert_same_bytes(actual["state"][number][name], value)
+            else:
+                assert actual["state"][number][name] == value
+
+
+def test_state_dicts_are_those_of_torch_when_every_row_is_trained() -> None:
+    (theirs, their_adam), (ours, our_adam) = pair()
+    for _ in range(3):
+        assert_same_optimizer_state(our_adam.state_dict(), their_adam.state_dict())
+        step(theirs, their_adam)
+        step(ours, our_adam)
+    assert_same_optimizer_state(our_adam.state_dict(), their_adam.state_dict())
+    for name, value in theirs.state_dict().items():
+        assert_same_bytes(ours.state_dict()[name], value)
+
+
+def saved(*holders: Any) -> list[Any]:
+    """State dicts as a file gives them back."""
+    buffer = io.BytesIO()
+    torch.save([holder.state_dict() for holder in holders], buffer)
+    buffer.seek(0)
+    loaded: list[Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("to_torch", [False, True], ids=["to-ours", "to-torch"])
+@pytest.mark.parametrize("from_torch", [False, True], ids=["from-ours", "from-torch"])
+def test_training_goes_on_from_saved_state(from_torch: bool, to_torch: bool) -> None:
+    (theirs, their_adam), (ours, our_adam) = pair()
+    step(theirs, their_adam)
+    step(ours, our_adam)
+    model_state, adam_state = saved(*((theirs, their_adam) if from_torch else (ours, our_adam)))
+    step(theirs, their_adam)
+    model = Model(nn.Embedding if to_torch else speedtorch.Embedding)
+    adam = optim.Adam(model.parameters(), lr=0.5)
+    if not to_torch:
+        speedtorch.attach(adam, model)
+    model.load_state_dict(model_state)
+    adam.load_state_dict(adam_state)
+    assert adam.param_groups[0]["lr"] == 0.1
+    step(model, adam)
+    assert_same_optimizer_state(adam.state_dict(), their_adam.state_dict())
+    for name, value in theirs.state_dict().items():
+        assert_same_bytes(model.state_dict()[name], value)
+
+
+def test_state_that_was_loaded_before_attach_is_taken_over() -> None:
+    (theirs, their_adam), _ = pair()
+    step(theirs, their_adam)
+    model_state, adam_state = saved(theirs, their_adam)
+    model = Model()
+    model.load_state_dict(model_state)
+    adam = optim.Adam(model.parameters())
+    adam.load_state_dict(adam_state)
+    speedtorch.attach(adam, model)
+    for holder, optimizer in ((theirs, their_adam), (model, adam)):
+        step(holder, optimizer)
+    assert_same_optimizer_state(adam.state_dict(), their_adam.state_dict())
+
+
+def test_loading_within_training_replaces_rows_and_state() -> None:
+    (_, _), (ours, adam) = pair()
+    step(ours, adam, IDS)
+    model_state, adam_state = copy.deepcopy([ours.state_dict(), adam.state_dict()])
+    step(ours, adam, IDS)
+    expected = copy.deepcopy([ours.state_dict(), adam.state_dict()])
+    step(ours, adam, torch.tensor([7, 3]))
+    ours.load_state_dict(model_state)
+    adam.load_state_dict(adam_state)
+    step(ours, adam, IDS)
+    assert_same_bytes(ours.state_dict()["words.weight"], expected[0]["words.weight"])
+    assert_same_optimizer_state(adam.state_dict(), expected[1])
+
+
+def test_state_that_does_not_fit_changes_nothing() -> None:
+    (_, _), (ours, adam) = pair()
+    step(ours, adam, IDS)
+    before = copy.deepcopy(adam.state_dict())
+    for wrong in (torch.zeros(3, WIDTH), None):
+        bad = copy.deepcopy(before)
+        bad["state"][0]["exp_avg"] = wrong
+        with pytest.raises(ValueError, match=r"'exp_avg' of Embedding.*\[20, 4\].*nothing was"):
+            adam.load_state_dict(bad)
+    assert_same_optimizer_state(adam.state_dict(), before)
+
+
+def test_loading_a_fresh_state_forgets_the_old_one() -> None:
+    (_, _), (ours, adam) = pair()
+    fresh = copy.deepcopy(adam.state_dict())
+    step(ours, adam, IDS)
+    adam.load_state_dict(fresh)
+    assert adam.state_dict()["state"].keys() == set()
+    assert not ours.words.table["exp_avg"].any()
+
+
+def test_state_fields_lie_in_the_record_of_the_row() -> None:
+    model = Model()
+    adam = optim.Adam(model.parameters())
+    first = model.words.table_rows.table["weight"].clone()
+    speedtorch.attach(adam, model)
+    assert list(model.words.table.fields) == ["weight", "exp_avg", "exp_avg_sq"]
+    assert model.words.table.record_bytes == 3 * WIDTH * 4
+    assert_same_bytes(model.words.table["weight"], first)
+
+
+def test_rows_of_every_source_move_into_the_record(tmp_path: Path) -> None:
+    rows = torch.randn(ROWS, WIDTH)
+    table = speedtorch.HostTable(ROWS, WIDTH)
+    table["weight"].copy_(rows)
+    table.save(tmp_path / "rows.npy")
+    trained = speedtorch.Embedding.from_pretrained(rows, freeze=False)
+    trained(IDS)  # may have trained: its rows are not those of the source for sure
+    changed = rows.clone()
+    gone = speedtorch.Embedding.from_pretrained(changed, freeze=False)
+    changed.zero_()
+    for embedding in (
+        speedtorch.Embedding.from_pretrained(rows, freeze=False),
+        speedtorch.Embedding.from_pretrained(rows.clone(), freeze=False),
+        speedtorch.Embedding.from_pretrained(tmp_path / "rows.npy", freeze=False),
+        trained,
+        gone,
+    ):
+        speedtorch.attach(optim.Adam(embedding.parameters()), embedding)
+        assert "exp_avg" in embedding.table
+        assert_same_bytes(embedding.table["weight"], rows)
+
+
+def test_a_table_of_the_user_stays_and_state_goes_beside_it() -> None:
+    table = speedtorch.HostTable(ROWS, WIDTH).normal_(seed=1)
+    embedding = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    adam = optim.Adam(embedding.parameters())
+    speedtorch.attach(adam, embedding)
+    step(embedding, adam, IDS)
+    assert embedding.table is table and list(table.fields) == ["weight"]
+    assert adam.state_dict()["state"][0]["exp_avg"].shape == (ROWS, WIDTH)
+    with_state = speedtorch.HostTable(ROWS, WIDTH, state=("exp_avg", "exp_avg_sq")).fill_(1)
+    embedding = speedtorch.Embedding.from_pretrained(with_state, freeze=False)
+    adam = optim.Adam(embedding.parameters())
+    speedtorch.attach(adam, embedding)
+    step(embedding, adam, IDS)
+    embedding.flush()
+    assert with_state["exp_avg"].any()
+
+
+def test_a_saved_table_goes_on_with_its_state(tmp_path: Path) -> None:
+    (_, _), (ours, adam) = pair()
+    step(ours, adam, IDS)
+    ours.words.flush()
+    ours.words.table.save(tmp_path / "words.safetensors")
+    again = speedtorch.Embedding.from_pretrained(tmp_path / "words.safetensors", freeze=False)
+    speedtorch.attach(optim.Adam(again.parameters()), again)
+    for name in ("weight", "exp_avg", "exp_avg_sq"):
+        assert_same_bytes(again.table[name], ours.words.table[name])
+
+
+def test_no_memory_for_a_second_table_puts_the_state_beside_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    embedding.table.fill_(1.5)
+    adam = optim.Adam(embedding.parameters())
+    make = speedtorch.HostTable.from_fields.__func__  # type: ignore[attr-defined]
+
+    def too_large(cls: Any, rows: int, fields: dict[str, Any], *args: Any, **more: Any) -> Any:
+        if "weight" in fields:
+            raise MemoryError("no")
+        return make(cls, rows, fields, *args, **more)
+
+    monkeypatch.setattr(speedtorch.HostTable, "from_fields", classmethod(too_large))
+    speedtorch.attach(adam, embedding)
+    step(embedding, adam, IDS)
+    assert list(embedding.table.fields) == ["weight"]
+    assert adam.state_dict()["state"][0]["exp_avg"][3].any()
+
+
+def test_no_memory_at_all_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    expected = speedtorch.Embedding(ROWS, WIDTH).table["weight"]
+    torch.manual_seed(5)
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    make = speedtorch.HostTable.from_fields.__func__  # type: ignore[attr-defined]
+
+    def too_large(cls: Any, rows: int, fields: dict[str, Any], *args: Any, **more: Any) -> Any:
+        if "exp_avg" in fields:
+            raise MemoryError("no")
+        return make(cls, rows, fields, *args, **more)
+
+    monkeypatch.setattr(speedtorch.HostTable, "from_fields", classmethod(too_large))
+    adam = optim.Adam(embedding.parameters())
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            speedtorch.attach(adam, embedding)
+    assert_same_bytes(embedding.table["weight"], expected)
+    with pytest.raises(ValueError, match="not attached"):
+        speedtorch.detach(adam)
+
+
+def test_an_optimizer_with_state_needs_attach() -> None:
+    model = Model()
+    adam = optim.Adam(model.parameters())
+    model(IDS).sum().backward()
+    before = [each.detach().clone() for each in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"Adam keeps exp_avg, exp_avg_sq.*speedtorch.attach\("):
+        adam.step()
+    for each, value in zip(model.parameters(), before, strict=True):
+        assert_same_bytes(each, value)
+    speedtorch.attach(adam, model)
+    step(model, adam)
+
+
+def test_an_optimizer_without_state_does_not_need_it() -> None:
+    (theirs, _), _ = pair()
+    ours = Model()
+    ours.load_state_dict(theirs.state_dict())
+    optimizers = [optim.SGD(each.parameters(), lr=0.1) for each in (theirs, ours)]
+    for _ in range(2):
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            step(model, optimizer, IDS)
+    assert_same_bytes(ours.state_dict()["words.weight"], theirs.state_dict()["words.weight"])
+    optimizers[1].param_groups[0]["momentum"] = 0.9
+    with pytest.raises(RuntimeError, match="SGD keeps momentum_buffer"):
+        step(ours, optimizers[1], IDS)
+
+
+def test_attached_twice_or_not_at_all_is_an_error() -> None:
+    model = Model()
+    adam, other = optim.Adam(model.parameters()), optim.Adam(model.parameters())
+    speedtorch.attach(adam, model)
+    with pytest.raises(ValueError, match="Adam is attached already"):
+        speedtorch.attach(adam, model)
+    with pytest.raises(ValueError, match="Embedding is attached to another optimizer"):
+        speedtorch.attach(other, model)
+    with pytest.raises(ValueError, match="Embedding is attached to another optimizer than this"):
+        step(model, other)
+    with pytest.raises(ValueError, match="Adam is not attached"):
+        speedtorch.detach(other)
+    with pytest.raises(ValueError, match="holds no weight of an Embedding in Linear"):
+        speedtorch.attach(other, model.out)
+    with pytest.raises(ValueError, match="SGD holds no weight of an Embedding in Model"):
+        speedtorch.attach(optim.SGD(model.out.parameters()), model)
+
+
+def test_an_optimizer_that_mixes_rows_is_refused_by_name() -> None:
+    words = speedtorch.Embedding(ROWS, WIDTH)
+    before = words.table["weight"].clone()
+    for make in (optim.Muon, optim.Adafactor, optim.LBFGS):
+        optimizer = make(words.parameters())
+        with pytest.raises(ValueError, match=f"{make.__name__} cannot"):
+            speedtorch.attach(optimizer, words)
+    assert list(words.table.fields) == ["weight"]
+    assert_same_bytes(words.table["weight"], before)
+
+
+def test_detach_brings_the_rows_home_and_lets_another_optimizer_in() -> None:
+    (_, _), (ours, adam) = pair()
+    step(ours, adam, IDS)
+    rows = ours.words.weight.detach().clone()
+    speedtorch.detach(adam)
+    assert_same_bytes(ours.words.table["weight"][[1, 3, 19]], rows)
+    assert ours.words.weight not in adam.state
+    assert set(adam.state_dict()["state"]) == {1, 2}  # the dense parameters keep theirs
+    with pytest.raises(RuntimeError, match="Adam keeps"):
+        step(ours, adam)
+    other = optim.Adagrad(ours.parameters())
+    speedtorch.attach(other, ours)
+    step(ours, other, IDS)
+    assert other.state_dict()["state"][0]["sum"].shape == (ROWS, WIDTH)
+
+
+def test_schedulers_clipping_and_groups_work_as_in_torch() -> None:
+    torch.manual_seed(0)
+    theirs, ours = Model(nn.Embedding), Model()
+    ours.load_state_dict(theirs.state_dict())
+    for model in (theirs, ours):
+        groups = [
+            {"params": [model.words.weight], "lr": 0.3, "betas": (0.5, 0.9)},
+            {"params": model.out.parameters()},
+        ]
+        optimizer = optim.AdamW(groups, lr=0.1)
+        if model is ours:
+            speedtorch.attach(optimizer, model)
+        scheduler = optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            model(EVERY).square().sum().backward()
+            model.norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+    assert_same_bytes(ours.norm, theirs.norm)
+    for name, value in theirs.state_dict().items():
+        assert_same_bytes(ours.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_a_grad_scaler_leaves_steps_out_as_in_torch(device: str, fused: bool) -> None:
+    made = pair(lambda parameters, lr: optim.Adam(parameters, lr=lr, fused=fused), device)
+    for model, adam in made:
+        scaler = torch.amp.GradScaler(device, init_scale=4.0)
+        for number in range(5):
+            adam.zero_grad()
+            with torch.autocast(device, dtype=torch.bfloat16):
+                loss = model(EVERY.to(device)).float().square().sum()
+            if number == 2:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(adam)
+            scaler.update()
+        assert scaler.get_scale() == 2.0
+    (theirs, their_adam), (ours, our_adam) = made
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name].to(device), value)
+    for name, value in their_adam.state_dict()["state"][0].items():
+        torch.testing.assert_close(our_adam.state_dict()["state"][0][name].to(value.device), value)
+
+
+def test_several_embeddings_share_an_optimizer() -> None:
+    torch.manual_seed(0)
+    theirs = nn.ModuleList([nn.Embedding(ROWS, WIDTH), nn.EmbeddingBag(ROWS, 2, mode="sum")])
+    ours = nn.ModuleList(
+        [
+            speedtorch.Embedding.from_module(theirs[0]),
+            speedtorch.EmbeddingBag.from_module(theirs[1]),
+        ]
+    )
+    for modules in (theirs, ours):
+        adam = optim.Adam(modules.parameters(), lr=0.1)
+        if modules is ours:
+            speedtorch.attach(adam, modules)
+        for _ in range(3):
+            adam.zero_grad()
+            (modules[0](EVERY).square().sum() + modules[1](EVERY[None]).square().sum()).backward()
+            adam.step()
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert_same_bytes(mine.state_dict()["weight"], reference.weight.detach())
+
+
+def test_an_embedding_that_a_step_does_not_use_is_left_alone() -> None:
+    for set_to_none in (True, False):
+        modules = nn.ModuleList([speedtorch.Embedding(ROWS, WIDTH) for _ in range(2)])
+        adam = optim.Adam(modules.parameters(), lr=0.1)
+        speedtorch.attach(adam, modules)
+        for used in (0, 1):
+            adam.zero_grad(set_to_none=set_to_none)
+            modules[used](IDS).square().sum().backward()
+            adam.step()
+            if used == 0:
+                expected = copy.deepcopy(modules[0].state_dict())
+        assert_same_bytes(modules[0].state_dict()["weight"], expected["weight"])
+
+
+def test_a_closure_trains_as_in_torch() -> None:
+    made = pair()
+    for model, adam in made:
+        for _ in range(2):
+
+            def closure(model: Model = model, adam: optim.Optimizer = adam) -> float:
+                adam.zero_grad()
+                loss = model(EVERY).square().sum()
+                loss.backward()
+                return float(loss.detach())
+
+            adam.step(closure)
+    assert_same_bytes(
+        made[1][0].state_dict()["words.weight"], made[0][0].state_dict()["words.weight"]
+    )
+
+
+def test_attach_keeps_neither_optimizer_nor_model_alive() -> None:
+    import gc
+    import weakref
+
+    model = Model()
+    adam = optim.Adam(model.parameters())
+    speedtorch.attach(adam, model)
+    step(model, adam)
+    gone = [weakref.ref(model), weakref.ref(adam), weakref.ref(model.words.table)]
+    del model, adam
+    gc.collect()
+    assert [each() for each in gone] == [None, None, None]
+
+
+def test_training_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (_, _), (ours, adam) = pair()
+        step(ours, adam, IDS)
+        step(ours, adam, IDS)
+        embedding = speedtorch.Embedding(ROWS, WIDTH)
+        sparse = optim.SparseAdam(list(embedding.parameters()))
+        speedtorch.attach(sparse, embedding)
+        step(embedding, sparse, IDS)

@@ -1,0 +1,318 @@
+"""Embedding has the arguments and results of torch.nn.Embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor, nn
+
+import speedtorch
+
+ROWS, WIDTH = 20, 3
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+IDS = torch.tensor([[3, 1, 3], [0, 19, 3]])
+
+
+def pair(device: str = "cpu", **settings: Any) -> tuple[nn.Embedding, speedtorch.Embedding]:
+    """torch's module and ours with the same rows."""
+    torch.manual_seed(0)
+    theirs = nn.Embedding(ROWS, WIDTH, **settings)
+    return theirs.to(device), speedtorch.Embedding.from_module(theirs, device=device)
+
+
+def rows_of(embedding: speedtorch.Embedding) -> Tensor:
+    embedding.flush()
+    return embedding.table["weight"].cpu()
+
+
+def sgd_step(module: nn.Module, loss: Tensor) -> None:
+    loss.backward()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (6,), (2, 3), (2, 0, 3), (1, 2, 1, 3)], ids=str)
+def test_ids_of_any_shape_give_what_torch_gives(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    theirs, ours = pair(device)
+    ids = torch.randint(ROWS, shape, dtype=dtype)
+    for place in {"cpu", device}:
+        assert_same_bytes(ours(ids.to(place)), theirs(ids.to(device)))
+        with torch.no_grad():
+            assert_same_bytes(ours(ids.to(place)), theirs(ids.to(device)))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "padding": {"padding_idx": 3},
+    "padding from the end": {"padding_idx": -1},
+    "padding that is not named": {"padding_idx": 7},
+    "max_norm": {"max_norm": 0.7},
+    "max_norm 1": {"max_norm": 0.7, "norm_type": 1.0},
+    "max_norm and padding": {"max_norm": 0.7, "padding_idx": 3},
+    "by frequency": {"scale_grad_by_freq": True},
+    "sparse": {"sparse": True},
+    "sparse with padding": {"sparse": True, "padding_idx": 3},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_three_sgd_steps_give_the_rows_that_torch_gives(
+    settings: dict[str, Any], device: str
+) -> None:
+    theirs, ours = pair(device, **settings)
+    before = theirs.weight.detach().clone()
+    if settings.get("padding_idx") == 3:
+        with torch.no_grad():
+            theirs.weight[3] = torch.arange(1.0, 1.0 + WIDTH)
+        ours.load_state_dict(theirs.state_dict())
+    for step in range(3):
+        ids = (IDS + step).remainder(ROWS).to(device)
+        factor = torch.linspace(-1, 2, 2 * 3 * WIDTH, device=device).view(2, 3, WIDTH)
+        for module in (theirs, ours):
+            sgd_step(module, (module(ids) * factor).sum())
+    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+    assert not torch.equal(before, theirs.weight)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_evaluation_shortens_long_rows_as_torch_does(device: str) -> None:
+    theirs, ours = pair(device, max_norm=0.5, padding_idx=3)
+    with torch.no_grad():
+        assert_same_bytes(ours(IDS), theirs(IDS.to(device)))
+    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_weight_holds_each_row_of_the_step_once(device: str) -> None:
+    _, ours = pair(device)
+    assert ours.weight.shape == (0, WIDTH)
+    ours(IDS).sum().backward()
+    assert ours.weight.shape == (4, WIDTH)
+    assert ours.weight.is_contiguous() and ours.weight.device.type == device
+    assert ours.weight.grad is not None
+    assert ours.weight.grad[:, 0].tolist() == [1, 1, 3, 1]
+
+
+@pytest.mark.parametrize("announced", [False, True], ids=["not-announced", "announced"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_lookups_of_a_step_train_as_in_torch(device: str, announced: bool) -> None:
+    theirs, ours = pair(device)
+    for step in range(4):
+        positives = torch.tensor([step, 5, 5]).to(device)
+        negatives = torch.tensor([[2, step + 7], [5, 1]]).to(device)
+        if announced:
+            ours.announce(positives, negatives)
+            assert len(ours.weight) == len(torch.cat([positives, negatives.flatten()]).unique())
+        for module in (theirs, ours):
+            u, v, again = module(positives), module(negatives), module(positives)
+            sgd_step(module, (u.sum(0) * v.sum((0, 1))).sum() + again.square().sum())
+    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_accumulate_over_several_backward_passes(device: str) -> None:
+    theirs, ours = pair(device)
+    for step in range(3):
+        for module in (theirs, ours):
+            for part in (IDS[0] + step, IDS[1] - 3 * step, IDS[0]):
+                ids = part.remainder(ROWS).to(device)
+                (module(ids) * torch.arange(1.0, 4.0, device=device)[:, None]).sum().backward()
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+
+
+def test_zero_grad_between_forward_and_backward_works() -> None:
+    theirs, ours = pair()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (theirs, ours)]
+    for step in range(3):
+        for module, optimizer in zip((theirs, ours), optimizers, strict=True):
+            loss = module(IDS[0] + step).sum()
+            optimizer.zero_grad(set_to_none=step != 1)
+            loss.backward()
+            optimizer.step()
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+
+
+def test_a_loss_that_is_kept_does_not_stop_the_next_step() -> None:
+    theirs, ours = pair()
+    kept = []
+    for step in range(3):
+        for module in (theirs, ours):
+            loss = module(IDS[0, : step + 1] + step).sum()
+            kept.append(loss)
+            sgd_step(module, loss)
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+
+
+def test_rows_trained_by_hand_come_back() -> None:
+    theirs, ours = pair()
+    for module in (theirs, ours):
+        module(IDS[0]).sum().backward()
+        with torch.no_grad():
+            module.weight.sub_(module.weight.grad)
+        module.weight.grad = None
+        module(IDS[1]).sum().backward()
+        module.weight.data -= module.weight.grad
+        module.weight.grad = None
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+
+
+def test_a_penalty_on_the_weight_is_one_on_the_rows_of_the_step() -> None:
+    _, ours = pair()
+    before = rows_of(ours).clone()
+    for ids in (IDS[0], IDS[1, :2]):
+        loss = ours(ids).sum() + ours.weight.square().sum()
+        loss.backward()
+        held = ids.unique()
+        assert ours.weight.grad is not None
+        counts = torch.stack([(ids == id).sum() for id in held])[:, None]
+        torch.testing.assert_close(ours.weight.grad, 2 * before[held] + counts)
+        ours.weight.grad = None
+
+
+def test_evaluation_moves_no_row_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = pair()
+    version = ours.table["weight"]._version
+    with torch.no_grad():
+        ours(IDS)
+    ours.eval()(IDS)
+    ours(IDS[0])
+    ours.flush()
+    assert ours.table["weight"]._version == version
+
+
+def test_lookups_that_are_not_trained_do_not_pile_up() -> None:
+    _, ours = pair()
+    for row in range(ROWS):
+        ours(torch.tensor([row]))
+    assert len(ours.weight) == 1
+
+
+def test_evaluation_within_a_step_sees_the_rows_and_leaves_the_step_alone() -> None:
+    theirs, ours = pair()
+    for module in (theirs, ours):
+        loss = module(IDS[0]).sum()
+        with torch.no_grad():
+            module(torch.tensor([11, 12, 3]))
+        sgd_step(module, loss)
+        with torch.no_grad():
+            module.seen = module(torch.tensor([3, 12, 1]))
+    assert_same_bytes(ours.seen, theirs.seen)
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+
+
+def test_a_step_that_a_scaler_leaves_out_changes_nothing() -> None:
+    _, ours = pair()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.5)
+    before = rows_of(ours).clone()
+    for set_to_none in (True, False):
+        ours(IDS[0]).sum().backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        ours(torch.tensor([7])).sum().backward()
+        assert len(ours.weight) == 1
+        optimizer.zero_grad()
+    assert_same_bytes(rows_of(ours), before)
+
+
+def test_from_pretrained_is_frozen_unless_asked() -> None:
+    weight = torch.randn(5, 2)
+    frozen = speedtorch.Embedding.from_pretrained(weight)
+    assert not frozen.weight.requires_grad
+    out = frozen(torch.tensor([4, 4, 0]))
+    assert not out.requires_grad and torch.equal(out, weight[[4, 4, 0]])
+    assert speedtorch.Embedding.from_pretrained(weight, freeze=False).weight.requires_grad
+
+
+def test_from_pretrained_takes_a_saved_table_or_a_table(tmp_path: Path) -> None:
+    table = speedtorch.HostTable(5, 2).normal_(seed=1)
+    table.save(tmp_path / "rows.safetensors")
+    opened = speedtorch.Embedding.from_pretrained(tmp_path / "rows.safetensors")
+    own = speedtorch.Embedding.from_pretrained(table)
+    assert own.table is table and opened.table is not table
+    for each in (opened, own):
+        assert torch.equal(each(torch.arange(5)), table["weight"])
+
+
+def test_equal_seeds_give_equal_rows_and_other_dtypes_work() -> None:
+    rows = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        rows.append(speedtorch.Embedding(50, 4, padding_idx=2, dtype=torch.bfloat16))
+    first, second = (rows_of(each) for each in rows)
+    assert first.dtype == torch.bfloat16 and torch.equal(first, second)
+    assert not first[2].any() and first[3].any()
+    assert rows[0](torch.tensor([2])).dtype == torch.bfloat16
+    rows[0].reset_parameters()
+    assert not torch.equal(rows_of(rows[0]), second)
+
+
+def test_repr_is_that_of_torch() -> None:
+    theirs, ours = pair(padding_idx=3, max_norm=0.5, sparse=True)
+    assert repr(ours).replace("'", "") == repr(theirs).replace("'", "")
+
+
+def wrong(make: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    wrong(lambda: speedtorch.Embedding(5, 2, padding_idx=5), ValueError, "padding_idx.*-5 to 4.*5")
+    wrong(lambda: speedtorch.Embedding(-1, 2), ValueError, "-1")
+    wrong(lambda: speedtorch.Embedding(5, 2, memory="disk"), ValueError, "disk")
+    wrong(
+        lambda: speedtorch.Embedding(5, 2, _weight=torch.zeros(4, 2)),
+        ValueError,
+        r"\(5, 2\), got \(4, 2\)",
+    )
+    wrong(lambda: speedtorch.Embedding.from_pretrained(torch.zeros(4)), ValueError, r"\[4\]")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_ids_are_an_error_and_change_nothing(device: str) -> None:
+    _, ours = pair(device, padding_idx=0)
+    ours(IDS.to(device)).sum().backward()
+    held = ours.weight.detach().clone()
+    for bad in (torch.tensor([2, ROWS, 5]), torch.tensor([-1])):
+        with pytest.raises(
+            IndexError, match=f"{int(bad.max() if bad.max() == ROWS else bad.min())}.*20"
+        ):
+            ours(bad.to(device))
+    assert_same_bytes(ours.weight, held)
+    with pytest.raises(IndexError), torch.no_grad():
+        ours(torch.tensor([ROWS]).to(device))
+        speedtorch.synchronize()
+    with pytest.raises((TypeError, ValueError), match="int"):
+        ours(torch.tensor([1.5]))
+
+
+def test_backward_through_rows_that_have_left_is_an_error() -> None:
+    _, ours = pair()
+    early = ours(IDS[0]).sum()
+    sgd_step(ours, ours(IDS[0]).sum())
+    ours(IDS[1])
+    with pytest.raises(RuntimeError, match="Embedding: backward through a lookup of an earlier"):
+        early.backward()
+
+
+def test_gradients_of_gradients_and_hooks_are_refused() -> None:
+    _, ours = pair()
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
+        ours(IDS[0]).pow(3).sum().backward(create_graph=True)
+    ours.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(NotImplementedError, match="hooks of its weight"):
+        ours(IDS)

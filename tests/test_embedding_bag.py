@@ -1,0 +1,126 @@
+"""EmbeddingBag has the arguments and results of torch.nn.EmbeddingBag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor, nn
+
+import speedtorch
+
+ROWS, WIDTH = 20, 4
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+IDS = torch.tensor([3, 1, 3, 0, 19, 3, 8])
+OFFSETS = torch.tensor([0, 2, 2, 5])
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mean": ({}, {"offsets": OFFSETS}),
+    "sum": ({"mode": "sum"}, {"offsets": OFFSETS}),
+    "max": ({"mode": "max"}, {"offsets": OFFSETS}),
+    "last offset": (
+        {"mode": "sum", "include_last_offset": True},
+        {"offsets": torch.tensor([0, 2, 5, 7])},
+    ),
+    "padding": ({"mode": "mean", "padding_idx": 3}, {"offsets": OFFSETS}),
+    "max with padding": ({"mode": "max", "padding_idx": 3}, {"offsets": OFFSETS}),
+    "max_norm": ({"mode": "sum", "max_norm": 0.9}, {"offsets": OFFSETS}),
+    "by frequency": ({"mode": "sum", "scale_grad_by_freq": True}, {"offsets": OFFSETS}),
+    "sparse": ({"mode": "sum", "sparse": True}, {"offsets": OFFSETS}),
+    "weights": (
+        {"mode": "sum"},
+        {"offsets": OFFSETS, "per_sample_weights": torch.linspace(-1, 1, 7)},
+    ),
+}
+
+
+def pair(device: str, settings: dict[str, Any]) -> tuple[nn.EmbeddingBag, speedtorch.EmbeddingBag]:
+    torch.manual_seed(0)
+    theirs = nn.EmbeddingBag(ROWS, WIDTH, **settings)
+    return theirs.to(device), speedtorch.EmbeddingBag.from_module(theirs, device=device)
+
+
+def on(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) for name, value in arguments.items()}
+
+
+def rows_of(bag: speedtorch.EmbeddingBag) -> Tensor:
+    bag.flush()
+    return bag.table["weight"].cpu()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("settings", "arguments"), CASES.values(), ids=CASES)
+def test_three_steps_give_what_torch_gives(
+    settings: dict[str, Any], arguments: dict[str, Any], device: str
+) -> None:
+    theirs, ours = pair(device, settings)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (theirs, ours)]
+    for step in range(3):
+        ids = (IDS + 5 * step).remainder(ROWS)
+        outs = [theirs(ids.to(device), **on(device, arguments)), ours(ids, **arguments)]
+        assert_same_bytes(outs[1], outs[0])
+        for out, optimizer in zip(outs, optimizers, strict=True):
+            (
+                out * torch.arange(1.0, 1.0 + out.numel(), device=device).view_as(out)
+            ).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if device == "cuda" and settings.get("mode") == "max":
+        torch.testing.assert_close(rows_of(ours), theirs.weight.detach().cpu())
+    else:
+        assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("settings", "arguments"), CASES.values(), ids=CASES)
+def test_evaluation_gives_what_torch_gives(
+    settings: dict[str, Any], arguments: dict[str, Any], device: str
+) -> None:
+    theirs, ours = pair(device, settings)
+    with torch.no_grad():
+        expected = theirs(IDS.to(device), **on(device, arguments))
+        assert_same_bytes(ours(IDS, **arguments), expected)
+        two = torch.stack([IDS, IDS.flip(0)])
+        if "per_sample_weights" not in arguments:
+            assert_same_bytes(ours(two), theirs(two.to(device)))
+    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_of_samples_get_their_gradient(device: str, frozen: bool) -> None:
+    theirs, ours = pair(device, {"mode": "sum"})
+    gradients = []
+    for bag in (theirs, ours):
+        bag.weight.requires_grad_(not frozen)
+        factors = torch.linspace(-1, 1, 7, device=device).requires_grad_()
+        bag(IDS.to(device), OFFSETS.to(device), factors).square().sum().backward()
+        gradients.append(factors.grad)
+    assert_same_bytes(gradients[1], gradients[0])
+
+
+def test_wrong_use_is_an_error() -> None:
+    with pytest.raises(ValueError, match="mode: expected 'sum', 'mean' or 'max', got 'min'"):
+        speedtorch.EmbeddingBag(3, 2, mode="min")
+    bag = speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum")
+    with pytest.raises(ValueError, match="offsets has to be a 1D Tensor"):
+        bag(IDS)
+    with pytest.raises(IndexError, match="20.*20 rows"):
+        bag(torch.tensor([ROWS]), torch.tensor([0]))
+
+
+def test_repr_names_what_differs_from_the_defaults() -> None:
+    bag = speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum", padding_idx=2)
+    assert repr(bag) == "EmbeddingBag(20, 4, padding_idx=2, mode='sum')"
+
+
+def test_from_pretrained_is_frozen_unless_asked() -> None:
+    weight = torch.randn(5, 2)
+    frozen = speedtorch.EmbeddingBag.from_pretrained(weight, mode="sum")
+    assert not frozen(torch.tensor([[4, 0]])).requires_grad
+    trained = speedtorch.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum")
+    assert trained(torch.tensor([[4, 0]])).requires_grad

@@ -1,0 +1,131 @@
+"""Training an Embedding equals training the same rows in place, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from embedding_reference import (
+    Squares,
+    Trained,
+    assert_same_training,
+    first_weight,
+    random_ids,
+    train_in_place,
+)
+from optimizer_cases import CASES, GPU_VARIANTS, VARIANTS, Case, make_optimizer
+from torch import Tensor, optim
+
+import speedtorch
+
+ROWS = 97
+STEPS = 200
+WIDTH = 8
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def train(
+    case: Case,
+    variant: str,
+    width: int,
+    device: str,
+    batches: list[Tensor],
+    *,
+    ahead: bool,
+    memory: str = "auto",
+    ids_on: str = "cpu",
+) -> Trained:
+    sparse = case.make is optim.SparseAdam
+    loss = Squares(width, device, dense=not sparse)
+    embedding = speedtorch.Embedding.from_pretrained(
+        first_weight(ROWS, width), freeze=False, device=device, memory=memory
+    )
+    optimizer = make_optimizer(case, variant, embedding.weight, [] if sparse else [loss.scale])
+    if case.rows:
+        speedtorch.attach(optimizer, embedding)
+    loader: Iterable[Tensor] = [ids.to(ids_on) for ids in batches]
+    if ahead:
+        loader = speedtorch.prefetch(loader, embedding, ids=lambda ids: ids)
+    for ids in loader:
+        optimizer.zero_grad()
+        loss(embedding(ids)).backward()
+        optimizer.step()
+    embedding.flush()
+    table = embedding.table
+    state: dict[str, Any] = optimizer.state[embedding.weight]
+    return Trained(
+        table["weight"],
+        {name: table[name] for name in case.rows},
+        {name: value for name, value in state.items() if name not in case.rows},
+        loss.scale.detach(),
+    )
+
+
+AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
+
+
+@AHEAD
+@pytest.mark.parametrize("overlap", [0, 0.5, 1], ids=["apart", "half", "same"])
+@pytest.mark.parametrize(("case", "variant"), VARIANTS)
+def test_training_equals_training_in_place_bit_for_bit(
+    case: Case, variant: str, overlap: float, ahead: bool
+) -> None:
+    batches = random_ids(ROWS, STEPS, overlap)
+    expected = train_in_place(case, variant, WIDTH, "cpu", ROWS, batches)
+    assert_same_training(train(case, variant, WIDTH, "cpu", batches, ahead=ahead), expected)
+
+
+@AHEAD
+@pytest.mark.parametrize("width", [1, 3, 47, 100])
+def test_every_width_trains_bit_for_bit(width: int, ahead: bool) -> None:
+    batches = random_ids(ROWS, 50, 0.5)
+    case = CASES["AdamW"]
+    expected = train_in_place(case, "fused", width, "cpu", ROWS, batches)
+    assert_same_training(train(case, "fused", width, "cpu", batches, ahead=ahead), expected)
+
+
+@NEEDS_GPU
+@pytest.mark.usefixtures("deterministic")
+@AHEAD
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("overlap", [0, 0.5, 1], ids=["apart", "half", "same"])
+@pytest.mark.parametrize(("case", "variant"), GPU_VARIANTS)
+def test_training_on_a_gpu_equals_training_in_place_on_it_bit_for_bit(
+    case: Case, variant: str, overlap: float, ids_on: str, ahead: bool
+) -> None:
+    batches = random_ids(ROWS, STEPS, overlap)
+    expected = train_in_place(case, variant, WIDTH, "cuda", ROWS, batches)
+    actual = train(case, variant, WIDTH, "cuda", batches, ahead=ahead, ids_on=ids_on)
+    assert_same_training(actual, expected)
+
+
+@NEEDS_GPU
+@pytest.mark.usefixtures("deterministic")
+@AHEAD
+@pytest.mark.parametrize("memory", ["managed", "registered", "plain", "cuda"])
+def test_every_kind_of_memory_trains_the_same_on_a_gpu(memory: str, ahead: bool) -> None:
+    batches = random_ids(ROWS, 50, 0.5)
+    case = CASES["Adam"]
+    expected = train_in_place(case, "fused", WIDTH, "cuda", ROWS, batches)
+    actual = train(case, "fused", WIDTH, "cuda", batches, ahead=ahead, memory=memory)
+    assert_same_training(actual, expected)
+
+
+def test_the_reference_moves_rows_and_leaves_others_alone() -> None:
+    # Guards the tests above: a reference that trained nothing would equal anything.
+    batches = random_ids(ROWS, 3, 0.5)
+    trained = train_in_place(CASES["Adam"], "foreach", 3, "cpu", ROWS, batches)
+    touched = torch.zeros(ROWS, dtype=torch.bool)
+    touched[torch.cat(batches)] = True
+    changed = (trained.weight != first_weight(ROWS, 3)).any(1)
+    assert torch.equal(changed, touched)

@@ -1,0 +1,226 @@
+"""Embedding as a module: devices, dtypes, copies, state_dict, compile, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor, nn
+
+import speedtorch
+
+ROWS, WIDTH = 20, 4
+IDS = torch.tensor([3, 1, 3, 19])
+
+
+class Model(nn.Module):
+    def __init__(self, make: Any = speedtorch.Embedding) -> None:
+        super().__init__()
+        self.words = make(ROWS, WIDTH)
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.words(ids).tanh())
+
+
+def step(model: nn.Module, ids: Tensor = IDS) -> None:
+    model(ids).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def pair() -> tuple[Model, Model]:
+    """torch's model and ours with the same values."""
+    torch.manual_seed(0)
+    theirs, ours = Model(nn.Embedding), Model()
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert_same_bytes(actual[name], value)
+
+
+def test_state_dict_is_complete_at_any_moment_and_interchanges_with_torch() -> None:
+    theirs, ours = pair()
+    for ids in (IDS, IDS + 0, torch.tensor([0, 3])):
+        assert_same_state(ours.state_dict(), theirs.state_dict())
+        step(theirs, ids)
+        step(ours, ids)
+        assert_same_state(ours.state_dict(), theirs.state_dict())
+    back = Model(nn.Embedding)
+    back.load_state_dict(ours.state_dict())
+    assert_same_state(dict(back.state_dict()), dict(theirs.state_dict()))
+    buffer = io.BytesIO()
+    torch.save(ours.state_dict(), buffer)
+    buffer.seek(0)
+    again = Model()
+    again.load_state_dict(torch.load(buffer, weights_only=True))
+    assert_same_state(again.state_dict(), theirs.state_dict())
+
+
+def test_loading_within_a_step_replaces_the_held_rows() -> None:
+    theirs, ours = pair()
+    ours(IDS).sum().backward()
+    ours.zero_grad()
+    ours.load_state_dict({name: value + 1 for name, value in theirs.state_dict().items()})
+    theirs.load_state_dict({name: value + 1 for name, value in theirs.state_dict().items()})
+    assert torch.equal(ours(IDS), theirs(IDS))
+
+
+def test_state_that_does_not_fit_is_told_as_torch_tells_it() -> None:
+    theirs, ours = pair()
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    wrong = theirs.state_dict() | {"words.weight": torch.zeros(3, WIDTH)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for words.weight.*\(3, 4\).*\(20, 4\)"):
+        ours.load_state_dict(wrong)
+    rest = {name: value for name, value in theirs.state_dict().items() if name != "words.weight"}
+    with pytest.raises(RuntimeError, match='Missing key.*"words.weight"'):
+        ours.load_state_dict(rest)
+    assert ours.load_state_dict(rest, strict=False).missing_keys == ["words.weight"]
+    with pytest.raises(RuntimeError, match='Unexpected key.*"words.other"'):
+        ours.load_state_dict(theirs.state_dict() | {"words.other": torch.zeros(1)})
+    assert_same_state(ours.state_dict(), before)
+
+
+def test_another_dtype_is_converted_on_loading() -> None:
+    theirs, ours = pair()
+    ours.load_state_dict(theirs.double().state_dict())
+    assert ours.words.table["weight"].dtype == torch.float32
+    assert_same_state(ours.state_dict(), theirs.float().state_dict())
+
+
+@pytest.mark.parametrize("convert", ["half", "double", "bfloat16"])
+def test_another_dtype_is_refused_by_name(convert: str) -> None:
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    rows = embedding(IDS).detach()
+    with pytest.raises(TypeError, match="Embedding: its table stays torch.float32.*dtype="):
+        getattr(embedding, convert)()
+    assert torch.equal(embedding(IDS), rows)
+
+
+def test_the_same_device_and_dtype_are_left_alone() -> None:
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    weight = embedding.weight
+    rows = embedding(IDS).detach()
+    assert embedding.to("cpu", torch.float32).float().cpu() is embedding
+    assert embedding.weight is weight and len(weight) == 3
+    assert torch.equal(embedding(IDS), rows)
+    with pytest.raises(NotImplementedError, match="CPU or a GPU, not meta"):
+        embedding.to("meta")
+
+
+@NEEDS_GPU
+def test_a_model_moves_between_devices_within_training() -> None:
+    theirs, ours = pair()
+    weight = ours.words.weight
+    for device in ("cuda", "cpu", "cuda"):
+        theirs.to(device)
+        assert ours.to(device) is ours and ours.words.weight is weight
+        assert weight.device.type == device
+        step(theirs, IDS.to(device))
+        step(ours, IDS.to(device))
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name].cpu(), value.cpu())
+
+
+def test_a_deep_copy_has_rows_of_its_own() -> None:
+    theirs, ours = pair()
+    step(theirs)
+    step(ours)
+    copied = copy.deepcopy(ours)
+    assert copied.words.weight is not ours.words.weight
+    for model in (theirs, copied):
+        step(model)
+    assert_same_state(copied.state_dict(), theirs.state_dict())
+    assert not torch.equal(ours.state_dict()["words.weight"], theirs.state_dict()["words.weight"])
+    assert copied.words.num_embeddings == ROWS and copied.words.weight.requires_grad
+
+
+def test_pickling_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"Embedding is not pickled.*state_dict\(\)"):
+        torch.save(Model(), io.BytesIO())
+
+
+def test_data_parallel_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="Embedding: DataParallel"):
+        Model().words._replicate_for_data_parallel()
+
+
+@pytest.fixture
+def process_group(tmp_path: Any) -> Iterator[None]:
+    if not torch.distributed.is_available():
+        pytest.skip("torch has no distributed")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_distributed_data_parallel_is_refused_by_name_unless_the_weight_is_left_out() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(Model())
+    with pytest.raises(NotImplementedError, match="Embedding: DistributedDataParallel"):
+        wrapped(IDS)
+    model = Model()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, ["words.weight"]
+    )
+    step(nn.parallel.DistributedDataParallel(model))
+
+
+def test_a_compiled_model_trains_as_an_eager_one() -> None:
+    theirs, ours = pair()
+    compiled = torch.compile(ours)
+    for ids in (IDS, IDS + 0, torch.tensor([0, 3])):
+        step(theirs, ids)
+        compiled(ids).sum().backward()
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value)
+
+
+def test_one_graph_of_a_lookup_is_refused_by_name() -> None:
+    model = torch.compile(Model(), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="number of held rows changes from step to step"):
+        model(IDS)
+
+
+@NEEDS_GPU
+def test_a_cuda_graph_of_a_lookup_is_refused_by_name() -> None:
+    embedding = speedtorch.Embedding(ROWS, WIDTH, device="cuda")
+    ids = IDS.cuda()
+    embedding(ids)
+    graph = torch.cuda.CUDAGraph()
+    refused = pytest.raises(RuntimeError, match="Embedding: a CUDA graph cannot hold a lookup")
+    with refused, torch.cuda.graph(graph):
+        embedding(ids)
+
+
+def test_a_replaced_weight_is_an_error() -> None:
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    embedding.weight = nn.Parameter(torch.zeros(ROWS, WIDTH))
+    with pytest.raises(RuntimeError, match="Embedding: its weight was replaced"):
+        embedding(IDS)
+
+
+def test_parametrised_modules_and_freezing_behave() -> None:
+    theirs, ours = pair()
+    for model in (theirs, ours):
+        model.words.weight.requires_grad_(False)
+        step(model)
+        model.words.requires_grad_(True)
+        step(model)
+    assert_same_state(ours.state_dict(), theirs.state_dict())

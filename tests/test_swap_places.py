@@ -1,0 +1,164 @@
+"""optimizer_state_swap with places: ids that ascend, and rows anywhere on the other side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor
+from torch.library import opcheck
+
+import speedtorch
+
+ROWS = 50
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+SHAPES = [((4,), torch.float32), ((3,), torch.float16), ((), torch.int64), ((2, 5), torch.uint8)]
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    made = torch.randint(
+        256, (*shape, dtype.itemsize), generator=torch.Generator().manual_seed(seed)
+    )
+    return made.to(torch.uint8).view(dtype).reshape(shape)
+
+
+def some(count: int, of: int, seed: int, *, ascending: bool) -> Tensor:
+    chosen = torch.randperm(of, generator=torch.Generator().manual_seed(seed))[:count]
+    return chosen.sort().values if ascending else chosen
+
+
+def swapped(
+    host: Tensor, leaving: Tensor, evict: Tensor, arriving: Tensor, load: Tensor, *places: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The reference, row by row."""
+    host_after, arriving_after = host.clone(), arriving.clone()
+    leaves = dict(zip(evict.tolist(), places[0].tolist(), strict=True))
+    arrives = dict(zip(load.tolist(), places[1].tolist(), strict=True))
+    for row, place in arrives.items():
+        arriving_after[place] = leaving[leaves[row]] if row in leaves else host[row]
+    for row, place in leaves.items():
+        if row not in arrives:
+            host_after[row] = leaving[place]
+    return host_after, arriving_after
+
+
+@pytest.mark.parametrize("memory", ["auto", "registered", "plain", "cuda"])
+@pytest.mark.parametrize("counts", [(0, 0), (0, 7), (9, 0), (20, 30), (50, 50)], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_go_from_and_to_their_places(
+    device: str, counts: tuple[int, int], memory: str
+) -> None:
+    if device == "cpu" and memory in ("registered", "cuda"):
+        pytest.skip("needs a GPU")
+    evict = some(counts[0], ROWS, 1, ascending=True)
+    load = some(counts[1], ROWS, 2, ascending=True)
+    places = some(counts[0], 60, 3, ascending=False), some(counts[1], 55, 4, ascending=False)
+    fields = {f"f{k}": shape for k, shape in enumerate(SHAPES)}
+    table = speedtorch.HostTable.from_fields(ROWS, fields, memory)
+    hosts, leaving, arriving, expected = [], [], [], []
+    for k, (shape, dtype) in enumerate(SHAPES):
+        field = table[f"f{k}"]
+        field.copy_(random((ROWS, *shape), dtype, k))
+        hosts.append(field)
+        leaving.append(random((60, *shape), dtype, k + 10))
+        arriving.append(random((55, *shape), dtype, k + 20))
+        expected.append(swapped(field.cpu(), leaving[-1], evict, arriving[-1], load, *places))
+    on_device = [each.to(device) for each in arriving]
+    speedtorch.optimizer_state_swap(
+        hosts,
+        [each.to(device) for each in leaving],
+        evict.to(device),
+        on_device,
+        load.to(device),
+        evict_places=places[0].to(device),
+        load_places=places[1].to(device),
+    )
+    speedtorch.synchronize()
+    for field, side, (host_after, arriving_after) in zip(hosts, on_device, expected, strict=True):
+        assert_same_bytes(field, host_after)
+        assert_same_bytes(side, arriving_after)
+
+
+BAD = {
+    "out of range": ([1, 50], [0, 1], "id 50 at position 1 of {ids} is out of range.* 50 rows"),
+    "negative": ([-1, 4], [0, 1], "id -1 at position 0 of {ids} is out of range"),
+    "twice": ([4, 4], [0, 1], "id 4 at position 1 of {ids} is not above the one before it"),
+    "descending": ([1, 5, 4], [0, 1, 2], "id 4 at position 2 of {ids} is not above"),
+    "place": (
+        [1, 5],
+        [0, 3],
+        "place 3 of the row at position 1 of {ids} is out of range for 3 rows",
+    ),
+    "negative place": ([1, 5], [-1, 2], "place -1 of the row at position 0 of {ids}"),
+}
+
+
+@pytest.mark.parametrize("which", ["evict", "load"])
+@pytest.mark.parametrize(("ids", "places", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_ids_and_places_are_errors_and_move_nothing(
+    device: str, ids: list[int], places: list[int], message: str, which: str
+) -> None:
+    table = speedtorch.HostTable(ROWS, 2).normal_(seed=0)
+    before = table["weight"].clone()
+    sides = [torch.full((3, 2), float(number), device=device) for number in (1, 2)]
+    good = torch.tensor([2, 3], device=device), torch.tensor([0, 1], device=device)
+    bad = torch.tensor(ids, device=device), torch.tensor(places, device=device)
+    evict, load = (bad, good) if which == "evict" else (good, bad)
+    with pytest.raises(IndexError, match=message.format(ids=which)):
+        speedtorch.optimizer_state_swap(
+            [table["weight"]],
+            [sides[0]],
+            evict[0],
+            [sides[1]],
+            load[0],
+            evict_places=evict[1],
+            load_places=load[1],
+        )
+        speedtorch.synchronize()
+    speedtorch.synchronize()  # said once
+    assert_same_bytes(table["weight"], before)
+    assert sides[1].eq(2).all()
+
+
+def test_arguments_that_do_not_fit_are_errors() -> None:
+    weight, side, other = torch.zeros(ROWS, 2), torch.zeros(3, 2), torch.zeros(4, 2)
+    ids, places = torch.tensor([1, 2]), torch.tensor([0, 1])
+
+    def swap(**changes: object) -> None:
+        given = {"evict": ids, "load": ids, "evict_places": places, "load_places": places}
+        chosen = given | changes
+        speedtorch.optimizer_state_swap(
+            [weight], [side], chosen.pop("evict"), [side.clone()], chosen.pop("load"), **chosen
+        )
+
+    swap()
+    for changes, message in (
+        ({"evict": ids.int()}, "evict must be a contiguous int64"),
+        ({"load_places": places.int()}, "load_places must be a contiguous int64"),
+        ({"load_places": places[:1]}, r"load_places has shape \[1\], expected \[2\]"),
+        ({"load_places": None}, "evict_places and load_places go together"),
+        ({"evict_plan": speedtorch.plan_rows(ids, ROWS)}, "with no plan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            swap(**changes)
+    fields = [weight, weight.clone()]
+    with pytest.raises(ValueError, match=r"leaving\[1\] has 4 rows, leaving\[0\] has 3"):
+        speedtorch.optimizer_state_swap(
+            fields,
+            [side, other],
+            ids,
+            [side.clone(), side.clone()],
+            ids,
+            evict_places=places,
+            load_places=places,
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_is_clean(device: str) -> None:
+    ids, places = torch.tensor([1, 2], device=device), torch.tensor([2, 0], device=device)
+    sides = [torch.rand(3, 2, device=device) for _ in range(2)]
+    arguments = ([torch.rand(ROWS, 2)], [sides[0]], ids, places, [sides[1]], ids, places)
+    opcheck(torch.ops.speedtorch.optimizer_state_swap.placed, arguments)
