@@ -45,6 +45,13 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
 
   m.def("pinned_copy(Tensor(a!) dst, Tensor src) -> ()");
 
+  m.def("sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct) -> Tensor");
+  // For speedtorch/planned_batch.py.
+  m.def(
+      "compare_rows(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int "
+      "padding) "
+      "-> Tensor[]");
+
   // The choice of path, for speedtorch/cost_model.py.
   m.def("explain_move(Tensor table, int ids, int direction, bool accumulate) -> Tensor");
   m.def(

@@ -14,6 +14,7 @@ from speedtorch.ops import (
     pinned_gather,
     pinned_scatter,
     plan_rows,
+    sum_rows,
     synchronize,
 )
 from speedtorch.prefetch import prefetch
@@ -40,6 +41,7 @@ __all__ = [
     "plan_rows",
     "prefetch",
     "set_num_sms",
+    "sum_rows",
     "synchronize",
     "unpin_memory_",
     *legacy.__all__,

@@ -18,6 +18,9 @@ from speedtorch.table_rows import TableRows
 
 __all__ = ["Embedding", "EmbeddingBag"]
 
+# What sum_rows adds up.
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 _Rows = Tensor | HostTable
 _Source = _Rows | str | os.PathLike[str]
 _Device = str | int | torch.device | None
@@ -342,12 +345,21 @@ class Embedding(RowModule):
             IndexError: An id is out of range.
         """
         self._check_use()
+        swapper = self.table_rows.swapper
         if not self._trains() and self.max_norm is None:
-            return self.table_rows.swapper.read(input)
+            return swapper.read(input)
+        if self._sums_by_plan():
+            return swapper.look_up(input)
         local, rows, padding = self._rows_for(input, self.max_norm, self.norm_type)
         return F.embedding(
             local, rows, padding, None, 2.0, self.scale_grad_by_freq, self._gives_sparse()
         )
+
+    def _sums_by_plan(self) -> bool:
+        """Whether gradients may be added up in an order of our own."""
+        exact = self.weight.is_cpu or torch.are_deterministic_algorithms_enabled()
+        own = self.padding_idx is None and self.max_norm is None and not self.scale_grad_by_freq
+        return own and not exact and not self.sparse and self.weight.dtype in _SUMMED
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""

@@ -8,7 +8,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-__all__ = ["GradientSink", "HeldRows", "Token", "replace_rows"]
+from speedtorch.ops import pinned_gather, sum_rows
+from speedtorch.planned_batch import PlannedBatch
+
+__all__ = ["GradientSink", "HeldRows", "SummedLookup", "Token", "replace_rows"]
 
 
 def replace_rows(parameter: Tensor, rows: Tensor) -> None:
@@ -70,10 +73,59 @@ class HeldRows(torch.autograd.Function):
         Raises:
             NotImplementedError: the gradient is to be differentiated itself.
         """
-        if torch.is_grad_enabled() and gradient.requires_grad:
-            raise NotImplementedError(
-                "gradients of gradients do not go through an Embedding's rows; use torch.nn"
-            )
+        _check_once(gradient)
         ctx.token = None
         ctx.sink.add_gradient(gradient, ctx.held, ctx.step)
         return None, None, None, None, None
+
+
+class SummedLookup(torch.autograd.Function):
+    """Rows by their places, whose gradients are added up by the plan of their batch.
+
+    What torch's embedding computes, in a third of the time on a GPU: the batch is sorted already.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        parameter: Tensor,
+        rows: Tensor,
+        batch: PlannedBatch,
+        part: int,
+        table_rows: int,
+        sink: GradientSink,
+        step: int,
+    ) -> Tensor:
+        """Returns the rows of a part of the batch, `[*ids, ...]`."""
+        ctx.batch, ctx.part, ctx.table_rows = batch, part, table_rows
+        ctx.sink, ctx.step, ctx.token = sink, step, Token()
+        sink.lookups.add(ctx.token)
+        return pinned_gather(rows, batch.local(part))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        """Adds the gradient up and hands it on.
+
+        Raises:
+            NotImplementedError: the gradient is to be differentiated itself.
+        """
+        _check_once(gradient)
+        ctx.token = None
+        batch: PlannedBatch = ctx.batch
+        ids = gradient.numel() // max(1, gradient.shape[-1])
+        summed = sum_rows(
+            gradient.reshape(ids, gradient.shape[-1]).contiguous(),
+            batch.plan,
+            ctx.table_rows,
+            begin=batch.begin(ctx.part),
+            distinct=batch.distinct,
+        )
+        ctx.sink.add_gradient(summed, batch.ids, ctx.step)
+        return (None,) * 7
+
+
+def _check_once(gradient: Tensor) -> None:
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        raise NotImplementedError(
+            "gradients of gradients do not go through an Embedding's rows; use torch.nn"
+        )

@@ -25,6 +25,7 @@ __all__ = [
     "pinned_gather",
     "pinned_scatter",
     "plan_rows",
+    "sum_rows",
     "synchronize",
 ]
 
@@ -294,6 +295,46 @@ def optimizer_state_swap(
             load,
             list(load_plan) if load_plan is not None else plan_rows(load, rows),
         )
+
+
+def sum_rows(
+    rows: Tensor,
+    plan: Sequence[Tensor],
+    table_rows: int,
+    *,
+    begin: int = 0,
+    distinct: int | None = None,
+) -> Tensor:
+    """Adds up the rows of each distinct id of a batch: the gradient of looking them up.
+
+    The order of addition depends on the plan alone, so that equal inputs give equal bits on every
+    GPU: an id's rows in index order, in parts of 128 entries of the sorted batch on a GPU. Half
+    precision is added up in float32 and rounded once.
+
+    Args:
+        rows: contiguous `[n, ...]`, float16, bfloat16, float32 or float64: the rows of ids `begin`
+            to `begin + n` of the batch.
+        plan: result of `plan_rows(index, table_rows)`, on the device of `rows`.
+        table_rows: rows of the table that the ids name.
+        begin: how many ids of the batch come before those of `rows`; they count as zeros, as those
+            after them do.
+        distinct: number of distinct ids; None: read from the plan, which waits for a GPU.
+
+    Returns:
+        `[distinct, ...]`: the sum of the rows of each entry of the plan's `unique`.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, or there are not so many ids.
+
+    Example:
+        >>> plan = plan_rows(torch.tensor([7, 2, 7]), 10)
+        >>> sum_rows(torch.tensor([[1.0], [2.0], [4.0]]), plan, 10).tolist()  # of 2 and 7
+        [[2.0], [5.0]]
+    """
+    if distinct is None:
+        distinct = int(plan[4][3])
+    summed: Tensor = _ops.sum_rows(rows, list(plan), table_rows, begin, distinct)
+    return summed
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:

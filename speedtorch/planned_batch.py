@@ -8,7 +8,7 @@ which rows it has in common with that one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,31 +16,10 @@ from torch import Tensor
 from speedtorch.batch_ids import SeenIds
 from speedtorch.ops import plan_rows
 
-__all__ = ["PlannedBatch", "SortedRows"]
+__all__ = ["PlannedBatch"]
 
-_PAST = 2**63 - 1  # after the last id of a list that is sorted
 _STATUS_BAD, _STATUS_BAD_POSITION, _STATUS_BAD_ID, _STATUS_DISTINCT = range(4)
 _STATUS_FIELDS = 8
-
-
-@dataclass(frozen=True)
-class SortedRows:
-    """Rows that are held, for a batch to be compared with.
-
-    Attributes:
-        ids: ascending, with any number of entries past them all at the end.
-        counted: which entries are held.
-        places: where the row of each entry is held.
-    """
-
-    ids: Tensor
-    counted: Tensor
-    places: Tensor
-
-    @classmethod
-    def of(cls, ids: Tensor) -> SortedRows:
-        """Rows that are held in the order of their ids."""
-        return cls(ids, torch.ones_like(ids, dtype=torch.bool), _places(ids))
 
 
 class PlannedBatch:
@@ -53,7 +32,7 @@ class PlannedBatch:
         rows: rows of the table.
         device: where rows are held.
         padding: id of a row that is never trained, or None.
-        after: the batch whose rows are held before this one's, or rows that are held.
+        after: the batch whose rows are held before this one's, or ids of held rows, ascending.
 
     Raises:
         IndexError: an id on the CPU is out of range; ids on a GPU are reported by `count`.
@@ -66,7 +45,7 @@ class PlannedBatch:
         device: torch.device,
         padding: int | None = None,
         *,
-        after: PlannedBatch | SortedRows | None = None,
+        after: PlannedBatch | Tensor | None = None,
     ) -> None:
         self.after = after
         self._rows = rows
@@ -76,58 +55,42 @@ class PlannedBatch:
         index = flat[0] if len(flat) == 1 else torch.cat(flat)
         self._size = index.numel()
         # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
-        # follows the distinct ids. `_compact` puts those first that a mask selects.
-        self._unique, self._inverse, _, _, status = plan_rows(index, rows)
+        # follows the distinct ids.
+        self.plan = plan_rows(index, rows)
         self._place: Tensor | None = None
         """Of each distinct id, or None where that is its place in the order."""
-        self._ids = self._unique
-        sums = [status]
-        if padding is not None:
-            counted = self._counted()
-            ranks = _ranks(counted)
-            self._ids = _compact(self._unique, counted, ranks)
-            held = _count(counted)
-            self._place = torch.where(counted | (self._unique < 0), ranks, held)
-            sums.append(held)
-        else:
-            sums.append(status[_STATUS_DISTINCT : _STATUS_DISTINCT + 1])
+        self._ids: Tensor | None = None
         self._known_counts: list[int] | None = None
+        unique, _, _, _, status = self.plan
+        counts = [status]
+        if padding is not None:
+            self._ids, *_, sums = self._compared(unique[:0], unique[:0])
+            held = sums[:1]
+            named = status[_STATUS_DISTINCT : _STATUS_DISTINCT + 1] - held
+            places = torch.arange(self._size, device=device) - (unique > padding) * named
+            self._place = torch.where(unique == padding, held, places)
+            counts.append(held)
         if after is not None:
-            sums += self._compare(after.sorted() if isinstance(after, PlannedBatch) else after)
-        self._on_host, self._event = _to_host(torch.cat(sums))
+            held, held_status = (
+                (after, after[:0]) if isinstance(after, Tensor) else (after.plan[0], after.plan[4])
+            )
+            *lists, sums = self._compared(held, held_status)
+            self._arriving, self._staying, self._leaving = lists[0:2], lists[2:4], lists[4:6]
+            counts.append(sums)
+        self._on_host, self._event = _to_host(torch.cat(counts))
 
-    def _compare(self, held: SortedRows) -> list[Tensor]:
-        """Finds out which rows arrive, stay and leave when this batch follows on held rows."""
-        counted, places = self._counted(), self._places()
-        common, at = _find(self._unique, counted, held.ids)
-        fresh = counted & ~common
-        ranks = _ranks(fresh)
-        self._arriving_ids = _compact(self._unique, fresh, ranks)
-        self._arriving_places = _compact(places, fresh, ranks)
-        common_ranks = _ranks(common)
-        self._stay_places = _compact(places, common, common_ranks)
-        stay_from = held.places[at] if held.ids.numel() else at
-        self._stay_from = _compact(stay_from, common, common_ranks)
-        size = held.ids.numel()
-        stays = torch.zeros(size + 1, dtype=torch.bool, device=at.device)
-        stays.scatter_(0, torch.where(common, at, size), True)
-        gone = held.counted & ~stays[:-1]
-        gone_ranks = _ranks(gone)
-        self._leaving_ids = _compact(held.ids, gone, gone_ranks)
-        self._leaving_places = _compact(held.places, gone, gone_ranks)
-        return [_count(fresh), _count(gone)]
+    def _compared(self, held: Tensor, held_status: Tensor) -> list[Tensor]:
+        """Which rows arrive, stay and leave when this batch follows on held rows.
 
-    def _counted(self) -> Tensor:
-        named = self._unique >= 0
-        return named if self._padding is None else named & (self._unique != self._padding)
-
-    def _places(self) -> Tensor:
-        return _places(self._unique) if self._place is None else self._place
-
-    def sorted(self) -> SortedRows:
-        """The rows, for the next batch to be compared with."""
-        ids = torch.where(self._unique >= 0, self._unique, _PAST)
-        return SortedRows(ids, self._counted(), self._places())
+        Returns:
+            Ids and places of those that arrive, places now and before of those that stay, ids and
+            places before of those that leave; with the counts of all, arriving and leaving rows.
+        """
+        padding = -1 if self._padding is None else self._padding
+        lists: list[Tensor] = torch.ops.speedtorch.compare_rows(
+            self.plan[0], self.plan[4], held, held_status, padding
+        )
+        return lists
 
     # --------------------------------------------------------------------------------------------
 
@@ -150,51 +113,63 @@ class PlannedBatch:
                     f" of range for a table of {self._rows} rows ({counts[_STATUS_BAD]} of"
                     f" {self._size} ids are out of range); no row was moved"
                 )
-            self._known_counts = counts[_STATUS_FIELDS:]
+            self._known_counts = counts
         return self._known_counts
+
+    @property
+    def distinct(self) -> int:
+        """Distinct ids, with that of the padding."""
+        return self._counts()[_STATUS_DISTINCT]
 
     @property
     def held(self) -> int:
         """Distinct rows."""
-        return self._counts()[0]
+        return self.distinct if self._padding is None else self._counts()[_STATUS_FIELDS]
 
-    @property
+    @cached_property
     def ids(self) -> Tensor:
         """The rows, ascending: `[held]`."""
-        return self._ids[: self.held]
+        ids = self.plan[0] if self._ids is None else self._ids
+        return ids[: self.held]
 
     @property
     def arriving(self) -> tuple[Tensor, Tensor]:
         """Ids and places of the rows that were not held before."""
-        fresh = self._counts()[1]
-        return self._arriving_ids[:fresh], self._arriving_places[:fresh]
+        ids, places = self._arriving
+        fresh = self._counts()[-2]
+        return ids[:fresh], places[:fresh]
 
     @property
     def staying(self) -> tuple[Tensor, Tensor]:
         """Places now and before of the rows that were held before as well."""
-        common = self.held - self._counts()[1]
-        return self._stay_places[:common], self._stay_from[:common]
+        now, before = self._staying
+        common = self.held - self._counts()[-2]
+        return now[:common], before[:common]
 
     @property
     def leaving(self) -> tuple[Tensor, Tensor]:
         """Ids and places before of the rows that this batch does not name."""
-        gone = self._counts()[2]
-        return self._leaving_ids[:gone], self._leaving_places[:gone]
+        ids, places = self._leaving
+        gone = self._counts()[-1]
+        return ids[:gone], places[:gone]
 
     def place_among(self, ids: Tensor) -> None:
         """Takes the places of rows that are held with others: `ids` ascending."""
-        places = torch.searchsorted(ids, self._unique)
+        places = torch.searchsorted(ids, self.plan[0])
         if self._padding is not None:
-            places = torch.where(self._unique == self._padding, len(ids), places)
+            places = torch.where(self.plan[0] == self._padding, len(ids), places)
         self._place = places
 
     def local(self, part: int) -> Tensor:
         """The places of the rows that a part names, in the part's shape."""
-        shape = self._seen[part].shape
-        begin = sum(seen.shape.numel() for seen in self._seen[:part])
-        entries = self._inverse[begin : begin + shape.numel()]
+        shape, begin = self._seen[part].shape, self.begin(part)
+        entries = self.plan[1][begin : begin + shape.numel()]
         local = entries if self._place is None else self._place[entries]
         return local.view(shape)
+
+    def begin(self, part: int) -> int:
+        """How many ids come before those of a part."""
+        return sum(seen.shape.numel() for seen in self._seen[:part])
 
     def part_of(self, ids: Tensor) -> int | None:
         """Which of the parts these ids are, if they are known to be one."""
@@ -202,10 +177,6 @@ class PlannedBatch:
             if seen.are(ids):
                 return part
         return None
-
-
-def _places(ids: Tensor) -> Tensor:
-    return torch.arange(ids.numel(), device=ids.device)
 
 
 def _to_host(counts: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -216,28 +187,3 @@ def _to_host(counts: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return on_host, event
-
-
-def _count(mask: Tensor) -> Tensor:
-    return mask.sum().view(1)
-
-
-def _ranks(mask: Tensor) -> Tensor:
-    """How many entries before each are selected."""
-    return mask.cumsum(0) - mask.long()
-
-
-def _compact(values: Tensor, mask: Tensor, ranks: Tensor) -> Tensor:
-    """The selected values first; what follows is undefined."""
-    size = values.numel()
-    made = values.new_empty(size + 1)
-    made.scatter_(0, torch.where(mask, ranks, size), values)
-    return made
-
-
-def _find(ids: Tensor, counted: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-    """Which ids are among others that are sorted, and at which entry."""
-    if among.numel() == 0:
-        return torch.zeros_like(counted), torch.zeros_like(ids)
-    at = torch.searchsorted(among, ids).clamp_(max=among.numel() - 1)
-    return counted & (among[at] == ids), at

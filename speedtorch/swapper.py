@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from speedtorch.held_rows import HeldRows, Token, replace_rows
+from speedtorch.held_rows import HeldRows, SummedLookup, Token, replace_rows
 from speedtorch.ops import optimizer_state_swap, pinned_gather, pinned_scatter, synchronize
-from speedtorch.planned_batch import PlannedBatch, SortedRows
+from speedtorch.planned_batch import PlannedBatch
 from speedtorch.side_stream import SideStream
 
 __all__ = ["RowState", "Swapper"]
@@ -186,7 +186,8 @@ class Swapper:
         Raises:
             IndexError: an id is out of range; what is held did not change.
         """
-        local = self.announce([ids])[0]
+        batch, part = self.announce([ids])[0]
+        local = batch.local(part)
         self._announced = False
         count = len(self._held)
         rows = self.parameter.detach() if self.padding is None else self._rows[: count + 1]
@@ -196,14 +197,34 @@ class Swapper:
             self._dirty, self._version = True, self.parameter._version
         return local, HeldRows.apply(self.parameter, rows, self._held, self, self.step)  # type: ignore[no-untyped-call]
 
-    def announce(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def look_up(self, ids: Tensor) -> Tensor:
+        """The rows that ids name, `[*ids.shape, ...]`, held as those of `lookup` are.
+
+        Args:
+            ids: of any shape, on either device.
+
+        Returns:
+            The rows; their gradients go to the parameter.
+
+        Raises:
+            IndexError: an id is out of range; what is held did not change.
+        """
+        batch, part = self.announce([ids])[0]
+        self._announced = False
+        rows, table_rows = self.parameter.detach(), len(self.weight)
+        looked_up: Tensor = SummedLookup.apply(  # type: ignore[no-untyped-call]
+            self.parameter, rows, batch, part, table_rows, self, self.step
+        )
+        return looked_up
+
+    def announce(self, parts: Sequence[Tensor]) -> list[tuple[PlannedBatch, int]]:
         """Holds the rows of all of these ids; lookups of the same tensors load nothing then.
 
         Args:
             parts: ids of any shape, on either device.
 
         Returns:
-            The positions of the rows of each part, in its shape.
+            For each part the batch that has it, and which of that batch's parts it is.
 
         Raises:
             IndexError: an id is out of range; what is held did not change.
@@ -214,15 +235,15 @@ class Swapper:
         found = [self._find(part) for part in parts]
         if any(each is None for each in found):
             batch = self._extend(parts)
-            found = [batch.local(part) for part in range(len(parts))]
+            found = [(batch, part) for part in range(len(parts))]
         self._announced = True
         return [each for each in found if each is not None]
 
-    def _find(self, ids: Tensor) -> Tensor | None:
+    def _find(self, ids: Tensor) -> tuple[PlannedBatch, int] | None:
         for batch in self._known:
             part = batch.part_of(ids)
             if part is not None:
-                return batch.local(part)
+                return batch, part
         return None
 
     def _begin_step(self, parts: Sequence[Tensor]) -> None:
@@ -288,8 +309,7 @@ class Swapper:
 
     def _extend(self, parts: Sequence[Tensor]) -> PlannedBatch:
         """Holds more rows beside those that are held already."""
-        held = SortedRows.of(self._held)
-        batch = PlannedBatch(parts, len(self.weight), self.device, self.padding, after=held)
+        batch = PlannedBatch(parts, len(self.weight), self.device, self.padding, after=self._held)
         load, _ = batch.arriving
         if len(load):
             self._drop_coming()
@@ -483,8 +503,8 @@ class Swapper:
         self._planning.join()
         batch.count()
         if any(batch.part_of(part) is None for part in parts):
-            held = SortedRows.of(batch.ids)
-            asked = PlannedBatch(parts, len(self.weight), self.device, self.padding, after=held)
+            rows, device = len(self.weight), self.device
+            asked = PlannedBatch(parts, rows, device, self.padding, after=batch.ids)
             if asked.held != batch.held or len(asked.arriving[0]):
                 return None  # a step holds the rows that its lookups name, and no others
         return self.queue.popleft()

@@ -39,6 +39,19 @@ def _pinned_gather_planned_fake(table: Tensor, index: Tensor, plan: list[Tensor]
     return _pinned_gather_fake(table, index)
 
 
+def _sum_rows_fake(
+    rows: Tensor, plan: list[Tensor], table_rows: int, begin: int, distinct: int
+) -> Tensor:
+    return rows.new_empty((distinct, *rows.shape[1:]))
+
+
+def _compare_rows_fake(
+    named: Tensor, named_status: Tensor, held: Tensor, held_status: Tensor, padding: int
+) -> list[Tensor]:
+    lengths = [named.numel()] * 4 + [held.numel()] * 2 + [3]
+    return [named.new_empty(length) for length in lengths]
+
+
 def _writes_its_arguments(*args: Any, **kwargs: object) -> None:
     """Fake kernel of the ops that return nothing."""
     parts = (part if isinstance(part, list | tuple) else (part,) for part in args)
@@ -52,6 +65,8 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_gather.out": _writes_its_arguments,
     "pinned_gather.planned": _pinned_gather_planned_fake,
     "pinned_gather.planned_out": _writes_its_arguments,
+    "sum_rows": _sum_rows_fake,
+    "compare_rows": _compare_rows_fake,
     "pinned_copy": _writes_its_arguments,
     "pinned_scatter": _writes_its_arguments,
     "pinned_scatter.planned": _writes_its_arguments,

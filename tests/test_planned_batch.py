@@ -1,0 +1,107 @@
+"""A planned batch knows its distinct rows, and those that it has in common with others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from torch import Tensor
+
+from speedtorch.planned_batch import PlannedBatch
+
+ROWS = 40
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+
+
+def batch(
+    device: str, *ids: list[int], padding: int | None = None, after: object = None
+) -> PlannedBatch:
+    parts = [torch.tensor(each, dtype=torch.int64, device=device) for each in ids]
+    return PlannedBatch(parts, ROWS, torch.device(device), padding, after=after)  # type: ignore[arg-type]
+
+
+def pairs(lists: tuple[Tensor, Tensor]) -> dict[int, int]:
+    return dict(zip(lists[0].tolist(), lists[1].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_are_held_in_address_order(device: str) -> None:
+    made = batch(device, [7, 2, 7], [9, 2])
+    assert (made.held, made.distinct) == (3, 3)
+    assert made.ids.tolist() == [2, 7, 9]
+    assert made.local(0).tolist() == [1, 0, 1] and made.local(1).tolist() == [2, 0]
+    assert made.begin(1) == 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("padding", [0, 7, 9, 39])
+def test_the_padding_stands_after_the_rows(device: str, padding: int) -> None:
+    made = batch(device, [7, 2, 7, 9, 0], padding=padding)
+    ids = sorted({7, 2, 9, 0} - {padding})
+    assert made.held == len(ids) and made.ids.tolist() == ids
+    expected = [ids.index(id) if id != padding else len(ids) for id in (7, 2, 7, 9, 0)]
+    assert made.local(0).tolist() == expected
+    made.place_among(torch.tensor([0, 2, 3, 7, 9], device=device))
+    among = [0, 2, 3, 7, 9]
+    assert made.local(0).tolist() == [
+        5 if id == padding else among.index(id) for id in (7, 2, 7, 9, 0)
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("padding", [None, 2, 11, 5])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ([1, 2, 5, 5, 11], [2, 3, 11, 38, 2]),
+        ([], [2, 3]),
+        ([2, 3], []),
+        ([], []),
+        ([2, 5], [2, 5]),
+        ([1, 3], [2, 5]),
+    ],
+    ids=str,
+)
+def test_rows_that_arrive_stay_and_leave_are_found(
+    device: str, before: list[int], now: list[int], padding: int | None
+) -> None:
+    first = batch(device, before, padding=padding)
+    old = sorted(set(before) - {padding})
+    new = sorted(set(now) - {padding})
+    for after in (first, torch.tensor(old, dtype=torch.int64, device=device)):
+        made = batch(device, now, padding=padding, after=after)
+        assert made.ids.tolist() == new
+        assert pairs(made.arriving) == {id: new.index(id) for id in new if id not in old}
+        assert pairs(made.leaving) == {id: old.index(id) for id in old if id not in new}
+        both = {new.index(id): old.index(id) for id in new if id in old}
+        assert pairs(made.staying) == both
+        assert made.arriving[0].tolist() == sorted(made.arriving[0].tolist())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_rows_are_compared(device: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    lists = [torch.randint(20_000, (9000,), generator=random) for _ in range(2)]
+    place = torch.device(device)
+    first = PlannedBatch([lists[0].to(place)], 20_000, place)
+    second = PlannedBatch([lists[1].to(place)], 20_000, place, after=first)
+    old, new = (each.unique() for each in lists)
+    assert torch.equal(second.arriving[0].cpu(), new[~torch.isin(new, old)])
+    assert torch.equal(second.leaving[0].cpu(), old[~torch.isin(old, new)])
+    assert torch.equal(new[second.staying[0].cpu()], old[second.staying[1].cpu()])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_ids_are_told_when_they_are_counted(device: str) -> None:
+    with pytest.raises(IndexError, match="40 at position 1.*table of 40 rows.*2 of 3"):
+        batch(device, [3, 40, -1]).count()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_are_known_again(device: str) -> None:
+    ids = torch.tensor([3, 4], device=device)
+    made = PlannedBatch([torch.tensor([1], device=device), ids], ROWS, torch.device(device))
+    assert made.part_of(ids) == 1
+    assert made.part_of(torch.tensor([3], device=device)) is None
+    ids[0] = 5
+    assert made.part_of(ids) is None

@@ -1,0 +1,118 @@
+"""sum_rows adds up the rows of each id of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor
+from torch.library import opcheck
+
+import speedtorch
+
+ROWS = 1000
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def summed(rows: Tensor, index: Tensor) -> Tensor:
+    """The reference in float64, id by id in rising order."""
+    return torch.stack([rows[index == id].double().sum(0) for id in index.unique()])
+
+
+def ids_of(kind: str, count: int) -> Tensor:
+    random = torch.Generator().manual_seed(count)
+    if kind == "one":
+        return torch.full((count,), 7)
+    if kind == "distinct":
+        return torch.randperm(ROWS, generator=random)[:count]
+    ids = torch.randint(ROWS, (count,), generator=random)
+    return ids.where(torch.rand(count, generator=random) < 0.5, 3)  # half of them are one row
+
+
+@pytest.mark.parametrize("kind", ["one", "distinct", "half"])
+@pytest.mark.parametrize("count", [1, 5, 127, 128, 129, 300, 1000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_whole_numbers_are_added_up_exactly(
+    device: str, dtype: torch.dtype, count: int, kind: str
+) -> None:
+    index = ids_of(kind, count)
+    for columns in (1, 3, 8, 47, 128, 300):
+        rows = torch.randint(-2, 3, (count, columns)).to(dtype)
+        expected = summed(rows, index)
+        plan = speedtorch.plan_rows(index.to(device), ROWS)
+        given = len(expected) if columns % 2 else None
+        actual = speedtorch.sum_rows(rows.to(device), plan, ROWS, distinct=given)
+        assert_same_bytes(actual.double(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_part_of_a_batch_counts_the_others_as_zeros(device: str) -> None:
+    index = ids_of("half", 700)
+    rows = torch.randint(-5, 6, (700, 6)).float()
+    plan = speedtorch.plan_rows(index.to(device), ROWS)
+    for begin, end in ((0, 700), (0, 1), (100, 500), (699, 700), (300, 300)):
+        expected = rows.clone()
+        expected[:begin] = 0
+        expected[end:] = 0
+        part = rows[begin:end].to(device)
+        actual = speedtorch.sum_rows(part, plan, ROWS, begin=begin)
+        assert_same_bytes(actual.double(), summed(expected, index))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_numbers_are_added_up_closely_and_always_alike(device: str, dtype: torch.dtype) -> None:
+    index = ids_of("half", 5000)
+    rows = torch.randn(5000, 20).to(dtype)
+    plan = speedtorch.plan_rows(index.to(device), ROWS)
+    first = speedtorch.sum_rows(rows.to(device), plan, ROWS)
+    torch.testing.assert_close(first.cpu(), summed(rows, index).to(dtype), rtol=1e-2, atol=1e-2)
+    for _ in range(3):
+        assert_same_bytes(speedtorch.sum_rows(rows.to(device), plan, ROWS), first)
+
+
+def test_on_the_cpu_the_order_is_that_of_the_ids() -> None:
+    index = ids_of("half", 500)
+    rows = torch.randn(500, 4)
+    plan = speedtorch.plan_rows(index, ROWS)
+    places = index.unique(return_inverse=True)[1]
+    expected = torch.zeros(len(index.unique()), 4).index_add_(0, places, rows)
+    assert_same_bytes(speedtorch.sum_rows(rows, plan, ROWS), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty_batches_and_rows_are_legal(device: str) -> None:
+    plan = speedtorch.plan_rows(torch.empty(0, dtype=torch.int64, device=device), ROWS)
+    assert speedtorch.sum_rows(torch.empty(0, 3, device=device), plan, ROWS).shape == (0, 3)
+    plan = speedtorch.plan_rows(torch.tensor([1, 1], device=device), ROWS)
+    assert speedtorch.sum_rows(torch.empty(2, 0, device=device), plan, ROWS).shape == (1, 0)
+
+
+def test_arguments_that_do_not_fit_are_errors() -> None:
+    plan = speedtorch.plan_rows(torch.tensor([1, 2, 1]), ROWS)
+    rows = torch.zeros(3, 2)
+    for call, error, message in (
+        (lambda: speedtorch.sum_rows(rows.int(), plan, ROWS), ValueError, "float.*got Int"),
+        (lambda: speedtorch.sum_rows(rows, plan, ROWS, begin=1), ValueError, "rows 1 to 4.*3 ids"),
+        (lambda: speedtorch.sum_rows(rows, plan, ROWS, distinct=4), ValueError, "0 to 3.*got 4"),
+        (lambda: speedtorch.sum_rows(rows, plan, ROWS, distinct=1), ValueError, "is 1.*has 2"),
+        (lambda: speedtorch.sum_rows(rows, plan[:4], ROWS, distinct=2), ValueError, "4 tensors"),
+        (lambda: speedtorch.sum_rows(rows, plan, 5), IndexError, "table of 1000 rows.*has 5"),
+        (lambda: speedtorch.sum_rows(torch.zeros(2, 3).t(), plan, ROWS), ValueError, "contiguous"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_is_clean(device: str) -> None:
+    index = torch.tensor([1, 2, 1], device=device)
+    plan = speedtorch.plan_rows(index, ROWS)
+    ops = torch.ops.speedtorch
+    opcheck(ops.sum_rows.default, (torch.rand(3, 2, device=device), plan, ROWS, 0, 2))
+    nothing = plan[0][:0]
+    compared = (plan[0], plan[4], nothing, nothing, -1)
+    opcheck(ops.compare_rows.default, compared, test_utils=("test_schema", "test_faketensor"))
