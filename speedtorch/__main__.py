@@ -1,18 +1,24 @@
-"""The command line: `python -m speedtorch info` and `python -m speedtorch demo word2vec`."""
+"""The command line: `python -m speedtorch info` and `python -m speedtorch demo NAME`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
-from speedtorch.demo.settings import Settings, add_arguments
-from speedtorch.demo.word2vec import STOPPED, run
+from speedtorch.demo import glove_run, word2vec
+from speedtorch.demo.session import STOPPED
 from speedtorch.info import info
 
 __all__ = ["main"]
 
 _WRONG_USE = 2
+# A demonstration's module has HELP, ABOUT, Settings, add_arguments and run.
+_DEMOS: dict[str, ModuleType] = {
+    "word2vec": word2vec,
+    "glove": glove_run,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,21 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("info", help="versions, what was built, GPU, memory in use")
     demo = commands.add_parser("demo", help="see it work")
     demos = demo.add_subparsers(dest="demo", required=True)
-    word2vec = demos.add_parser(
-        "word2vec",
-        help="word vectors from real text, with the tables in host memory",
-        description="Skip-gram with negative sampling. Word vectors and their optimizer state "
-        "are kept in host memory; model and optimizer hold the rows of one batch.",
-    )
-    add_arguments(word2vec)
+    for name, module in _DEMOS.items():
+        module.add_arguments(demos.add_parser(name, help=module.HELP, description=module.ABOUT))
     chosen = vars(parser.parse_args(arguments))
     command = chosen.pop("command")
     if command == "info":
         print(info())
         return 0
-    chosen.pop("demo")
+    module = _DEMOS[chosen.pop("demo")]
     try:
-        return run(Settings(**chosen))
+        status: int = module.run(module.Settings(**chosen))
+        return status
     except (ValueError, OSError, MemoryError) as error:
         print(f"speedtorch: {error}", file=sys.stderr)
         return _WRONG_USE

@@ -42,13 +42,14 @@ class AttachedState:
         self.probe = probe
         self.names = tuple(probe.row_state)
         self.has_stepped = False
+        self._entries: dict[str, Any] = {}
 
     def entries(self) -> dict[str, Any]:
-        """The optimizer's own state of the parameter."""
+        """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
         optimizer = self.optimizer()
-        assert optimizer is not None
-        entries: dict[str, Any] = optimizer.state.setdefault(self.table_rows.parameter, {})
-        return entries
+        if optimizer is not None:
+            self._entries = optimizer.state.setdefault(self.table_rows.parameter, {})
+        return self._entries
 
     def rows(self) -> list[Tensor]:
         """The state of the held rows, field by field."""
@@ -140,7 +141,7 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     for rows in _rows_of(module):
         if not _holds(optimizer, rows.parameter):
             continue
-        if rows.swapper.state is not None:
+        if _attached_to(rows) is not None:
             raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
         probed.append((rows, probe_optimizer(optimizer, rows.parameter)))
     if not probed:
@@ -206,6 +207,17 @@ def detach(optimizer: Optimizer) -> None:
         optimizer.state.pop(state.table_rows.parameter, None)
     for handle in _handles.pop(optimizer):
         handle.remove()
+
+
+def _attached_to(rows: TableRows) -> Optimizer | None:
+    """The optimizer that keeps state of the rows; one that is gone is detached now."""
+    state = rows.swapper.state
+    if not isinstance(state, AttachedState):
+        return None
+    optimizer = state.optimizer()
+    if optimizer is None:
+        rows.detach()
+    return optimizer
 
 
 def _rows_of(module: nn.Module) -> Iterator[TableRows]:
@@ -296,10 +308,10 @@ def _watched_rows(optimizer: Optimizer) -> Iterator[TableRows]:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for rows in _watched_rows(optimizer):
-        state = rows.swapper.state
-        if state is None:
+        attached = _attached_to(rows)
+        if attached is None:
             _check_stateless(optimizer, rows)
-        elif isinstance(state, AttachedState) and state.optimizer() is not optimizer:
+        elif attached is not optimizer:
             raise ValueError(
                 f"{rows.name} is attached to another optimizer than this"
                 f" {type(optimizer).__name__}: detach that first"

@@ -165,6 +165,8 @@ def _explain_swap(
     load: Tensor,
     evict_plan: Any,
     load_plan: Any,
+    evict_places: Any,
+    load_places: Any,
 ) -> Explanation:
     if arriving[0].device.type == "cpu":
         return Explanation("optimizer_state_swap", "cpu", "the rows go to and come from the CPU")

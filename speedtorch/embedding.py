@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from functools import partial, wraps
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _not_compiled(function: _Function) -> _Function:
+    """Breaks a graph that torch.compile makes; costs nothing where none is made."""
     reason = "the number of held rows changes from step to step"
-    made: _Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
-    return made
+    broken = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+
+    @wraps(function)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        chosen = broken if torch.compiler.is_compiling() else function
+        return chosen(*args, **kwargs)
+
+    return cast(_Function, either)
 
 
 class RowModule(nn.Module):
@@ -198,7 +205,6 @@ class RowModule(nn.Module):
             )
         if moved.device != self.weight.device:
             swapper = self.table_rows.swapper
-            swapper.flush()
             swapper.let_go()
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             swapper.let_go()

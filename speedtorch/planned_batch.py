@@ -77,7 +77,7 @@ class PlannedBatch:
             *lists, sums = self._compared(held, held_status)
             self._arriving, self._staying, self._leaving = lists[0:2], lists[2:4], lists[4:6]
             counts.append(sums)
-        self._on_host, self._event = _to_host(torch.cat(counts))
+        self._on_host, self._event = _to_host(counts[0] if len(counts) == 1 else torch.cat(counts))
 
     def _compared(self, held: Tensor, held_status: Tensor) -> list[Tensor]:
         """Which rows arrive, stay and leave when this batch follows on held rows.

@@ -36,10 +36,15 @@ class SideStream:
             yield
             return
         stream = _stream(device, self._purpose)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        # torch.cuda.stream() asks for the device three times, which takes longer than a launch.
+        torch.cuda.set_stream(stream)
+        try:
             yield
-            self._end = stream.record_event()
+        finally:
+            torch.cuda.set_stream(current)
+        self._end = stream.record_event()
 
     def uses(self, tensors: list[Tensor]) -> None:
         """Memory of the current stream that the side stream reads is not given away meanwhile."""

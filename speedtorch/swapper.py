@@ -48,6 +48,7 @@ class Swapper:
     ) -> None:
         self.name = name
         self.weight = weight
+        self.table_rows = weight.shape[0]
         self.parameter = parameter
         self.padding = padding
         self.state_fields: list[Tensor] = []
@@ -63,6 +64,7 @@ class Swapper:
         self._coming: tuple[PlannedBatch, list[Tensor]] | None = None
         """The next batch, and memory where its rows have arrived or are about to."""
         self._planning, self._exchange = SideStream("planning"), SideStream("exchange")
+        self._numbers = torch.empty(0, dtype=torch.int64)
         self._forget()
 
     def use(self, weight: Tensor, state: RowState | None, state_fields: Sequence[Tensor]) -> None:
@@ -74,6 +76,7 @@ class Swapper:
             state_fields: all rows of the state, field by field.
         """
         self.weight, self.state, self.state_fields = weight, state, list(state_fields)
+        self.table_rows = weight.shape[0]
         self._forget()
 
     def _forget(self) -> None:
@@ -110,8 +113,9 @@ class Swapper:
         self, rows: list[Tensor], held: Tensor, batch: PlannedBatch | None, newer: bool = False
     ) -> None:
         """Begins a step with these rows. `newer`: some of them are not in the table yet."""
-        count = len(held)
+        count = held.shape[0]
         self._rows, self._held, self._batch = rows[0], held, batch
+        self._count = count
         if batch is not None:
             batch.after = None  # or each batch would keep the one before it
         self._known: list[PlannedBatch] = []
@@ -135,7 +139,7 @@ class Swapper:
         if self.state is not None:
             rows += self.state.rows()
         for each, field in zip(rows, self.fields, strict=True):
-            expected = (len(self._held), *field.shape[1:])
+            expected = (self._count, *field.shape[1:])
             if tuple(each.shape) != expected:
                 raise RuntimeError(
                     f"{self.name}: the held rows have the shape {list(each.shape)}, expected"
@@ -189,7 +193,7 @@ class Swapper:
         batch, part = self.announce([ids])[0]
         local = batch.local(part)
         self._announced = False
-        count = len(self._held)
+        count = self._count
         rows = self.parameter.detach() if self.padding is None else self._rows[: count + 1]
         if max_norm is not None:
             torch.embedding_renorm_(rows, local, max_norm, norm_type)
@@ -211,7 +215,7 @@ class Swapper:
         """
         batch, part = self.announce([ids])[0]
         self._announced = False
-        rows, table_rows = self.parameter.detach(), len(self.weight)
+        rows, table_rows = self.parameter.detach(), self.table_rows
         looked_up: Tensor = SummedLookup.apply(  # type: ignore[no-untyped-call]
             self.parameter, rows, batch, part, table_rows, self, self.step
         )
@@ -249,7 +253,7 @@ class Swapper:
     def _begin_step(self, parts: Sequence[Tensor]) -> None:
         planned = self._take_planned(parts)
         if planned is None:
-            batch = PlannedBatch(parts, len(self.weight), self.device, self.padding)
+            batch = PlannedBatch(parts, self.table_rows, self.device, self.padding)
             batch.count()  # bad ids change nothing
             self._drop_coming()
             self._replace(batch)
@@ -268,14 +272,14 @@ class Swapper:
         """The rows of the last step leave while those of the batch arrive."""
         ids, count = batch.ids, batch.held
         rows = self._empty(count)
-        if self._is_dirty():
-            leaving, evict = self._held_rows(), self._held
-        else:
-            leaving, evict = self._nothing(), ids[:0]
+        dirty = self._is_dirty()
+        leaving = self._held_rows() if dirty else self._nothing()
+        evict = self._held if dirty else ids[:0]
         self._exchange.join()
         self._swap(leaving, evict, [each[:count] for each in rows], ids)
         self._fetch_padding(rows[0], count)
-        self._hold(rows, ids, batch)
+        # Rows that stay have not been in the table in between.
+        self._hold(rows, ids, batch, newer=dirty)
 
     def _swap(
         self,
@@ -293,12 +297,15 @@ class Swapper:
             evict,
             arriving,
             load,
-            evict_places=self._order(len(evict)) if evict_places is None else evict_places,
-            load_places=self._order(len(load)) if load_places is None else load_places,
+            evict_places=self._order(evict.shape[0]) if evict_places is None else evict_places,
+            load_places=self._order(load.shape[0]) if load_places is None else load_places,
         )
 
     def _order(self, count: int) -> Tensor:
-        return torch.arange(count, device=self.device)
+        """0 to count - 1, of a tensor that is made once."""
+        if self._numbers.shape[0] < count or self._numbers.device != self.device:
+            self._numbers = torch.arange(2 * count, device=self.device)
+        return self._numbers[:count]
 
     def _fetch_padding(self, rows: Tensor, at: int) -> None:
         if self.padding is not None:
@@ -309,7 +316,7 @@ class Swapper:
 
     def _extend(self, parts: Sequence[Tensor]) -> PlannedBatch:
         """Holds more rows beside those that are held already."""
-        batch = PlannedBatch(parts, len(self.weight), self.device, self.padding, after=self._held)
+        batch = PlannedBatch(parts, self.table_rows, self.device, self.padding, after=self._held)
         load, _ = batch.arriving
         if len(load):
             self._drop_coming()
@@ -325,7 +332,7 @@ class Swapper:
             places = torch.searchsorted(ids, load)
             self._swap(self._nothing(), load[:0], arriving, load, None, places)
             self._fetch_padding(rows[0], count)
-            self._rows, self._held, self._batch = rows[0], ids, None
+            self._rows, self._held, self._batch, self._count = rows[0], ids, None, count
             self._show(rows, count)
             self._dirty = dirty
             for known in self._known:
@@ -352,7 +359,7 @@ class Swapper:
     def borrow(self, ids: Tensor) -> tuple[PlannedBatch, Tensor, Tensor]:
         """As lookup, but of rows that no step holds: the batch, positions, and the rows."""
         self.flush(wait=False)
-        batch = PlannedBatch([ids], len(self.weight), self.device, self.padding)
+        batch = PlannedBatch([ids], self.table_rows, self.device, self.padding)
         count = batch.held
         rows = self._empty(count)[0]
         pinned_gather(self.weight, batch.ids, out=rows[:count])
@@ -388,9 +395,15 @@ class Swapper:
         if wait:
             synchronize(self.device)
 
+    def drop_state(self) -> None:
+        """Brings the table up to date and forgets the state; rows stay held."""
+        self.flush()
+        self._drop_coming()
+        self.state, self.state_fields, self.takes_sparse = None, [], False
+
     def let_go(self) -> None:
-        """Holds no rows any more, without writing them back."""
-        self._exchange.join()
+        """Brings the table up to date and holds no rows any more."""
+        self.flush()
         self._coming = None
         self._forget()
 
@@ -414,7 +427,7 @@ class Swapper:
                 " back to the table: call backward before the lookup that follows the optimizer's"
                 " step"
             )
-        parameter, count = self.parameter, len(self._held)
+        parameter, count = self.parameter, self._count
         if held is not self._held:
             added = _among_more(gradient, torch.searchsorted(self._held, held), count)
         elif gradient.is_sparse:
@@ -439,7 +452,7 @@ class Swapper:
             parameter.grad = None
         if self.takes_sparse and parameter.grad is not None and not parameter.grad.is_sparse:
             parameter.grad = torch.sparse_coo_tensor(
-                self._order(len(self._held))[None],
+                self._order(self._count)[None],
                 parameter.grad,
                 parameter.grad.shape,
                 is_coalesced=True,
@@ -466,7 +479,7 @@ class Swapper:
         """
         before = self.queue[-1] if self.queue else self._batch
         with self._planning.after_current(self.device):
-            batch = PlannedBatch(parts, len(self.weight), self.device, self.padding, after=before)
+            batch = PlannedBatch(parts, self.table_rows, self.device, self.padding, after=before)
         self.queue.append(batch)
         return batch
 
@@ -503,7 +516,7 @@ class Swapper:
         self._planning.join()
         batch.count()
         if any(batch.part_of(part) is None for part in parts):
-            rows, device = len(self.weight), self.device
+            rows, device = self.table_rows, self.device
             asked = PlannedBatch(parts, rows, device, self.padding, after=batch.ids)
             if asked.held != batch.held or len(asked.arriving[0]):
                 return None  # a step holds the rows that its lookups name, and no others

@@ -117,7 +117,6 @@ class TableRows:
         Raises:
             MemoryError: there is no room for them.
         """
-        self._swapper.flush()
         self._swapper.let_go()
         known = self._table.fields
         there = all(known.get(name) == field for name, field in fields.items())
@@ -127,11 +126,8 @@ class TableRows:
         return there and self._table.was_read
 
     def detach(self) -> None:
-        """Keeps the weight alone; the fields of the state stay unused."""
-        self._swapper.flush()
-        self._swapper.let_go()
-        self._use(None, [])
-        self._swapper.takes_sparse = False
+        """Keeps the weight alone; the fields of the state stay unused, held rows stay held."""
+        self._swapper.drop_state()
 
     def _use(self, state: RowState | None, fields: Sequence[Tensor]) -> None:
         self._swapper.use(self._table["weight"], state, fields)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,19 @@ def test_loading_within_training_replaces_rows_and_state() -> None:
     step(ours, adam, IDS)
     assert_same_bytes(ours.state_dict()["words.weight"], expected[0]["words.weight"])
     assert_same_optimizer_state(adam.state_dict(), expected[1])
+
+
+def test_loading_one_of_both_keeps_the_other_of_the_held_rows() -> None:
+    (_, _), (ours, adam) = pair()
+    model_state, adam_state = copy.deepcopy([ours.state_dict(), adam.state_dict()])
+    step(ours, adam, IDS)
+    rows = ours.words.weight.detach().clone()
+    adam.load_state_dict(adam_state)
+    assert_same_bytes(ours.state_dict()["words.weight"][[1, 3, 19]], rows)
+    step(ours, adam, IDS)
+    moments = adam.state[ours.words.weight]["exp_avg"].clone()
+    ours.load_state_dict(model_state)
+    assert_same_bytes(adam.state_dict()["state"][0]["exp_avg"][[1, 3, 19]], moments)
 
 
 def test_state_that_does_not_fit_changes_nothing() -> None:
@@ -318,6 +333,7 @@ def test_detach_brings_the_rows_home_and_lets_another_optimizer_in() -> None:
     rows = ours.words.weight.detach().clone()
     speedtorch.detach(adam)
     assert_same_bytes(ours.words.table["weight"][[1, 3, 19]], rows)
+    assert_same_bytes(ours.words.weight, rows)
     assert ours.words.weight not in adam.state
     assert set(adam.state_dict()["state"]) == {1, 2}  # the dense parameters keep theirs
     with pytest.raises(RuntimeError, match="Adam keeps"):
@@ -326,6 +342,29 @@ def test_detach_brings_the_rows_home_and_lets_another_optimizer_in() -> None:
     speedtorch.attach(other, ours)
     step(ours, other, IDS)
     assert other.state_dict()["state"][0]["sum"].shape == (ROWS, WIDTH)
+
+
+def test_an_optimizer_that_is_gone_leaves_its_rows_behind() -> None:
+    def train(embedding: speedtorch.Embedding) -> Tensor:
+        adam = optim.Adam(embedding.parameters(), lr=0.1)
+        speedtorch.attach(adam, embedding)
+        step(embedding, adam, IDS)
+        return embedding.weight.detach().clone()
+
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    for _ in range(2):
+        rows = train(embedding)
+        gc.collect()
+        assert_same_bytes(embedding(torch.tensor([1, 3, 19])), rows)
+        assert_same_bytes(embedding.state_dict()["weight"][[1, 3, 19]], rows)
+    rows = train(embedding)
+    gc.collect()
+    embedding(IDS).sum().backward()
+    with pytest.raises(RuntimeError, match="Adam keeps"):
+        optim.Adam(embedding.parameters()).step()
+    optim.SGD(embedding.parameters(), lr=1.0).step()
+    changed = embedding.state_dict()["weight"][[1, 3, 19]]
+    assert_same_bytes(changed, rows - torch.tensor([[1.0], [2.0], [1.0]]))
 
 
 def test_schedulers_clipping_and_groups_work_as_in_torch() -> None:
@@ -428,9 +467,6 @@ def test_a_closure_trains_as_in_torch() -> None:
 
 
 def test_attach_keeps_neither_optimizer_nor_model_alive() -> None:
-    import gc
-    import weakref
-
     model = Model()
     adam = optim.Adam(model.parameters())
     speedtorch.attach(adam, model)

@@ -13,6 +13,7 @@ import torch
 
 from speedtorch import __main__ as command
 from speedtorch.__main__ import main
+from speedtorch.demo import glove_run, word2vec
 from speedtorch.demo.settings import Settings, make_optimizer, optimizer_names
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +27,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
         seen.append(settings)
         return 7
 
-    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(word2vec, "run", run)
     assert command.main(["demo", "word2vec", *arguments]) == 7
     return seen[0]
 
@@ -38,8 +39,14 @@ def test_info_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [(["info"], "kernels"), (["--help"], "demo"), (["demo", "word2vec", "--help"], "--optimizer")],
-    ids=["info", "help", "demo_help"],
+    [
+        (["info"], "kernels"),
+        (["--help"], "demo"),
+        (["demo", "--help"], "glove"),
+        (["demo", "word2vec", "--help"], "--optimizer"),
+        (["demo", "glove", "--help"], "--x-max"),
+    ],
+    ids=["info", "help", "demos_help", "word2vec_help", "glove_help"],
 )
 def test_the_module_runs_as_a_command(arguments: list[str], expected: str) -> None:
     line = [sys.executable, "-m", "speedtorch", *arguments]
@@ -76,12 +83,39 @@ def test_every_setting_has_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_of(monkeypatch, *options, "--compare") == Settings(**given, compare=True)
 
 
+def test_every_setting_of_glove_has_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[glove_run.Settings] = []
+    monkeypatch.setattr(glove_run, "run", lambda settings: seen.append(settings) or 0)
+    given: dict[str, Any] = {
+        "corpus": Path("a.gz"),
+        "out": Path("b"),
+        "optimizer": "SGD",
+        "lr": 0.5,
+        "dim": 3,
+        "window": 4,
+        "min_count": 5,
+        "x_max": 6.5,
+        "alpha": 0.25,
+        "epochs": 7,
+        "steps": 8,
+        "batch": 9,
+        "seed": 10,
+        "device": "cpu",
+        "memory": "plain",
+    }
+    assert {field.name for field in fields(glove_run.Settings)} == set(given)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    assert command.main(["demo", "glove"]) == command.main(["demo", "glove", *options]) == 0
+    assert seen == [glove_run.Settings(), glove_run.Settings(**given)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "required: command"),
         (["fly"], "invalid choice: 'fly'"),
         (["demo"], "required: demo"),
+        (["demo", "glove", "--window", "0"], "'0' is no whole number of 1 or more"),
         (["demo", "word2vec", "--dim", "0"], "'0' is no whole number of 1 or more"),
         (["demo", "word2vec", "--steps", "-3"], "'-3' is no whole number of 1 or more"),
         (["demo", "word2vec", "--batch", "1.5"], "'1.5' is no whole number of 1 or more"),
@@ -109,7 +143,7 @@ def test_what_does_not_fit_is_one_line_and_status_2(
     def run(settings: Settings) -> int:
         raise error
 
-    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(word2vec, "run", run)
     assert command.main(["demo", "word2vec"]) == 2
     assert capsys.readouterr().err == "speedtorch: no such\n"
 
@@ -120,7 +154,7 @@ def test_ctrl_c_before_training_is_status_130(
     def run(settings: Settings) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(word2vec, "run", run)
     assert command.main(["demo", "word2vec"]) == 130
     assert capsys.readouterr().err == "speedtorch: ended by Ctrl-C\n"
 

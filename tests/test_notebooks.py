@@ -37,7 +37,12 @@ TABLES = {
 
 
 def test_the_notebooks_are_there() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["01_data_gadget", "02_word2vec_adamax", *TABLES]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "01_data_gadget",
+        "02_word2vec_adamax",
+        *TABLES,
+        "06_glove",
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -74,6 +79,11 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
             numbers = [float(number) for number in line.removeprefix(row).split()]
             assert numbers and all(number >= 0 for number in numbers) and numbers[0] > 0
         return
-    found = re.search(r"loss per pair: ([0-9.]+) at first, ([0-9.]+) at the end", printed)
+    found = re.search(r"loss[a-z ]*: ([0-9.]+) at first, ([0-9.]+) at the end", printed)
     assert found is not None and float(found[2]) < 0.9 * float(found[1])
+    if path.stem == "06_glove":
+        assert "training: " in printed  # the progress bar
+        neighbours = [line for line in printed.splitlines() if line.count(", ") == 5]
+        assert len(neighbours) == 8
+        return
     assert "read back equal: True" in printed

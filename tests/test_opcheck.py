@@ -26,6 +26,8 @@ def overload_arguments(place: Place) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     index, load = place.ids(IDS), place.ids(LOAD, torch.int32)
     plan, load_plan = (speedtorch.plan_rows(ids, ROWS) for ids in (index, load))
     out, leaving, arriving = rows(4, 1), rows(5, 2), rows(3, 3)
+    up, up_load = (place.work(torch.tensor(sorted(ids))) for ids in (IDS, LOAD))
+    places, load_places = (place.work(torch.tensor(ids)) for ids in ([4, 0, 1, 3], [2, 0, 1]))
     gather, scatter, swap = ops.pinned_gather, ops.pinned_scatter, ops.optimizer_state_swap
     return {
         "gather": (gather.default, (table, index)),
@@ -41,6 +43,10 @@ def overload_arguments(place: Place) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             swap.planned,
             ([table], [leaving], index, plan, [arriving], load, load_plan),
         ),
+        "swap.placed": (
+            swap.placed,
+            ([table], [leaving], up, places, [arriving], up_load, load_places),
+        ),
         "plan_rows": (ops.plan_rows.default, (index, ROWS)),
     }
 
@@ -48,7 +54,7 @@ def overload_arguments(place: Place) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 OVERLOADS = (
     *("gather", "gather.out", "gather.planned", "gather.planned_out"),
     *("scatter", "scatter_add", "scatter.planned", "scatter.planned_add"),
-    *("swap", "swap.planned", "plan_rows"),
+    *("swap", "swap.planned", "swap.placed", "plan_rows"),
 )
 
 

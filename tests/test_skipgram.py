@@ -120,7 +120,8 @@ def test_training_finds_the_topics(corpus: Corpus, device: str) -> None:
     assert after is not None and after.auc > 0.7 and len(held) == after.pairs
     assert outcome.losses[-1] < 0.9 * outcome.losses[0]
     own = [i for i, word in enumerate(corpus.words) if word in TOPIC_OF]
-    near = nearest_neighbours(tables, corpus.words, own, number=3)
+    vectors = partial(tables.rows, SIDES[0])
+    near = nearest_neighbours(vectors, corpus.words, own, number=3)
     right = [TOPIC_OF.get(other) == TOPIC_OF[word] for word in near for other in near[word]]
     assert sum(right) / len(right) > 0.9
 
@@ -203,10 +204,13 @@ def test_the_score_is_the_share_of_pairs_in_right_order(monkeypatch: pytest.Monk
 
 def test_neighbours_are_the_words_of_largest_cosine() -> None:
     u = torch.tensor([[1.0, 0.0], [9.0, 1.0], [0.0, 2.0], [-3.0, 0.0], [0.5, 0.4]])
-    tables, words = FixedTables(u, u), ("a", "b", "c", "d", "e")
-    assert nearest_neighbours(tables, words, [0, 2], number=2) == {"a": ["b", "e"], "c": ["e", "b"]}
-    assert nearest_neighbours(tables, words, [3]) == {"d": ["c", "e", "b", "a"]}
-    assert nearest_neighbours(tables, words, []) == {}
+    words = ("a", "b", "c", "d", "e")
+    assert nearest_neighbours(u.__getitem__, words, [0, 2], number=2) == {
+        "a": ["b", "e"],
+        "c": ["e", "b"],
+    }
+    assert nearest_neighbours(u.__getitem__, words, [3]) == {"d": ["c", "e", "b", "a"]}
+    assert nearest_neighbours(u.__getitem__, words, []) == {}
 
 
 def test_content_words_are_long_frequent_and_crowded() -> None:

@@ -1,10 +1,25 @@
-"""The demonstration: word vectors from real text, trained on tables in host memory.
+"""The demonstrations: models on real data, trained on tables in host memory.
 
-`python -m speedtorch demo word2vec` runs it; `corpus` and `pairs` make batches out of text,
+`python -m speedtorch demo word2vec` runs the first: `corpus` and `pairs` make batches out of text,
 `skipgram` is the model and its host tables, `plain` the same in plain torch to compare with,
-`report` scores and saves, and `word2vec` puts them together.
+`evaluate` and `report` score and save, and `word2vec` puts them together.
+
+`python -m speedtorch demo glove` runs GloVe on `speedtorch.Embedding`: `cooccurrence` counts word
+pairs, `glove_batches` makes batches of them, `glove` is the model and its training, and `glove_run`
+puts them together.
 """
 
 from __future__ import annotations
 
-__all__ = ["corpus", "pairs", "plain", "report", "skipgram", "word2vec"]
+__all__ = [
+    "cooccurrence",
+    "corpus",
+    "glove",
+    "glove_batches",
+    "glove_run",
+    "pairs",
+    "plain",
+    "report",
+    "skipgram",
+    "word2vec",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,10 @@ from speedtorch.demo.corpus import Corpus
 from speedtorch.demo.pairs import HeldOut
 from speedtorch.demo.skipgram import Tables
 
-__all__ = ["Score", "content_words", "held_out_score", "nearest_neighbours", "row_blocks"]
+__all__ = ["Rows", "Score", "content_words", "held_out_score", "nearest_neighbours", "row_blocks"]
+
+Rows = Callable[[Tensor], Tensor]
+"""Gives the vectors `[N, D]`, on the CPU, of word ids `[N]` on the CPU."""
 
 _BLOCK_ROWS = 1 << 14
 _FREQUENT = 200
@@ -112,12 +115,12 @@ def content_words(corpus: Corpus, number: int) -> list[int]:
 
 
 def nearest_neighbours(
-    tables: Tables, words: Sequence[str], chosen: Sequence[int], *, number: int = 6
+    rows: Rows, words: Sequence[str], chosen: Sequence[int], *, number: int = 6
 ) -> dict[str, list[str]]:
-    """Finds the words whose u vectors point the same way (cosine).
+    """Finds the words whose vectors point the same way (cosine).
 
     Args:
-        tables: the trained tables.
+        rows: gives the trained vectors.
         words: the vocabulary, `[V]`.
         chosen: ids to find neighbours of.
         number: neighbours of each.
@@ -127,8 +130,8 @@ def nearest_neighbours(
     """
     if not chosen:
         return {}
-    query = _unit(tables.rows("u_embeddings", torch.tensor(chosen)))
-    blocks = row_blocks(tables, "u_embeddings", len(words))
+    query = _unit(rows(torch.tensor(chosen)))
+    blocks = row_blocks(rows, len(words))
     likeness = torch.cat([query @ _unit(block).T for block in blocks], dim=1)
     likeness[torch.arange(len(chosen)), torch.tensor(chosen)] = -2.0  # a word is no neighbour
     best = likeness.topk(min(number, len(words) - 1), dim=1).indices.tolist()
@@ -139,7 +142,7 @@ def _unit(rows: Tensor) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=1)
 
 
-def row_blocks(tables: Tables, side: str, words: int) -> Iterator[Tensor]:
-    """Yields all rows of one side in turn, `[up to 16,384, D]`: never a second copy of a table."""
+def row_blocks(rows: Rows, words: int) -> Iterator[Tensor]:
+    """Yields all rows in turn, `[up to 16,384, D]`: never a second copy of a table."""
     for start in range(0, words, _BLOCK_ROWS):
-        yield tables.rows(side, torch.arange(start, min(start + _BLOCK_ROWS, words)))
+        yield rows(torch.arange(start, min(start + _BLOCK_ROWS, words)))

@@ -5,32 +5,40 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from speedtorch.demo.evaluate import Score, row_blocks
+from speedtorch.demo.evaluate import Rows, Score, row_blocks
 from speedtorch.demo.plain import PlainTables
-from speedtorch.demo.skipgram import SIDES, HostTables, Tables
+from speedtorch.demo.skipgram import SIDES, HostTables
 from speedtorch.demo.training import Outcome
 from speedtorch.new_files import replace_files
 from speedtorch.npy_format import npy_header
 
-__all__ = ["compare", "peak_gpu_bytes", "peak_host_bytes", "print_report", "save_results"]
+__all__ = [
+    "compare",
+    "peak_gpu_bytes",
+    "peak_host_bytes",
+    "print_report",
+    "save_results",
+    "size_text",
+]
 
 # How far a figure may be from plain torch's on a GPU, where sums are formed in any order.
 _GPU_TOLERANCE = 0.01
 
 
 def save_results(
-    folder: Path, tables: Tables, words: Sequence[str], facts: Mapping[str, Any]
+    folder: Path, rows: Rows, words: Sequence[str], facts: Mapping[str, Any]
 ) -> list[Path]:
-    """Writes the u vectors and what is known about them; all of the files, or none.
+    """Writes vectors and what is known about them; all of the files, or none.
 
     Args:
         folder: made if it is not there.
-        tables: the trained tables.
+        rows: gives the trained vectors.
         words: the vocabulary, `[V]`.
         facts: to be kept as JSON.
 
@@ -44,17 +52,17 @@ def save_results(
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("vectors.npy", "vectors.txt", "report.json")]
-    dim = tables.rows("u_embeddings", torch.zeros(1, dtype=torch.int64)).shape[1]
+    dim = rows(torch.zeros(1, dtype=torch.int64)).shape[1]
     line = "%s" + " %.9g" * dim + "\n"
     with replace_files(paths) as (array, text, report):
         array.write(npy_header((len(words), dim), torch.float32))
         text.write(f"{len(words)} {dim}\n".encode())
-        row = 0
-        for block in row_blocks(tables, "u_embeddings", len(words)):
+        done = 0
+        for block in row_blocks(rows, len(words)):
             array.write(block.contiguous().numpy().tobytes())
-            named = zip(words[row : row + len(block)], block.tolist(), strict=True)
+            named = zip(words[done : done + len(block)], block.tolist(), strict=True)
             text.write("".join(line % (word, *values) for word, values in named).encode())
-            row += len(block)
+            done += len(block)
         report.write(json.dumps(dict(facts), indent=2).encode() + b"\n")
     return paths
 
@@ -74,7 +82,8 @@ def peak_gpu_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def _size(count: int | None) -> str:
+def size_text(count: int | None) -> str:
+    """A number of bytes in words."""
     return "not counted here" if count is None else f"{count / 1e6:,.1f} MB"
 
 
@@ -93,11 +102,11 @@ def print_report(facts: Mapping[str, Any], paths: Sequence[Path]) -> None:
         f" {training['pairs']:,} pairs, {speed:,.0f} words/s",
         f"loss       {training['losses'][0]:.3f} per pair at first, {training['losses'][-1]:.3f} at"
         " the end",
-        f"tables     {_size(facts['table_bytes'])}, {facts['memory']} memory, optimizer state"
+        f"tables     {size_text(facts['table_bytes'])}, {facts['memory']} memory, optimizer state"
         " included",
-        f"exchanged  {_size(training['exchanged_bytes'])} between tables and model, both ways",
-        f"peak       {_size(facts['peak_host_bytes'])} of host memory"
-        + ("" if gpu is None else f", {_size(gpu)} on the GPU"),
+        f"exchanged  {size_text(training['exchanged_bytes'])} between tables and model, both ways",
+        f"peak       {size_text(facts['peak_host_bytes'])} of host memory"
+        + ("" if gpu is None else f", {size_text(gpu)} on the GPU"),
     ]
     if held:
         lines.append(
@@ -132,9 +141,8 @@ def compare(
     """
     identical, farthest = True, 0.0
     for side in SIDES:
-        blocks = zip(
-            row_blocks(ours[0], side, words), row_blocks(theirs[0], side, words), strict=True
-        )
+        one_side, other_side = (partial(run[0].rows, side) for run in (ours, theirs))
+        blocks = zip(row_blocks(one_side, words), row_blocks(other_side, words), strict=True)
         for one, other in blocks:
             identical &= torch.equal(one.view(torch.int32), other.view(torch.int32))
             farthest = max(farthest, (one - other).abs().max().item())
@@ -149,7 +157,7 @@ def compare(
     )
     print(
         f"plain      torch on full-size tensors: {theirs[1].seconds:.1f} s, {told}"
-        + ("" if device.type == "cpu" else f", peak {_size(peak_gpu_bytes(device))} on the GPU")
+        + ("" if device.type == "cpu" else f", peak {size_text(peak_gpu_bytes(device))} on the GPU")
         + "\nagreement  "
         + ("bit for bit" if identical else f"numbers differ by {farthest:.2g} at most")
         + ("" if same else ": MORE THAN THEY SHOULD"),

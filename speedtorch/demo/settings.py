@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Settings", "add_arguments", "make_optimizer", "optimizer_names"]
+__all__ = ["Settings", "add_arguments", "make_optimizer", "optimizer_names", "positive"]
 
 # Rates at which the built-in text is learnt well; for the others torch's own default is taken.
 _RATES = {
@@ -78,13 +78,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--out", type=Path, default=d.out, metavar="FOLDER", help="results (default: %(default)s)")
     add("--optimizer", default=d.optimizer, metavar="NAME", help="any of torch.optim (Adamax)")
     add("--lr", type=float, help="learning rate at the start; falls to a hundredth of it")
-    add("--dim", type=_positive, default=d.dim, help="numbers per word (%(default)s)")
-    add("--epochs", type=_positive, default=d.epochs, help="passes over the text (%(default)s)")
-    add("--steps", type=_positive, help="batches to train on, instead of --epochs")
-    add("--batch", type=_positive, default=d.batch, help="pairs per batch (%(default)s)")
-    add("--window", type=_positive, default=d.window, help="reach of a window (%(default)s)")
-    add("--negatives", type=_positive, default=d.negatives, help="per pair (%(default)s)")
-    add("--min-count", type=_positive, default=d.min_count, help="drop rarer words (%(default)s)")
+    add("--dim", type=positive, default=d.dim, help="numbers per word (%(default)s)")
+    add("--epochs", type=positive, default=d.epochs, help="passes over the text (%(default)s)")
+    add("--steps", type=positive, help="batches to train on, instead of --epochs")
+    add("--batch", type=positive, default=d.batch, help="pairs per batch (%(default)s)")
+    add("--window", type=positive, default=d.window, help="reach of a window (%(default)s)")
+    add("--negatives", type=positive, default=d.negatives, help="per pair (%(default)s)")
+    add("--min-count", type=positive, default=d.min_count, help="drop rarer words (%(default)s)")
     add("--sample", type=float, default=d.sample, help="drop frequent words above (%(default)s)")
     add("--held-out", type=float, default=d.held_out, help="share of the text (%(default)s)")
     add("--seed", type=int, default=d.seed, help="of all that is random (%(default)s)")
@@ -94,7 +94,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--compare", action="store_true", help="train the same in plain torch, and compare")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A whole number of 1 or more, or the parser's error."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
     return int(text)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,14 +22,19 @@ from speedtorch.demo.report import (
     print_report,
     save_results,
 )
-from speedtorch.demo.settings import Settings, make_optimizer
+from speedtorch.demo.session import STOPPED, check_memory, choose_device, interrupt
+from speedtorch.demo.settings import Settings, add_arguments, make_optimizer
 from speedtorch.demo.skipgram import SIDES, HostTables, SkipGram
 from speedtorch.demo.training import train
 
-__all__ = ["DIFFERENT", "STOPPED", "run"]
+__all__ = ["ABOUT", "DIFFERENT", "HELP", "STOPPED", "Settings", "add_arguments", "run"]
 
-# Exit statuses, the second as shells have it.
-DIFFERENT, STOPPED = 1, 130
+HELP = "word vectors from real text, with the tables in host memory"
+ABOUT = (
+    "Skip-gram with negative sampling. Word vectors and their optimizer state are kept in host "
+    "memory; model and optimizer hold the rows of one batch."
+)
+DIFFERENT = 1  # an exit status
 _NEIGHBOURS_OF = 8
 
 
@@ -52,7 +52,7 @@ def run(settings: Settings) -> int:
         ValueError, OSError, MemoryError: a setting, a file or the memory at hand does not fit.
     """
     prepared = _Run(settings)
-    with _interrupt() as stop:
+    with interrupt() as stop:
         facts = prepared.train(stop)
         if not facts["training"]["finished"]:
             print("stopped    by Ctrl-C; what was learnt until then is saved")
@@ -70,8 +70,8 @@ class _Run:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.device = _device(settings.device)
-        _check_memory(settings.memory)
+        self.device = choose_device(settings.device)
+        check_memory(settings.memory)
         passages = file_passages(settings.corpus) if settings.corpus else builtin_passages()
         self.corpus = Corpus.from_passages(passages, min_count=settings.min_count)
         self.words = len(self.corpus.words)
@@ -90,6 +90,7 @@ class _Run:
         self.tables = HostTables(
             self.model, self.optimizer, self.words, memory=settings.memory, seed=settings.seed
         )
+        self.vectors = partial(self.tables.rows, SIDES[0])
         every = torch.arange(self.words)
         self.first: dict[str, Tensor] = {}
         if settings.compare:
@@ -132,9 +133,9 @@ class _Run:
             "peak_host_bytes": peak_host_bytes(),
             "training": asdict(self.outcome),
             "held_out": asdict(self.score) if self.score else None,
-            "neighbours": nearest_neighbours(self.tables, self.corpus.words, chosen),
+            "neighbours": nearest_neighbours(self.vectors, self.corpus.words, chosen),
         }
-        paths = save_results(settings.out, self.tables, self.corpus.words, facts)
+        paths = save_results(settings.out, self.vectors, self.corpus.words, facts)
         print_report(facts, paths)
         return facts
 
@@ -162,45 +163,9 @@ class _Run:
             (self.tables, self.outcome, self.score),
             (plain, outcome, score),
         )
-        save_results(settings.out, self.tables, self.corpus.words, facts)
+        save_results(settings.out, self.vectors, self.corpus.words, facts)
         return True
 
     def forget_gpu_peak(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-
-
-def _device(name: str) -> torch.device:
-    """The device asked for; "auto" is a GPU if torch has one and our library has its kernels."""
-    usable = torch.cuda.is_available() and torch.ops.speedtorch.built_with_cuda()
-    if name == "cuda" and not usable:
-        reason = "torch sees no GPU" if not torch.cuda.is_available() else "built without nvcc"
-        raise ValueError(f"device cuda cannot be used: {reason}; use --device cpu")
-    return torch.device("cuda" if usable and name != "cpu" else "cpu")
-
-
-def _check_memory(name: str) -> None:
-    """Kinds of memory that a GPU must reach need one."""
-    if name in ("managed", "registered", "cuda") and not torch.cuda.is_available():
-        raise ValueError(f"memory {name} cannot be used: torch sees no GPU; use --memory plain")
-
-
-@contextmanager
-def _interrupt() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a question's answer; a second one ends the process as usual."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set  # Only the main thread may handle signals, and only it gets Ctrl-C.
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        asked.set()
-        signal.signal(signal.SIGINT, before)
-        print("\nstopping after this step; Ctrl-C again to leave at once", file=sys.stderr)
-
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield asked.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,101 @@
+"""Counts of word pairs -> training batches of GloVe, in an order that the seed decides."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtorch.demo.cooccurrence import Cooccurrence
+
+__all__ = ["PairBatch", "PairBatches"]
+
+
+@dataclass(frozen=True, eq=False)
+class PairBatch:
+    """Some pairs of words and their counts.
+
+    Attributes:
+        rows: `[B]` int64 word ids.
+        columns: `[B]` int64 word ids.
+        counts: `[B]` float32.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    counts: Tensor
+
+    def __len__(self) -> int:
+        """The number of pairs."""
+        return len(self.counts)
+
+    def to(self, device: torch.device) -> PairBatch:
+        """Returns the batch on a device, without waiting for it where that is a GPU."""
+        moved = (
+            each.to(device, non_blocking=device.type == "cuda")
+            for each in (self.rows, self.columns, self.counts)
+        )
+        return PairBatch(*moved)
+
+
+class PairBatches:
+    """All pairs, epoch after epoch, each epoch in an order of its own that the seed decides.
+
+    Args:
+        pairs: the counts.
+        batch: pairs per batch; the last one of an epoch may be smaller.
+        epochs: passes over the pairs.
+        steps: batches, instead of `epochs`.
+        seed: of the order.
+        device: where the batches are.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> pairs = Cooccurrence(np.arange(5), np.arange(5), np.ones(5, np.float32))
+        >>> [len(batch) for batch in PairBatches(pairs, batch=4, epochs=2)]
+        [4, 1, 4, 1]
+    """
+
+    def __init__(
+        self,
+        pairs: Cooccurrence,
+        *,
+        batch: int = 8192,
+        epochs: int = 1,
+        steps: int | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, value in (("batch", batch), ("epochs", epochs), ("steps", steps)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; it must be 0 or more")
+        if not len(pairs):
+            raise ValueError("there are no pairs to train on")
+        self._pairs, self._batch, self._seed = pairs, batch, seed
+        self._device = torch.device(device)
+        self._steps = epochs * -(-len(pairs) // batch) if steps is None else steps
+
+    def __len__(self) -> int:
+        """Batches in all."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[PairBatch]:
+        """The batches."""
+        return itertools.islice(self._endless(), self._steps)
+
+    def _endless(self) -> Iterator[PairBatch]:
+        pairs = self._pairs
+        for epoch in itertools.count():
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(pairs))
+            for begin in range(0, len(order), self._batch):
+                pick = order[begin : begin + self._batch]
+                columns = (pairs.rows[pick], pairs.columns[pick], pairs.counts[pick])
+                yield PairBatch(*map(torch.from_numpy, columns)).to(self._device)

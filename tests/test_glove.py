@@ -1,0 +1,332 @@
+"""GloVe on Embeddings: plain torch's numbers, prefetched or not, and the demo as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from topics import TOPIC_OF, topic_passages
+from torch import nn
+
+import speedtorch
+from speedtorch.__main__ import main
+from speedtorch.demo import glove_run
+from speedtorch.demo.cooccurrence import Cooccurrence, count_cooccurrence
+from speedtorch.demo.corpus import Corpus
+from speedtorch.demo.evaluate import nearest_neighbours
+from speedtorch.demo.glove import GloVe, Outcome, train
+from speedtorch.demo.glove_batches import PairBatches
+from speedtorch.demo.settings import make_optimizer
+
+ROOT = Path(__file__).parents[1]
+TABLES = ("target", "context", "target_bias", "context_bias")
+SMALL = ("--dim", "8", "--batch", "256", "--min-count", "1")
+FILES = ["report.json", "vectors.npy", "vectors.txt"]
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return Corpus.from_passages(topic_passages(), min_count=1)
+
+
+@pytest.fixture(scope="module")
+def pairs(corpus: Corpus) -> Cooccurrence:
+    return count_cooccurrence(corpus, window=5)
+
+
+class Trained(NamedTuple):
+    model: GloVe
+    outcome: Outcome
+    optimizer: torch.optim.Optimizer  # It has the state of the rows that are held: it must live.
+
+
+def trained(
+    pairs: Cooccurrence,
+    *,
+    name: str = "Adagrad",
+    plain: bool = False,
+    ahead: bool = True,
+    device: str = "cpu",
+    dim: int = 12,
+    lr: float = 0.05,
+    batch: int = 200,
+    epochs: int = 4,
+) -> Trained:
+    """A trained model; `plain` has torch's own embeddings with all rows instead of ours."""
+    model = GloVe(70, dim, x_max=20, device=device)
+    model.reset_parameters(seed=5)
+    if plain:
+        for side in TABLES:
+            rows = getattr(model, side).table["weight"].clone().to(device)
+            sparse = name == "SparseAdam"
+            setattr(model, side, nn.Embedding.from_pretrained(rows, freeze=False, sparse=sparse))
+    optimizer = make_optimizer(name, lr, model.parameters())
+    if not plain:
+        speedtorch.attach(optimizer, model)
+    batches = PairBatches(pairs, batch=batch, epochs=epochs, seed=1, device=device)
+    return Trained(model, train(model, optimizer, batches, ahead=ahead), optimizer)
+
+
+def all_rows(model: GloVe, side: str) -> torch.Tensor:
+    embedding = getattr(model, side)
+    if isinstance(embedding, nn.Embedding):
+        return embedding.weight.detach().cpu()
+    embedding.flush()
+    weight: torch.Tensor = embedding.table["weight"]
+    return weight.clone()
+
+
+def test_the_loss_is_that_of_the_paper() -> None:
+    model = GloVe(3, 2, x_max=10, alpha=0.5)
+    model.reset_parameters(seed=0)
+    pairs = Cooccurrence(np.array([2, 0]), np.array([1, 0]), np.array([40, 2.5], np.float32))
+    batch = next(iter(PairBatches(pairs, batch=2)))
+    w, c, b, d = (all_rows(model, side).double() for side in TABLES)
+    first = (w[2] @ c[1] + b[2] + d[1] - np.log(40)) ** 2
+    second = 0.5 * (w[0] @ c[0] + b[0] + d[0] - np.log(2.5)) ** 2
+    assert model(batch).item() == pytest.approx((first + second).item(), rel=1e-5)
+
+
+def test_first_values_depend_on_the_seed_alone() -> None:
+    one, same, other = (GloVe(9, 4) for _ in range(3))
+    for model, seed in ((one, 1), (same, 1), (other, 2)):
+        model.reset_parameters(seed)
+    for side in TABLES:
+        rows = all_rows(one, side)
+        assert torch.equal(rows, all_rows(same, side))
+        assert not torch.equal(rows, all_rows(other, side)) and rows.abs().max() <= 0.125
+    assert not torch.equal(all_rows(one, "target"), all_rows(one, "context"))
+
+
+def test_every_epoch_has_each_pair_once_in_an_order_of_its_own(pairs: Cooccurrence) -> None:
+    batches = PairBatches(pairs, batch=1000, epochs=2, seed=3)
+    assert len(batches) == len(list(batches)) == 2 * -(-len(pairs) // 1000)
+    found = [torch.stack([b.rows, b.columns]) for b in batches]
+    again = [torch.stack([b.rows, b.columns]) for b in batches]
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    first, second = (torch.cat(found[i : i + len(found) // 2], 1) for i in (0, len(found) // 2))
+    assert not torch.equal(first, second)
+    for epoch in (first, second):
+        assert sorted(epoch.T.tolist()) == np.stack([pairs.rows, pairs.columns], 1).tolist()
+    assert [len(b) for b in PairBatches(pairs, batch=10**6, steps=3)] == [len(pairs)] * 3
+
+
+def test_training_lowers_the_loss_and_finds_the_topics(
+    corpus: Corpus, pairs: Cooccurrence, device: str
+) -> None:
+    model, outcome, _optimizer = trained(pairs, device=device, epochs=40)
+    assert outcome.finished and outcome.pairs == 40 * len(pairs)
+    assert outcome.losses[-1] < 0.3 * outcome.losses[0]
+    own = [i for i, word in enumerate(corpus.words) if word in TOPIC_OF]
+    near = nearest_neighbours(model.vectors, corpus.words, own, number=3)
+    right = [TOPIC_OF.get(other) == TOPIC_OF[word] for word in near for other in near[word]]
+    assert sum(right) / len(right) > 0.9
+
+
+def test_prefetch_does_not_change_a_number(pairs: Cooccurrence, device: str) -> None:
+    one, other = (trained(pairs, ahead=ahead, device=device) for ahead in (True, False))
+    # On a GPU a sum is formed in another order in every run.
+    close = {"rtol": 0.0, "atol": 0.0} if device == "cpu" else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(one.outcome.losses, other.outcome.losses, **close)
+    for side in TABLES:
+        torch.testing.assert_close(all_rows(one.model, side), all_rows(other.model, side), **close)
+
+
+# torch's dense Adagrad and SGD leave rows without a gradient as they are; SparseAdam skips them.
+@pytest.mark.parametrize("dim", [1, 7, 32])
+@pytest.mark.parametrize("name", ["Adagrad", "SGD", "SparseAdam"])
+def test_the_numbers_are_those_of_torchs_embeddings(
+    pairs: Cooccurrence, name: str, dim: int
+) -> None:
+    lr = 0.001 if name == "SGD" else 0.05
+    ours = trained(pairs, name=name, dim=dim, lr=lr)
+    theirs = trained(pairs, name=name, dim=dim, lr=lr, plain=True, ahead=False)
+    losses = ours.outcome.losses
+    assert losses == theirs.outcome.losses and losses[-1] < losses[0]
+    for side in TABLES:
+        assert torch.equal(all_rows(ours.model, side), all_rows(theirs.model, side))
+
+
+@NEEDS_GPU
+def test_on_a_gpu_the_loss_is_that_of_torchs_embeddings(pairs: Cooccurrence) -> None:
+    ours = trained(pairs, device="cuda").outcome
+    theirs = trained(pairs, device="cuda", plain=True, ahead=False).outcome
+    assert ours.losses == pytest.approx(theirs.losses, rel=0.01)
+
+
+def test_wrong_numbers_are_told(pairs: Cooccurrence) -> None:
+    none = Cooccurrence(*(np.zeros(0, np.int64) for _ in range(2)), np.zeros(0, np.float32))
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: GloVe(5, 2, x_max=0), "x_max is 0; it must be above 0"),
+        (lambda: GloVe(5, 2, alpha=-1), "alpha is -1; it must be 0 or more"),
+        (lambda: PairBatches(pairs, batch=0), "batch is 0; it must be at least 1"),
+        (lambda: PairBatches(pairs, epochs=0), "epochs is 0; it must be at least 1"),
+        (lambda: PairBatches(pairs, steps=0), "steps is 0; it must be at least 1"),
+        (lambda: PairBatches(pairs, seed=-1), "seed is -1; it must be 0 or more"),
+        (lambda: PairBatches(none), "no pairs"),
+    ]
+    for call, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+# ------------------------------------------------------------------------------------------------
+# The command
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "topics.txt"
+    path.write_text("\n\n".join(topic_passages()))
+    return path
+
+
+def demo(text: Path, out: Path, *more: str, device: str = "cpu") -> int:
+    given = ("--corpus", str(text), "--out", str(out), "--device", device)
+    return main(["demo", "glove", *given, *SMALL, "--steps", "60", *more])
+
+
+def facts(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return found
+
+
+def test_the_report_and_the_files_tell_all_that_was_promised(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "folder"
+    assert demo(text, out) == 0
+    printed = capsys.readouterr()
+    for start in ("text ", "pairs ", "time ", "loss ", "tables ", "peak ", "nearest", "saved "):
+        assert f"\n{start}" in f"\n{printed.out}"
+    assert "counting: 100%" in printed.err and "training: 100%" in printed.err
+    assert "pairs/s" in printed.err and "loss" in printed.err
+    assert sorted(os.listdir(out)) == FILES
+    found = facts(out)
+    assert found["training"]["steps"] == 60 and found["training"]["finished"]
+    assert found["training"]["losses"][-1] < found["training"]["losses"][0]
+    assert found["memory"] == speedtorch.info().default_memory and found["device"] == "cpu"
+    assert found["settings"]["dim"] == 8 and found["words"] == 70 and found["pairs"] > 70
+    # Adagrad keeps as many numbers as it trains: two vectors and two biases for each word.
+    assert found["table_bytes"] == 70 * 2 * 2 * (8 + 1) * 4
+    assert found["peak_gpu_bytes"] is None and found["peak_host_bytes"] > found["table_bytes"]
+    assert len(found["neighbours"]) == 8
+    saved = np.load(out / "vectors.npy", allow_pickle=False)
+    lines = (out / "vectors.txt").read_text().splitlines()
+    assert saved.dtype == np.float32 and saved.shape == (70, 8) and np.isfinite(saved).all()
+    assert lines[0] == "70 8"
+    numbers = np.array([line.split(" ")[1:] for line in lines[1:]], np.float32)
+    assert numbers.tobytes() == saved.tobytes()
+
+
+def test_the_seed_decides_everything(text: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        assert demo(text, tmp_path / name, "--seed", seed) == 0
+    a, b, c = ((tmp_path / name / "vectors.npy").read_bytes() for name in "abc")
+    assert a == b and a != c
+
+
+@pytest.mark.parametrize("name", ["SGD", "SparseAdam", "Adamax", "RMSprop"])
+def test_other_optimizers_can_be_chosen(text: Path, tmp_path: Path, name: str) -> None:
+    assert demo(text, tmp_path, "--optimizer", name, "--lr", "0.01") == 0
+    losses = facts(tmp_path)["training"]["losses"]
+    assert losses[-1] < losses[0]
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("memory", ["auto", "managed", "registered", "plain", "cuda"])
+def test_it_runs_on_a_gpu(text: Path, tmp_path: Path, memory: str) -> None:
+    assert demo(text, tmp_path, "--memory", memory, device="cuda") == 0
+    found = facts(tmp_path)
+    assert found["device"] == "cuda" and found["peak_gpu_bytes"] > 0
+    assert found["training"]["losses"][-1] < found["training"]["losses"][0]
+
+
+def test_ctrl_c_saves_what_there_is(text: Path, tmp_path: Path) -> None:
+    given = ("--corpus", str(text), "--out", str(tmp_path), "--device", "cpu", *SMALL)
+    command = [sys.executable, "-m", "speedtorch", "demo", "glove", *given, "--epochs", "100000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stderr is not None
+        seen = b""
+        deadline = time.monotonic() + 120
+        while b"loss" not in seen and time.monotonic() < deadline and process.poll() is None:
+            seen += os.read(process.stderr.fileno(), 4096)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors.decode()
+    assert b"stopping after this step" in errors and b"what was learnt until then" in out
+    assert sorted(os.listdir(tmp_path)) == FILES
+    assert facts(tmp_path)["training"]["steps"] > 0
+    assert not facts(tmp_path)["training"]["finished"]
+
+
+def test_ctrl_c_ends_after_a_whole_step_and_the_handler_is_put_back(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original: Callable[..., Outcome] = train
+
+    def train_stopped(*args: Any, stop: Callable[[], bool], **options: Any) -> Outcome:
+        asked = 0
+
+        def stop_later() -> bool:
+            nonlocal asked
+            asked += 1
+            if asked == 2:
+                signal.raise_signal(signal.SIGINT)
+            return stop()
+
+        return original(*args, stop=stop_later, **options)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(glove_run, "train", train_stopped)
+    assert demo(text, tmp_path) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    assert facts(tmp_path)["training"]["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--optimizer", "Adamix"), "no optimizer 'Adamix' in torch.optim: ASGD, Ada"),
+        (("--optimizer", "Muon"), "Muon cannot be used"),
+        (("--optimizer", "LBFGS"), "LBFGS cannot"),
+        (("--lr", "-1"), "Invalid learning rate"),
+        (("--seed", "-1"), "seed is -1; it must be 0 or more"),
+        (("--x-max", "0"), "x_max is 0.0; it must be above 0"),
+        (("--alpha", "-1"), "alpha is -1.0; it must be 0 or more"),
+        (("--min-count", "100000"), "give a longer text or a smaller minimum count"),
+        (("--corpus", "/no/such/file"), "/no/such/file"),
+        (("--optimizer", "SGD", "--lr", "1e30"), "choose a learning rate below 1e+30"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_setting_that_does_not_fit_is_told_in_one_line(
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    assert demo(text, tmp_path, *options) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("speedtorch: ") and message in last
+
+
+def test_an_output_folder_that_is_a_file_is_told_before_training(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(text, text) == 2
+    assert "training" not in capsys.readouterr().err
