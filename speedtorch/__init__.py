@@ -4,7 +4,8 @@ from speedtorch import legacy, tracing  # noqa: F401
 from speedtorch.attach import attach, detach
 from speedtorch.calibration import calibrate, load_costs
 from speedtorch.cost_model import explain, get_num_sms, set_num_sms
-from speedtorch.embedding import Embedding, EmbeddingBag
+from speedtorch.embedding import Embedding
+from speedtorch.embedding_bag import EmbeddingBag
 from speedtorch.info import info
 from speedtorch.legacy import *  # noqa: F403
 from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_

@@ -3,104 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from speedtorch.optimizer_copy import group_of, snapshot
+from speedtorch.attached_state import AttachedState, attached_to
 from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer
 from speedtorch.table_rows import TableRows
 
-__all__ = ["attach", "detach", "watch_steps"]
+__all__ = ["attach", "detach"]
 
-# The rows that a parameter holds, for the hooks of every optimizer's step.
-_watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# The attached optimizers.
+# The attached optimizers, and the hooks of their state_dict.
 _attached: weakref.WeakKeyDictionary[Optimizer, list[AttachedState]] = weakref.WeakKeyDictionary()
-
-
-class AttachedState:
-    """The state that an optimizer keeps of one Embedding's rows.
-
-    Args:
-        optimizer: holds the parameter.
-        rows: the Embedding's rows.
-        probe: what the optimizer keeps.
-    """
-
-    def __init__(self, optimizer: Optimizer, rows: TableRows, probe: OptimizerProbe) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.table_rows = rows
-        self.probe = probe
-        self.names = tuple(probe.row_state)
-        self.has_stepped = False
-        self._entries: dict[str, Any] = {}
-
-    def entries(self) -> dict[str, Any]:
-        """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
-        optimizer = self.optimizer()
-        if optimizer is not None:
-            self._entries = optimizer.state.setdefault(self.table_rows.parameter, {})
-        return self._entries
-
-    def rows(self) -> list[Tensor]:
-        """The state of the held rows, field by field."""
-        entries = self.entries()
-        for name in self.names:
-            if not isinstance(entries.get(name), Tensor):
-                raise RuntimeError(
-                    f"{self.table_rows.name}: the optimizer has lost its state {name!r} of the held"
-                    " rows; detach it before its state is cleared"
-                )
-        return [entries[name].detach() for name in self.names]
-
-    def hold(self, rows: Sequence[Tensor]) -> None:
-        """Puts the state of other rows in its place."""
-        entries = self.entries()
-        for name, value in self.probe.scalar_state.items():
-            if name not in entries:
-                entries[name] = snapshot(value)
-        entries.update(zip(self.names, rows, strict=True))
-
-    # --------------------------------------------------------------------------------------------
-    # state_dict
-
-    def complete(self) -> dict[str, Any] | None:
-        """The state of all rows, as views of the table; None before the first step."""
-        if not self.has_stepped:
-            return None
-        self.table_rows.swapper.flush()
-        return {**self.entries(), **{name: self.table_rows.field(name) for name in self.names}}
-
-    def check(self, entries: dict[str, Any]) -> None:
-        """Raises ValueError unless saved state is that of all rows."""
-        for name, row in self.probe.row_state.items():
-            expected = (self.table_rows.rows, *row.shape)
-            value = entries.get(name)
-            if not isinstance(value, Tensor) or value.shape != expected:
-                found = list(value.shape) if isinstance(value, Tensor) else value
-                raise ValueError(
-                    f"the state {name!r} of {self.table_rows.name} must have the shape"
-                    f" {list(expected)}, got {found}; nothing was loaded"
-                )
-
-    def take(self, entries: dict[str, Any] | None) -> None:
-        """Puts saved state, or that before the first step, into the table."""
-        self.table_rows.swapper.let_go()
-        for name, row in self.probe.row_state.items():
-            if entries is None:
-                self.table_rows.fill(name, row.initial.cpu())
-            else:
-                self.table_rows.write(name, entries[name])
-        self.has_stepped = entries is not None
+_handles: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def attach(optimizer: Optimizer, module: nn.Module) -> None:
@@ -141,7 +59,7 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     for rows in _rows_of(module):
         if not _holds(optimizer, rows.parameter):
             continue
-        if _attached_to(rows) is not None:
+        if attached_to(rows) is not None:
             raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
         probed.append((rows, probe_optimizer(optimizer, rows.parameter)))
     if not probed:
@@ -159,9 +77,6 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         optimizer.register_load_state_dict_pre_hook(_take_state_dict),
     ]
     _handles[optimizer] = handles
-
-
-_handles: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def _attach_rows(optimizer: Optimizer, rows: TableRows, probe: OptimizerProbe) -> AttachedState:
@@ -207,17 +122,6 @@ def detach(optimizer: Optimizer) -> None:
         optimizer.state.pop(state.table_rows.parameter, None)
     for handle in _handles.pop(optimizer):
         handle.remove()
-
-
-def _attached_to(rows: TableRows) -> Optimizer | None:
-    """The optimizer that keeps state of the rows; one that is gone is detached now."""
-    state = rows.swapper.state
-    if not isinstance(state, AttachedState):
-        return None
-    optimizer = state.optimizer()
-    if optimizer is None:
-        rows.detach()
-    return optimizer
 
 
 def _rows_of(module: nn.Module) -> Iterator[TableRows]:
@@ -273,82 +177,3 @@ def _take_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
                 name: value for name, value in entries.items() if name not in state.names
             }
     return {**state_dict, "state": rest}
-
-
-# ------------------------------------------------------------------------------------------------
-# Hooks of every optimizer's step
-
-
-def watch_steps(rows: TableRows) -> None:
-    """Lets the rows of a parameter know of the steps of whichever optimizer holds it."""
-    if not _watched:
-        _start_watching()
-    _watched[rows.parameter] = weakref.ref(rows)
-
-
-_watching: list[RemovableHandle] = []
-
-
-def _start_watching() -> None:
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
-        _watching.append(register_optimizer_step_post_hook(_after_step))
-
-
-def _watched_rows(optimizer: Optimizer) -> Iterator[TableRows]:
-    if not _watched:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            reference = _watched.get(parameter, None)  # type: ignore[no-untyped-call]
-            rows = None if reference is None else reference()
-            if rows is not None:
-                yield rows
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for rows in _watched_rows(optimizer):
-        attached = _attached_to(rows)
-        if attached is None:
-            _check_stateless(optimizer, rows)
-        elif attached is not optimizer:
-            raise ValueError(
-                f"{rows.name} is attached to another optimizer than this"
-                f" {type(optimizer).__name__}: detach that first"
-            )
-        rows.swapper.before_optimizer()
-
-
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for rows in _watched_rows(optimizer):
-        state = rows.swapper.state
-        if isinstance(state, AttachedState) and rows.parameter.grad is not None:
-            state.has_stepped = True
-        rows.swapper.after_optimizer()
-
-
-_stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[Any, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _check_stateless(optimizer: Optimizer, rows: TableRows) -> None:
-    """Raises unless the optimizer keeps nothing of the rows, which come and go without it."""
-    parameter = rows.parameter
-    group = group_of(optimizer, parameter)
-    settings = tuple(
-        (name, value)
-        for name, value in sorted(group.items())
-        if name not in ("params", "lr") and isinstance(value, bool | int | float | str | tuple)
-    )
-    known = _stateless.setdefault(optimizer, {})
-    if known.get(id(parameter)) == settings:
-        return
-    kept = probe_optimizer(optimizer, parameter).row_state
-    if kept:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} keeps {', '.join(kept)} of each row of {rows.name}, whose"
-            " rows come and go: call speedtorch.attach(optimizer, model) once before the first"
-            " step; nothing was stepped"
-        )
-    known[id(parameter)] = settings

@@ -1,131 +1,249 @@
-"""The rows of a parameter that are held for a step, and how lookups reach them through autograd."""
+"""HeldRows: the rows of a table that a step holds, and what the optimizer keeps of them."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-from weakref import WeakSet
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from speedtorch.ops import pinned_gather, sum_rows
+from speedtorch.lookups import Token, replace_rows
+from speedtorch.ops import pinned_gather, pinned_scatter
 from speedtorch.planned_batch import PlannedBatch
 
-__all__ = ["GradientSink", "HeldRows", "SummedLookup", "Token", "replace_rows"]
+__all__ = ["HeldRows", "RowState"]
 
 
-def replace_rows(parameter: Tensor, rows: Tensor) -> None:
-    """Makes a parameter hold other rows, in another number perhaps.
+class RowState(Protocol):
+    """The state that an attached optimizer keeps of the held rows."""
 
-    Args:
-        parameter: `[any, ...]`; a gradient of another shape is dropped.
-        rows: `[rows, ...]`, same dtype and device; not copied.
-    """
-    if parameter.grad is not None and parameter.grad.shape != rows.shape:
-        parameter.grad = None
-    if parameter.shape != rows.shape:
-        # A graph that is still alive (a loss kept for logging) holds the node that accumulates the
-        # gradient, and that node the old shape. Another dtype in between makes torch drop it.
-        other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
-        parameter.data = torch.empty(0, dtype=other, device=parameter.device)
-    parameter.data = rows
-    # A backward through a graph of an earlier batch would compute with these rows: let it raise.
-    torch.autograd.graph.increment_version(parameter)
+    def rows(self) -> list[Tensor]:
+        """The state of the held rows, field by field."""
+
+    def hold(self, rows: Sequence[Tensor]) -> None:
+        """Puts the state of other rows in its place."""
 
 
-class Token:
-    """Lives as long as a graph may still bring a gradient of its lookup."""
+class HeldRows:
+    """The rows that are held, what is known of them, and their gradient; see Swapper."""
 
+    def __init__(
+        self, name: str, weight: Tensor, parameter: torch.nn.Parameter, padding: int | None
+    ) -> None:
+        self.name = name
+        self.weight = weight
+        self.table_rows = weight.shape[0]
+        self.parameter = parameter
+        self.padding = padding
+        self.state_fields: list[Tensor] = []
+        self.state: RowState | None = None
+        self.takes_sparse = False
+        """Whether the attached optimizer takes sparse gradients only."""
+        self.lookups: weakref.WeakSet[Token] = weakref.WeakSet()
+        self.step = 0
+        """Counts the exchanges: rows that a graph of an earlier one looked up have left."""
+        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._forget()
 
-class GradientSink(Protocol):
-    """What gets the gradients of held rows.
+    def use(self, weight: Tensor, state: RowState | None, state_fields: Sequence[Tensor]) -> None:
+        """Moves rows of these fields from now on; holds none at first.
 
-    Attributes:
-        lookups: a token for each lookup whose gradient may still come.
-    """
+        Args:
+            weight: all rows, `[rows, ...]`.
+            state: holds the state of the held rows, or None if there is none.
+            state_fields: all rows of the state, field by field.
+        """
+        self.weight, self.state, self.state_fields = weight, state, list(state_fields)
+        self.table_rows = weight.shape[0]
+        self._forget()
 
-    lookups: WeakSet[Token]
+    def _forget(self) -> None:
+        """Holds no rows; whatever was held is gone."""
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._hold(self._empty(0), nothing, None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are held."""
+        return self.parameter.device
+
+    @property
+    def fields(self) -> list[Tensor]:
+        """All rows of the weight and of each field of the state."""
+        return [self.weight, *self.state_fields]
+
+    def _empty(self, count: int) -> list[Tensor]:
+        """Memory for rows of every field; behind those of the weight is place for the padding."""
+        extra = [int(self.padding is not None), *(0 for _ in self.state_fields)]
+        return [
+            torch.empty((count + more, *field.shape[1:]), dtype=field.dtype, device=self.device)
+            for field, more in zip(self.fields, extra, strict=True)
+        ]
+
+    def _nothing(self) -> list[Tensor]:
+        """No row of any field."""
+        return [each[:0] for each in self._empty(0)]
+
+    def _hold(
+        self, rows: list[Tensor], held: Tensor, batch: PlannedBatch | None, newer: bool = False
+    ) -> None:
+        """Begins a step with these rows. `newer`: some of them are not in the table yet."""
+        count = held.shape[0]
+        self._rows, self._held, self._batch = rows[0], held, batch
+        self._count = count
+        if batch is not None:
+            batch.after = None  # or each batch would keep the one before it
+        self._known: list[PlannedBatch] = []
+        self._dirty, self._over, self._announced = newer, False, False
+        self._got_gradient, self._gradient_version = False, 0
+        self.lookups.clear()
+        self.step += 1
+        self._show(rows, count)
+        self.parameter.grad = None
+
+    def _show(self, rows: list[Tensor], count: int) -> None:
+        """Makes the parameter and the optimizer see the rows."""
+        replace_rows(self.parameter, rows[0][:count])
+        if self.state is not None:
+            self.state.hold([each[:count] for each in rows[1:]])
+        self._version, self._pointer = self.parameter._version, self.parameter.data_ptr()
+
+    def _held_rows(self) -> list[Tensor]:
+        """The held rows of every field, as parameter and optimizer have them now."""
+        rows = [self.parameter.detach()]
+        if self.state is not None:
+            rows += self.state.rows()
+        for each, field in zip(rows, self.fields, strict=True):
+            expected = (self._count, *field.shape[1:])
+            if tuple(each.shape) != expected:
+                raise RuntimeError(
+                    f"{self.name}: the held rows have the shape {list(each.shape)}, expected"
+                    f" {list(expected)}; who trains them must not resize them"
+                )
+        return [each.contiguous() for each in rows]
+
+    def _was_written(self) -> bool:
+        written = self.parameter._version != self._version
+        return written or self.parameter.data_ptr() != self._pointer
+
+    def _is_dirty(self) -> bool:
+        """Whether held rows may differ from those of the table."""
+        return self._dirty or self._was_written()
+
+    def _step_is_over(self) -> bool:
+        """Whether the next lookup begins a step of its own."""
+        if self._over or self._was_written():
+            return True
+        if self._announced or len(self.lookups) > 0:
+            return False
+        gradient = self.parameter.grad
+        if gradient is None:
+            return True
+        # Somebody wrote to the gradient: zero_grad(set_to_none=False) without a step (a GradScaler
+        # left it out), or a scale. Only the first lets the rows go.
+        if gradient._version == self._gradient_version or gradient.is_sparse:
+            return False
+        return not bool(gradient.count_nonzero())
+
+    def _order(self, count: int) -> Tensor:
+        """0 to count - 1, of a tensor that is made once."""
+        if self._numbers.shape[0] < count or self._numbers.device != self.device:
+            self._numbers = torch.arange(2 * count, device=self.device)
+        return self._numbers[:count]
+
+    def _fetch_padding(self, rows: Tensor, at: int) -> None:
+        if self.padding is not None:
+            pinned_gather(self.weight, self._padding_id(), out=rows[at : at + 1])
+
+    def _padding_id(self) -> Tensor:
+        return torch.tensor([self.padding])
+
+    def write_padding(self, rows: Tensor, at: int) -> None:
+        """Puts the padding's row into the table."""
+        if self.padding is not None:
+            pinned_scatter(self.weight, self._padding_id(), rows[at : at + 1])
+
+    # --------------------------------------------------------------------------------------------
+    # Gradients and the optimizer's step
 
     def add_gradient(self, gradient: Tensor, held: Tensor, step: int) -> None:
-        """Adds the gradient of the rows held in a step."""
+        """Adds the gradient of rows that were held in a step to the parameter's.
 
-
-class HeldRows(torch.autograd.Function):
-    """The held rows as the operand of a lookup; their gradient goes to the sink.
-
-    torch's own node for a parameter's gradient knows one shape for its lifetime. The rows of a step
-    become more with each lookup, so their gradient takes this way round it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, parameter: Tensor, rows: Tensor, held: Tensor, sink: GradientSink, step: int
-    ) -> Tensor:
-        """Returns `rows` as computed from the parameter; see `Swapper.rows`."""
-        ctx.held, ctx.sink, ctx.step, ctx.token = held, sink, step, Token()
-        sink.lookups.add(ctx.token)
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        """Hands the gradient on.
+        Args:
+            gradient: of the rows `held`, in their order, and perhaps of the padding after them.
+            held: ids of the rows that were held when they were looked up.
+            step: when that was.
 
         Raises:
-            NotImplementedError: the gradient is to be differentiated itself.
+            RuntimeError: the rows of that step have left.
         """
-        _check_once(gradient)
-        ctx.token = None
-        ctx.sink.add_gradient(gradient, ctx.held, ctx.step)
-        return None, None, None, None, None
+        if step != self.step:
+            raise RuntimeError(
+                f"{self.name}: backward through a lookup of an earlier step, whose rows have gone"
+                " back to the table: call backward before the lookup that follows the optimizer's"
+                " step"
+            )
+        parameter, count = self.parameter, self._count
+        if held is not self._held:
+            added = _among_more(gradient, torch.searchsorted(self._held, held), count)
+        elif gradient.is_sparse:
+            added = _of_rows(gradient, gradient._indices(), count)
+        else:
+            added = gradient[:count]
+        with torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = added
+            elif parameter.grad.is_sparse or added.is_sparse:
+                parameter.grad = parameter.grad + added
+            else:
+                parameter.grad += added
+        self._dirty = self._got_gradient = True
+        assert parameter.grad is not None
+        self._gradient_version = parameter.grad._version
+
+    def _move_gradient(self, gradient: Tensor | None, places: Tensor) -> None:
+        """Makes a gradient of fewer rows that of all held ones; `places` is where its rows are."""
+        if gradient is not None:
+            moved = _among_more(gradient, places, self._count)
+            self.parameter.grad, self._gradient_version = moved, moved._version
+
+    def before_optimizer(self) -> None:
+        """Called before the optimizer's step: rows that no lookup named again do not move."""
+        parameter = self.parameter
+        if self._over and not self._got_gradient:
+            parameter.grad = None
+        if self.takes_sparse and parameter.grad is not None and not parameter.grad.is_sparse:
+            parameter.grad = torch.sparse_coo_tensor(
+                self._order(self._count)[None],
+                parameter.grad,
+                parameter.grad.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+
+    def after_optimizer(self) -> None:
+        """Called after the optimizer's step: the next lookup begins a step."""
+        if self.parameter.grad is not None:
+            self._dirty = self._over = True
+            self._got_gradient = False
 
 
-class SummedLookup(torch.autograd.Function):
-    """Rows by their places, whose gradients are added up by the plan of their batch.
-
-    What torch's embedding computes, in a third of the time on a GPU: the batch is sorted already.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        parameter: Tensor,
-        rows: Tensor,
-        batch: PlannedBatch,
-        part: int,
-        table_rows: int,
-        sink: GradientSink,
-        step: int,
-    ) -> Tensor:
-        """Returns the rows of a part of the batch, `[*ids, ...]`."""
-        ctx.batch, ctx.part, ctx.table_rows = batch, part, table_rows
-        ctx.sink, ctx.step, ctx.token = sink, step, Token()
-        sink.lookups.add(ctx.token)
-        return pinned_gather(rows, batch.local(part))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        """Adds the gradient up and hands it on.
-
-        Raises:
-            NotImplementedError: the gradient is to be differentiated itself.
-        """
-        _check_once(gradient)
-        ctx.token = None
-        batch: PlannedBatch = ctx.batch
-        ids = gradient.numel() // max(1, gradient.shape[-1])
-        summed = sum_rows(
-            gradient.reshape(ids, gradient.shape[-1]).contiguous(),
-            batch.plan,
-            ctx.table_rows,
-            begin=batch.begin(ctx.part),
-            distinct=batch.distinct,
-        )
-        ctx.sink.add_gradient(summed, batch.ids, ctx.step)
-        return (None,) * 7
+def _of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
+    """A sparse gradient as one of this number of rows."""
+    return torch.sparse_coo_tensor(
+        indices,
+        gradient._values(),
+        (rows, *gradient.shape[1:]),
+        is_coalesced=gradient.is_coalesced(),
+        check_invariants=False,
+    )
 
 
-def _check_once(gradient: Tensor) -> None:
-    if torch.is_grad_enabled() and gradient.requires_grad:
-        raise NotImplementedError(
-            "gradients of gradients do not go through an Embedding's rows; use torch.nn"
-        )
+def _among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
+    """A gradient as one of more rows, which got none; `places` is where its rows are now."""
+    if gradient.is_sparse:
+        return _of_rows(gradient, places[gradient._indices()], rows)
+    more = gradient.new_zeros((rows, *gradient.shape[1:]))
+    return more.index_copy_(0, places, gradient[: len(places)])

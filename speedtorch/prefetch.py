@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from speedtorch.embedding import RowModule
 from speedtorch.planned_batch import PlannedBatch
+from speedtorch.row_module import RowModule
 from speedtorch.swapper import Swapper
 
 __all__ = ["Prefetch", "prefetch"]

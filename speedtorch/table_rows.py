@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from speedtorch.held_rows import RowState
 from speedtorch.ops import pinned_copy
-from speedtorch.swapper import RowState, Swapper
+from speedtorch.swapper import Swapper
 from speedtorch.table import HostTable
 
 __all__ = ["TableRows"]

@@ -288,3 +288,46 @@ def test_bad_ids_are_an_error_and_training_goes_on(device: str) -> None:
     for ids in training.loop(batches(device)):
         training.learn(ids)
     assert not torch.equal(training.result()["weight"], before["weight"])
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
+def test_the_host_waits_for_nothing_but_counts(ahead: bool) -> None:
+    training = Training("cuda", ahead=ahead)
+    given = batches("cuda")
+    for ids in training.loop(given[:4]):
+        training.learn(ids)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for ids in training.loop(given):
+            training.learn(ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_sums_in_our_own_order_are_close_to_those_of_torch_and_always_alike(
+    dtype: torch.dtype,
+) -> None:
+    torch.use_deterministic_algorithms(False)
+    results = []
+    for ahead in (False, True, True):
+        torch.manual_seed(0)
+        theirs = nn.Embedding(ROWS, WIDTH, device="cuda", dtype=dtype)
+        ours = speedtorch.Embedding.from_module(theirs)
+        many = [torch.randint(ROWS, (700,), device="cuda") for _ in range(6)]
+        for module in (theirs, ours):
+            sgd = optim.SGD(module.parameters(), lr=1e-3)
+            loader: Iterable[Tensor] = many
+            if ahead and module is ours:
+                loader = speedtorch.prefetch(many, ours, ids=lambda ids: ids)
+            for ids in loader:
+                sgd.zero_grad()
+                module(ids).square().sum().backward()
+                sgd.step()
+        results.append(ours.state_dict()["weight"].clone())
+        torch.testing.assert_close(results[-1], theirs.weight.detach().cpu(), rtol=3e-2, atol=1e-2)
+    assert_same_bytes(results[1], results[0])
+    assert_same_bytes(results[2], results[0])

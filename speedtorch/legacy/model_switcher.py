@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.batch_ids import Indexes
-from speedtorch.held_rows import replace_rows
 from speedtorch.legacy.checks import check_count, check_rows, check_table
 from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
+from speedtorch.lookups import replace_rows
 from speedtorch.record_layout import row_shape
 from speedtorch.table import HostTable
 
