@@ -21,6 +21,8 @@ STEMS = (
     "cpu",
     "embedding",
     "word2vec",
+    "overlap",
+    "headline",
 )
 
 

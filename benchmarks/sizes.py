@@ -32,6 +32,7 @@ class Sizes:
     """Of small calls for one figure."""
     centres: int
     """Of a word2vec step."""
+    headline_rows: tuple[int, int]
 
 
 _FULL = Sizes(
@@ -45,6 +46,7 @@ _FULL = Sizes(
     product=8192,
     calls=300,
     centres=512,
+    headline_rows=(2_829_853, 14_886_544),
 )
 _SMALL = Sizes(
     rows=20_000,
@@ -57,5 +59,6 @@ _SMALL = Sizes(
     product=64,
     calls=5,
     centres=16,
+    headline_rows=(2_829, 14_886),
 )
 SIZES = _SMALL if DEVICE == "cpu" or os.environ.get("SPEEDTORCH_BENCH_SMALL") else _FULL

@@ -195,6 +195,12 @@ def _word2vec(result: Result) -> Iterator[Target]:
             yield Target(work, best(kind, "Adamax") / adamax, times, True)
 
 
+def _overlap(result: Result) -> Iterator[Target]:
+    if "share_hidden" in result["extra"]:
+        work = "share of the exchange that is hidden behind compute"
+        yield Target(work, result["extra"]["share_hidden"], 0.8, True)
+
+
 _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
     "pinned_gather": lambda result: _moves("gather", result, True),
     "pinned_scatter": lambda result: _moves("scatter", result, False),
@@ -204,6 +210,7 @@ _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
     "cpu": _cpu,
     "embedding": _embedding,
     "word2vec": _word2vec,
+    "overlap": _overlap,
 }
 
 

@@ -1,0 +1,159 @@
+"""The two cases that SpeedTorch was known for: tables that a GPU of 11.17 GiB cannot train."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+import speedtorch
+from benchmarks.bench_word2vec import Batch, SkipGram, loop_of
+from benchmarks.harness import Report, turns
+from benchmarks.sections import zipf_ids
+from benchmarks.sizes import DEVICE, SIZES
+from benchmarks.training import step_figure
+
+CAP_BYTES = int(11.17 * 2**30)
+HOST_BYTES = 90 << 30  # that the widest tables of ours may take here
+STEPS = 20
+POSITIVES, NEGATIVES = 4, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """Target and context tables of one size."""
+
+    rows: int
+    columns: int
+    name: str
+    make: Callable[[Any], optim.Optimizer]
+    states: int
+    """Fields of state of the size of the weight."""
+
+    @property
+    def section(self) -> str:
+        return f"2 tables of {self.rows:,} x {self.columns}, {self.name}"
+
+
+CASES = (
+    Case(SIZES.headline_rows[0], 496, "Adam", lambda p: optim.Adam(p, fused=True), 2),
+    Case(SIZES.headline_rows[1], 188, "SGD", lambda p: optim.SGD(p, lr=1e-3), 0),
+)
+
+
+def batches(rows: int, steps: int = STEPS) -> list[Batch]:
+    """word2vec steps of the seed's size."""
+    count = SIZES.centres
+
+    def ids(*shape: int) -> torch.Tensor:
+        return zipf_ids(rows, torch.Size(shape).numel()).view(shape)
+
+    return [Batch(ids(count), ids(count, POSITIVES), ids(count, NEGATIVES)) for _ in turns(steps)]
+
+
+@contextmanager
+def capped_gpu() -> Iterator[None]:
+    """torch's allocator has no more than the GPU of 2019 had."""
+    if DEVICE == "cpu":
+        yield
+        return
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def forget() -> None:
+    """Gives cached memory back."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def used_outside_torch() -> int:
+    """Bytes of the GPU that torch's allocator does not know of, this process's context included."""
+    if DEVICE == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def plain_torch(case: Case, columns: int) -> str | None:
+    """One step with everything in GPU memory; the error if it does not fit."""
+    error = None
+    try:
+        model = SkipGram(lambda: nn.Embedding(case.rows, columns, device=DEVICE))
+        optimizer = case.make(model.parameters())
+        for _ in loop_of(model, optimizer)(batches(case.rows, 0)[:1]):
+            pass
+    except torch.OutOfMemoryError as caught:
+        error = str(caught).split(". GPU 0")[0]
+    model = optimizer = None  # type: ignore[assignment]
+    forget()
+    return error
+
+
+def widest_of_torch(case: Case) -> int:
+    """Most columns, a multiple of 4, that plain torch trains; 0 without a GPU."""
+    if DEVICE == "cpu":
+        return 0
+    low, high = 0, case.columns // 4
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if plain_torch(case, 4 * middle) is None else (low, middle)
+    return 4 * low
+
+
+def ours(case: Case, columns: int, steps: int, report: Report | None) -> dict[str, Any]:
+    """Trains with tables and state in host memory."""
+    before = used_outside_torch()
+    model = SkipGram(lambda: speedtorch.Embedding(case.rows, columns, device=DEVICE))
+    optimizer = case.make(model.parameters())
+    if case.states:
+        speedtorch.attach(optimizer, model)
+    figure = step_figure(
+        case.section,
+        f"speedtorch, prefetch, GPU capped at {CAP_BYTES / 2**30:.2f} GiB",
+        loop_of(model, optimizer, ahead=True),
+        batches(case.rows, steps),
+        kind="ours",
+        columns=columns,
+    )
+    if report is not None:
+        report.add(figure)
+    return {
+        "columns": columns,
+        "host_bytes": model.u.table.nbytes + model.v.table.nbytes,
+        "gpu_bytes": torch.cuda.max_memory_reserved() if DEVICE == "cuda" else 0,
+        "gpu_bytes_outside_torch": used_outside_torch() - before,
+    }
+
+
+def main() -> None:
+    """Measures and stores all figures in one run."""
+    report = Report("headline", "tables that a GPU of 11.17 GiB cannot train")
+    with capped_gpu():
+        for case in CASES:
+            facts: dict[str, Any] = {"plain torch": plain_torch(case, case.columns)}
+            facts["speedtorch"] = ours(case, case.columns, STEPS, report)
+            forget()
+            facts["widest of plain torch"] = widest_of_torch(case)
+            record = case.rows * 2 * 4 * (1 + case.states)
+            widest = min(HOST_BYTES, SIZES.managed_bytes * 2) // record // 4 * 4
+            facts["widest tried here"] = ours(case, max(4, widest), 3, None)
+            forget()
+            report.extra[case.section] = facts
+            print(f"headline: {case.section}: {facts}", flush=True)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
