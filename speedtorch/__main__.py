@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from speedtorch.demo import glove_run, word2vec
+from speedtorch.demo import glove_run, ncf, word2vec
 from speedtorch.demo.session import STOPPED
 from speedtorch.info import info
 
@@ -18,6 +18,7 @@ _WRONG_USE = 2
 _DEMOS: dict[str, ModuleType] = {
     "word2vec": word2vec,
     "glove": glove_run,
+    "ncf": ncf,
 }
 
 

@@ -89,8 +89,8 @@ def _attach_rows(optimizer: Optimizer, rows: TableRows, probe: OptimizerProbe) -
     was_loaded = bool(sizes - {len(rows.parameter)}) or sizes == {rows.rows}
     if was_loaded:
         state.check(loaded)
-    has_values = rows.attach(state, {n: (r.shape, r.dtype) for n, r in probe.row_state.items()})
-    rows.swapper.takes_sparse = probe.sparse
+    fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
+    has_values = rows.attach(state, fields, sparse=probe.sparse)
     if was_loaded or not has_values:
         state.take(loaded if was_loaded else None)
     state.has_stepped = was_loaded or has_values

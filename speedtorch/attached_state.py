@@ -83,7 +83,7 @@ class AttachedState:
 
     def take(self, entries: dict[str, Any] | None) -> None:
         """Puts saved state, or that before the first step, into the table."""
-        self.table_rows.swapper.let_go()
+        self.table_rows.let_go()
         for name, row in self.probe.row_state.items():
             if entries is None:
                 self.table_rows.fill(name, row.initial.cpu())
@@ -94,7 +94,7 @@ class AttachedState:
 
 def attached_to(rows: TableRows) -> Optimizer | None:
     """The optimizer that keeps state of the rows; one that is gone is detached now."""
-    state = rows.swapper.state
+    state = rows.state
     if not isinstance(state, AttachedState):
         return None
     optimizer = state.optimizer()

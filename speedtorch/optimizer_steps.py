@@ -67,7 +67,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for rows in _watched_rows(optimizer):
-        state = rows.swapper.state
+        state = rows.state
         if isinstance(state, AttachedState) and rows.parameter.grad is not None:
             state.has_stepped = True
         rows.swapper.after_optimizer()

@@ -78,9 +78,7 @@ class RowModule(nn.Module):
             table = HostTable(*expected, dtype or source.dtype, memory=memory)
         else:
             table = HostTable(*expected, dtype or torch.get_default_dtype(), memory=memory)
-            # The numbers are drawn at the first use; which ones is decided now.
-            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-            initialise = partial(self._draw, seed=seed)
+            initialise = partial(self._draw, draw=_drawing(nn.init.normal_))
         # The device that torch would take, which may be a default that the user has set.
         held = torch.empty(0, embedding_dim, dtype=table["weight"].dtype, device=device)
         self.weight = nn.Parameter(held, requires_grad=not freeze)
@@ -95,8 +93,8 @@ class RowModule(nn.Module):
         )
         watch_steps(self.table_rows)
 
-    def _draw(self, table: HostTable, seed: int | None) -> None:
-        table.normal_(0, 1, seed=seed)
+    def _draw(self, table: HostTable, draw: Callable[[HostTable], object]) -> None:
+        draw(table)
         if self.padding_idx is not None:
             table["weight"][self.padding_idx].zero_()
 
@@ -105,10 +103,43 @@ class RowModule(nn.Module):
         """The HostTable with all rows and their state; current after flush()."""
         return self.table_rows.table
 
+    def init_(
+        self: _Self,
+        function: Callable[..., object],
+        *args: Any,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> _Self:
+        """Gives all rows first values by a function of torch.nn.init, or one like it.
+
+        Rows that nobody has used get them when somebody does, so that calling this right after the
+        constructor costs nothing. The padding's row becomes zero. State stays as it is.
+
+        Args:
+            function: Called as HostTable.init_ calls it.
+            *args: Passed on.
+            seed: Makes the numbers repeatable; by default torch's generator gives one now.
+            **kwargs: Passed on.
+
+        Returns:
+            The module.
+
+        Raises:
+            TypeError, ValueError: As HostTable.init_, at once or at the first use.
+
+        Example:
+            >>> import speedtorch
+            >>> embedding = speedtorch.Embedding(1000, 8).init_(torch.nn.init.uniform_, -0.1, 0.1)
+            >>> bool(embedding.table["weight"].abs().max() <= 0.1)
+            True
+        """
+        draw = _drawing(function, *args, seed=seed, **kwargs)
+        self.table_rows.initialise(partial(self._draw, draw=draw))
+        return self
+
     def reset_parameters(self) -> None:
         """Draws all rows anew from N(0, 1); the padding's row becomes zero."""
-        self.table_rows.swapper.let_go()
-        self._draw(self.table, None)
+        self.init_(nn.init.normal_)
 
     def announce(self, *ids: Tensor) -> None:
         """Brings all rows of the lookups to come at once.
@@ -285,6 +316,15 @@ def opened(embeddings: Source, device: Device, memory: str) -> tuple[Rows, tuple
     if len(shape) != 2:
         raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
     return embeddings, (shape[0], shape[1]), device
+
+
+def _drawing(
+    function: Callable[..., object], *args: Any, seed: int | None = None, **kwargs: Any
+) -> Callable[[HostTable], object]:
+    """Draws a table's rows later; which numbers is decided now."""
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+    return lambda table: table.init_(function, *args, seed=seed, **kwargs)
 
 
 def described(module: RowModule, **defaults: Any) -> str:

@@ -65,6 +65,14 @@ class TableRows:
             initialise(self._table)
         return self._table
 
+    def initialise(self, initialise: Callable[[HostTable], object]) -> None:
+        """Gives all rows other first values: when somebody needs them, if nobody has yet."""
+        if self._initialise is not None:
+            self._initialise = initialise
+            return
+        self.swapper.let_go()
+        initialise(self._table)
+
     @property
     def swapper(self) -> Swapper:
         """Holds the rows of a step; the table has its first values."""
@@ -105,12 +113,22 @@ class TableRows:
 
     # --------------------------------------------------------------------------------------------
 
-    def attach(self, state: RowState, fields: _Fields) -> bool:
+    @property
+    def state(self) -> RowState | None:
+        """What keeps the state of the held rows."""
+        return self._swapper.state
+
+    def let_go(self) -> None:
+        """Holds no rows any more; the table is up to date."""
+        self._swapper.let_go()
+
+    def attach(self, state: RowState, fields: _Fields, *, sparse: bool) -> bool:
         """Keeps fields of state beside the weight.
 
         Args:
             state: holds the state of the held rows.
             fields: name to (row shape, dtype).
+            sparse: the optimizer takes sparse gradients only.
 
         Returns:
             Whether they have values already, because the table was read from a file with them.
@@ -124,6 +142,7 @@ class TableRows:
         if not there:
             self._make_room(fields)
         self._use(state, [self.field(name) for name in fields])
+        self._swapper.takes_sparse = sparse
         return there and self._table.was_read
 
     def detach(self) -> None:

@@ -260,6 +260,31 @@ def test_equal_seeds_give_equal_rows_and_other_dtypes_work() -> None:
     assert not torch.equal(rows_of(rows[0]), second)
 
 
+def test_first_values_are_drawn_once_when_they_are_needed() -> None:
+    calls: list[int] = []
+
+    def ones(rows: Tensor, value: float) -> Tensor:
+        calls.append(len(rows))
+        return rows.fill_(value)
+
+    embedding = speedtorch.Embedding(50, 4, padding_idx=1).init_(ones, 5.0).init_(ones, value=3.0)
+    adam = torch.optim.Adam(embedding.parameters())
+    speedtorch.attach(adam, embedding)
+    assert not calls
+    assert embedding(torch.tensor([0, 1, 49]))[:, 0].tolist() == [3.0, 0.0, 3.0]
+    drawn = len(calls)
+    embedding(torch.tensor([2])).sum().backward()
+    adam.step()
+    embedding.init_(ones, 7.0)
+    assert len(calls) > drawn
+    assert embedding(torch.tensor([2, 1]))[:, 0].tolist() == [7.0, 0.0]
+    seeded = [
+        speedtorch.Embedding(9, 2).init_(nn.init.uniform_, -1, 1, seed=3).table["weight"]
+        for _ in range(2)
+    ]
+    assert torch.equal(*seeded) and seeded[0].abs().max() <= 1
+
+
 def test_repr_is_that_of_torch() -> None:
     theirs, ours = pair(padding_idx=3, max_norm=0.5, sparse=True)
     assert repr(ours).replace("'", "") == repr(theirs).replace("'", "")

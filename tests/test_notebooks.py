@@ -42,6 +42,7 @@ def test_the_notebooks_are_there() -> None:
         "02_word2vec_adamax",
         *TABLES,
         "06_glove",
+        "07_recommender",
     ]
 
 
@@ -78,6 +79,10 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
             line = next(line for line in printed.splitlines() if line.startswith(row + "  "))
             numbers = [float(number) for number in line.removeprefix(row).split()]
             assert numbers and all(number >= 0 for number in numbers) and numbers[0] > 0
+        return
+    if path.stem == "07_recommender":
+        found = re.search(r"hit rate at 10: ([0-9.]+) before, ([0-9.]+) after", printed)
+        assert found is not None and float(found[1]) < 0.15 and float(found[2]) > 0.3
         return
     found = re.search(r"loss[a-z ]*: ([0-9.]+) at first, ([0-9.]+) at the end", printed)
     assert found is not None and float(found[2]) < 0.9 * float(found[1])

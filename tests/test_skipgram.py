@@ -1,24 +1,25 @@
-"""The skip-gram model on host tables: plain torch's numbers, and vectors that say something."""
+"""The skip-gram model on Embeddings: plain torch's numbers, and vectors that say something."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from conftest import NEEDS_GPU
 from topics import TOPIC_OF, topic_passages
-from torch import Tensor
+from torch import nn
 
 import speedtorch
 from speedtorch.demo import evaluate
 from speedtorch.demo.corpus import Corpus
 from speedtorch.demo.evaluate import content_words, held_out_score, nearest_neighbours
 from speedtorch.demo.pairs import Batch, HeldOut, PairStream
-from speedtorch.demo.plain import PlainTables
+from speedtorch.demo.plain import RowOptimizer
 from speedtorch.demo.settings import make_optimizer, optimizer_names
-from speedtorch.demo.skipgram import SIDES, HostTables, SkipGram
+from speedtorch.demo.skipgram import SIDES, SkipGram, first_values
 from speedtorch.demo.training import Outcome, train
 
 REFUSED = ("Adafactor", "LBFGS", "Muon")
@@ -29,98 +30,132 @@ def corpus() -> Corpus:
     return Corpus.from_passages(topic_passages(), min_count=1)
 
 
+class Ours(NamedTuple):
+    """A model with its rows in host memory."""
+
+    model: SkipGram
+    optimizer: torch.optim.Optimizer  # It has the state of the rows that are held: it must live.
+    tables: dict[str, speedtorch.HostTable]
+
+
+def ours(
+    words: int,
+    dim: int,
+    name: str = "Adamax",
+    lr: float | None = None,
+    *,
+    device: str = "cpu",
+    memory: str = "auto",
+    seed: int = 0,
+) -> Ours:
+    u, v = (speedtorch.Embedding(words, dim, device=device, memory=memory) for _ in SIDES)
+    model = SkipGram(u, v)
+    optimizer = make_optimizer(name, lr, model.parameters())
+    speedtorch.attach(optimizer, model)
+    first_values(u, v, seed=seed)
+    return Ours(model, optimizer, dict(zip(SIDES, (u.table, v.table), strict=True)))
+
+
+def all_rows(model: SkipGram) -> list[torch.Tensor]:
+    every = torch.arange(model.u_embeddings.num_embeddings)
+    return [model.rows(side, every) for side in SIDES]
+
+
 def trained_both_ways(
-    corpus: Corpus, name: str, dim: int, device: str, memory: str
-) -> tuple[HostTables, PlainTables, Outcome, Outcome]:
+    corpus: Corpus, name: str, dim: int, device: str, memory: str, *, ahead: bool = True
+) -> tuple[SkipGram, SkipGram, Outcome, Outcome]:
     stream = PairStream(corpus, batch=128, sample=0.05)
-    make = partial(make_optimizer, name, None)
-    model = SkipGram(dim, sparse=name == "SparseAdam", device=device)
-    optimizer = make(model.parameters())
-    host = HostTables(model, optimizer, len(corpus.words), memory=memory, seed=1)
-    every = torch.arange(len(corpus.words))
-    first = {side: host.rows(side, every) for side in SIDES}
-    ours = train(model, optimizer, host, stream, steps=50)
-    model = SkipGram(dim, sparse=name == "SparseAdam", device=device)
-    plain = PlainTables(model, make, first)
-    return host, plain, ours, train(model, plain.optimizer, plain, stream, steps=50)
+    model, optimizer, _ = ours(len(corpus.words), dim, name, device=device, memory=memory, seed=1)
+    first, sparse = all_rows(model), name == "SparseAdam"
+    outcome = train(model, optimizer, stream, steps=50, ahead=ahead)
+    tables = (nn.Embedding.from_pretrained(f, freeze=False, sparse=sparse) for f in first)
+    plain = SkipGram(*tables).to(device)
+    rows = RowOptimizer(plain, partial(make_optimizer, name, None))
+    return model, plain, outcome, train(plain, rows, stream, steps=50, ahead=False)
 
 
+@pytest.mark.parametrize("ahead", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("dim", [7, 32])
 @pytest.mark.parametrize("name", [n for n in optimizer_names() if n not in REFUSED])
-def test_host_tables_give_the_very_numbers_of_plain_torch(
-    corpus: Corpus, name: str, dim: int
+def test_the_numbers_are_the_very_ones_of_plain_torch(
+    corpus: Corpus, name: str, dim: int, ahead: bool
 ) -> None:
-    host, plain, ours, theirs = trained_both_ways(corpus, name, dim, "cpu", "plain")
-    every = torch.arange(len(corpus.words))
-    for side in SIDES:
-        assert torch.equal(host.rows(side, every), plain.rows(side, every))
-    assert ours.losses == theirs.losses and len(ours.losses) == 2 and ours.steps == 50
+    model, plain, one, other = trained_both_ways(corpus, name, dim, "cpu", "plain", ahead=ahead)
+    for rows, expected in zip(all_rows(model), all_rows(plain), strict=True):
+        assert torch.equal(rows, expected)
+    assert one.losses == other.losses and len(one.losses) == 2 and one.steps == 50
+
+
+@pytest.mark.parametrize("name", ["SparseAdam", "SGD", "Adagrad"])
+def test_the_plain_rule_is_that_of_torchs_own_optimizers(corpus: Corpus, name: str) -> None:
+    """SparseAdam skips the other rows; dense SGD and Adagrad leave rows without gradient alone."""
+    stream, sparse = PairStream(corpus, batch=128, sample=0.05), name == "SparseAdam"
+    make = partial(make_optimizer, name, None)
+    first = all_rows(ours(len(corpus.words), 8).model)
+    models, outcomes = [], []
+    for kind in (RowOptimizer, lambda model, make: make(model.parameters())):
+        tables = (nn.Embedding(*f.shape, _weight=f.clone(), sparse=sparse) for f in first)
+        models.append(SkipGram(*tables))
+        outcomes.append(train(models[-1], kind(models[-1], make), stream, steps=50, ahead=False))
+    for rows, expected in zip(*map(all_rows, models), strict=True):
+        assert torch.equal(rows, expected)
+    assert outcomes[0].losses == outcomes[1].losses
 
 
 @NEEDS_GPU
 @pytest.mark.parametrize("memory", ["managed", "registered", "plain", "cuda"])
 @pytest.mark.parametrize("name", ["Adamax", "SparseAdam", "Adagrad", "SGD"])
 def test_on_a_gpu_the_score_is_that_of_plain_torch(corpus: Corpus, name: str, memory: str) -> None:
-    host, plain, ours, theirs = trained_both_ways(corpus, name, 32, "cuda", memory)
+    model, plain, one_run, other_run = trained_both_ways(corpus, name, 32, "cuda", memory)
     held = PairStream(corpus, batch=128, sample=0.05).held_out_pairs()
-    one, other = held_out_score(host, held), held_out_score(plain, held)
+    one, other = held_out_score(model, held), held_out_score(plain, held)
     assert one is not None and other is not None
     assert one.auc == pytest.approx(other.auc, rel=0.01)
     assert one.log_likelihood == pytest.approx(other.log_likelihood, rel=0.01)
-    assert ours.losses[-1] == pytest.approx(theirs.losses[-1], rel=0.01)
+    assert one_run.losses[-1] == pytest.approx(other_run.losses[-1], rel=0.01)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizers_that_mix_rows_are_refused_by_name(name: str) -> None:
-    model = SkipGram(4)
     with pytest.raises(ValueError, match=name):
-        HostTables(model, make_optimizer(name, None, model.parameters()), 10)
+        ours(10, 4, name)
 
 
 def test_gradients_of_a_word_that_occurs_twice_add_up(device: str) -> None:
-    ids = {"u_ids": torch.tensor([2]), "v_ids": torch.tensor([0, 3])}
     twice = Batch(
-        **ids,
-        centre=torch.tensor([0, 0]),
-        context=torch.tensor([0, 1]),
-        negative=torch.tensor([[1], [1]]),
+        centre=torch.tensor([2, 2]),
+        context=torch.tensor([0, 3]),
+        negative=torch.tensor([[3], [3]]),
         progress=1.0,
     ).to(torch.device(device))
-    model = SkipGram(3, device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    tables = HostTables(model, optimizer, 5)
+    model, optimizer, tables = ours(5, 3, "SGD", 1.0, device=device)
     generator = torch.Generator().manual_seed(0)
     u, v = (torch.randn(5, 3, generator=generator, requires_grad=True) for _ in SIDES)
     for side, values in zip(SIDES, (u, v), strict=True):
-        tables.tables[side]["weight"].copy_(values.detach())
-    tables.fetch(twice)
-    model(twice.centre, twice.context, twice.negative).backward()
+        tables[side]["weight"].copy_(values.detach())
+    model(twice).backward()
     optimizer.step()
-    tables.store(twice)
     true = torch.nn.functional.logsigmoid(torch.stack([u[2] @ v[0], u[2] @ v[3]]))
     false = torch.nn.functional.logsigmoid(-torch.stack([u[2] @ v[3], u[2] @ v[3]]))
     (-true.sum() - false.sum()).backward()
-    speedtorch.synchronize()
-    for side, values in zip(SIDES, (u, v), strict=True):
+    for rows, values in zip(all_rows(model), (u, v), strict=True):
         assert values.grad is not None
         expected = (values - values.grad).detach()
-        assert torch.allclose(tables.rows(side, torch.arange(5)), expected, atol=1e-6)
+        assert torch.allclose(rows, expected, atol=1e-6)
 
 
 def test_training_finds_the_topics(corpus: Corpus, device: str) -> None:
     stream = PairStream(corpus, batch=128, sample=0)
-    model = SkipGram(16, device=device)
-    optimizer = make_optimizer("Adamax", None, model.parameters())
-    tables = HostTables(model, optimizer, len(corpus.words))
+    model, optimizer, _ = ours(len(corpus.words), 16, device=device)
     held = stream.held_out_pairs()
-    before = held_out_score(tables, held)
-    outcome = train(model, optimizer, tables, stream, epochs=8)
-    after = held_out_score(tables, held)
+    before = held_out_score(model, held)
+    outcome = train(model, optimizer, stream, epochs=8)
+    after = held_out_score(model, held)
     assert before is not None and before.auc == 0.5
     assert after is not None and after.auc > 0.7 and len(held) == after.pairs
     assert outcome.losses[-1] < 0.9 * outcome.losses[0]
     own = [i for i, word in enumerate(corpus.words) if word in TOPIC_OF]
-    vectors = partial(tables.rows, SIDES[0])
+    vectors = partial(model.rows, SIDES[0])
     near = nearest_neighbours(vectors, corpus.words, own, number=3)
     right = [TOPIC_OF.get(other) == TOPIC_OF[word] for word in near for other in near[word]]
     assert sum(right) / len(right) > 0.9
@@ -128,63 +163,43 @@ def test_training_finds_the_topics(corpus: Corpus, device: str) -> None:
 
 def test_what_is_counted_is_what_was_done(corpus: Corpus) -> None:
     stream = PairStream(corpus, batch=128)
-    model = SkipGram(4)
-    optimizer = make_optimizer("Adamax", None, model.parameters())
-    tables = HostTables(model, optimizer, len(corpus.words), memory="plain")
-    outcome = train(model, optimizer, tables, stream, epochs=1)
+    model, optimizer, tables = ours(len(corpus.words), 4, memory="plain")
+    outcome = train(model, optimizer, stream, epochs=1)
     batches = list(stream.epoch(0))
-    rows = sum(len(b.u_ids) + len(b.v_ids) for b in batches)
     assert outcome.steps == len(batches) and outcome.pairs == sum(map(len, batches))
     assert outcome.words == stream.words and outcome.finished
-    # A record is a weight and two states of 4 float32; it comes and it goes.
-    assert outcome.exchanged_bytes == rows * 3 * 4 * 4 * 2
-    assert tables.nbytes == 2 * len(corpus.words) * 3 * 4 * 4
+    # A record is a weight and two states of 4 float32.
+    assert sum(table.nbytes for table in tables.values()) == 2 * len(corpus.words) * 3 * 4 * 4
+
+
+def test_first_values_depend_on_the_seed_alone() -> None:
+    (u, v), same, other = (all_rows(ours(9, 4, seed=seed).model) for seed in (1, 1, 2))
+    assert torch.equal(u, same[0]) and not torch.equal(u, other[0])
+    assert 0 < u.abs().max() <= 0.125 and not v.count_nonzero()
 
 
 def test_the_learning_rate_falls_in_a_straight_line(corpus: Corpus) -> None:
-    model = SkipGram(4)
-    optimizer = make_optimizer("SGD", 0.5, model.parameters())
-    tables = HostTables(model, optimizer, len(corpus.words))
+    model, optimizer, _ = ours(len(corpus.words), 4, "SGD", 0.5)
     rates: list[float] = []
 
     def stop() -> bool:
         rates.append(optimizer.param_groups[0]["lr"])
         return False
 
-    train(model, optimizer, tables, PairStream(corpus, batch=64), steps=4, stop=stop)
+    train(model, optimizer, PairStream(corpus, batch=64), steps=4, stop=stop)
     assert rates == [0.5, 0.375, 0.25, 0.125]
 
 
 def test_training_needs_a_limit(corpus: Corpus) -> None:
-    model = SkipGram(4)
-    optimizer = make_optimizer("SGD", None, model.parameters())
-    tables = HostTables(model, optimizer, len(corpus.words))
+    model, optimizer, _ = ours(len(corpus.words), 4, "SGD")
     with pytest.raises(ValueError, match="train needs a limit: epochs or steps"):
-        train(model, optimizer, tables, PairStream(corpus))
+        train(model, optimizer, PairStream(corpus))
 
 
 def test_a_loss_beyond_all_numbers_ends_training_with_advice(corpus: Corpus) -> None:
-    model = SkipGram(4)
-    optimizer = make_optimizer("SGD", 1e30, model.parameters())
-    tables = HostTables(model, optimizer, len(corpus.words))
+    model, optimizer, _ = ours(len(corpus.words), 4, "SGD", 1e30)
     with pytest.raises(ValueError, match=r"the loss is (nan|inf) .*a learning rate below 1e\+30"):
-        train(model, optimizer, tables, PairStream(corpus, batch=64), epochs=1)
-
-
-class FixedTables:
-    """Tables of given rows."""
-
-    def __init__(self, u: Tensor, v: Tensor) -> None:
-        self.full = dict(zip(SIDES, (u, v), strict=True))
-
-    def rows(self, side: str, ids: Tensor) -> Tensor:
-        return self.full[side][ids]
-
-    def fetch(self, batch: Batch) -> None:
-        raise NotImplementedError
-
-    def store(self, batch: Batch) -> None:
-        raise NotImplementedError
+        train(model, optimizer, PairStream(corpus, batch=64), epochs=1)
 
 
 def test_the_score_is_the_share_of_pairs_in_right_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +208,8 @@ def test_the_score_is_the_share_of_pairs_in_right_order(monkeypatch: pytest.Monk
     # Small whole numbers make ties.
     u, v = (torch.from_numpy(random.integers(-1, 2, (9, 2))).float() for _ in SIDES)
     centre, context, shuffled = (random.integers(0, 9, 50) for _ in range(3))
-    score = held_out_score(FixedTables(u, v), HeldOut(centre, context, shuffled))
+    model = SkipGram(*map(nn.Embedding.from_pretrained, (u, v)))
+    score = held_out_score(model, HeldOut(centre, context, shuffled))
     true, false = (u[centre] * v[context]).sum(1), (u[centre] * v[shuffled]).sum(1)
     above = (true[:, None] > false).float() + 0.5 * (true[:, None] == false).float()
     logs = [torch.nn.functional.logsigmoid(x.double()).mean() for x in (true, -false)]

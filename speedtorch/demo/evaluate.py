@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speedtorch.demo.corpus import Corpus
 from speedtorch.demo.pairs import HeldOut
-from speedtorch.demo.skipgram import Tables
+from speedtorch.demo.skipgram import SkipGram
 
 __all__ = ["Rows", "Score", "content_words", "held_out_score", "nearest_neighbours", "row_blocks"]
 
@@ -40,11 +40,11 @@ class Score:
     pairs: int
 
 
-def held_out_score(tables: Tables, held: HeldOut) -> Score | None:
+def held_out_score(model: SkipGram, held: HeldOut) -> Score | None:
     """Scores the vectors on pairs kept out of training.
 
     Args:
-        tables: the trained tables.
+        model: the trained model.
         held: true and false pairs.
 
     Returns:
@@ -53,8 +53,8 @@ def held_out_score(tables: Tables, held: HeldOut) -> Score | None:
     if not len(held):
         return None
     true, false = (
-        _dots(tables, held.centre, held.context),
-        _dots(tables, held.centre, held.shuffled),
+        _dots(model, held.centre, held.context),
+        _dots(model, held.centre, held.shuffled),
     )
     _, kind, counts = np.unique(
         np.concatenate([true, false]), return_inverse=True, return_counts=True
@@ -68,14 +68,14 @@ def held_out_score(tables: Tables, held: HeldOut) -> Score | None:
 
 
 def _dots(
-    tables: Tables, centre: npt.NDArray[np.int64], context: npt.NDArray[np.int64]
+    model: SkipGram, centre: npt.NDArray[np.int64], context: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     """Dot products `[P]` of u rows and v rows, in double precision."""
     found = [np.zeros(0)]
     for start in range(0, len(centre), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
-        u = tables.rows("u_embeddings", torch.from_numpy(centre[block])).double()
-        v = tables.rows("v_embeddings", torch.from_numpy(context[block])).double()
+        u = model.rows("u_embeddings", torch.from_numpy(centre[block])).double()
+        v = model.rows("v_embeddings", torch.from_numpy(context[block])).double()
         found.append((u * v).sum(1).numpy())
     return np.concatenate(found)
 

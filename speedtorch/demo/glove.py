@@ -74,14 +74,15 @@ class GloVe(nn.Module):
         return self.target, self.context, self.target_bias, self.context_bias
 
     def reset_parameters(self, seed: int) -> None:
-        """Draws all vectors and biases anew, uniform within `1 / (2 D)`; attach before.
+        """Draws all vectors and biases anew, uniform within `1 / (2 D)`.
 
         Args:
             seed: the numbers depend on it alone.
         """
         bound = 0.5 / self.target.embedding_dim
         for place, embedding in enumerate(self.embeddings):
-            embedding.table.uniform_(-bound, bound, seed=len(self.embeddings) * seed + place)
+            number = len(self.embeddings) * seed + place
+            embedding.init_(nn.init.uniform_, -bound, bound, seed=number)
 
     def ids(self, batch: PairBatch) -> dict[nn.Module, Tensor]:
         """The rows that a batch looks up in each Embedding, for speedtorch.prefetch."""

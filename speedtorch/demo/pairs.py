@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -31,22 +30,15 @@ _SPLIT, _TRAINING, _SCORE = 1, 2, 3
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Pairs of words and their negatives, as positions in two lists of distinct row ids.
-
-    A row is fetched once however often the batch names it, and the model looks it up by position:
-    so autograd adds up the gradients of a word's occurrences, and each row gets one update.
+    """Pairs of words and their negatives.
 
     Attributes:
-        u_ids: `[R]` int64, distinct ids of the centre words' rows.
-        v_ids: `[S]` int64, distinct ids of the rows of contexts and negatives.
-        centre: `[B]` int64, positions in `u_ids`.
-        context: `[B]` int64, positions in `v_ids`.
-        negative: `[B, K]` int64, positions in `v_ids`.
+        centre: `[B]` int64 word ids.
+        context: `[B]` int64 word ids.
+        negative: `[B, K]` int64 word ids.
         progress: how much of the text was gone through when this batch ends, in epochs.
     """
 
-    u_ids: Tensor
-    v_ids: Tensor
     centre: Tensor
     context: Tensor
     negative: Tensor
@@ -56,21 +48,13 @@ class Batch:
         """The number of pairs."""
         return len(self.centre)
 
-    def ids(self, side: str) -> Tensor:
-        """The row ids of "u_embeddings" or "v_embeddings"."""
-        return {"u_embeddings": self.u_ids, "v_embeddings": self.v_ids}[side]
-
     def to(self, device: torch.device) -> Batch:
         """Returns the batch on a device, without waiting for it where that is a GPU."""
-        there = partial(torch.Tensor.to, device=device, non_blocking=device.type == "cuda")
-        return Batch(
-            u_ids=there(self.u_ids),
-            v_ids=there(self.v_ids),
-            centre=there(self.centre),
-            context=there(self.context),
-            negative=there(self.negative),
-            progress=self.progress,
+        centre, context, negative = (
+            each.to(device, non_blocking=device.type == "cuda")
+            for each in (self.centre, self.context, self.negative)
         )
+        return Batch(centre, context, negative, self.progress)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +101,8 @@ class PairStream:
         >>> corpus = Corpus.from_passages(["red green blue " * 9], min_count=1)
         >>> stream = PairStream(corpus, window=2, negatives=3, batch=8, sample=0)
         >>> first = next(stream.epoch(0))
-        >>> len(first), first.negative.shape, len(first.u_ids)
-        (8, torch.Size([8, 3]), 3)
+        >>> len(first), first.negative.shape
+        (8, torch.Size([8, 3]))
     """
 
     def __init__(
@@ -254,15 +238,9 @@ class PairStream:
     ) -> Batch:
         draws = random.random((len(centre), self.negatives))
         negative = np.searchsorted(self._noise, draws, side="right")
-        u_ids, centre_at = np.unique(centre, return_inverse=True)
-        both = np.concatenate([context, negative.reshape(-1)])
-        v_ids, both_at = np.unique(both, return_inverse=True)
-        context_at, negative_at = np.split(both_at, [len(context)])
         return Batch(
-            u_ids=torch.from_numpy(u_ids),
-            v_ids=torch.from_numpy(v_ids),
-            centre=torch.from_numpy(centre_at),
-            context=torch.from_numpy(context_at),
-            negative=torch.from_numpy(negative_at.reshape(negative.shape)),
+            centre=torch.from_numpy(centre),
+            context=torch.from_numpy(context),
+            negative=torch.from_numpy(negative),
             progress=progress,
         )

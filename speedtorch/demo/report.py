@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from speedtorch.demo.evaluate import Rows, Score, row_blocks
-from speedtorch.demo.plain import PlainTables
-from speedtorch.demo.skipgram import SIDES, HostTables
+from speedtorch.demo.skipgram import SIDES, SkipGram
 from speedtorch.demo.training import Outcome
 from speedtorch.new_files import replace_files
 from speedtorch.npy_format import npy_header
@@ -104,7 +103,6 @@ def print_report(facts: Mapping[str, Any], paths: Sequence[Path]) -> None:
         " the end",
         f"tables     {size_text(facts['table_bytes'])}, {facts['memory']} memory, optimizer state"
         " included",
-        f"exchanged  {size_text(training['exchanged_bytes'])} between tables and model, both ways",
         f"peak       {size_text(facts['peak_host_bytes'])} of host memory"
         + ("" if gpu is None else f", {size_text(gpu)} on the GPU"),
     ]
@@ -122,15 +120,15 @@ def print_report(facts: Mapping[str, Any], paths: Sequence[Path]) -> None:
 def compare(
     device: torch.device,
     words: int,
-    ours: tuple[HostTables, Outcome, Score | None],
-    theirs: tuple[PlainTables, Outcome, Score | None],
+    ours: tuple[SkipGram, Outcome, Score | None],
+    theirs: tuple[SkipGram, Outcome, Score | None],
 ) -> dict[str, Any]:
     """Compares a run with the same one in plain torch, and prints what came out.
 
     Args:
         device: what trained both.
         words: rows of each table.
-        ours: tables, outcome and score of our run.
+        ours: model, outcome and score of our run.
         theirs: those of the other.
 
     Returns:

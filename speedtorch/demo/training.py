@@ -1,10 +1,10 @@
-"""The loop that trains a skip-gram model, whatever holds its tables."""
+"""The loop that trains a skip-gram model, whichever embeddings it has."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from speedtorch.demo.pairs import Batch, PairStream
-from speedtorch.demo.skipgram import HostTables, SkipGram, Tables
+from speedtorch.demo.plain import RowOptimizer
+from speedtorch.demo.skipgram import SkipGram
 from speedtorch.ops import synchronize
+from speedtorch.prefetch import prefetch
 
 __all__ = ["Outcome", "train"]
 
@@ -33,7 +35,6 @@ class Outcome:
         pairs: pairs of words in them.
         words: words of the text gone through, before dropping.
         seconds: wall-clock time of the loop.
-        exchanged_bytes: bytes moved between host tables and model, both ways.
         losses: mean loss per pair over each 25 steps; the last may cover fewer.
         finished: False if it was stopped early.
     """
@@ -42,31 +43,31 @@ class Outcome:
     pairs: int = 0
     words: int = 0
     seconds: float = 0.0
-    exchanged_bytes: int = 0
     losses: list[float] = field(default_factory=list)
     finished: bool = False
 
 
 def train(
     model: SkipGram,
-    optimizer: torch.optim.Optimizer,
-    tables: Tables,
+    optimizer: torch.optim.Optimizer | RowOptimizer,
     stream: PairStream,
     *,
     epochs: int | None = None,
     steps: int | None = None,
+    ahead: bool = True,
     stop: Callable[[], bool] = lambda: False,
     label: str | None = None,
 ) -> Outcome:
     """Trains until the limit, or until `stop` says so; a step is never left half done.
 
     Args:
-        model: holds a batch's rows; its device does the work.
-        optimizer: of the model's parameters; its learning rate falls as training goes on.
-        tables: hold all rows.
+        model: its device does the work.
+        optimizer: of the model's parameters, attached to it if it keeps state; its learning rate
+            falls as training goes on.
         stream: gives the batches.
         epochs: passes over the text; the limit if `steps` is None.
         steps: batches.
+        ahead: bring the next batch's rows during a step; not with torch's embeddings.
         stop: asked after each step.
         label: shows a progress bar of this name, with loss and words per second.
 
@@ -79,7 +80,9 @@ def train(
     """
     if epochs is None and steps is None:
         raise ValueError("train needs a limit: epochs or steps")
-    device = model.u_embeddings.weight.device
+    device = model.device
+    batches = (b.to(device) for b in stream.batches(epochs=None if steps else epochs, steps=steps))
+    loader: Iterable[Batch] = prefetch(batches, model, ids=model.ids) if ahead else batches
     rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
     outcome = Outcome()
     recent, recent_pairs = torch.zeros((), device=device), 0
@@ -101,16 +104,14 @@ def train(
             bar.update(done - bar.n)
 
         done = 0.0
-        for batch in stream.batches(epochs=None if steps else epochs, steps=steps):
+        for batch in loader:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * max(_LAST_RATE, 1 - done)
-            recent += _step(model, optimizer, tables, batch.to(device))
+            recent += _step(model, optimizer, batch)
             recent_pairs += len(batch)
             outcome.steps += 1
             outcome.pairs += len(batch)
             outcome.words = round(batch.progress * stream.words)
-            if isinstance(tables, HostTables):
-                outcome.exchanged_bytes += tables.exchanged_bytes(batch)
             done = outcome.steps / steps if steps else batch.progress / (epochs or 1)
             if outcome.steps % _STEPS_PER_REPORT == 0:
                 report(done)
@@ -125,18 +126,10 @@ def train(
     return outcome
 
 
-def _step(
-    model: SkipGram, optimizer: torch.optim.Optimizer, tables: Tables, batch: Batch
-) -> Tensor:
-    """One training step; returns the detached loss.
-
-    A function of its own, so that nothing of this step's graph is alive when the next one's rows,
-    in another number, take the place of this one's.
-    """
-    optimizer.zero_grad(set_to_none=True)
-    tables.fetch(batch)
-    loss: Tensor = model(batch.centre, batch.context, batch.negative)
+def _step(model: SkipGram, optimizer: torch.optim.Optimizer | RowOptimizer, batch: Batch) -> Tensor:
+    """One training step; returns the detached loss."""
+    optimizer.zero_grad()
+    loss: Tensor = model(batch)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    tables.store(batch)
     return loss.detach()

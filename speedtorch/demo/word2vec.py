@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from speedtorch.attach import attach
 from speedtorch.demo.corpus import Corpus, builtin_passages, file_passages
 from speedtorch.demo.evaluate import content_words, held_out_score, nearest_neighbours
 from speedtorch.demo.pairs import PairStream
-from speedtorch.demo.plain import PlainTables
+from speedtorch.demo.plain import RowOptimizer
 from speedtorch.demo.report import (
     compare,
     peak_gpu_bytes,
@@ -24,15 +25,17 @@ from speedtorch.demo.report import (
 )
 from speedtorch.demo.session import STOPPED, check_memory, choose_device, interrupt
 from speedtorch.demo.settings import Settings, add_arguments, make_optimizer
-from speedtorch.demo.skipgram import SIDES, HostTables, SkipGram
+from speedtorch.demo.skipgram import SIDES, SkipGram, first_values
 from speedtorch.demo.training import train
+from speedtorch.embedding import Embedding
 
 __all__ = ["ABOUT", "DIFFERENT", "HELP", "STOPPED", "Settings", "add_arguments", "run"]
 
 HELP = "word vectors from real text, with the tables in host memory"
 ABOUT = (
     "Skip-gram with negative sampling. Word vectors and their optimizer state are kept in host "
-    "memory; model and optimizer hold the rows of one batch."
+    "memory by two speedtorch.Embedding; the rows of the next batch travel while the current one "
+    "is trained."
 )
 DIFFERENT = 1  # an exit status
 _NEIGHBOURS_OF = 8
@@ -66,7 +69,7 @@ def run(settings: Settings) -> int:
 
 
 class _Run:
-    """A text, tables and a model, ready to train."""
+    """A text, a model and its optimizer, ready to train."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -85,16 +88,19 @@ class _Run:
             seed=settings.seed,
         )
         self.make_optimizer = partial(make_optimizer, settings.optimizer, settings.lr)
-        self.model = self.make_model()
+        u, v = self.embeddings = [
+            Embedding(self.words, settings.dim, device=self.device, memory=settings.memory)
+            for _ in SIDES
+        ]
+        self.model = SkipGram(u, v)
         self.optimizer = self.make_optimizer(self.model.parameters())
-        self.tables = HostTables(
-            self.model, self.optimizer, self.words, memory=settings.memory, seed=settings.seed
-        )
-        self.vectors = partial(self.tables.rows, SIDES[0])
+        attach(self.optimizer, self.model)
+        first_values(u, v, seed=settings.seed)
+        self.vectors = partial(self.model.rows, SIDES[0])
         every = torch.arange(self.words)
-        self.first: dict[str, Tensor] = {}
+        self.first: list[Tensor] = []
         if settings.compare:
-            self.first = {side: self.tables.rows(side, every) for side in SIDES}
+            self.first = [self.model.rows(side, every) for side in SIDES]
         settings.out.mkdir(parents=True, exist_ok=True)  # Rather fail now than after training.
         print(
             f"text       {self.corpus.characters:,} characters, {len(self.corpus):,} words, "
@@ -102,18 +108,13 @@ class _Run:
             flush=True,
         )
 
-    def make_model(self) -> SkipGram:
-        sparse = self.settings.optimizer == "SparseAdam"  # It refuses dense gradients.
-        return SkipGram(self.settings.dim, sparse=sparse, device=self.device)
-
     def train(self, stop: Callable[[], bool]) -> dict[str, Any]:
-        """Trains on the host tables; tells and saves what came out, and returns it."""
+        """Trains with the tables in host memory; tells and saves the results, and returns them."""
         settings = self.settings
         self.forget_gpu_peak()
         self.outcome = train(
             self.model,
             self.optimizer,
-            self.tables,
             self.stream,
             epochs=settings.epochs,
             steps=settings.steps,
@@ -121,14 +122,14 @@ class _Run:
             label="training",
         )
         self.held = self.stream.held_out_pairs()
-        self.score = held_out_score(self.tables, self.held)
+        self.score = held_out_score(self.model, self.held)
         chosen = content_words(self.corpus, _NEIGHBOURS_OF)
         choices = asdict(settings)
         facts = {
             "settings": {k: str(v) if isinstance(v, Path) else v for k, v in choices.items()},
             "device": str(self.device),
-            "memory": self.tables.tables[SIDES[0]].memory,
-            "table_bytes": self.tables.nbytes,
+            "memory": self.embeddings[0].table.memory,
+            "table_bytes": sum(embedding.table.nbytes for embedding in self.embeddings),
             "peak_gpu_bytes": peak_gpu_bytes(self.device),
             "peak_host_bytes": peak_host_bytes(),
             "training": asdict(self.outcome),
@@ -141,16 +142,21 @@ class _Run:
 
     def compare(self, facts: dict[str, Any], stop: Callable[[], bool]) -> bool:
         """Trains the same in plain torch and adds the comparison to `facts`; False if stopped."""
-        settings, model = self.settings, self.make_model()
+        settings = self.settings
+        sparse = settings.optimizer == "SparseAdam"  # It refuses dense gradients.
         self.forget_gpu_peak()
-        plain = PlainTables(model, self.make_optimizer, self.first)
+        u, v = (
+            nn.Embedding(self.words, settings.dim, _weight=rows, sparse=sparse)
+            for rows in self.first
+        )
+        plain = SkipGram(u, v).to(self.device)
         outcome = train(
-            model,
-            plain.optimizer,
             plain,
+            RowOptimizer(plain, self.make_optimizer),
             self.stream,
             epochs=settings.epochs,
             steps=settings.steps,
+            ahead=False,
             stop=stop,
             label="plain torch",
         )
@@ -160,7 +166,7 @@ class _Run:
         facts["plain_torch"] = compare(
             self.device,
             self.words,
-            (self.tables, self.outcome, self.score),
+            (self.model, self.outcome, self.score),
             (plain, outcome, score),
         )
         save_results(settings.out, self.vectors, self.corpus.words, facts)
