@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.harness import results_folder
 
+OVERLAP = "overlap"
 PICTURES = {
     "pinned_gather": "GB/s of rows from host memory to the GPU",
     "pinned_scatter": "GB/s of rows from the GPU to host memory",
@@ -48,9 +49,34 @@ def peers(result: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def draw_overlap(result: dict[str, Any], folder: Path) -> Path:
+    """A few steps of a profiler's trace: the exchange, and the GPU's other work."""
+    facts = result["extra"]
+    figure, ax = plt.subplots(figsize=(12, 2.2))
+    for place, (name, color) in enumerate(
+        (("exchange", "tab:green"), ("compute", "tab:blue")), start=0
+    ):
+        spans = [(begin, end - begin) for begin, end in facts[f"{name}_spans"]]
+        ax.broken_barh(spans, (place - 0.4, 0.8), color=color)
+    ax.set_yticks([0, 1], ["exchange", "compute"])
+    ax.set_xlabel("ms")
+    machine = result["machine"]
+    ax.set_title(
+        f"{facts['share_hidden']:.0%} of the exchange runs beside compute ({machine['gpu']},"
+        f" torch {machine['torch']}, {machine['date']})"
+    )
+    figure.tight_layout()
+    path = folder / f"{OVERLAP}.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
 def draw(results: dict[str, Any], folder: Path | None = None) -> list[Path]:
     """Writes a picture for each direction that has been measured."""
     drawn = []
+    if results.get(OVERLAP, {}).get("extra"):
+        drawn.append(draw_overlap(results[OVERLAP], folder or results_folder()))
     for stem, title in PICTURES.items():
         if stem not in results:
             continue

@@ -56,6 +56,25 @@ def figures_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def headline_table(result: dict[str, Any]) -> list[str]:
+    """What fits where, for each of the two cases."""
+    lines = [
+        "",
+        "| tables | plain torch | host memory, GiB | GPU memory, GiB | widest, plain torch | "
+        "widest tried here |",
+        "|---|---|---|---|---|---|",
+    ]
+    for section, facts in result["extra"].items():
+        ours, widest = facts["speedtorch"], facts["widest tried here"]
+        lines.append(
+            f"| {section} | {facts['plain torch'] or 'fits'} | {ours['host_bytes'] / 2**30:.1f} |"
+            f" {ours['gpu_bytes'] / 2**30:.2f} | {facts['widest of plain torch']} |"
+            f" {widest['columns']} ({widest['host_bytes'] / 2**30:.1f} GiB of host memory,"
+            f" {widest['gpu_bytes'] / 2**30:.2f} of the GPU's) |"
+        )
+    return lines
+
+
 def memory_table(result: dict[str, Any]) -> list[str]:
     """One line for each kind of memory."""
     lines = [
@@ -74,12 +93,14 @@ def tables(results: dict[str, Any]) -> str:
     """Pictures and tables as Markdown, with the machine that they are from."""
     parts = [
         f"![{title}](benchmarks/results/{name}.png)"
-        for name, title in plots.PICTURES.items()
+        for name, title in {**plots.PICTURES, plots.OVERLAP: "exchange beside compute"}.items()
         if (RESULTS / f"{name}.png").is_file()
     ]
     for stem, result in results.items():
         machine = result["machine"]
         lines = figures_table(result) if result["figures"] else memory_table(result)
+        if stem == "headline":
+            lines += headline_table(result)
         told = ", ".join(f"{name} {machine[name]}" for name in ("driver", "torch", "commit"))
         where = f"{machine['gpu']}, {machine['cpu_cores']} CPU cores, {told}, {machine['date']}"
         table = "\n".join(lines)
