@@ -72,6 +72,7 @@ def loop_of(model: SkipGram, optimizer: optim.Optimizer, *, ahead: bool = False)
     def loop(given: Sequence[Batch]) -> Iterator[None]:
         for batch in speedtorch.prefetch(given, model, ids=ids) if ahead else given:
             if announces:
+                model.u.announce(batch.centres)
                 model.v.announce(batch.positives, batch.negatives)
             optimizer.zero_grad()
             model(batch).backward()

@@ -78,6 +78,13 @@ void swap_on_cpu(const std::vector<SwapRows>& fields, const PlanView& evict, con
   });
 }
 
+// Whether a row of one field begins within the first two rows of another, as those of a record do.
+bool lies_among(const Rows& field, const Rows& other) {
+  const char* end = other.base + other.stride_bytes;
+  return field.stride_bytes == other.stride_bytes && field.base > other.base && field.base < end &&
+         other.count > 1;
+}
+
 void swap_on_gpu(const Tensors& host, const std::vector<SwapRows>& fields, const PlanView& evict,
                  const PlanView& load, const Tensor& on, const CurrentStream& stream) {
   if constexpr (kWithCuda) {
@@ -102,7 +109,11 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapRows>& fields, const
                              evict, load, scratch, crosses_link ? swap_sms() : kDeviceBlocks,
                              first == 0 ? letter_box() : nullptr, stream.get()),
                  kOp);
-      for (size_t k = first; k < last; ++k) note_use(host[k], fields[k].host, stream.get());
+      for (size_t k = first; k < last; ++k) {
+        // Fields of one record are one piece of memory.
+        const bool noted = k > first && lies_among(fields[k].host, fields[first].host);
+        if (!noted) note_use(host[k], fields[k].host, stream.get());
+      }
     }
   }
 }

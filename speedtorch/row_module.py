@@ -142,16 +142,17 @@ class RowModule(nn.Module):
         self.init_(nn.init.normal_)
 
     def announce(self, *ids: Tensor) -> None:
-        """Brings all rows of the lookups to come at once.
+        """Lets the next lookup bring the rows of all lookups of its step.
 
         A step of several lookups then has one exchange. The optimizer's step changes every row that
-        was announced, as if it had been looked up.
+        was announced, as if it had been looked up. With several Embeddings announce to all of them
+        before the first lookup: their ids are planned while nobody waits.
 
         Args:
             *ids: Of any shape, on either device; the tensors that the lookups will be given.
 
         Raises:
-            IndexError: An id is out of range.
+            IndexError: An id on the CPU is out of range; on a GPU the next lookup says so.
         """
         self._check_use()
         self.table_rows.swapper.announce(ids)

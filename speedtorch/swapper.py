@@ -30,6 +30,16 @@ class Swapper(Exchange):
         padding: id of a row that is never trained, or None.
     """
 
+    def __init__(
+        self, name: str, weight: Tensor, parameter: torch.nn.Parameter, padding: int | None
+    ) -> None:
+        """See the class."""
+        super().__init__(name, weight, parameter, padding)
+        self._told: list[Tensor] = []
+        """Ids that were announced for the step to come."""
+        self._plan: PlannedBatch | None = None
+        """Their plan."""
+
     # --------------------------------------------------------------------------------------------
     # Lookups
 
@@ -50,7 +60,7 @@ class Swapper(Exchange):
         Raises:
             IndexError: an id is out of range; what is held did not change.
         """
-        batch, part = self.announce([ids])[0]
+        batch, part = self._require([ids])[0]
         local = batch.local(part)
         self._announced = False
         count = self._count
@@ -73,7 +83,7 @@ class Swapper(Exchange):
         Raises:
             IndexError: an id is out of range; what is held did not change.
         """
-        batch, part = self.announce([ids])[0]
+        batch, part = self._require([ids])[0]
         self._announced = False
         rows, table_rows = self.parameter.detach(), self.table_rows
         looked_up: Tensor = SummedLookup.apply(  # type: ignore[no-untyped-call]
@@ -81,18 +91,29 @@ class Swapper(Exchange):
         )
         return looked_up
 
-    def announce(self, parts: Sequence[Tensor]) -> list[tuple[PlannedBatch, int]]:
-        """Holds the rows of all of these ids; lookups of the same tensors load nothing then.
+    def announce(self, parts: Sequence[Tensor]) -> None:
+        """Lets the next lookup bring the rows of all of these ids; those after it load nothing.
+
+        Nothing waits: where a step is over, the ids are planned, so that several tables can be
+        announced to before the first of them counts its rows.
 
         Args:
             parts: ids of any shape, on either device.
 
-        Returns:
-            For each part the batch that has it, and which of that batch's parts it is.
-
         Raises:
-            IndexError: an id is out of range; what is held did not change.
+            IndexError: an id on the CPU is out of range; on a GPU the next lookup says so.
         """
+        self._refuse_capture()
+        if self.queue or not self._step_is_over():
+            self._require(parts)
+            self._announced = True
+            return
+        parts = [*self._told, *parts]
+        self._plan = PlannedBatch(parts, self.table_rows, self.device, self.padding)
+        self._told = parts
+
+    def _require(self, parts: Sequence[Tensor]) -> list[tuple[PlannedBatch, int]]:
+        """For each part the batch that holds its rows from now on, and which part of it it is."""
         self._refuse_capture()
         if self._step_is_over():
             self._begin_step(parts)
@@ -100,7 +121,6 @@ class Swapper(Exchange):
         if any(each is None for each in found):
             batch = self._extend(parts)
             found = [(batch, part) for part in range(len(parts))]
-        self._announced = True
         return [each for each in found if each is not None]
 
     def _find(self, ids: Tensor) -> tuple[PlannedBatch, int] | None:
@@ -113,7 +133,8 @@ class Swapper(Exchange):
     def _begin_step(self, parts: Sequence[Tensor]) -> None:
         planned = self._take_planned(parts)
         if planned is None:
-            batch = PlannedBatch(parts, self.table_rows, self.device, self.padding)
+            told, self._plan, self._told = self._plan, None, []
+            batch = told or PlannedBatch(parts, self.table_rows, self.device, self.padding)
             batch.count()  # bad ids change nothing
             self._drop_coming()
             self._replace(batch)

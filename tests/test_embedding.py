@@ -113,12 +113,34 @@ def test_several_lookups_of_a_step_train_as_in_torch(device: str, announced: boo
         positives = torch.tensor([step, 5, 5]).to(device)
         negatives = torch.tensor([[2, step + 7], [5, 1]]).to(device)
         if announced:
-            ours.announce(positives, negatives)
-            assert len(ours.weight) == len(torch.cat([positives, negatives.flatten()]).unique())
+            ours.announce(positives)
+            ours.announce(negatives)
         for module in (theirs, ours):
-            u, v, again = module(positives), module(negatives), module(positives)
+            u = module(positives)
+            if announced and module is ours:
+                named = torch.cat([positives, negatives.flatten()])
+                assert len(ours.weight) == len(named.unique())
+            v, again = module(negatives), module(positives)
             sgd_step(module, (u.sum(0) * v.sum((0, 1))).sum() + again.square().sum())
     assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_announced_within_a_step_join_it(device: str) -> None:
+    theirs, ours = pair(device)
+    for module in (theirs, ours):
+        early = module(IDS[0].to(device)).sum()
+        if module is ours:
+            ours.announce(IDS[1].to(device))
+            assert len(ours.weight) == len(IDS.unique())
+        sgd_step(module, early + module(IDS[1].to(device)).square().sum())
+    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+    ours.announce(torch.tensor([ROWS - 1, 0], device=device))
+    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+    with pytest.raises(IndexError, match="20.*20 rows"):
+        ours.announce(torch.tensor([ROWS], device=device))
+        ours(IDS)
+    assert_same_bytes(ours(IDS), theirs(IDS.to(device)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
