@@ -88,10 +88,11 @@ bool lies_among(const Rows& field, const Rows& other) {
 void swap_on_gpu(const Tensors& host, const std::vector<SwapRows>& fields, const PlanView& evict,
                  const PlanView& load, const Tensor& on, const CurrentStream& stream) {
   if constexpr (kWithCuda) {
-    const Tensor arrives_from = new_tensor(kOp, {load.count}, ScalarType::Long, on);
-    const Tensor stays = new_tensor(kOp, {evict.count}, ScalarType::Byte, on);
-    const SwapScratch scratch{.arrives_from = static_cast<int64_t*>(arrives_from.data_ptr()),
-                              .stays = static_cast<uint8_t*>(stays.data_ptr())};
+    const int64_t load_bytes = load.count * static_cast<int64_t>(sizeof(int64_t));
+    const Tensor matched = new_tensor(kOp, {load_bytes + evict.count}, ScalarType::Byte, on);
+    auto* memory = static_cast<char*>(matched.data_ptr());
+    const SwapScratch scratch{.arrives_from = reinterpret_cast<int64_t*>(memory),
+                              .stays = reinterpret_cast<uint8_t*>(memory + load_bytes)};
     check_cuda(launch_swap_match(evict, load, scratch, stream.get()), kOp);
     for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
       const size_t last = std::min(fields.size(), first + kFieldsPerLaunch);
@@ -220,20 +221,34 @@ void swap_fields(const Tensors& host, const Tensors& leaving, const Tensor& evic
   swap_on_gpu(host, fields, evict_view, load_view, on, stream);
 }
 
-constexpr PlacedNames kEvicted{.list = IdList::kEvict, .ids = "evict", .places = "evict_places"};
-constexpr PlacedNames kLoaded{.list = IdList::kLoad, .ids = "load", .places = "load_places"};
+// A side's ids and the places of their rows, of a swap of checked fields.
+PlacedList leaves(const Tensor& evict, const Tensor& places, const std::vector<SwapRows>& fields) {
+  return {.list = IdList::kEvict,
+          .ids_name = "evict",
+          .places_name = "evict_places",
+          .ids = evict,
+          .places = places,
+          .side_rows = fields[0].leaving.count};
+}
+
+PlacedList comes(const Tensor& load, const Tensor& places, const std::vector<SwapRows>& fields) {
+  return {.list = IdList::kLoad,
+          .ids_name = "load",
+          .places_name = "load_places",
+          .ids = load,
+          .places = places,
+          .side_rows = fields[0].arriving.count};
+}
 
 void swap_placed_on_cpu(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                         const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
                         const Tensor& load_places) {
   const std::vector<SwapRows> fields = check_swap(kOp, host, leaving, arriving, 0, 0);
-  const int64_t rows = fields[0].host.count;
-  const PlacedIds leaves = placed_ids(kOp, kEvicted, evict, evict_places, rows,
-                                      fields[0].leaving.count, arriving[0], nullptr);
-  const PlacedIds comes = placed_ids(kOp, kLoaded, load, load_places, rows,
-                                     fields[0].arriving.count, arriving[0], nullptr);
+  const PlacedViews placed =
+      placed_ids(kOp, leaves(evict, evict_places, fields), comes(load, load_places, fields),
+                 fields[0].host.count, arriving[0], nullptr);
   for (const Tensor& field : host) check_owner(field);
-  swap_on_cpu(fields, leaves.view, comes.view);
+  swap_on_cpu(fields, placed.evict, placed.load);
 }
 
 void swap_placed_fields(const Tensors& host, const Tensors& leaving, const Tensor& evict,
@@ -257,13 +272,11 @@ void swap_placed_fields(const Tensors& host, const Tensors& leaving, const Tenso
     return;
   }
   const CurrentStream stream(kOp, on);
-  const int64_t rows = fields[0].host.count;
-  const PlacedIds leaves = placed_ids(kOp, kEvicted, evict, evict_places, rows,
-                                      fields[0].leaving.count, on, stream.get());
-  const PlacedIds comes =
-      placed_ids(kOp, kLoaded, load, load_places, rows, fields[0].arriving.count, on, stream.get());
+  const PlacedViews placed =
+      placed_ids(kOp, leaves(evict, evict_places, fields), comes(load, load_places, fields),
+                 fields[0].host.count, on, stream.get());
   if (all_mapped(host, fields)) {
-    swap_on_gpu(host, fields, leaves.view, comes.view, on, stream);
+    swap_on_gpu(host, fields, placed.evict, placed.load, on, stream);
     return;
   }
   stream.refuse_capture(kOp, kPinIt);

@@ -25,25 +25,31 @@ __device__ void complain_of(const Complaint& about, const PlanStatus& status) {
   }
 }
 
-// A thread owns entries of the load list in address order, and looks each up in the evict list by
-// halving.
-__global__ void match_kernel(PlanView evict, PlanView load, SwapScratch scratch) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  const int64_t evicted = evict.status->distinct;
-  for (int64_t m = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; m < load.count; m += stride) {
-    const int64_t id = load.unique[m];
-    int64_t low = 0, high = evicted;
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      if (evict.unique[middle] < id) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
+// Where an id stands in a list, or -1.
+__device__ int64_t find(const PlanView& list, int64_t id) {
+  const int64_t count = min(list.status->distinct, list.count);
+  int64_t low = 0, high = count;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (list.unique[middle] < id) {
+      low = middle + 1;
+    } else {
+      high = middle;
     }
-    const bool stays = low < evicted && evict.unique[low] == id;
-    scratch.arrives_from[m] = stays ? evict.order[low] : -1;
-    if (stays) scratch.stays[low] = 1;
+  }
+  return low < count && list.unique[low] == id ? low : -1;
+}
+
+// A thread owns entries of both lists in address order, and looks each up in the other by halving.
+__global__ void match_kernel(PlanView evict, PlanView load, SwapScratch scratch) {
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t m = first; m < load.count; m += stride) {
+    const int64_t at = find(evict, load.unique[m]);
+    scratch.arrives_from[m] = at < 0 ? -1 : evict.order[at];
+  }
+  for (int64_t m = first; m < evict.count; m += stride) {
+    scratch.stays[m] = find(load, evict.unique[m]) >= 0;
   }
 }
 
@@ -123,16 +129,12 @@ __global__ void __launch_bounds__(kMoverThreads)
 
 int launch_swap_match(const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
                       void* stream) {
-  auto on = static_cast<cudaStream_t>(stream);
-  if (evict.count > 0) {
-    const cudaError_t error =
-        cudaMemsetAsync(scratch.stays, 0, static_cast<size_t>(evict.count), on);
-    if (error != cudaSuccess) return error;
-  }
-  if (load.count == 0) return cudaSuccess;
+  const int64_t longer = std::max(evict.count, load.count);
+  if (longer == 0) return cudaSuccess;
   const int64_t blocks =
-      std::clamp<int64_t>((load.count + kMatchThreads - 1) / kMatchThreads, 1, kDeviceBlocks);
-  match_kernel<<<static_cast<int>(blocks), kMatchThreads, 0, on>>>(evict, load, scratch);
+      std::clamp<int64_t>((longer + kMatchThreads - 1) / kMatchThreads, 1, kDeviceBlocks);
+  match_kernel<<<static_cast<int>(blocks), kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      evict, load, scratch);
   return cudaGetLastError();
 }
 

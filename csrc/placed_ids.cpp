@@ -23,51 +23,73 @@ void check_kind(const char* op, const char* name, const Tensor& tensor, const Te
   check_same_device(op, name, tensor, "arriving[0]", on);
 }
 
-}  // namespace
+PlanView view_of(const char* op, const PlacedList& list, PlanStatus* status, const Tensor& on) {
+  check_kind(op, list.ids_name, list.ids, on);
+  check_kind(op, list.places_name, list.places, on);
+  const int64_t count = list.ids.numel();
+  check_shape(op, list.places_name, list.places, {count});
+  return {
+      .unique = data_of(list.ids), .order = data_of(list.places), .status = status, .count = count};
+}
 
-PlacedIds placed_ids(const char* op, const PlacedNames& names, const Tensor& ids,
-                     const Tensor& places, int64_t table_rows, int64_t side_rows, const Tensor& on,
-                     void* stream) {
-  check_kind(op, names.ids, ids, on);
-  check_kind(op, names.places, places, on);
-  const int64_t count = ids.numel();
-  check_shape(op, names.places, places, {count});
-  PlacedIds made{.view = {.unique = data_of(ids), .order = data_of(places), .count = count},
-                 .keep = new_tensor(op, {kPlanStatusFields}, ScalarType::Long, on)};
-  auto* status = static_cast<PlanStatus*>(made.keep.data_ptr());
-  made.view.status = status;
-  if (!on.is_cpu()) {
-    if constexpr (kWithCuda) {
-      check_cuda(launch_check_placed(made.view.unique, made.view.order, count, table_rows,
-                                     side_rows, names.list, status, letter_box(), stream),
-                 op);
-    }
-    return made;
-  }
-  check_ids_on_cpu(op, names.ids, as_ids(op, names.ids, ids), table_rows);
-  for (int64_t i = 0; i < count; ++i) {
-    BadIds bad{.op = op, .rows = side_rows, .position = i, .count = count};
-    if (i > 0 && made.view.unique[i] <= made.view.unique[i - 1]) {
+void check_on_cpu(const char* op, const PlacedList& list, const PlanView& view, int64_t table_rows,
+                  PlanStatus* status) {
+  check_ids_on_cpu(op, list.ids_name, as_ids(op, list.ids_name, list.ids), table_rows);
+  for (int64_t i = 0; i < view.count; ++i) {
+    BadIds bad{.op = op,
+               .list = list.ids_name,
+               .rows = list.side_rows,
+               .position = i,
+               .count = view.count};
+    if (i > 0 && view.unique[i] <= view.unique[i - 1]) {
       bad.kind = LetterKind::kUnordered;
-      bad.list = names.ids;
-      bad.id = made.view.unique[i];
+      bad.id = view.unique[i];
       throw_bad_ids(bad);
     }
-    if (made.view.order[i] < 0 || made.view.order[i] >= side_rows) {
+    if (view.order[i] < 0 || view.order[i] >= list.side_rows) {
       bad.kind = LetterKind::kBadPlace;
-      bad.list = names.ids;
-      bad.id = made.view.order[i];
+      bad.id = view.order[i];
       throw_bad_ids(bad);
     }
   }
   *status = {.bad_count = 0,
-             .bad_position = count,
+             .bad_position = view.count,
              .bad_id = 0,
-             .distinct = count,
+             .distinct = view.count,
              .rows = table_rows,
-             .count = count,
-             .repeat_position = count,
+             .count = view.count,
+             .repeat_position = view.count,
              .repeat_id = 0};
+}
+
+}  // namespace
+
+PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
+                       int64_t table_rows, const Tensor& on, void* stream) {
+  const Tensor keep = new_tensor(op, {2 * kPlanStatusFields}, ScalarType::Long, on);
+  auto* status = static_cast<PlanStatus*>(keep.data_ptr());
+  PlacedViews made{.evict = view_of(op, evict, status, on),
+                   .load = view_of(op, load, status + 1, on),
+                   .keep = keep};
+  if (on.is_cpu()) {
+    check_on_cpu(op, evict, made.evict, table_rows, status);
+    check_on_cpu(op, load, made.load, table_rows, status + 1);
+    return made;
+  }
+  if constexpr (kWithCuda) {
+    auto check = [](const PlacedList& list, const PlanView& view, PlanStatus* to) {
+      return PlacedCheck{.ids = view.unique,
+                         .places = view.order,
+                         .count = view.count,
+                         .side_rows = list.side_rows,
+                         .list = list.list,
+                         .status = to};
+    };
+    check_cuda(
+        launch_check_placed(check(evict, made.evict, status), check(load, made.load, status + 1),
+                            table_rows, letter_box(), stream),
+        op);
+  }
   return made;
 }
 

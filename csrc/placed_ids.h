@@ -2,31 +2,32 @@
 // them, without sorting. Used by optimizer_state_swap.placed.
 #pragma once
 
-#include <vector>
-
 #include "plan_view.h"
 #include "rows.h"
 
 namespace speedtorch {
 
-// Which ids and places: names for messages.
-struct PlacedNames {
+// One list of ids and what errors call it.
+struct PlacedList {
   IdList list;
-  const char* ids;     // "evict"
-  const char* places;  // "evict_rows"
+  const char* ids_name;     // "evict"
+  const char* places_name;  // "evict_places"
+  const Tensor& ids;
+  const Tensor& places;
+  int64_t side_rows;  // places are below
 };
 
-// A view whose `unique` are the ids and whose `order` are the places; `keep` owns its status.
-struct PlacedIds {
-  PlanView view;
+// Views whose `unique` are the ids and whose `order` are the places; `keep` owns their status.
+struct PlacedViews {
+  PlanView evict;
+  PlanView load;
   Tensor keep;
 };
 
 // Refuses anything but contiguous int64 ids and places, equally many, on the device of `on`. On the
-// CPU also ids out of range or order and places beyond `side_rows`; on a GPU a kernel finds those,
-// says so in the letter box, and the movers leave everything as it was.
-PlacedIds placed_ids(const char* op, const PlacedNames& names, const Tensor& ids,
-                     const Tensor& places, int64_t table_rows, int64_t side_rows, const Tensor& on,
-                     void* stream);
+// CPU also ids out of range or order and places beyond the side's rows; on a GPU a kernel finds
+// those, says so in the letter box, and the movers leave everything as it was.
+PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
+                       int64_t table_rows, const Tensor& on, void* stream);
 
 }  // namespace speedtorch

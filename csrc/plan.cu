@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <cub/block/block_radix_sort.cuh>
+#include <cub/block/block_scan.cuh>
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 
@@ -17,6 +19,11 @@ namespace speedtorch {
 namespace {
 
 constexpr int64_t kAlign = 256;  // of the pieces of scratch, as cudaMalloc aligns
+
+// One block plans so few ids in the time of a few launches.
+constexpr int kFewThreads = 512;
+constexpr int kFewPerThread = 4;
+constexpr int64_t kFewIds = kFewThreads * kFewPerThread;
 
 struct Scratch {
   uint64_t* keys;
@@ -86,12 +93,6 @@ __global__ void mark_ids_kernel(const Id* ids, int64_t n, int64_t rows, uint64_t
   }
 }
 
-// One thread: the id at the first bad position.
-template <typename Id>
-__global__ void name_bad_id_kernel(const Id* ids, PlanStatus* status) {
-  if (status->bad_count > 0) status->bad_id = static_cast<int64_t>(ids[status->bad_position]);
-}
-
 // A thread owns sorted entries: 1 where an id differs from the one before it.
 __global__ void mark_heads_kernel(const uint64_t* sorted_keys, int64_t n, int32_t* heads) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
@@ -138,11 +139,93 @@ __global__ void write_plan_kernel(const Id* ids, const uint64_t* sorted_keys,
   if (threadIdx.x % 32 == 0 && first_repeat < *found) atomicMin(found, first_repeat);
 }
 
-// One thread: the id at the first repeated position.
+// By one thread: the ids at the first bad and the first repeated position.
 template <typename Id>
-__global__ void name_repeat_kernel(const Id* ids, int64_t n, PlanStatus* status) {
+__device__ void name_ids(const Id* ids, int64_t n, volatile PlanStatus* status) {
+  if (status->bad_count > 0) status->bad_id = static_cast<int64_t>(ids[status->bad_position]);
   if (status->repeat_position < n)
     status->repeat_id = static_cast<int64_t>(ids[status->repeat_position]);
+}
+
+template <typename Id>
+__global__ void name_ids_kernel(const Id* ids, int64_t n, PlanStatus* status) {
+  name_ids(ids, n, status);
+}
+
+// One block: all of the above, for batches so small that a dozen launches take longer. A thread
+// owns kFewPerThread neighbours, before and after the sort.
+template <typename Id>
+__global__ void __launch_bounds__(kFewThreads)
+    plan_few_kernel(const Id* ids, int64_t n, int64_t rows, int last_bit, PlanOut out) {
+  using Sort = cub::BlockRadixSort<uint64_t, kFewThreads, kFewPerThread, int32_t>;
+  using Scan = cub::BlockScan<int32_t, kFewThreads>;
+  __shared__ union {
+    typename Sort::TempStorage sort;
+    typename Scan::TempStorage scan;
+    uint64_t last_key[kFewThreads];  // of each thread's neighbours
+  } shared;
+  PlanStatus* status = out.status;
+  if (threadIdx.x == 0) *status = {0, n, 0, 0, rows, n, n, 0};
+  __syncthreads();
+  auto note_first = [](int64_t* first, int64_t position) {
+    atomicMin(reinterpret_cast<unsigned long long*>(first),
+              static_cast<unsigned long long>(position));
+  };
+  const int64_t first = int64_t{threadIdx.x} * kFewPerThread;
+  uint64_t key[kFewPerThread];
+  int32_t position[kFewPerThread], rank[kFewPerThread];
+#pragma unroll
+  for (int k = 0; k < kFewPerThread; ++k) {
+    const int64_t i = first + k;
+    key[k] = i < n ? static_cast<uint64_t>(static_cast<int64_t>(ids[i])) : ~uint64_t{0};
+    position[k] = static_cast<int32_t>(i);
+    if (i < n && key[k] >= static_cast<uint64_t>(rows)) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(&status->bad_count), 1ull);
+      note_first(&status->bad_position, i);
+    }
+  }
+  // Stable, so that what is behind the last id stays there.
+  Sort(shared.sort).Sort(key, position, 0, last_bit);
+  __syncthreads();
+  shared.last_key[threadIdx.x] = key[kFewPerThread - 1];
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kFewPerThread; ++k) {
+    const int64_t i = first + k;
+    const uint64_t before = k > 0 ? key[k - 1] : i > 0 ? shared.last_key[threadIdx.x - 1] : 0;
+    rank[k] = i < n && (i == 0 || key[k] != before);
+  }
+  bool head[kFewPerThread];
+#pragma unroll
+  for (int k = 0; k < kFewPerThread; ++k) head[k] = rank[k] != 0;
+  __syncthreads();
+  int32_t distinct = 0;
+  Scan(shared.scan).InclusiveSum(rank, rank, distinct);
+  int64_t repeat = n;
+#pragma unroll
+  for (int k = 0; k < kFewPerThread; ++k) {
+    const int64_t i = first + k, mine = rank[k] - 1;
+    if (i >= n) continue;
+    out.order[i] = position[k];
+    out.inverse[position[k]] = mine;
+    if (head[k]) {
+      out.unique[mine] = static_cast<int64_t>(key[k]);
+      out.offsets[mine] = i;
+    } else {
+      repeat = min(repeat, int64_t{position[k]});
+    }
+    if (i >= distinct) {
+      out.unique[i] = -1;
+      out.offsets[i] = n;
+    }
+  }
+  if (repeat < n) note_first(&status->repeat_position, repeat);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  out.offsets[n] = n;
+  status->distinct = distinct;
+  name_ids(ids, n, status);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -152,22 +235,18 @@ template <typename Id>
 void mark_ids(const Id* ids, int64_t n, int64_t rows, uint64_t* keys, int32_t* positions,
               PlanStatus* status, cudaStream_t stream) {
   reset_status_kernel<<<1, 1, 0, stream>>>(status, rows, n);
-  if (n == 0) return;
   mark_ids_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(ids, n, rows, keys, positions,
                                                                 status);
-  name_bad_id_kernel<<<1, 1, 0, stream>>>(ids, status);
 }
 
 template <typename Id>
 cudaError_t plan(const Id* ids, int64_t n, int64_t rows, const Scratch& scratch, PlanOut out,
                  cudaStream_t stream) {
-  mark_ids(ids, n, rows, scratch.keys, scratch.positions, out.status, stream);
-  if (n == 0) {
-    if (cudaError_t error = cudaMemsetAsync(out.offsets, 0, sizeof(int64_t), stream);
-        error != cudaSuccess)
-      return error;
+  if (n <= kFewIds) {
+    plan_few_kernel<<<1, kFewThreads, 0, stream>>>(ids, n, rows, end_bit(rows), out);
     return cudaGetLastError();
   }
+  mark_ids(ids, n, rows, scratch.keys, scratch.positions, out.status, stream);
   size_t cub_bytes = static_cast<size_t>(scratch.cub_bytes);
   cudaError_t error = cub::DeviceRadixSort::SortPairs(
       scratch.cub, cub_bytes, scratch.keys, scratch.sorted_keys, scratch.positions,
@@ -180,14 +259,14 @@ cudaError_t plan(const Id* ids, int64_t n, int64_t rows, const Scratch& scratch,
   if (error != cudaSuccess) return error;
   write_plan_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(
       ids, scratch.sorted_keys, scratch.sorted_positions, scratch.ranks, n, out);
-  name_repeat_kernel<<<1, 1, 0, stream>>>(ids, n, out.status);
+  name_ids_kernel<<<1, 1, 0, stream>>>(ids, n, out.status);
   return cudaGetLastError();
 }
 
 }  // namespace
 
 int64_t plan_scratch_bytes(int64_t n, int64_t rows) {
-  if (n == 0) return kAlign;
+  if (n <= kFewIds) return 0;
   return 2 * padded(n * 8) + 4 * padded(n * 4) + static_cast<int64_t>(cub_scratch_bytes(n, rows));
 }
 

@@ -74,7 +74,7 @@ class Unread:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._memory = tensor.detach()
+        self.memory = tensor.detach()
         self._state = self._state_of(tensor)
 
     @staticmethod
@@ -102,11 +102,17 @@ class SeenIds:
         self.shape = ids.shape
         self._unread = Unread(ids) if ids.is_cuda and not ids.is_inference() else None
         self._copy = private_copy(ids.detach(), device) if ids.is_cpu else None
-        self._ids = ids.detach() if self._copy is None else self._copy
+        if self._unread is not None:
+            self._ids = self._unread.memory
+        else:
+            self._ids = ids.detach() if self._copy is None else self._copy
 
     def flat(self, device: torch.device) -> Tensor:
         """The ids as one row of numbers on a device, which need not wait for it."""
-        return self._ids.reshape(-1).to(device, non_blocking=device.type == "cuda")
+        flat = self._ids.reshape(-1)
+        if flat.device == device:
+            return flat
+        return flat.to(device, non_blocking=device.type == "cuda")
 
     def are(self, ids: Tensor) -> bool:
         """Whether these are the ids, for certain."""

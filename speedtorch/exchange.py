@@ -159,7 +159,7 @@ class Exchange(HeldRows):
         with self._exchange.after_current(self.device):
             count = 0 if following is None else following.held
             rows = self._empty(count)
-            arriving = [each[:count] for each in rows]
+            arriving = self._without_padding(rows, count)
             self._swap(old, evict, arriving, load, places, load_places)
         if following is not None:
             self._coming = (following, rows)
@@ -170,7 +170,7 @@ class Exchange(HeldRows):
             # A row that left while it arrived is nowhere else.
             batch, rows = self._coming
             ids, places = batch.arriving
-            held = [each[: batch.held] for each in rows]
+            held = self._without_padding(rows, batch.held)
             self._swap(held, ids, self._nothing(), ids[:0], places)
 
     def _drop_coming(self) -> None:

@@ -37,7 +37,8 @@ class HeldRows:
         self.table_rows = weight.shape[0]
         self.parameter = parameter
         self.padding = padding
-        self.state_fields: list[Tensor] = []
+        self.fields = [weight]
+        """All rows of the weight and of each field of the state."""
         self.state: RowState | None = None
         self.takes_sparse = False
         """Whether the attached optimizer takes sparse gradients only."""
@@ -55,7 +56,8 @@ class HeldRows:
             state: holds the state of the held rows, or None if there is none.
             state_fields: all rows of the state, field by field.
         """
-        self.weight, self.state, self.state_fields = weight, state, list(state_fields)
+        self.weight, self.state = weight, state
+        self.fields = [weight, *state_fields]
         self.table_rows = weight.shape[0]
         self._forget()
 
@@ -69,18 +71,18 @@ class HeldRows:
         """Where rows are held."""
         return self.parameter.device
 
-    @property
-    def fields(self) -> list[Tensor]:
-        """All rows of the weight and of each field of the state."""
-        return [self.weight, *self.state_fields]
-
     def _empty(self, count: int) -> list[Tensor]:
         """Memory for rows of every field; behind those of the weight is place for the padding."""
-        extra = [int(self.padding is not None), *(0 for _ in self.state_fields)]
-        return [
-            torch.empty((count + more, *field.shape[1:]), dtype=field.dtype, device=self.device)
-            for field, more in zip(self.fields, extra, strict=True)
-        ]
+        device, with_padding = self.device, count + int(self.padding is not None)
+        made: list[Tensor] = []
+        for field in self.fields:
+            rows = count if made else with_padding
+            made.append(torch.empty((rows, *field.shape[1:]), dtype=field.dtype, device=device))
+        return made
+
+    def _without_padding(self, rows: list[Tensor], count: int) -> list[Tensor]:
+        """Memory that `_empty` made, but for the padding's place."""
+        return rows if self.padding is None else [rows[0][:count], *rows[1:]]
 
     def _nothing(self) -> list[Tensor]:
         """No row of any field."""
@@ -105,9 +107,10 @@ class HeldRows:
 
     def _show(self, rows: list[Tensor], count: int) -> None:
         """Makes the parameter and the optimizer see the rows."""
-        replace_rows(self.parameter, rows[0][:count])
+        weight, *state = self._without_padding(rows, count)
+        replace_rows(self.parameter, weight)
         if self.state is not None:
-            self.state.hold([each[:count] for each in rows[1:]])
+            self.state.hold(state)
         self._version, self._pointer = self.parameter._version, self.parameter.data_ptr()
 
     def _held_rows(self) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -26,11 +27,16 @@ def replace_rows(parameter: Tensor, rows: Tensor) -> None:
     if parameter.shape != rows.shape:
         # A graph that is still alive (a loss kept for logging) holds the node that accumulates the
         # gradient, and that node the old shape. Another dtype in between makes torch drop it.
-        other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
-        parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+        parameter.data = _of_another_dtype(parameter.dtype, parameter.device)
     parameter.data = rows
     # A backward through a graph of an earlier batch would compute with these rows: let it raise.
     torch.autograd.graph.increment_version(parameter)
+
+
+@cache
+def _of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
+    other = torch.float32 if dtype == torch.float64 else torch.float64
+    return torch.empty(0, dtype=other, device=device)
 
 
 class Token:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from speedtorch.batch_ids import SeenIds
+from speedtorch.host_numbers import HostNumbers
 from speedtorch.ops import plan_rows
 
 __all__ = ["PlannedBatch"]
@@ -54,6 +56,7 @@ class PlannedBatch:
         flat = [seen.flat(device) for seen in self._seen]
         index = flat[0] if len(flat) == 1 else torch.cat(flat)
         self._size = index.numel()
+        self._begins = [0, *accumulate(len(part) for part in flat)]
         # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
         # follows the distinct ids.
         self.plan = plan_rows(index, rows)
@@ -77,7 +80,7 @@ class PlannedBatch:
             *lists, sums = self._compared(held, held_status)
             self._arriving, self._staying, self._leaving = lists[0:2], lists[2:4], lists[4:6]
             counts.append(sums)
-        self._on_host, self._event = _to_host(counts[0] if len(counts) == 1 else torch.cat(counts))
+        self._counted = HostNumbers(counts[0] if len(counts) == 1 else torch.cat(counts))
 
     def _compared(self, held: Tensor, held_status: Tensor) -> list[Tensor]:
         """Which rows arrive, stay and leave when this batch follows on held rows.
@@ -104,9 +107,7 @@ class PlannedBatch:
 
     def _counts(self) -> list[int]:
         if self._known_counts is None:
-            if self._event is not None:
-                self._event.synchronize()
-            counts = self._on_host.tolist()
+            counts = self._counted.read()
             if counts[_STATUS_BAD]:
                 raise IndexError(
                     f"id {counts[_STATUS_BAD_ID]} at position {counts[_STATUS_BAD_POSITION]} is out"
@@ -162,14 +163,15 @@ class PlannedBatch:
 
     def local(self, part: int) -> Tensor:
         """The places of the rows that a part names, in the part's shape."""
-        shape, begin = self._seen[part].shape, self.begin(part)
-        entries = self.plan[1][begin : begin + shape.numel()]
+        entries = self.plan[1]
+        if len(self._seen) > 1:
+            entries = entries[self._begins[part] : self._begins[part + 1]]
         local = entries if self._place is None else self._place[entries]
-        return local.view(shape)
+        return local.view(self._seen[part].shape)
 
     def begin(self, part: int) -> int:
         """How many ids come before those of a part."""
-        return sum(seen.shape.numel() for seen in self._seen[:part])
+        return self._begins[part]
 
     def part_of(self, ids: Tensor) -> int | None:
         """Which of the parts these ids are, if they are known to be one."""
@@ -177,13 +179,3 @@ class PlannedBatch:
             if seen.are(ids):
                 return part
         return None
-
-
-def _to_host(counts: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    if counts.is_cpu:
-        return counts, None
-    on_host = torch.empty_like(counts, device="cpu", pin_memory=True)
-    on_host.copy_(counts, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return on_host, event

@@ -157,7 +157,7 @@ class Swapper(Exchange):
         leaving = self._held_rows() if dirty else self._nothing()
         evict = self._held if dirty else ids[:0]
         self._exchange.join()
-        self._swap(leaving, evict, [each[:count] for each in rows], ids)
+        self._swap(leaving, evict, self._without_padding(rows, count), ids)
         self._fetch_padding(rows[0], count)
         # Rows that stay have not been in the table in between.
         self._hold(rows, ids, batch, newer=dirty)
@@ -176,7 +176,7 @@ class Swapper(Exchange):
             moved = torch.searchsorted(ids, before)
             for new, each in zip(rows, old, strict=True):
                 new.index_copy_(0, moved, each)
-            arriving = [each[:count] for each in rows]
+            arriving = self._without_padding(rows, count)
             places = torch.searchsorted(ids, load)
             self._swap(self._nothing(), load[:0], arriving, load, None, places)
             self._fetch_padding(rows[0], count)
@@ -221,7 +221,7 @@ class Swapper(Exchange):
         """Brings the table up to date and forgets the state; rows stay held."""
         self.flush()
         self._drop_coming()
-        self.state, self.state_fields, self.takes_sparse = None, [], False
+        self.state, self.fields, self.takes_sparse = None, [self.weight], False
 
     def let_go(self) -> None:
         """Brings the table up to date and holds no rows any more."""
