@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Indexes", "SeenIds", "Unread", "flat_index", "private_copy"]
+__all__ = ["Indexes", "SeenIds", "Unread", "check_ids", "flat_index", "private_copy"]
 
 Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
 
@@ -58,6 +58,20 @@ def _flat(indexes: Indexes) -> Tensor:
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise TypeError(f"indexes: expected integers, got {ids.dtype} of shape {list(ids.shape)}")
     return ids.to(torch.int64)
+
+
+def check_ids(name: str, ids: object) -> None:
+    """Raises TypeError unless these are ids as torch's embeddings take them."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(
+            f"{name}: expected an int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor"
+            " makes one"
+        )
+    if ids.dtype not in (torch.int64, torch.int32) or ids.layout != torch.strided:
+        raise TypeError(
+            f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
+            f" {list(ids.shape)}"
+        )
 
 
 def private_copy(index: Tensor, device: torch.device) -> Tensor:

@@ -57,9 +57,8 @@ class Exchange(HeldRows):
         Args:
             wait: until the CPU sees it, too.
         """
-        self._exchange.join()
-        if self._coming is not None:
-            self._write_coming()
+        self._refuse_lost_write()
+        self._drop_coming()  # who asks for it may write to the table
         if self._is_dirty():
             nothing = self._held[:0]
             rows = self._held_rows()
@@ -135,10 +134,17 @@ class Exchange(HeldRows):
         for new, each in zip(rows, old, strict=True):
             new.index_copy_(0, places, each.index_select(0, taken_from))
         self._fetch_padding(rows[0], batch.held)
-        leaving = batch.leaving
-        self._coming = None
-        self._hold(rows, batch.ids, batch, newer=True)
-        self._send(old, *leaving)
+        evict, evict_places = batch.leaving
+        try:
+            self._coming = None
+            self._hold(rows, batch.ids, batch, newer=True)
+            self._send(old, evict, evict_places)
+        except BaseException:
+            # Rows that leave are nowhere but in `old` until they are in the table.
+            self._exchange.join()
+            self._coming = None
+            self._swap(old, evict, self._nothing(), evict[:0], evict_places)
+            raise
 
     def _send(self, old: list[Tensor], evict: Tensor, places: Tensor) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now.
@@ -150,11 +156,14 @@ class Exchange(HeldRows):
         """
         following = self.queue[0] if self.queue and self.queue[0].after is self._batch else None
         load, load_places = evict[:0], places[:0]
-        if following is None and evict.shape[0] == 0:
-            return
         if following is not None:
             self._planning.join()
-            load, load_places = following.arriving
+            try:
+                load, load_places = following.arriving
+            except IndexError:
+                following = None  # the lookup of its bad ids says so
+        if following is None and evict.shape[0] == 0:
+            return
         self._exchange.uses(old)
         with self._exchange.after_current(self.device):
             count = 0 if following is None else following.held

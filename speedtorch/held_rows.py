@@ -15,6 +15,8 @@ from speedtorch.planned_batch import PlannedBatch
 
 __all__ = ["HeldRows", "RowState"]
 
+_NO_BACKWARD = -2
+
 
 class RowState(Protocol):
     """The state that an attached optimizer keeps of the held rows."""
@@ -98,8 +100,13 @@ class HeldRows:
         if batch is not None:
             batch.after = None  # or each batch would keep the one before it
         self._known: list[PlannedBatch] = []
-        self._dirty, self._over, self._announced = newer, False, False
+        self._dirty, self._over, self._announced, self._extended = newer, False, False, False
         self._got_gradient, self._gradient_version = False, 0
+        self._stepped: tuple[int, int] | None = None
+        """Identity and version of the gradient that was stepped last."""
+        self._backward = _NO_BACKWARD
+        self._before: Tensor | None = None
+        self._sum: Tensor | None = None
         self.lookups.clear()
         self.step += 1
         self._show(rows, count)
@@ -130,6 +137,16 @@ class HeldRows:
     def _was_written(self) -> bool:
         written = self.parameter._version != self._version
         return written or self.parameter.data_ptr() != self._pointer
+
+    def _refuse_lost_write(self) -> None:
+        """Raises if rows were given values where none are."""
+        if self._count == 0 and not (self._over or self._got_gradient) and self._was_written():
+            self._version, self._pointer = self.parameter._version, self.parameter.data_ptr()
+            raise RuntimeError(
+                f"{self.name}: its weight was written to when it held no row, which gives no row of"
+                " the table a value: use init_(torch.nn.init.zeros_) or any other function of"
+                " torch.nn.init, load_state_dict, or write to its table"
+            )
 
     def _is_dirty(self) -> bool:
         """Whether held rows may differ from those of the table."""
@@ -188,7 +205,7 @@ class HeldRows:
                 " back to the table: call backward before the lookup that follows the optimizer's"
                 " step"
             )
-        parameter, count = self.parameter, self._count
+        count = self._count
         if held is not self._held:
             added = _among_more(gradient, torch.searchsorted(self._held, held), count)
         elif gradient.is_sparse:
@@ -196,27 +213,43 @@ class HeldRows:
         else:
             added = gradient[:count]
         with torch.no_grad():
-            if parameter.grad is None:
-                parameter.grad = added
-            elif parameter.grad.is_sparse or added.is_sparse:
-                parameter.grad = parameter.grad + added
-            else:
-                parameter.grad += added
+            summed = self._summed(added)
+        self.parameter.grad, self._gradient_version = summed, summed._version
         self._dirty = self._got_gradient = True
-        assert parameter.grad is not None
-        self._gradient_version = parameter.grad._version
+
+    def _summed(self, added: Tensor) -> Tensor:
+        """The gradient with this one. As torch does, one backward's are added up by themselves."""
+        gradient, backward = self.parameter.grad, torch._C._current_graph_task_id()
+        if gradient is None:
+            self._backward, self._before = backward, None
+            return added
+        if backward != self._backward:
+            self._backward, self._before, self._sum = backward, None, None
+            if len(self.lookups) > 0:  # more may come
+                self._before, self._sum = gradient, added
+                return gradient + added
+        elif self._before is not None and self._sum is not None:
+            self._sum = self._sum + added
+            return self._before + self._sum
+        return gradient + added if gradient.is_sparse or added.is_sparse else gradient.add_(added)
 
     def _move_gradient(self, gradient: Tensor | None, places: Tensor) -> None:
         """Makes a gradient of fewer rows that of all held ones; `places` is where its rows are."""
         if gradient is not None:
             moved = _among_more(gradient, places, self._count)
             self.parameter.grad, self._gradient_version = moved, moved._version
+            self._backward, self._before, self._sum = _NO_BACKWARD, None, None
 
     def before_optimizer(self) -> None:
         """Called before the optimizer's step: rows that no lookup named again do not move."""
         parameter = self.parameter
-        if self._over and not self._got_gradient:
-            parameter.grad = None
+        gradient = parameter.grad
+        if gradient is not None and self._over and not self._got_gradient:
+            # zero_grad(set_to_none=False) leaves zeros, with which most optimizers move rows.
+            again = self._stepped is not None and self._stepped == (id(gradient), gradient._version)
+            values = gradient._values() if gradient.is_sparse else gradient
+            if not again and not values.count_nonzero():
+                parameter.grad = None
         if self.takes_sparse and parameter.grad is not None and not parameter.grad.is_sparse:
             parameter.grad = torch.sparse_coo_tensor(
                 self._order(self._count)[None],
@@ -226,11 +259,22 @@ class HeldRows:
                 check_invariants=False,
             )
 
-    def after_optimizer(self) -> None:
-        """Called after the optimizer's step: the next lookup begins a step."""
-        if self.parameter.grad is not None:
+    def after_optimizer(self) -> bool:
+        """Called after the optimizer's step: the next lookup begins a step.
+
+        Returns:
+            Whether there was something to step.
+        """
+        gradient = self.parameter.grad
+        stepped = gradient is not None or self._was_written()
+        if stepped:
             self._dirty = self._over = True
             self._got_gradient = False
+            self._before = self._sum = None
+            self._stepped = None if gradient is None else (id(gradient), gradient._version)
+            # A backward through what used these rows would compute with other ones.
+            torch.autograd.graph.increment_version(self._rows)
+        return stepped
 
 
 def _of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:

@@ -37,7 +37,8 @@ class PlannedBatch:
         after: the batch whose rows are held before this one's, or ids of held rows, ascending.
 
     Raises:
-        IndexError: an id on the CPU is out of range; ids on a GPU are reported by `count`.
+        IndexError: rows are held on the CPU and an id is out of range; a GPU's are reported by
+            `count`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class PlannedBatch:
         self.after = after
         self._rows = rows
         self._padding = padding
+        parts = parts or [torch.empty(0, dtype=torch.int64)]
         self._seen = [SeenIds(part, device) for part in parts]
         flat = [seen.flat(device) for seen in self._seen]
         index = flat[0] if len(flat) == 1 else torch.cat(flat)

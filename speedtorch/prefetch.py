@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
+from speedtorch.batch_ids import check_ids
 from speedtorch.planned_batch import PlannedBatch
 from speedtorch.row_module import RowModule
 from speedtorch.swapper import Swapper
@@ -35,24 +37,32 @@ class Prefetch(Generic[_Batch]):
 
     def __iter__(self) -> Iterator[_Batch]:
         """The loader's batches, in order, each once those after it are planned."""
-        swappers = [module.table_rows.swapper for module in self._modules]
-        for swapper in swappers:
-            swapper.start_queue()
         window: deque[tuple[_Batch, list[tuple[Swapper, PlannedBatch]]]] = deque()
-        try:
-            for batch in self._loader:
-                planned = [
-                    (module.table_rows.swapper, module.table_rows.swapper.plan_ahead(parts))
-                    for module, parts in self._parts(batch)
-                ]
+        error: Exception | None = None
+        with ExitStack() as loop:
+            for module in self._modules:
+                module.table_rows.swapper.start_queue()
+                loop.callback(module.table_rows.swapper.end_queue)
+            batches = iter(self._loader)
+            while True:
+                try:
+                    batch = next(batches)
+                    planned = [
+                        (module.table_rows.swapper, module.table_rows.swapper.plan_ahead(parts))
+                        for module, parts in self._parts(batch)
+                    ]
+                except StopIteration:
+                    break
+                except Exception as failed:  # raised when the batches before it are through
+                    error = failed
+                    break
                 window.append((batch, planned))
                 if len(window) > _AHEAD:
                     yield from _next(window)
             while window:
                 yield from _next(window)
-        finally:
-            for swapper in swappers:
-                swapper.end_queue()
+            if error is not None:
+                raise error
 
     def _parts(self, batch: _Batch) -> Iterator[tuple[RowModule, list[Tensor]]]:
         """Each module and the ids that a batch will look up there."""
@@ -70,10 +80,9 @@ class Prefetch(Generic[_Batch]):
                     f"ids: {type(module).__name__} is no speedtorch.Embedding or EmbeddingBag of"
                     " the model"
                 )
-            listed = [parts] if isinstance(parts, Tensor) else list(parts)
+            listed: list[Any] = list(parts) if isinstance(parts, list | tuple) else [parts]
             for part in listed:
-                if not isinstance(part, Tensor):
-                    raise TypeError(f"ids: expected tensors of row ids, got {type(part).__name__}")
+                check_ids("ids", part)
             yield module, listed
 
 
@@ -91,7 +100,9 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
 
     The loader is read two batches ahead: while a batch is trained, the rows of the next come from
     the table and those of the last go back, beside the GPU's other work; rows that the current
-    batch changes are taken from their new values. The numbers are the same as without.
+    batch changes are taken from their new values. The numbers are the same as without. An error of
+    the loader, or of ids on the CPU, is raised when the batches before it are through. Iterate and
+    train on one stream.
 
     Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
     but are looked for, and the host waits for that.
@@ -100,12 +111,14 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         loader: Batches of any kind.
         model: Has a speedtorch Embedding or EmbeddingBag, or several.
         ids: Gives the ids that a batch will look up: a tensor (or a list of them, if there are
-            several lookups), or a dict from each module to its own.
+            several lookups), or a dict from each module to its own. Rows that it names and no
+            lookup does are stepped as well; rows that it leaves out cost time.
 
     Returns:
         An iterable of the loader's batches, with its len(); every loop over it is a new epoch.
 
     Raises:
+        TypeError: `ids` or what it gives is of the wrong kind.
         ValueError: The model has no Embedding of ours, or `ids` names none of its modules.
         RuntimeError: The model's rows are prefetched already by another loop.
 
@@ -118,6 +131,10 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         (2, 4)
         (2, 4)
     """
+    if not callable(ids):
+        raise TypeError(f"ids: expected a function of a batch, got {type(ids).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     modules = [module for module in model.modules() if isinstance(module, RowModule)]
     if not modules:
         raise ValueError(

@@ -36,15 +36,17 @@ class SideStream:
             yield
             return
         stream = _stream(device, self._purpose)
-        current = torch.cuda.current_stream(device)
+        current, current_device = torch.cuda.current_stream(device), torch.cuda.current_device()
         stream.wait_stream(current)
         # torch.cuda.stream() asks for the device three times, which takes longer than a launch.
-        torch.cuda.set_stream(stream)
         try:
+            torch.cuda.set_stream(stream)
             yield
         finally:
+            self._end = stream.record_event()
             torch.cuda.set_stream(current)
-        self._end = stream.record_event()
+            if current_device != device.index:
+                torch.cuda.set_device(current_device)
 
     def uses(self, tensors: list[Tensor]) -> None:
         """Memory of the current stream that the side stream reads is not given away meanwhile."""

@@ -63,8 +63,14 @@ class Swapper(Exchange):
         batch, part = self._require([ids])[0]
         local = batch.local(part)
         self._announced = False
+        if self._extended and _recomputes():
+            raise RuntimeError(
+                f"{self.name}: a checkpoint computes a lookup again after other rows have joined"
+                " the step; announce() all ids of the step before its first lookup"
+            )
         count = self._count
-        rows = self.parameter.detach() if self.padding is None else self._rows[: count + 1]
+        # These count their own changes: rows that join the step are no change of these.
+        rows = self._rows.detach()
         if max_norm is not None:
             torch.embedding_renorm_(rows, local, max_norm, norm_type)
             self.write_padding(rows, count)
@@ -101,7 +107,8 @@ class Swapper(Exchange):
             parts: ids of any shape, on either device.
 
         Raises:
-            IndexError: an id on the CPU is out of range; on a GPU the next lookup says so.
+            IndexError: rows are held on the CPU and an id is out of range; on a GPU the next lookup
+                says so.
         """
         self._refuse_capture()
         if self.queue or not self._step_is_over():
@@ -131,10 +138,11 @@ class Swapper(Exchange):
         return None
 
     def _begin_step(self, parts: Sequence[Tensor]) -> None:
+        self._refuse_lost_write()
         planned = self._take_planned(parts)
+        (told, self._told), (plan, self._plan) = (self._told, []), (self._plan, None)
         if planned is None:
-            told, self._plan, self._told = self._plan, None, []
-            batch = told or PlannedBatch(parts, self.table_rows, self.device, self.padding)
+            batch = plan or PlannedBatch(told or parts, self.table_rows, self.device, self.padding)
             batch.count()  # bad ids change nothing
             self._drop_coming()
             self._replace(batch)
@@ -148,6 +156,8 @@ class Swapper(Exchange):
             nothing = batch.ids[:0]
             self._send(self._nothing(), nothing, nothing)
         self._known = [batch]
+        if planned is not None and told:
+            self._extend(told)
 
     def _replace(self, batch: PlannedBatch) -> None:
         """The rows of the last step leave while those of the batch arrive."""
@@ -168,6 +178,7 @@ class Swapper(Exchange):
         load, _ = batch.arriving
         if len(load):
             self._drop_coming()
+            self._extended = True
             old, gradient, dirty = self._held_rows(), self.parameter.grad, self._is_dirty()
             before = self._held
             ids, _ = torch.sort(torch.cat([before, load]))
@@ -213,9 +224,13 @@ class Swapper(Exchange):
         return batch, batch.local(0), rows
 
     def write_back(self, batch: PlannedBatch, rows: Tensor) -> None:
-        """Puts borrowed rows into the table."""
+        """Puts borrowed rows into the table, and in the place of those that are held."""
         pinned_scatter(self.weight, batch.ids, rows[: batch.held])
         self.write_padding(rows, batch.held)
+        if self._count > 0:
+            places = torch.searchsorted(self._held, batch.ids).clamp_(max=self._count - 1)
+            (held,) = torch.where(self._held[places] == batch.ids)
+            self._rows.index_copy_(0, places[held], rows[held])
 
     def drop_state(self) -> None:
         """Brings the table up to date and forgets the state; rows stay held."""
@@ -226,7 +241,7 @@ class Swapper(Exchange):
     def let_go(self) -> None:
         """Brings the table up to date and holds no rows any more."""
         self.flush()
-        self._coming = None
+        self._plan = None  # it is on the device of now
         self._forget()
 
     def _refuse_capture(self) -> None:
@@ -235,3 +250,10 @@ class Swapper(Exchange):
                 f"{self.name}: a CUDA graph cannot hold a lookup, because the number of rows"
                 " changes from step to step; capture what comes after it"
             )
+
+
+def _recomputes() -> bool:
+    """Whether a checkpoint looks for what it did not keep, within a backward."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
