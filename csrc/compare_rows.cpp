@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -79,6 +80,10 @@ std::vector<Tensor> compare_rows(const Tensor& named, const Tensor& named_status
                                  const Tensor& held, const Tensor& held_status, int64_t padding) {
   const SortedIds now = sorted_ids("named", named, "named_status", named_status, named);
   const SortedIds before = sorted_ids("held", held, "held_status", held_status, named);
+  if (now.size + before.size > std::numeric_limits<int32_t>::max()) {
+    throw_value_error(kOp, "named and held have " + std::to_string(now.size + before.size) +
+                               " entries, at most 2^31 - 1 fit");
+  }
   std::vector<Tensor> made;
   for (size_t list = 0; list < kLists; ++list) {
     const int64_t size = list < kNamedLists ? now.size : before.size;

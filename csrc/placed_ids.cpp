@@ -2,7 +2,6 @@
 
 #include "placed_ids.h"
 
-#include <algorithm>
 #include <string>
 
 #include "gpu.h"

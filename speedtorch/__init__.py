@@ -20,6 +20,7 @@ from speedtorch.ops import (
 )
 from speedtorch.prefetch import prefetch
 from speedtorch.table import HostTable
+from speedtorch.version import __version__ as __version__
 
 __all__ = [
     "Embedding",

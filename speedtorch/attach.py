@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -30,7 +31,9 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     record, and rows that are there already move to a new table.
 
     A step changes the rows that it has looked up, and there is one step count for all rows, as with
-    torch.optim.SparseAdam. Other parameters of the optimizer are trained as ever.
+    torch.optim.SparseAdam. A momentum buffer starts as zeros (torch's SGD starts it as the first
+    gradient, which is the same unless there is dampening). Other parameters of the optimizer are
+    trained as ever.
 
     Args:
         optimizer: any torch optimizer that treats rows separately, also one that torch does not
@@ -54,7 +57,10 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         tensor([0.0000, 0.2000, 0.1000])
     """
     if optimizer in _attached:
-        raise ValueError(f"{type(optimizer).__name__} is attached already: detach it first")
+        raise ValueError(
+            f"{type(optimizer).__name__} is attached already: detach it first, and attach it once"
+            " to a module that has all of its Embeddings"
+        )
     probed = []
     for rows in _rows_of(module):
         if not _holds(optimizer, rows.parameter):
@@ -68,9 +74,16 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
             f" {type(module).__name__}: build it with module.parameters() first, and attach the"
             " module that has a speedtorch.Embedding or EmbeddingBag"
         )
-    states = []
-    for rows, probe in probed:
-        states.append(_attach_rows(optimizer, rows, probe))
+    states: list[AttachedState] = []
+    try:
+        for rows, probe in probed:
+            with rows.keeping_gradient():
+                states.append(_attach_rows(optimizer, rows, probe))
+    except BaseException:
+        for state in states:
+            state.table_rows.detach()
+            optimizer.state.pop(state.table_rows.parameter, None)
+        raise
     _attached[optimizer] = states
     handles = [
         optimizer.register_state_dict_post_hook(_complete_state_dict),
@@ -85,15 +98,25 @@ def _attach_rows(optimizer: Optimizer, rows: TableRows, probe: OptimizerProbe) -
     # What load_state_dict put there before is the state of all rows; what the optimizer's
     # constructor put there is that of the held ones, before any update.
     loaded = dict(optimizer.state.get(rows.parameter, {}))
-    sizes = {len(loaded[name]) for name in state.names if isinstance(loaded.get(name), Tensor)}
-    was_loaded = bool(sizes - {len(rows.parameter)}) or sizes == {rows.rows}
+    found = [loaded[name] for name in state.names if isinstance(loaded.get(name), Tensor)]
+    was_loaded = any(len(each) not in (0, len(rows.parameter)) for each in found) or (
+        bool(found) and len(found[0]) == rows.rows
+    )
     if was_loaded:
         state.check(loaded)
+    elif any(
+        _differ(loaded[name], first) for name, first in probe.scalar_state.items() if name in loaded
+    ):
+        raise ValueError(
+            f"{type(optimizer).__name__} has stepped {rows.name} with the state of a few rows only:"
+            " load a state_dict into a new optimizer and attach that"
+        )
     fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
     has_values = rows.attach(state, fields, sparse=probe.sparse)
     if was_loaded or not has_values:
         state.take(loaded if was_loaded else None)
     state.has_stepped = was_loaded or has_values
+    state.counts_anew = has_values and not was_loaded and bool(probe.scalar_state)
     return state
 
 
@@ -117,11 +140,16 @@ def detach(optimizer: Optimizer) -> None:
     """
     if optimizer not in _attached:
         raise ValueError(f"{type(optimizer).__name__} is not attached")
-    for state in _attached.pop(optimizer):
+    for state in _attached[optimizer]:
         state.table_rows.detach()
         optimizer.state.pop(state.table_rows.parameter, None)
+    del _attached[optimizer]
     for handle in _handles.pop(optimizer):
         handle.remove()
+
+
+def _differ(value: Any, first: Any) -> bool:
+    return bool((torch.as_tensor(value).cpu() != torch.as_tensor(first).cpu()).any())
 
 
 def _rows_of(module: nn.Module) -> Iterator[TableRows]:
@@ -151,7 +179,12 @@ def _numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[int, An
 def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     numbers = _numbers(optimizer, state_dict["param_groups"])
     for state in _attached.get(optimizer, ()):
-        number = numbers[id(state.table_rows.parameter)]
+        number = numbers.get(id(state.table_rows.parameter))
+        if number is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} no longer holds the weight of {state.table_rows.name},"
+                " which it is attached to: detach it"
+            )
         entries = state.complete()
         if entries is None:
             state_dict["state"].pop(number, None)
@@ -162,6 +195,9 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> No
 def _take_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Takes the rows' state out, so that torch does not copy that of all rows to the GPU."""
     states = _attached.get(optimizer, ())
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    if lengths != [len(group["params"]) for group in state_dict["param_groups"]]:
+        return state_dict  # torch says what is wrong, and nothing has changed
     numbers = _numbers(optimizer, state_dict["param_groups"])
     saved = [
         state_dict["state"].get(numbers.get(id(state.table_rows.parameter))) for state in states
@@ -171,7 +207,8 @@ def _take_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
             state.check(entries)
     rest = dict(state_dict["state"])
     for state, entries in zip(states, saved, strict=True):
-        state.take(entries)
+        with state.table_rows.keeping_gradient():
+            state.take(entries)
         if entries is not None:
             rest[numbers[id(state.table_rows.parameter)]] = {
                 name: value for name, value in entries.items() if name not in state.names

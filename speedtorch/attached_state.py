@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtorch.optimizer_copy import snapshot
-from speedtorch.optimizer_state import OptimizerProbe
+from speedtorch.optimizer_copy import group_of, snapshot
+from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer
 from speedtorch.table_rows import TableRows
 
 __all__ = ["AttachedState", "attached_to"]
@@ -32,6 +34,10 @@ class AttachedState:
         self.names = tuple(probe.row_state)
         self.has_stepped = False
         self._entries: dict[str, Any] = {}
+        self.counts_anew = False
+        """Whether the rows' state comes from a file, and the step count from nowhere."""
+        self._had_gradient = False
+        self._settings = _settings_of(optimizer, rows.parameter)
 
     def entries(self) -> dict[str, Any]:
         """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
@@ -60,6 +66,85 @@ class AttachedState:
         entries.update(zip(self.names, rows, strict=True))
 
     # --------------------------------------------------------------------------------------------
+    # Steps
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called before the optimizer's step.
+
+        Raises:
+            RuntimeError: with the group's settings of now it would keep other state.
+        """
+        parameter = self.table_rows.parameter
+        self._had_gradient = parameter.grad is not None
+        if self.counts_anew:
+            self.counts_anew = False
+            warnings.warn(
+                f"{self.table_rows.name}: {_listed(self.names)} of the rows come from a file, but"
+                f" {_listed(self.probe.scalar_state)} starts anew; load the optimizer's state_dict"
+                " to go on as before",
+                stacklevel=4,
+            )
+        settings = _settings_of(optimizer, parameter)
+        if settings != self._settings:
+            # Until the first step, rows' state starts as the settings say (Rprop's with its lr).
+            if not self.has_stepped or _switches(settings) != _switches(self._settings):
+                self._probe_again(optimizer)
+            self._settings = settings
+        group = group_of(optimizer, parameter)
+        if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
+            # torch's fused SGD wants all of a group's buffers or none.
+            for other in group["params"]:
+                if other.grad is not None and optimizer.state[other].get("momentum_buffer") is None:
+                    optimizer.state[other]["momentum_buffer"] = torch.zeros_like(other)
+
+    def _probe_again(self, optimizer: Optimizer) -> None:
+        rows = self.table_rows
+        probe = probe_optimizer(optimizer, rows.parameter)
+        if set(probe.row_state) != set(self.names):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} keeps {_listed(probe.row_state)} of each row of"
+                f" {rows.name} with its settings of now, and kept {_listed(self.names)} when it was"
+                " attached: give it its settings first, or detach and attach it again; nothing was"
+                " stepped"
+            )
+        if self.has_stepped:
+            return
+        self.probe = probe
+        rows.swapper.flush()
+        entries = self.entries()
+        for name, row in probe.row_state.items():
+            rows.fill(name, row.initial.cpu())
+            if name in entries:
+                entries[name].copy_(row.initial.expand_as(entries[name]))
+        entries.update({name: snapshot(value) for name, value in probe.scalar_state.items()})
+
+    def after_step(self, *, stepped: bool) -> None:
+        """Called after the optimizer's step.
+
+        Args:
+            stepped: whether there was a gradient.
+
+        Raises:
+            RuntimeError: the optimizer keeps more of each row now than when it was attached.
+        """
+        self.has_stepped |= stepped or self._had_gradient
+        entries = self.entries()
+        if len(entries) > len(self.names) + len(self.probe.scalar_state):
+            self._refuse_unknown(entries, len(self.table_rows.parameter), RuntimeError)
+
+    def _refuse_unknown(
+        self, entries: Mapping[str, Any], rows: int, error: type[Exception]
+    ) -> None:
+        for name, value in entries.items():
+            known = name in self.names or name in self.probe.scalar_state
+            if not known and isinstance(value, Tensor) and value.shape[:1] == (rows,):
+                raise error(
+                    f"{self.table_rows.name}: there is a state {name!r} of each row, but the"
+                    f" attached optimizer kept {_listed(self.names)} when it was attached: give it"
+                    " its settings first, then attach it"
+                )
+
+    # --------------------------------------------------------------------------------------------
     # state_dict
 
     def complete(self) -> dict[str, Any] | None:
@@ -67,14 +152,36 @@ class AttachedState:
         if not self.has_stepped:
             return None
         self.table_rows.swapper.flush()
-        return {**self.entries(), **{name: self.table_rows.field(name) for name in self.names}}
+        rows = {name: self.table_rows.field(name) for name in self.names}
+        optimizer = self.optimizer()
+        parameter = self.table_rows.parameter
+        if (
+            optimizer is not None
+            and parameter.is_cpu
+            and group_of(optimizer, parameter).get("fused")
+        ):
+            # A fused optimizer of torch's that loads this would take a field's rows for a matrix.
+            rows = {name: field.contiguous() for name, field in rows.items()}
+        return {**self.entries(), **rows}
 
     def check(self, entries: dict[str, Any]) -> None:
         """Raises ValueError unless saved state is that of all rows."""
+        self._refuse_unknown(entries, self.table_rows.rows, ValueError)
+        missing = [name for name in self.probe.scalar_state if name not in entries]
+        if missing:
+            raise ValueError(
+                f"the state of {self.table_rows.name} has no {_listed(missing)}; nothing was loaded"
+            )
         for name, row in self.probe.row_state.items():
             expected = (self.table_rows.rows, *row.shape)
             value = entries.get(name)
-            if not isinstance(value, Tensor) or value.shape != expected:
+            plain = isinstance(value, Tensor) and value.layout == torch.strided
+            if (
+                not isinstance(value, Tensor)
+                or value.shape != expected
+                or value.is_meta
+                or not plain
+            ):
                 found = list(value.shape) if isinstance(value, Tensor) else value
                 raise ValueError(
                     f"the state {name!r} of {self.table_rows.name} must have the shape"
@@ -90,6 +197,25 @@ class AttachedState:
             else:
                 self.table_rows.write(name, entries[name])
         self.has_stepped = entries is not None
+        self.counts_anew = False
+
+
+def _settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """A group's settings, of the kinds that decide what is kept of a row and how that starts."""
+    group = group_of(optimizer, parameter)
+    return {name: value for name, value in group.items() if isinstance(value, _KINDS)}
+
+
+_KINDS = (bool, int, float, str, tuple)
+
+
+def _switches(settings: Mapping[str, Any]) -> dict[str, bool]:
+    """Which settings are not zero: momentum that is switched on keeps a buffer."""
+    return {n: bool(value) for n, value in settings.items() if n not in ("lr", "initial_lr")}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"
 
 
 def attached_to(rows: TableRows) -> Optimizer | None:

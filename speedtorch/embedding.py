@@ -6,7 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtorch.row_module import Device, RowModule, Rows, Source, described, not_compiled, opened
+from speedtorch.row_module import (
+    Device,
+    RowModule,
+    Rows,
+    Source,
+    check_module,
+    described,
+    not_compiled,
+    opened,
+)
 
 __all__ = ["Embedding"]
 
@@ -85,9 +94,10 @@ class Embedding(RowModule):
             `[*input.shape, embedding_dim]` on the module's device.
 
         Raises:
+            TypeError: input is no tensor of integers.
             IndexError: An id is out of range.
         """
-        self._check_use()
+        self._check_ids(input)
         swapper = self.table_rows.swapper
         if not self._trains() and self.max_norm is None:
             return swapper.read(input)
@@ -185,12 +195,14 @@ class Embedding(RowModule):
             The Embedding.
 
         Raises:
+            TypeError: It is another module.
             MemoryError: As for Embedding.
 
         Example:
             >>> Embedding.from_module(torch.nn.Embedding(10, 4, padding_idx=0)).padding_idx
             0
         """
+        check_module(module, nn.Embedding)
         return cls.from_pretrained(
             module.weight,
             not module.weight.requires_grad,

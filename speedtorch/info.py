@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from speedtorch.memory import memory_stats
+from speedtorch.version import __version__
 
 __all__ = ["Info", "info"]
 
@@ -41,13 +41,6 @@ class Info:
         return "\n".join(
             f"{name.replace('_', ' '):{width}}  {getattr(self, name)}" for name in names
         )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("speedtorch")
-    except metadata.PackageNotFoundError:
-        return "not installed (used from a checkout)"
 
 
 def _link_of_first_gpu() -> str:
@@ -88,7 +81,7 @@ def info() -> Info:
     else:
         default_memory = "registered" if with_gpu and with_kernels else "plain"
     return Info(
-        speedtorch=_version(),
+        speedtorch=__version__,
         python=platform.python_version(),
         torch=torch.__version__,
         library=_C.__file__,

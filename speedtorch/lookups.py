@@ -67,7 +67,7 @@ class RowsOfStep(torch.autograd.Function):
     def forward(
         ctx: Any, parameter: Tensor, rows: Tensor, held: Tensor, sink: GradientSink, step: int
     ) -> Tensor:
-        """Returns `rows` as computed from the parameter; see `Swapper.rows`."""
+        """Returns `rows` as computed from the parameter; see `Swapper.lookup`."""
         ctx.held, ctx.sink, ctx.step, ctx.token = held, sink, step, Token()
         sink.lookups.add(ctx.token)
         return rows

@@ -128,6 +128,10 @@ class _Probe:
                         f"{self._name} cannot be used: its state '{name}' starts from the row's own"
                         " value, so rows that no batch has named yet have no state to start from"
                     )
+                if name == "weight" or not isinstance(name, str):
+                    raise ValueError(
+                        f"{self._name} cannot be used: a table cannot hold a state called {name!r}"
+                    )
                 row = value[0].clone()
                 # -0.0, from a gradient of zero that was negated, is a zero as well.
                 rows[name] = RowState(tuple(row.shape), row.dtype, row.masked_fill_(row == 0, 0))

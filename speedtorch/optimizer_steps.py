@@ -62,15 +62,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"{rows.name} is attached to another optimizer than this"
                 f" {type(optimizer).__name__}: detach that first"
             )
+        elif isinstance(rows.state, AttachedState):
+            rows.state.before_step(optimizer)
         rows.swapper.before_optimizer()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for rows in _watched_rows(optimizer):
-        state = rows.state
-        if isinstance(state, AttachedState) and rows.parameter.grad is not None:
-            state.has_stepped = True
-        rows.swapper.after_optimizer()
+        stepped = rows.swapper.after_optimizer()
+        if isinstance(rows.state, AttachedState):
+            rows.state.after_step(stepped=stepped)
 
 
 _stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[Any, ...]]] = (

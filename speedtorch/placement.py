@@ -50,8 +50,13 @@ class Placement:
             raise ValueError(f"memory: expected one of {', '.join(_KINDS)}, got {kind!r}")
         if device is not None and kind != "cuda":
             raise ValueError(f"device: goes with memory='cuda' only, not with {kind!r}")
-        if (path is not None) != (kind == "file"):
-            raise ValueError(f"path: goes with memory='file', and with it only; memory is {kind!r}")
+        if kind == "file" and path is None:
+            raise ValueError(
+                "memory='file' needs a path: make a HostTable(..., memory='file', path=...), which"
+                " Embedding.from_pretrained takes"
+            )
+        if kind != "file" and path is not None:
+            raise ValueError(f"path: goes with memory='file' only; memory is {kind!r}")
         if count > _LARGEST:
             raise ValueError(f"rows: {count:,} bytes are more than any memory has (2^63 - 1)")
         self.memory = kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 from collections.abc import Callable
 from functools import partial, wraps
@@ -11,11 +12,21 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from speedtorch.batch_ids import check_ids
 from speedtorch.optimizer_steps import watch_steps
 from speedtorch.table import HostTable
 from speedtorch.table_rows import TableRows
 
-__all__ = ["Device", "RowModule", "Rows", "Source", "described", "not_compiled", "opened"]
+__all__ = [
+    "Device",
+    "RowModule",
+    "Rows",
+    "Source",
+    "check_module",
+    "described",
+    "not_compiled",
+    "opened",
+]
 
 Rows = Tensor | HostTable
 Source = Rows | str | os.PathLike[str]
@@ -57,6 +68,7 @@ class RowModule(nn.Module):
     ) -> None:
         super().__init__()
         if padding_idx is not None:
+            padding_idx = operator.index(padding_idx)
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(
                     f"padding_idx: expected {-num_embeddings} to {num_embeddings - 1} for"
@@ -67,6 +79,8 @@ class RowModule(nn.Module):
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         expected = (num_embeddings, embedding_dim)
+        if not (source is None or isinstance(source, Tensor | HostTable)):
+            raise TypeError(f"_weight: expected a tensor, got {type(source).__name__}")
         if isinstance(source, Tensor) and tuple(source.shape) != expected:
             raise ValueError(f"_weight: expected the shape {expected}, got {tuple(source.shape)}")
         initialise = None
@@ -79,18 +93,19 @@ class RowModule(nn.Module):
         else:
             table = HostTable(*expected, dtype or torch.get_default_dtype(), memory=memory)
             initialise = partial(self._draw, draw=_drawing(nn.init.normal_))
-        # The device that torch would take, which may be a default that the user has set.
-        held = torch.empty(0, embedding_dim, dtype=table["weight"].dtype, device=device)
-        self.weight = nn.Parameter(held, requires_grad=not freeze)
-        self.table_rows = TableRows(
-            type(self).__name__,
-            table,
-            self.weight,
-            padding_idx,
-            initialise,
-            source=source if isinstance(source, Tensor) else None,
-            owned=not isinstance(source, HostTable),
-        )
+        with torch.inference_mode(False):
+            # The device that torch would take, which may be a default that the user has set.
+            held = torch.empty(0, embedding_dim, dtype=table["weight"].dtype, device=device)
+            self.weight = nn.Parameter(held, requires_grad=not freeze)
+            self.table_rows = TableRows(
+                type(self).__name__,
+                table,
+                self.weight,
+                padding_idx,
+                initialise,
+                source=source if isinstance(source, Tensor) else None,
+                owned=not isinstance(source, HostTable),
+            )
         watch_steps(self.table_rows)
 
     def _draw(self, table: HostTable, draw: Callable[[HostTable], object]) -> None:
@@ -151,11 +166,17 @@ class RowModule(nn.Module):
         Args:
             *ids: Of any shape, on either device; the tensors that the lookups will be given.
 
+        Where lookups train nothing (no_grad, frozen rows) it does nothing.
+
         Raises:
-            IndexError: An id on the CPU is out of range; on a GPU the next lookup says so.
+            TypeError: Ids are no tensors of integers.
+            IndexError: An id is out of range; where rows are held on a GPU the next lookup says so.
         """
         self._check_use()
-        self.table_rows.swapper.announce(ids)
+        for each in ids:
+            check_ids(f"{type(self).__name__}.announce", each)
+        if ids and self._trains():
+            self.table_rows.swapper.announce(ids)
 
     def flush(self) -> None:
         """Brings the table up to date, for who reads it on the CPU.
@@ -166,6 +187,10 @@ class RowModule(nn.Module):
         self.table_rows.swapper.flush()
 
     # --------------------------------------------------------------------------------------------
+
+    def _check_ids(self, ids: object) -> None:
+        self._check_use()
+        check_ids(type(self).__name__, ids)
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self.weight.requires_grad
@@ -214,8 +239,7 @@ class RowModule(nn.Module):
             if names - set(ignored):
                 raise NotImplementedError(
                     f"{name}: DistributedDataParallel cannot average the gradients of rows that"
-                    " differ between processes; train on one GPU, or leave the weight out with"
-                    " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+                    " differ between processes; train on one GPU"
                 )
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
@@ -237,6 +261,17 @@ class RowModule(nn.Module):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             swapper.let_go()
         return self
+
+    def share_memory(self: _Self) -> NoReturn:
+        """Refuses: the table is in this process's memory.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: its table cannot be shared once it is there; give"
+            " from_pretrained a HostTable whose memory other processes open"
+        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -263,14 +298,18 @@ class RowModule(nn.Module):
         if key in missing_keys:
             missing_keys.remove(key)
         value, field = state_dict[key], self.table["weight"]
+        if not isinstance(value, Tensor):
+            error_msgs.append(f"{key}: expected a tensor, got {type(value).__name__}.")
+            return
         if value.shape != field.shape:
             error_msgs.append(
                 f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from"
                 f" checkpoint, the shape in current model is {tuple(field.shape)}."
             )
             return
-        self.table_rows.swapper.let_go()
-        self.table_rows.write("weight", value)
+        with self.table_rows.keeping_gradient():
+            self.table_rows.let_go()
+            self.table_rows.write("weight", value)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
         self.flush()
@@ -311,12 +350,26 @@ def opened(embeddings: Source, device: Device, memory: str) -> tuple[Rows, tuple
         embeddings = HostTable.open(embeddings, memory)
     if isinstance(embeddings, HostTable):
         shape = tuple(embeddings["weight"].shape)
+    elif not isinstance(embeddings, Tensor):
+        raise TypeError(
+            "embeddings: expected a tensor, a HostTable or the path of a saved one, got"
+            f" {type(embeddings).__name__}"
+        )
     else:
         shape = tuple(embeddings.shape)
         device = embeddings.device if device is None else device
     if len(shape) != 2:
         raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
     return embeddings, (shape[0], shape[1]), device
+
+
+def check_module(module: object, kind: type[nn.Module]) -> None:
+    """Raises TypeError unless a module is of a kind of torch's."""
+    if not isinstance(module, kind):
+        given = type(module)
+        raise TypeError(
+            f"module: expected a torch.nn.{kind.__name__}, got {given.__module__}.{given.__name__}"
+        )
 
 
 def _drawing(

@@ -7,7 +7,8 @@ the rows of the last one back to the table while those of the next arrive, and r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -243,6 +244,20 @@ class Swapper(Exchange):
         self.flush()
         self._plan = None  # it is on the device of now
         self._forget()
+
+    @contextmanager
+    def keeping_gradient(self) -> Iterator[None]:
+        """Rows may become others within; those that have a gradient come again, and keep it."""
+        held, gradient, pending = self._held, self.parameter.grad, self._got_gradient
+        try:
+            yield
+        finally:
+            if pending and gradient is not None:
+                batch = PlannedBatch([held], self.table_rows, self.device, self.padding)
+                self._replace(batch)
+                self._known = [batch]
+                self.parameter.grad, self._gradient_version = gradient, gradient._version
+                self._got_gradient = True
 
     def _refuse_capture(self) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,11 @@ _Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
 
 
+# Whose rows a HostTable that a user gave are.
+_trained: weakref.WeakKeyDictionary[HostTable, Callable[[], Tensor | None]]
+_trained = weakref.WeakKeyDictionary()
+
+
 class TableRows:
     """The table of an Embedding, its optimizer state, and the swapper that holds some rows.
 
@@ -31,6 +37,9 @@ class TableRows:
             some.
         source: the rows' values, copied now.
         owned: whether the table may be replaced by one with more fields.
+
+    Raises:
+        ValueError: two modules would train one table.
     """
 
     def __init__(
@@ -44,6 +53,14 @@ class TableRows:
         source: Tensor | None = None,
         owned: bool = True,
     ) -> None:
+        if not owned and parameter.requires_grad:
+            trained_by = _trained.get(table, lambda: None)()
+            if trained_by is not None and trained_by is not parameter:
+                raise ValueError(
+                    f"{name}: another Embedding trains the rows of this HostTable already, and each"
+                    " would miss the changes of the other; use that one, or freeze this"
+                )
+            _trained[table] = weakref.ref(parameter)
         self.name = name
         self.rows = table.rows
         self.parameter = parameter
@@ -122,6 +139,10 @@ class TableRows:
         """Holds no rows any more; the table is up to date."""
         self._swapper.let_go()
 
+    def keeping_gradient(self) -> AbstractContextManager[None]:
+        """Held rows that have a gradient are held again, with it, when this ends."""
+        return self._swapper.keeping_gradient()
+
     def attach(self, state: RowState, fields: _Fields, *, sparse: bool) -> bool:
         """Keeps fields of state beside the weight.
 
@@ -148,6 +169,7 @@ class TableRows:
     def detach(self) -> None:
         """Keeps the weight alone; the fields of the state stay unused, held rows stay held."""
         self._swapper.drop_state()
+        self._table.was_read = False  # the next optimizer's state begins anew
 
     def _use(self, state: RowState | None, fields: Sequence[Tensor]) -> None:
         self._swapper.use(self._table["weight"], state, fields)

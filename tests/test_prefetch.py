@@ -269,7 +269,11 @@ def test_wrong_use_is_an_error() -> None:
             ValueError,
             "ids: Embedding is no speedtorch.Embedding",
         ),
-        (lambda b: {embedding: [[1, 2]]}, TypeError, "ids: expected an int32 or int64 tensor, got list"),
+        (
+            lambda b: {embedding: [[1, 2]]},
+            TypeError,
+            "ids: expected an int32 or int64 tensor, got list",
+        ),
     ):
         with pytest.raises(error, match=message):
             next(iter(speedtorch.prefetch(batches("cpu"), both, ids=ids)))

@@ -17,7 +17,14 @@ from speedtorch.demo.evaluate import content_words, nearest_neighbours
 from speedtorch.demo.glove import GloVe, train
 from speedtorch.demo.glove_batches import PairBatches
 from speedtorch.demo.report import peak_gpu_bytes, peak_host_bytes, save_results, size_text
-from speedtorch.demo.session import STOPPED, check_memory, choose_device, interrupt
+from speedtorch.demo.session import (
+    STOPPED,
+    check_memory,
+    check_seed,
+    choose_device,
+    interrupt,
+    make_folder,
+)
 from speedtorch.demo.settings import make_optimizer, positive
 
 __all__ = ["ABOUT", "HELP", "Settings", "add_arguments", "run"]
@@ -106,6 +113,7 @@ def run(settings: Settings) -> int:
     """
     device = choose_device(settings.device)
     check_memory(settings.memory)
+    check_seed(settings.seed)
     passages = file_passages(settings.corpus) if settings.corpus else builtin_passages()
     corpus = Corpus.from_passages(passages, min_count=settings.min_count)
     words = len(corpus.words)
@@ -119,7 +127,7 @@ def run(settings: Settings) -> int:
     )
     optimizer = make_optimizer(settings.optimizer, settings.lr, model.parameters())
     attach(optimizer, model)
-    settings.out.mkdir(parents=True, exist_ok=True)  # Rather fail now than after training.
+    make_folder(settings.out)
     print(
         f"text       {corpus.characters:,} characters, {len(corpus):,} words, {words:,} different",
         flush=True,

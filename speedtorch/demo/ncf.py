@@ -17,7 +17,14 @@ from speedtorch.demo.neumf import NeuMF, held_out_score, train
 from speedtorch.demo.ranking import BatchStream, Candidates
 from speedtorch.demo.ratings import generated_ratings, leave_one_out, read_ratings
 from speedtorch.demo.report import peak_gpu_bytes, peak_host_bytes
-from speedtorch.demo.session import STOPPED, check_memory, choose_device, interrupt
+from speedtorch.demo.session import (
+    STOPPED,
+    check_memory,
+    check_seed,
+    choose_device,
+    interrupt,
+    make_folder,
+)
 from speedtorch.demo.settings import positive
 from speedtorch.new_files import NewFile, replace_files
 from speedtorch.safetensors_format import in_file_order, safetensors_header
@@ -94,9 +101,8 @@ def run(settings: Settings) -> int:
     """
     device = choose_device(settings.device)
     check_memory(settings.memory)
+    check_seed(settings.seed)
     seed, file = settings.seed, settings.ratings
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; it must be 0 or more")
     ratings = read_ratings(file) if file else generated_ratings(seed=seed)
     split = leave_one_out(ratings)
     candidates = Candidates.draw(ratings, split, seed=seed)
@@ -108,7 +114,7 @@ def run(settings: Settings) -> int:
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr)
     attach(optimizer, model)
     model.draw_rows(seed)
-    settings.out.mkdir(parents=True, exist_ok=True)  # Rather fail now than after training.
+    make_folder(settings.out)
     print(
         f"ratings    {len(ratings):,} of {users:,} users for {items:,} items,"
         f" {'from a file' if file else 'generated'}",

@@ -149,8 +149,9 @@ def read_ratings(path: Path) -> Ratings:
             found = line_of.fullmatch(line)
             if found is None:
                 raise ValueError(
-                    f"{path}, line {number}: expected user, item, rating and timestamp with"
-                    f" {separator.decode()!r} between them, got {_shown(line)}"
+                    f"{path}, line {number}: expected user and item as whole numbers of at most 18"
+                    f" digits, a rating and a timestamp with {separator.decode()!r} between them,"
+                    f" got {_shown(line)}"
                 )
             user, item, time = found.groups()
             users.append(int(user))
@@ -163,6 +164,8 @@ def read_ratings(path: Path) -> Ratings:
 
 def _separator(line: bytes, path: Path, number: int) -> bytes:
     """What separates the columns, by the first line; of commas, that is the header."""
+    if line.startswith(b"\x1f\x8b"):
+        raise ValueError(f"{path}: this file is gzip; unpack it first (gunzip)")
     for separator in _SEPARATORS:
         if separator in line and (separator != b"," or line == _COLUMNS):
             return separator

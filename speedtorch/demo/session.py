@@ -7,11 +7,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import torch
 
-__all__ = ["STOPPED", "check_memory", "choose_device", "interrupt"]
+__all__ = ["STOPPED", "check_memory", "check_seed", "choose_device", "interrupt", "make_folder"]
 
 STOPPED = 130  # the exit status after Ctrl-C, as shells have it
 
@@ -36,6 +37,24 @@ def check_memory(name: str) -> None:
     """Raises ValueError for a kind of memory that a GPU must reach, if there is none."""
     if name in ("managed", "registered", "cuda") and not torch.cuda.is_available():
         raise ValueError(f"memory {name} cannot be used: torch sees no GPU; use --memory plain")
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that not every generator takes."""
+    if not 0 <= seed < 1 << 32:
+        raise ValueError(f"seed is {seed}; it must be 0 or more, and less than 2^32")
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder of the results, before anything takes long.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--out {path}: no folder can be made there ({error.strerror})") from error
 
 
 @contextmanager

@@ -23,7 +23,14 @@ from speedtorch.demo.report import (
     print_report,
     save_results,
 )
-from speedtorch.demo.session import STOPPED, check_memory, choose_device, interrupt
+from speedtorch.demo.session import (
+    STOPPED,
+    check_memory,
+    check_seed,
+    choose_device,
+    interrupt,
+    make_folder,
+)
 from speedtorch.demo.settings import Settings, add_arguments, make_optimizer
 from speedtorch.demo.skipgram import SIDES, SkipGram, first_values
 from speedtorch.demo.training import train
@@ -75,6 +82,7 @@ class _Run:
         self.settings = settings
         self.device = choose_device(settings.device)
         check_memory(settings.memory)
+        check_seed(settings.seed)
         passages = file_passages(settings.corpus) if settings.corpus else builtin_passages()
         self.corpus = Corpus.from_passages(passages, min_count=settings.min_count)
         self.words = len(self.corpus.words)
@@ -101,7 +109,7 @@ class _Run:
         self.first: list[Tensor] = []
         if settings.compare:
             self.first = [self.model.rows(side, every) for side in SIDES]
-        settings.out.mkdir(parents=True, exist_ok=True)  # Rather fail now than after training.
+        make_folder(settings.out)
         print(
             f"text       {self.corpus.characters:,} characters, {len(self.corpus):,} words, "
             f"{self.words:,} different",
