@@ -65,12 +65,12 @@ class RowsOfStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, rows: Tensor, held: Tensor, sink: GradientSink, step: int
+        ctx: Any, parameter: Tensor, rows: list[Tensor], held: Tensor, sink: GradientSink, step: int
     ) -> Tensor:
-        """Returns `rows` as computed from the parameter; see `Swapper.lookup`."""
+        """Returns the one of `rows` as computed from the parameter; see `Swapper.lookup`."""
         ctx.held, ctx.sink, ctx.step, ctx.token = held, sink, step, Token()
         sink.lookups.add(ctx.token)
-        return rows
+        return rows[0]  # in a list, or autograd would take the result for a view of an input
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:

@@ -55,6 +55,7 @@ class RowModule(nn.Module):
     weight: nn.Parameter
     sparse: bool
 
+    @torch.inference_mode(False)  # or nothing made here could ever be written to
     def __init__(
         self,
         num_embeddings: int,
@@ -93,19 +94,18 @@ class RowModule(nn.Module):
         else:
             table = HostTable(*expected, dtype or torch.get_default_dtype(), memory=memory)
             initialise = partial(self._draw, draw=_drawing(nn.init.normal_))
-        with torch.inference_mode(False):
-            # The device that torch would take, which may be a default that the user has set.
-            held = torch.empty(0, embedding_dim, dtype=table["weight"].dtype, device=device)
-            self.weight = nn.Parameter(held, requires_grad=not freeze)
-            self.table_rows = TableRows(
-                type(self).__name__,
-                table,
-                self.weight,
-                padding_idx,
-                initialise,
-                source=source if isinstance(source, Tensor) else None,
-                owned=not isinstance(source, HostTable),
-            )
+        # The device that torch would take, which may be a default that the user has set.
+        held = torch.empty(0, embedding_dim, dtype=table["weight"].dtype, device=device)
+        self.weight = nn.Parameter(held, requires_grad=not freeze)
+        self.table_rows = TableRows(
+            type(self).__name__,
+            table,
+            self.weight,
+            padding_idx,
+            initialise,
+            source=source if isinstance(source, Tensor) else None,
+            owned=not isinstance(source, HostTable),
+        )
         watch_steps(self.table_rows)
 
     def _draw(self, table: HostTable, draw: Callable[[HostTable], object]) -> None:

@@ -76,7 +76,7 @@ class Swapper(Exchange):
             torch.embedding_renorm_(rows, local, max_norm, norm_type)
             self.write_padding(rows, count)
             self._dirty, self._version = True, self.parameter._version
-        return local, RowsOfStep.apply(self.parameter, rows, self._held, self, self.step)  # type: ignore[no-untyped-call]
+        return local, RowsOfStep.apply(self.parameter, [rows], self._held, self, self.step)  # type: ignore[no-untyped-call]
 
     def look_up(self, ids: Tensor) -> Tensor:
         """The rows that ids name, `[*ids.shape, ...]`, held as those of `lookup` are.

@@ -12,7 +12,9 @@ from speedtorch.demo.ratings import Ratings, generated_ratings, leave_one_out, r
 TABS = "196\t242\t3\t881250949\n7\t242\t5\t881250950\n196\t12\t1\t881250948\n"
 COLONS = TABS.replace("\t", "::")
 COMMAS = "userId,movieId,rating,timestamp\n" + TABS.replace("\t", ",").replace("3,8", "3.5,8")
-EXPECTED = "expected user, item, rating and timestamp with"
+EXPECTED = (
+    "expected user and item as whole numbers of at most 18 digits, a rating and a timestamp with"
+)
 
 
 def written(folder: Path, content: str | bytes) -> Path:

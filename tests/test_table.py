@@ -196,7 +196,7 @@ def test_a_bad_id_on_the_gpu_is_raised_by_flush() -> None:
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "memory": ({"memory": "disk"}, ValueError, "memory: expected one of auto, .*, got 'disk'"),
     "device": ({"device": "cuda"}, ValueError, "device: goes with memory='cuda' only"),
-    "path": ({"path": "x"}, ValueError, "path: goes with memory='file' only; memory is 'auto'"),
+    "path": ({"path": "x"}, ValueError, "path: goes with memory='file' only; memory is 'plain'"),
     "no path": ({"memory": "file"}, ValueError, "memory='file' needs a path"),
     "rows": ({"rows": -1}, ValueError, "rows: expected sizes of 0 or more, got -1"),
     "rows of 2.0": ({"rows": 2.0}, TypeError, "rows: expected an int"),

@@ -1,0 +1,266 @@
+"""What a step of an Embedding is, where a loop is not the usual one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
+
+import speedtorch
+
+ROWS, WIDTH = 12, 4
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+IDS = torch.tensor([1, 2])
+
+
+def pair(device: str = "cpu", **settings: object) -> tuple[nn.Embedding, speedtorch.Embedding]:
+    torch.manual_seed(0)
+    theirs = nn.Embedding(ROWS, WIDTH, **settings)  # type: ignore[arg-type]
+    return theirs.to(device), speedtorch.Embedding.from_module(theirs, device=device)
+
+
+def rows_of(module: speedtorch.Embedding | speedtorch.EmbeddingBag) -> Tensor:
+    module.flush()
+    return module.table["weight"].cpu()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        nn.init.zeros_,
+        nn.init.normal_,
+        lambda weight: weight.data.copy_(torch.ones(ROWS, WIDTH)[: len(weight)]),
+        lambda weight: weight.detach().fill_(3),
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda embedding: embedding(IDS),
+        lambda embedding: embedding.state_dict(),
+        lambda embedding: embedding.flush(),
+        lambda embedding: embedding.requires_grad_(False)(IDS),
+    ],
+)
+def test_values_for_a_weight_that_holds_no_row_are_refused(
+    write: Callable[[Tensor], object], use: Callable[[speedtorch.Embedding], object]
+) -> None:
+    _, embedding = pair()
+    version = embedding.weight._version
+    write(embedding.weight)
+    if embedding.weight._version == version:
+        pytest.skip("torch does not tell of this write")
+    with pytest.raises(RuntimeError, match=r"Embedding: its weight was written to.*use init_\("):
+        use(embedding)
+    use(embedding)  # told once; nothing is lost
+
+
+def test_a_step_of_no_rows_is_none_that_was_written_in_vain() -> None:
+    _, embedding = pair()
+    sgd = optim.SGD(embedding.parameters(), lr=1.0)
+    for ids in (IDS[:0], IDS, IDS[:0], IDS):
+        sgd.zero_grad()
+        embedding(ids).sum().backward()
+        sgd.step()
+    embedding.flush()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_several_lookups_add_up_as_in_torch(sparse: bool) -> None:
+    theirs, ours = pair(sparse=sparse)
+    ids = torch.randint(ROWS, (5, 40), generator=torch.Generator().manual_seed(1))
+    factors = torch.randn(5, 40, WIDTH, generator=torch.Generator().manual_seed(2))
+    ours.announce(torch.arange(ROWS))
+    for module in (theirs, ours):
+        for _ in range(3):
+            losses = [
+                (module(part) * factor).sum() for part, factor in zip(ids, factors, strict=True)
+            ]
+            torch.stack(losses).sum().backward()
+    assert theirs.weight.grad is not None and ours.weight.grad is not None
+    expected, actual = theirs.weight.grad, ours.weight.grad
+    if sparse:
+        expected, actual = expected.coalesce().to_dense(), actual.coalesce().to_dense()
+    assert_same_bytes(actual, expected)
+
+
+def test_a_second_step_with_the_same_gradient_is_torchs() -> None:
+    theirs, ours = pair()
+    for module in (theirs, ours):
+        first, second = (optim.SGD(module.parameters(), lr=rate) for rate in (0.1, 1.0))
+        for ids in (IDS, IDS + 1):
+            module(ids).square().sum().backward()
+            first.step()
+            first.step()
+            second.step()
+            first.zero_grad()
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+
+
+def test_zeros_that_zero_grad_leaves_move_no_row() -> None:
+    _, ours = pair()
+    adam = optim.Adam(ours.parameters(), lr=0.1)
+    speedtorch.attach(adam, ours)
+    for _ in range(2):
+        ours(IDS).sum().backward()
+        adam.step()
+    before = rows_of(ours).clone()
+    adam.zero_grad(set_to_none=False)
+    adam.step()
+    assert_same_bytes(rows_of(ours), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_evaluation_shortens_are_short_in_the_step_too(device: str) -> None:
+    theirs, ours = pair(device, max_norm=0.5)
+    first, both = IDS[:1].to(device), IDS.to(device)
+    ours.announce(both)
+    for module in (theirs, ours):
+        sgd = optim.SGD(module.parameters(), lr=0.1)
+        loss = module(first).sum()
+        with torch.no_grad():
+            module(both)
+        loss.backward()
+        sgd.step()
+    expected = theirs.weight.detach().cpu()
+    torch.testing.assert_close(rows_of(ours)[IDS], expected[IDS])
+    assert rows_of(ours)[2].norm() <= 0.5 + 1e-6
+
+
+def bags(**settings: object) -> tuple[nn.EmbeddingBag, speedtorch.EmbeddingBag]:
+    torch.manual_seed(0)
+    theirs = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", **settings)  # type: ignore[arg-type]
+    return theirs, speedtorch.EmbeddingBag.from_module(theirs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 0}], ids=str)
+def test_factors_with_a_gradient_and_rows_that_join_later(settings: dict[str, int]) -> None:
+    results = []
+    for bag in bags(**settings):
+        factors = torch.ones(1, 2, requires_grad=True)
+        first = bag(IDS[None], None, factors).square().sum()
+        (first + bag(torch.tensor([[3, 4]])).sum()).backward()
+        results.append(factors.grad)
+    assert_same_bytes(results[1], results[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 0}], ids=str)
+def test_a_backward_after_the_step_is_refused_as_in_torch(settings: dict[str, int]) -> None:
+    for bag in bags(**settings):
+        sgd = optim.SGD(bag.parameters(), lr=1.0)
+        factors = torch.ones(1, 2, requires_grad=True)
+        loss = bag(IDS[None], None, factors).sum()
+        loss.backward(retain_graph=True)
+        sgd.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("make", [speedtorch.Embedding, speedtorch.EmbeddingBag])
+def test_a_checkpoint_that_cannot_find_its_positions_again_is_refused(make: type) -> None:
+    first, second = torch.tensor([[8, 9]]), torch.tensor([[1, 2]])
+
+    def loss(module: nn.Module) -> Tensor:
+        total = torch.zeros(())
+        for ids in (first, second):
+            rows: Tensor = checkpoint(
+                lambda ids=ids: module(ids).square().sum(), use_reentrant=False
+            )
+            total = total + rows
+        return total
+
+    torch.manual_seed(0)
+    module = make(ROWS, WIDTH)
+    with pytest.raises(RuntimeError, match=r"checkpoint computes a lookup again.*announce\(\)"):
+        loss(module).backward()
+    module = make(ROWS, WIDTH)
+    module.announce(first, second)
+    loss(module).backward()
+    torch.manual_seed(0)
+    expected = getattr(nn, make.__name__)(ROWS, WIDTH)
+    expected.load_state_dict(module.state_dict())
+    loss(expected).backward()
+    torch.testing.assert_close(module.weight.grad, expected.weight.grad[[1, 2, 8, 9]])
+
+
+def test_announcements_under_no_grad_train_nothing() -> None:
+    _, ours = pair()
+    sgd = optim.SGD(ours.parameters(), lr=0.1, weight_decay=1.0)
+    before = rows_of(ours).clone()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            ours.announce(torch.arange(ROWS))
+            ours(IDS)
+    ours.announce()
+    ours(IDS).sum().backward()
+    sgd.step()
+    changed = (rows_of(ours) != before).any(1)
+    assert changed.nonzero().flatten().tolist() == [1, 2]
+
+
+def test_one_made_in_inference_mode_trains() -> None:
+    with torch.inference_mode():
+        ours = speedtorch.Embedding(ROWS, WIDTH)
+    before = rows_of(ours).clone()
+    sgd = optim.SGD(ours.parameters(), lr=1.0)
+    ours(IDS).sum().backward()
+    sgd.step()
+    assert_same_bytes(rows_of(ours)[IDS], before[IDS] - 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda bag: bag(IDS, torch.tensor([1])),
+            ValueError,
+            "begin with 0 and end within.*1 to 1",
+        ),
+        (lambda bag: bag(IDS, torch.tensor([0, 9])), ValueError, "within the 2 ids, got 0 to 9"),
+        (
+            lambda bag: bag(IDS),
+            TypeError,
+            "offsets: expected an int32 or int64 tensor, got NoneType",
+        ),
+        (lambda bag: bag(IDS, [0]), TypeError, "offsets: expected .* got list"),
+        (lambda bag: bag(IDS, torch.tensor([0.0, 1.5])), TypeError, "offsets: .* torch.float32"),
+        (lambda bag: bag(IDS, torch.tensor([[0]])), ValueError, r"offsets must be \[bags\], got"),
+        (lambda bag: bag(IDS[None], torch.tensor([0])), ValueError, "offsets must be None"),
+        (lambda bag: bag(IDS[None, None]), ValueError, r"input must be \[ids\] or \[bags, ids\]"),
+        (lambda bag: bag(IDS[None], None, torch.ones(3)), ValueError, r"input's shape \[1, 2\]"),
+        (lambda bag: bag(IDS[None], None, torch.ones(1, 2).double()), TypeError, "torch.float32"),
+        (lambda bag: bag([1, 2]), TypeError, "EmbeddingBag: expected an int32 or int64 tensor"),
+        (lambda bag: bag(IDS.float()), TypeError, "EmbeddingBag: expected a dense int32 or int64"),
+    ],
+)
+def test_a_bag_that_is_refused_moves_no_row(
+    call: Callable[[nn.Module], Tensor], error: type[Exception], message: str
+) -> None:
+    bag = speedtorch.EmbeddingBag.from_pretrained(torch.full((ROWS, WIDTH), 3.0), False, mode="sum")
+    bag.max_norm = 1.0
+    sgd = optim.SGD(bag.parameters(), lr=1.0)
+    with pytest.raises(error, match=message):
+        call(bag)
+    bag(torch.tensor([[0]])).sum().backward()
+    with pytest.raises(error, match=message):
+        call(bag)
+    sgd.step()
+    assert bool((rows_of(bag)[1:] == 3.0).all())
+    assert bool((rows_of(bag)[0] != 3.0).all())
+
+
+@pytest.mark.parametrize("ids", [[1, 2], None, 1, torch.tensor([1.0]), torch.tensor([True])])
+def test_ids_of_a_wrong_kind_are_told(ids: object) -> None:
+    for freeze in (False, True):
+        embedding = speedtorch.Embedding.from_pretrained(torch.eye(3), freeze)
+        with pytest.raises(
+            TypeError, match="Embedding: expected a(n| dense) int32 or int64 tensor"
+        ):
+            embedding(ids)
+        with pytest.raises(TypeError, match="Embedding.announce: expected"):
+            embedding.announce(ids)  # type: ignore[arg-type]

@@ -1,0 +1,192 @@
+"""prefetch loses no row when something raises on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+
+import speedtorch
+
+ROWS, WIDTH = 20, 4
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+BATCHES = [torch.tensor(ids) for ids in ([1, 2], [2, 3], [4, 5], [6, 7], [8, 9])]
+
+
+def trained_rows(embedding: speedtorch.Embedding) -> Tensor:
+    embedding.flush()
+    return embedding.table["weight"].cpu()
+
+
+def made(device: str = "cpu") -> tuple[speedtorch.Embedding, optim.Optimizer, Tensor]:
+    """An embedding, SGD that takes 1 from each row of a step, and the first values."""
+    weight = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    embedding = speedtorch.Embedding.from_pretrained(weight, False, device=device)
+    return embedding, optim.SGD(embedding.parameters(), lr=1.0), weight.clone()
+
+
+def step(embedding: nn.Module, sgd: optim.Optimizer, ids: Tensor) -> None:
+    sgd.zero_grad()
+    embedding(ids).sum().backward()
+    sgd.step()
+
+
+def no_memory(swapper: Any, fails: Callable[[], bool]) -> None:
+    empty = swapper._empty
+    swapper._empty = lambda count: _raise(torch.OutOfMemoryError()) if fails() else empty(count)
+
+
+def bad_ids_of_an_earlier_op(swapper: Any, fails: Callable[[], bool]) -> None:
+    swap = swapper._swap
+    swapper._swap = lambda *given: _raise(IndexError()) if fails() else swap(*given)
+
+
+def control_c_while_the_host_waits(swapper: Any, fails: Callable[[], bool]) -> None:
+    following = swapper.queue[1]
+    counts = following._counts
+    following._counts = lambda: _raise(KeyboardInterrupt()) if fails() else counts()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "fault", [no_memory, bad_ids_of_an_earlier_op, control_c_while_the_host_waits]
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_leave_are_not_lost(device: str, fault: Callable[..., None]) -> None:
+    embedding, sgd, expected = made(device)
+    swapper = embedding.table_rows.swapper
+    failed = []
+    for number, ids in enumerate(speedtorch.prefetch(BATCHES, embedding, ids=lambda b: b)):
+        if number == 2:
+            held = swapper._held
+
+            def fails(held: Tensor = held) -> bool:
+                # Once, when the rows of the last step are held no more.
+                if failed or swapper._held is held:
+                    return False
+                failed.append(True)
+                return True
+
+            fault(swapper, fails)
+            with pytest.raises((torch.OutOfMemoryError, IndexError, KeyboardInterrupt)):
+                embedding(ids)
+            continue
+        step(embedding, sgd, ids)
+        expected[ids] -= 1
+    assert failed
+    assert_same_bytes(trained_rows(embedding), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_ids_of_the_next_batch_are_no_error_of_this_one(device: str) -> None:
+    embedding, sgd, expected = made(device)
+    given = [*BATCHES[:3], torch.tensor([6, ROWS]), *BATCHES[3:]]
+    given = [ids.to(device) for ids in given]
+    seen = 0
+    with pytest.raises(IndexError, match="id 20 .*20 rows"):
+        for ids in speedtorch.prefetch(given, embedding, ids=lambda b: b):
+            step(embedding, sgd, ids)
+            expected[ids.cpu()] -= 1
+            seen += 1
+    assert seen == 3
+    assert_same_bytes(trained_rows(embedding), expected)
+
+
+def test_what_a_loader_gave_before_it_failed_is_trained() -> None:
+    embedding, sgd, expected = made()
+
+    def loader() -> Iterator[Tensor]:
+        yield from BATCHES[:4]
+        raise OSError("the disk is gone")
+
+    seen = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for ids in speedtorch.prefetch(loader(), embedding, ids=lambda b: b):
+            step(embedding, sgd, ids)
+            expected[ids] -= 1
+            seen.append(ids)
+    assert len(seen) == 4
+    assert_same_bytes(trained_rows(embedding), expected)
+
+
+def test_a_loop_that_cannot_begin_leaves_the_others_free() -> None:
+    first, second = speedtorch.Embedding(ROWS, WIDTH), speedtorch.Embedding(ROWS, WIDTH)
+    both = nn.ModuleList([first, second])
+    busy = iter(speedtorch.prefetch(BATCHES, second, ids=lambda b: b))
+    next(busy)
+    with pytest.raises(RuntimeError, match="prefetched by another loop"):
+        next(iter(speedtorch.prefetch(BATCHES, both, ids=lambda b: {first: b, second: b})))
+    busy.close()  # type: ignore[attr-defined]
+    assert len(list(speedtorch.prefetch(BATCHES, first, ids=lambda b: b))) == len(BATCHES)
+    loop = speedtorch.prefetch(BATCHES, both, ids=lambda b: {first: b, second: b})
+    assert len(list(loop)) == len(BATCHES)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_written_to_the_table_after_flush_counts(device: str, ahead: bool) -> None:
+    embedding, sgd, expected = made(device)
+    given: Any = [torch.tensor([i, i + 1]) for i in range(6)]
+    for number, ids in enumerate(
+        speedtorch.prefetch(given, embedding, ids=lambda b: b) if ahead else given
+    ):
+        step(embedding, sgd, ids)
+        expected[ids] -= 1
+        if number == 1:
+            embedding.flush()
+            for rows in (embedding.table["weight"], expected):
+                rows[2:4] = torch.tensor([[7.0], [8.0]])
+            speedtorch.synchronize()
+    assert_same_bytes(trained_rows(embedding), expected)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_announcement_before_the_loop_is_of_its_first_step(device: str, ahead: bool) -> None:
+    embedding, sgd, expected = made(device)
+    adam = optim.SGD(embedding.parameters(), lr=1.0, weight_decay=0.5)
+    del sgd
+    embedding.announce(torch.tensor([17, 18], device=device))
+    given: Any = [ids.to(device) for ids in BATCHES]
+    for number, ids in enumerate(
+        speedtorch.prefetch(given, embedding, ids=lambda b: b) if ahead else given
+    ):
+        step(embedding, adam, ids)
+        decayed = [*ids.tolist(), *([17, 18] if number == 0 else [])]
+        gradient = torch.zeros(ROWS, 1)
+        gradient[ids.cpu()] = 1
+        expected[decayed] -= gradient[decayed] + 0.5 * expected[decayed]
+    torch.testing.assert_close(trained_rows(embedding), expected)
+
+
+def test_a_batch_may_name_no_row() -> None:
+    embedding, sgd, expected = made()
+    given = [[], [BATCHES[0]], [], [BATCHES[1]]]
+    for parts in speedtorch.prefetch(given, embedding, ids=lambda b: b):
+        for ids in parts:
+            step(embedding, sgd, ids)
+            expected[ids] -= 1
+    assert_same_bytes(trained_rows(embedding), expected)
+
+
+def test_arguments_of_a_wrong_kind_are_told() -> None:
+    embedding, _, _ = made()
+    with pytest.raises(TypeError, match="ids: expected a function of a batch, got NoneType"):
+        speedtorch.prefetch(BATCHES, embedding, ids=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got int"):
+        speedtorch.prefetch(BATCHES, 3, ids=lambda b: b)  # type: ignore[arg-type]
+    for wrong, found in ((None, "NoneType"), (1, "int"), ([1], "int")):
+        with pytest.raises(TypeError, match=f"ids: expected an int32 or int64 tensor, got {found}"):
+            list(speedtorch.prefetch(BATCHES, embedding, ids=lambda b, wrong=wrong: wrong))
+    with pytest.raises(
+        TypeError, match="expected a dense int32 or int64 tensor, got torch.float32"
+    ):
+        list(speedtorch.prefetch(BATCHES, embedding, ids=lambda b: b.float()))
