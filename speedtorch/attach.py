@@ -88,6 +88,7 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     handles = [
         optimizer.register_state_dict_post_hook(_complete_state_dict),
         optimizer.register_load_state_dict_pre_hook(_take_state_dict),
+        optimizer.register_load_state_dict_post_hook(_put_held_back),
     ]
     _handles[optimizer] = handles
 
@@ -179,12 +180,7 @@ def _numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[int, An
 def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     numbers = _numbers(optimizer, state_dict["param_groups"])
     for state in _attached.get(optimizer, ()):
-        number = numbers.get(id(state.table_rows.parameter))
-        if number is None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} no longer holds the weight of {state.table_rows.name},"
-                " which it is attached to: detach it"
-            )
+        number = numbers[id(state.table_rows.parameter)]
         entries = state.complete()
         if entries is None:
             state_dict["state"].pop(number, None)
@@ -209,8 +205,14 @@ def _take_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
     for state, entries in zip(states, saved, strict=True):
         with state.table_rows.keeping_gradient():
             state.take(entries)
+        state.keep_held()
         if entries is not None:
             rest[numbers[id(state.table_rows.parameter)]] = {
                 name: value for name, value in entries.items() if name not in state.names
             }
     return {**state_dict, "state": rest}
+
+
+def _put_held_back(optimizer: Optimizer) -> None:
+    for state in _attached.get(optimizer, ()):
+        state.put_held_back()

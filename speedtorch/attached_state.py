@@ -34,6 +34,7 @@ class AttachedState:
         self.names = tuple(probe.row_state)
         self.has_stepped = False
         self._entries: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
         self.counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
         self._had_gradient = False
@@ -198,6 +199,16 @@ class AttachedState:
                 self.table_rows.write(name, entries[name])
         self.has_stepped = entries is not None
         self.counts_anew = False
+
+    def keep_held(self) -> None:
+        """Keeps the state of held rows while torch replaces the optimizer's state."""
+        entries = self.entries()
+        self._kept = {name: entries[name] for name in self.names if name in entries}
+
+    def put_held_back(self) -> None:
+        """Undoes that."""
+        kept, self._kept = self._kept, {}
+        self.entries().update(kept)
 
 
 def _settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:

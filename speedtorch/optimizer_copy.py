@@ -39,7 +39,7 @@ class Recorder(dict[str, Any]):
     """A parameter's state that keeps a copy of each entry as it was first assigned.
 
     Optimizers assign zeros and update them in place, so the first value is the one before the first
-    update. A None stands for "not made yet".
+    update; so is the default of a get() that found nothing. A None stands for "not made yet".
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,6 +51,12 @@ class Recorder(dict[str, Any]):
         if self.first.get(name) is None:
             self.first[name] = snapshot(value)
         super().__setitem__(name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As dict's; a default is noted as what the entry starts from."""
+        if name not in self and self.first.get(name) is None and default is not None:
+            self.first[name] = snapshot(default)
+        return super().get(name, default)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         """As dict's, recorded."""

@@ -145,6 +145,7 @@ class _Probe:
         also stepped by fresh copies of it, in two parts.
         """
         learnt = self.learn()
+        self._check_start(learnt)
         values = self._random_rows() / 10
         table = {
             name: row.initial.expand(self._shape[0], *row.shape).clone()
@@ -172,6 +173,25 @@ class _Probe:
                 self._compare(f"state '{name}'", rows, torch.cat([p[name] for p in parts]), rows)
             new = values[low:high]
             self._compare("rows", new, torch.cat([p[""] for p in parts]), new - before)
+
+    def _check_start(self, learnt: OptimizerProbe) -> None:
+        """Raises ValueError if a step that begins with the learnt state counts differently."""
+        values, gradient = self._random_rows(), self._random_rows()
+        fresh = self._copy(self._optimizer, self._parameter, values, {"lr": 0.01})
+        begun = self._copy(self._optimizer, self._parameter, values, {"lr": 0.01})
+        begun.state.update(learnt.scalar_state)
+        rows = {n: r.initial.expand(self._shape[0], *r.shape) for n, r in learnt.row_state.items()}
+        begun.install(values, rows)
+        for copied in (fresh, begun):
+            copied.step(gradient, sparse=self._sparse)
+        for name in learnt.scalar_state:
+            expected, found = fresh.state.get(name), begun.state.get(name)
+            if not _same_value(expected, found):
+                raise ValueError(
+                    f"{self._name} cannot be used: its state '{name}' is first assigned after an"
+                    f" update, so that its start cannot be seen ({expected} after a first step,"
+                    f" {found} after one that begins with what was seen)"
+                )
 
     # --------------------------------------------------------------------------------------------
 
@@ -265,3 +285,9 @@ class _Probe:
 def _same_bytes(left: Tensor, right: Tensor) -> bool:
     flat = [side.contiguous().reshape(-1).view(torch.uint8) for side in (left, right)]
     return torch.equal(flat[0], flat[1])
+
+
+def _same_value(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)

@@ -245,6 +245,11 @@ class RowModule(nn.Module):
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         name = type(self).__name__
         moved = fn(self.weight.detach()[:0])
+        if moved.is_cpu and moved.is_shared():  # type: ignore[no-untyped-call]
+            raise NotImplementedError(
+                f"{name}: its table cannot be shared once it is there; give from_pretrained a"
+                " HostTable in memory that other processes open"
+            )
         if moved.dtype != self.weight.dtype:
             raise TypeError(
                 f"{name}: its table stays {self.weight.dtype}, as another dtype would need a second"
@@ -261,17 +266,6 @@ class RowModule(nn.Module):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             swapper.let_go()
         return self
-
-    def share_memory(self: _Self) -> NoReturn:
-        """Refuses: the table is in this process's memory.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__}: its table cannot be shared once it is there; give"
-            " from_pretrained a HostTable whose memory other processes open"
-        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

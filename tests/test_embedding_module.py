@@ -224,3 +224,43 @@ def test_parametrised_modules_and_freezing_behave() -> None:
         model.words.requires_grad_(True)
         step(model)
     assert_same_state(ours.state_dict(), theirs.state_dict())
+
+
+def test_other_modules_and_things_are_told_by_name() -> None:
+    own = speedtorch.Embedding(5, 3)
+    bag = speedtorch.EmbeddingBag(5, 3)
+    for make, given in (
+        (speedtorch.Embedding, own),
+        (speedtorch.Embedding, nn.EmbeddingBag(5, 3)),
+        (speedtorch.EmbeddingBag, bag),
+        (speedtorch.EmbeddingBag, nn.Embedding(5, 3)),
+    ):
+        with pytest.raises(TypeError, match=r"module: expected a torch.nn.Embedding(Bag)?, got"):
+            make.from_module(given)
+    for wrong in ([[1.0, 2.0]], None, torch.eye(3).numpy()):
+        with pytest.raises(
+            TypeError, match="embeddings: expected a tensor, a HostTable or the path"
+        ):
+            speedtorch.Embedding.from_pretrained(wrong)
+    with pytest.raises(TypeError, match="_weight: expected a tensor, got list"):
+        speedtorch.Embedding(4, 4, _weight=[1])
+    with pytest.raises(TypeError, match="float"):
+        speedtorch.Embedding(4, 4, padding_idx=1.5)
+    with pytest.raises(ValueError, match="memory='file' needs a path.*from_pretrained"):
+        speedtorch.Embedding(4, 4, memory="file")
+    with pytest.raises(NotImplementedError, match="Embedding: its table cannot be shared"):
+        own.share_memory()
+    with pytest.raises(NotImplementedError, match="Embedding: its table cannot be shared"):
+        nn.Sequential(own).share_memory()
+    with pytest.raises(RuntimeError, match=r"weight: expected a tensor, got int"):
+        own.load_state_dict({"weight": 3})
+
+
+def test_one_table_is_trained_by_one_module() -> None:
+    table = speedtorch.HostTable(5, 3)
+    first = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    speedtorch.Embedding.from_pretrained(table)  # reads it only
+    with pytest.raises(ValueError, match="another Embedding trains the rows of this HostTable"):
+        speedtorch.Embedding.from_pretrained(table, freeze=False)
+    del first
+    speedtorch.Embedding.from_pretrained(table, freeze=False)

@@ -112,7 +112,7 @@ class Counting(Own):
 def test_state_by_setdefault_and_update_is_learnt() -> None:
     probe = probed(Signs)
     assert_same_bytes(probe.row_state["mean"].initial, torch.ones(5))
-    assert probe.scalar_state == {"count": 1}  # this class never assigns the 0 before
+    assert probe.scalar_state == {"count": 0}  # which it gets, and never assigns
 
 
 def test_state_that_is_assigned_as_a_whole_and_has_rows_of_its_own_shape_is_learnt() -> None:

@@ -92,6 +92,15 @@ class LowRank(Own):
         parameter.sub_(gradient, alpha=group["lr"])
 
 
+class CountsFromOne(Own):
+    """Assigns its count when it has stepped already."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        parameter.sub_(gradient, alpha=group["lr"])
+        state["step"] = state["step"] + 1 if "step" in state else 1
+
+
 NOT_SEPARATE = "does not treat rows separately"
 REFUSED = [
     (optim.Muon, rf"Muon cannot be used: it {NOT_SEPARATE} \(its rows differ"),
@@ -105,6 +114,7 @@ REFUSED = [
     (HiddenDict, "HiddenDict cannot be used: it replaces the dict that holds its state"),
     (OutsideState, "OutsideState cannot be used: its step fails when the rows change"),
     (LateState, "LateState cannot be used: it makes its state 'late' in a later step only"),
+    (CountsFromOne, "CountsFromOne cannot be used: its state 'step' is first assigned after an"),
     (Forgetful, "Forgetful cannot be used: its state 'mean' loses its rows"),
     (Picky, r"Picky cannot be used: .*\(no torch.strided please\).*\(no torch.sparse_coo please\)"),
 ]

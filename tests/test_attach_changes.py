@@ -1,0 +1,263 @@
+"""attach, where settings, state or gradients change behind it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_same_bytes
+from test_attach import EVERY, IDS, ROWS, WIDTH, Model, assert_same_optimizer_state, pair, step
+from torch import Tensor, nn, optim
+
+import speedtorch
+
+Make = Callable[..., optim.Optimizer]
+
+
+def assert_same_rows(ours: Model, theirs: Model) -> None:
+    for (name, actual), expected in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
+        assert_same_bytes(actual, expected), name
+
+
+class Lookahead(optim.Optimizer):
+    """Keeps a slow copy of the weights, made at its tenth step only."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                state.setdefault("step", 0)
+                state["step"] += 1
+                weight -= group["lr"] * weight.grad
+                if state["step"] == 10:
+                    state["slow"] = weight.clone()
+
+
+def test_momentum_that_is_switched_on_later_is_refused_before_a_step() -> None:
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    sgd = optim.SGD(embedding.parameters(), lr=0.1)
+    speedtorch.attach(sgd, embedding)
+    step(embedding, sgd, IDS)
+    before = embedding.state_dict()["weight"].clone()
+    sgd.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(RuntimeError, match="SGD keeps momentum_buffer of each row.*nothing when"):
+        step(embedding, sgd, IDS)
+    assert_same_bytes(embedding.state_dict()["weight"], before)
+    speedtorch.detach(sgd)
+    speedtorch.attach(sgd, embedding)
+    for ids in ([0, 1, 2], [5, 6, 7], [0, 1, 2]):
+        step(embedding, sgd, torch.tensor(ids))
+    buffer = embedding.table["momentum_buffer"]
+    assert bool((buffer[[0, 5]] != 0).all()) and not bool(buffer[3].any())
+
+
+def test_a_scheduler_may_change_numbers_that_only_scale() -> None:
+    (theirs, their_sgd), (ours, our_sgd) = pair(lambda p, lr: optim.SGD(p, lr, momentum=0.9))
+    for model, sgd in ((theirs, their_sgd), (ours, our_sgd)):
+        cycle = optim.lr_scheduler.OneCycleLR(sgd, 0.1, total_steps=6)
+        for _ in range(5):
+            step(model, sgd)
+            cycle.step()
+    assert_same_rows(ours, theirs)
+
+
+def test_state_that_is_made_in_a_later_step_is_refused() -> None:
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    lookahead = Lookahead(embedding.parameters())
+    speedtorch.attach(lookahead, embedding)
+    for _ in range(9):
+        step(embedding, lookahead, IDS)
+    with pytest.raises(RuntimeError, match="a state 'slow' of each row"):
+        step(embedding, lookahead, IDS)
+
+
+@pytest.mark.parametrize("clears", ["hook", "closure"])
+def test_state_is_saved_though_the_gradient_is_gone(clears: str) -> None:
+    (_, _), (ours, adam) = pair()
+    if clears == "hook":
+        adam.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+        step(ours, adam)
+    else:
+
+        def closure() -> Tensor:
+            loss = ours(EVERY).square().sum()
+            loss.backward()
+            return loss
+
+        adam.step(closure)
+    saved = adam.state_dict()["state"][0]
+    assert bool(saved["exp_avg"].all()) and saved["step"] == 1
+
+
+@pytest.mark.parametrize("make", [optim.Rprop, optim.ASGD, optim.Adam, optim.Adagrad])
+def test_a_scheduler_made_after_attach_changes_how_state_starts(make: Make) -> None:
+    (theirs, theirs_opt), (ours, ours_opt) = pair(make)
+    for model, optimizer in ((theirs, theirs_opt), (ours, ours_opt)):
+        warm_up = optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+        for _ in range(3):
+            step(model, optimizer)
+            warm_up.step()
+    assert_same_rows(ours, theirs)
+    assert_same_optimizer_state(ours_opt.state_dict(), theirs_opt.state_dict())
+
+
+@pytest.mark.parametrize("make", [lambda p, lr: optim.SGD(p, lr, momentum=0.9), optim.Adam])
+@pytest.mark.parametrize("loads", ["model", "optimizer", "both"])
+def test_loading_keeps_a_gradient_that_waits_for_its_step(make: Make, loads: str) -> None:
+    models = pair(make)
+    for model, optimizer in models:
+        step(model, optimizer)
+        saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        step(model, optimizer)
+        optimizer.zero_grad()
+        model(EVERY).square().sum().backward()
+        if loads != "optimizer":
+            model.load_state_dict(saved[0])
+        if loads != "model":
+            optimizer.load_state_dict(saved[1])
+        optimizer.step()
+    assert_same_rows(models[1][0], models[0][0])
+
+
+def test_attach_after_the_step_that_asked_for_it_keeps_the_gradient() -> None:
+    torch.manual_seed(0)
+    theirs, ours = Model(nn.Embedding), Model()
+    ours.load_state_dict(theirs.state_dict())
+    for model in (theirs, ours):
+        adam = optim.Adam(model.parameters(), lr=0.1)
+        model(EVERY).square().sum().backward()
+        if model is ours:
+            with pytest.raises(RuntimeError, match="attach"):
+                adam.step()
+            speedtorch.attach(adam, model)
+        adam.step()
+    assert_same_rows(ours, theirs)
+
+
+def test_what_torch_refuses_to_load_has_changed_nothing() -> None:
+    (_, _), (ours, adam) = pair()
+    step(ours, adam)
+    expected = copy.deepcopy(adam.state_dict())
+    fewer = optim.Adam([nn.Parameter(torch.zeros(1))]).state_dict()
+    more_groups = {**expected, "param_groups": expected["param_groups"] * 2}
+    for wrong in (fewer, more_groups):
+        with pytest.raises(ValueError, match="parameter group"):
+            adam.load_state_dict(wrong)
+        assert_same_optimizer_state(adam.state_dict(), expected)
+    for name, value in (
+        ("exp_avg_sq", expected["state"][0]["exp_avg_sq"].to("meta")),
+        ("exp_avg_sq", expected["state"][0]["exp_avg_sq"].to_sparse()),
+        ("exp_avg_sq", None),
+        ("max_exp_avg_sq", torch.zeros(ROWS, WIDTH)),
+    ):
+        entries = {**expected["state"][0], name: value}
+        with pytest.raises(ValueError, match=name):
+            adam.load_state_dict({**expected, "state": {**expected["state"], 0: entries}})
+        assert_same_optimizer_state(adam.state_dict(), expected)
+    entries = {n: v for n, v in expected["state"][0].items() if n != "step"}
+    with pytest.raises(ValueError, match="Embedding has no step; nothing was loaded"):
+        adam.load_state_dict({**expected, "state": {**expected["state"], 0: entries}})
+    assert_same_optimizer_state(adam.state_dict(), expected)
+
+
+def test_fused_momentum_beside_dense_parameters() -> None:
+    (theirs, their_sgd), (ours, our_sgd) = pair(
+        lambda p, lr: optim.SGD(p, lr, momentum=0.9, fused=True)
+    )
+    for _ in range(3):
+        step(theirs, their_sgd)
+        step(ours, our_sgd)
+    for actual, expected in zip(
+        ours.state_dict().values(), theirs.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("make", [optim.Adam, optim.AdamW, optim.Adagrad])
+def test_state_of_a_fused_optimizer_is_torchs_to_load(make: Any) -> None:
+    (theirs, their_opt), (ours, our_opt) = pair(lambda p, lr: make(p, lr, fused=True))
+    step(theirs, their_opt)
+    step(ours, our_opt)
+    loaded = Model(nn.Embedding)
+    optimizer = make(loaded.parameters(), lr=0.1, fused=True)
+    loaded.load_state_dict(ours.state_dict())
+    optimizer.load_state_dict(our_opt.state_dict())
+    before = ours.state_dict()["words.weight"].clone()
+    step(theirs, their_opt)
+    step(loaded, optimizer)
+    assert_same_rows(loaded, theirs)
+    assert_same_bytes(ours.state_dict()["words.weight"], before)
+
+
+def test_attach_that_fails_at_the_second_table_leaves_the_first_alone() -> None:
+    both = nn.ModuleList([speedtorch.Embedding(ROWS, WIDTH), speedtorch.Embedding(ROWS, WIDTH)])
+    adam = optim.Adam(both.parameters())
+    adam.state[both[1].weight]["exp_avg"] = torch.zeros(7, WIDTH)
+    with pytest.raises(ValueError, match="Embedding has no step; nothing was loaded"):
+        speedtorch.attach(adam, both)
+    del adam.state[both[1].weight]
+    speedtorch.attach(adam, both)
+    with pytest.raises(ValueError, match="attached already: detach it first, and attach it once"):
+        speedtorch.attach(adam, both)
+    (both[0](IDS) + both[1](IDS)).sum().backward()
+    adam.step()
+    assert len(adam.state_dict()["state"]) == 2
+
+
+def test_a_copy_of_model_and_optimizer_does_not_go_on_with_half_a_state() -> None:
+    (_, _), (ours, adam) = pair()
+    step(ours, adam, IDS)
+    copied, copied_adam = copy.deepcopy((ours, adam))
+    copied(IDS)
+    with pytest.raises(ValueError, match="Adam has stepped Embedding with the state of a few rows"):
+        speedtorch.attach(copied_adam, copied)
+    fresh = optim.Adam(copied.parameters(), lr=0.1)
+    speedtorch.attach(fresh, copied)
+    fresh.load_state_dict(copy.deepcopy(adam.state_dict()))  # torch shares the step count
+    for model, optimizer in ((ours, adam), (copied, fresh)):
+        step(model, optimizer, IDS)
+    assert_same_rows(copied, ours)
+
+
+def test_the_next_optimizer_of_a_table_from_a_file_begins_anew(tmp_path: Path) -> None:
+    (_, _), (ours, adam) = pair()
+    step(ours, adam)
+    ours.words.flush()
+    ours.words.table.save(tmp_path / "rows.safetensors")
+    embedding = speedtorch.Embedding.from_pretrained(tmp_path / "rows.safetensors", False)
+    first = optim.Adam(embedding.parameters(), lr=0.1)
+    speedtorch.attach(first, embedding)
+    with pytest.warns(
+        UserWarning, match="exp_avg, exp_avg_sq of the rows come from a file, but step"
+    ):
+        step(embedding, first, IDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(embedding, first, IDS)
+    speedtorch.detach(first)
+    second = optim.Adam(embedding.parameters(), lr=0.1)
+    speedtorch.attach(second, embedding)
+    embedding(IDS)
+    assert not bool(embedding.table["exp_avg"].any())
+    again = speedtorch.Embedding.from_pretrained(tmp_path / "rows.safetensors", False)
+    third = optim.Adam(again.parameters(), lr=0.1)
+    speedtorch.attach(third, again)
+    entries = {**adam.state_dict()["state"][0]}
+    group = {**adam.state_dict()["param_groups"][0], "params": [0]}
+    third.load_state_dict({"state": {0: entries}, "param_groups": [group]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(again, third, IDS)
