@@ -325,8 +325,17 @@ def test_a_setting_that_does_not_fit_is_told_in_one_line(
     assert last.startswith("speedtorch: ") and message in last
 
 
+def test_a_seed_that_is_too_large_is_told_before_counting(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(text, tmp_path, "--seed", str(1 << 32)) == 2
+    assert "seed is 4294967296; it must be 0 or more, and less than 2^32" in capsys.readouterr().err
+
+
 def test_an_output_folder_that_is_a_file_is_told_before_training(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo(text, text) == 2
-    assert "training" not in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"--out {text}: no folder can be made there" in told
+    assert "counting" not in told and "training" not in told

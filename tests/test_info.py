@@ -29,6 +29,7 @@ def test_it_prints_one_line_for_each_fact() -> None:
 def test_versions_are_those_of_this_process() -> None:
     found = info()
     assert (found.python, found.torch) == (platform.python_version(), torch.__version__)
+    assert found.speedtorch == speedtorch.__version__
 
 
 def test_the_library_is_the_one_that_holds_the_ops() -> None:

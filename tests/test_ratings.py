@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -118,3 +119,10 @@ def test_generated_ratings_depend_on_the_seed_alone() -> None:
 def test_generated_ratings_have_limits(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected 1 user or more and 10 to"):
         generated_ratings(**sizes)
+
+
+def test_a_compressed_file_is_told_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "ratings.csv.gz"
+    file.write_bytes(gzip.compress(b"userId,movieId,rating,timestamp\n1,2,3,4\n"))
+    with pytest.raises(ValueError, match=r"ratings.csv.gz: this file is gzip; unpack it first"):
+        read_ratings(file)
