@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtorch.row_module import (
+from speedtorch.row_arguments import (
     Device,
-    RowModule,
     Rows,
     Source,
     check_module,
@@ -16,6 +15,7 @@ from speedtorch.row_module import (
     not_compiled,
     opened,
 )
+from speedtorch.row_module import RowModule
 
 __all__ = ["Embedding"]
 

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtorch.batch_ids import check_ids
-from speedtorch.row_module import (
+from speedtorch.row_arguments import (
     Device,
-    RowModule,
     Rows,
     Source,
     check_module,
@@ -17,6 +16,7 @@ from speedtorch.row_module import (
     not_compiled,
     opened,
 )
+from speedtorch.row_module import RowModule
 
 __all__ = ["EmbeddingBag"]
 

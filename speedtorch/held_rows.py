@@ -9,13 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from speedtorch.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.lookups import Token, replace_rows
 from speedtorch.ops import pinned_gather, pinned_scatter
 from speedtorch.planned_batch import PlannedBatch
 
 __all__ = ["HeldRows", "RowState"]
-
-_NO_BACKWARD = -2
 
 
 class RowState(Protocol):
@@ -47,6 +46,7 @@ class HeldRows:
         self.lookups: weakref.WeakSet[Token] = weakref.WeakSet()
         self.step = 0
         """Counts the exchanges: rows that a graph of an earlier one looked up have left."""
+        self._sums = GradientSums()
         self._numbers = torch.empty(0, dtype=torch.int64)
         self._forget()
 
@@ -104,9 +104,7 @@ class HeldRows:
         self._got_gradient, self._gradient_version = False, 0
         self._stepped: tuple[int, int] | None = None
         """Identity and version of the gradient that was stepped last."""
-        self._backward = _NO_BACKWARD
-        self._before: Tensor | None = None
-        self._sum: Tensor | None = None
+        self._sums.forget()
         self.lookups.clear()
         self.step += 1
         self._show(rows, count)
@@ -170,7 +168,8 @@ class HeldRows:
     def _order(self, count: int) -> Tensor:
         """0 to count - 1, of a tensor that is made once."""
         if self._numbers.shape[0] < count or self._numbers.device != self.device:
-            self._numbers = torch.arange(2 * count, device=self.device)
+            self._sums = GradientSums()
+        self._numbers = torch.arange(2 * count, device=self.device)
         return self._numbers[:count]
 
     def _fetch_padding(self, rows: Tensor, at: int) -> None:
@@ -207,38 +206,22 @@ class HeldRows:
             )
         count = self._count
         if held is not self._held:
-            added = _among_more(gradient, torch.searchsorted(self._held, held), count)
+            added = among_more(gradient, torch.searchsorted(self._held, held), count)
         elif gradient.is_sparse:
-            added = _of_rows(gradient, gradient._indices(), count)
+            added = of_rows(gradient, gradient._indices(), count)
         else:
             added = gradient[:count]
         with torch.no_grad():
-            summed = self._summed(added)
+            summed = self._sums.add(self.parameter.grad, added, more_to_come=len(self.lookups) > 0)
         self.parameter.grad, self._gradient_version = summed, summed._version
         self._dirty = self._got_gradient = True
-
-    def _summed(self, added: Tensor) -> Tensor:
-        """The gradient with this one. As torch does, one backward's are added up by themselves."""
-        gradient, backward = self.parameter.grad, torch._C._current_graph_task_id()
-        if gradient is None:
-            self._backward, self._before = backward, None
-            return added
-        if backward != self._backward:
-            self._backward, self._before, self._sum = backward, None, None
-            if len(self.lookups) > 0:  # more may come
-                self._before, self._sum = gradient, added
-                return gradient + added
-        elif self._before is not None and self._sum is not None:
-            self._sum = self._sum + added
-            return self._before + self._sum
-        return gradient + added if gradient.is_sparse or added.is_sparse else gradient.add_(added)
 
     def _move_gradient(self, gradient: Tensor | None, places: Tensor) -> None:
         """Makes a gradient of fewer rows that of all held ones; `places` is where its rows are."""
         if gradient is not None:
-            moved = _among_more(gradient, places, self._count)
+            moved = among_more(gradient, places, self._count)
             self.parameter.grad, self._gradient_version = moved, moved._version
-            self._backward, self._before, self._sum = _NO_BACKWARD, None, None
+            self._sums.forget()
 
     def before_optimizer(self) -> None:
         """Called before the optimizer's step: rows that no lookup named again do not move."""
@@ -270,27 +253,8 @@ class HeldRows:
         if stepped:
             self._dirty = self._over = True
             self._got_gradient = False
-            self._before = self._sum = None
+            self._sums.forget()
             self._stepped = None if gradient is None else (id(gradient), gradient._version)
             # A backward through what used these rows would compute with other ones.
             torch.autograd.graph.increment_version(self._rows)
         return stepped
-
-
-def _of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """A sparse gradient as one of this number of rows."""
-    return torch.sparse_coo_tensor(
-        indices,
-        gradient._values(),
-        (rows, *gradient.shape[1:]),
-        is_coalesced=gradient.is_coalesced(),
-        check_invariants=False,
-    )
-
-
-def _among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
-    """A gradient as one of more rows, which got none; `places` is where its rows are now."""
-    if gradient.is_sparse:
-        return _of_rows(gradient, places[gradient._indices()], rows)
-    more = gradient.new_zeros((rows, *gradient.shape[1:]))
-    return more.index_copy_(0, places, gradient[: len(places)])

@@ -1,0 +1,67 @@
+"""How the gradients of one step's lookups become that of the held rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["GradientSums", "among_more", "of_rows"]
+
+_NO_BACKWARD = -2  # torch says -1 outside of any
+
+
+class GradientSums:
+    """Adds gradients up in torch's order: those of one backward first, then what was there."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """The next gradient is that of another backward."""
+        self._backward = _NO_BACKWARD
+        self._before: Tensor | None = None
+        self._sum: Tensor | None = None
+
+    def add(self, gradient: Tensor | None, added: Tensor, *, more_to_come: bool) -> Tensor:
+        """The gradient with what one lookup adds to it, within a backward.
+
+        Args:
+            gradient: what there is so far; changed in place if it can be.
+            added: of the same shape.
+            more_to_come: whether other lookups may add to it in this backward.
+
+        Returns:
+            The sum.
+        """
+        backward = torch._C._current_graph_task_id()
+        if gradient is None:
+            self._backward, self._before = backward, None
+            return added
+        if backward != self._backward:
+            self._backward, self._before, self._sum = backward, None, None
+            if more_to_come:
+                self._before, self._sum = gradient, added
+                return gradient + added
+        elif self._before is not None and self._sum is not None:
+            self._sum = self._sum + added
+            return self._before + self._sum
+        return gradient + added if gradient.is_sparse or added.is_sparse else gradient.add_(added)
+
+
+def of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
+    """A sparse gradient as one of this number of rows."""
+    return torch.sparse_coo_tensor(
+        indices,
+        gradient._values(),
+        (rows, *gradient.shape[1:]),
+        is_coalesced=gradient.is_coalesced(),
+        check_invariants=False,
+    )
+
+
+def among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
+    """A gradient as one of more rows, which got none; `places` is where its rows are now."""
+    if gradient.is_sparse:
+        return of_rows(gradient, places[gradient._indices()], rows)
+    more = gradient.new_zeros((rows, *gradient.shape[1:]))
+    return more.index_copy_(0, places, gradient[: len(places)])

@@ -1,0 +1,72 @@
+"""Arguments that Embedding and EmbeddingBag take, and how they are told again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from speedtorch.table import HostTable
+
+__all__ = ["Device", "Rows", "Source", "check_module", "described", "not_compiled", "opened"]
+
+Rows = Tensor | HostTable
+Source = Rows | str | os.PathLike[str]
+Device = str | int | torch.device | None
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Breaks a graph that torch.compile makes; costs nothing where none is made."""
+    reason = "the number of held rows changes from step to step"
+    broken = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+
+    @wraps(function)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        chosen = broken if torch.compiler.is_compiling() else function
+        return chosen(*args, **kwargs)
+
+    return cast(_Function, either)
+
+
+def opened(embeddings: Source, device: Device, memory: str) -> tuple[Rows, tuple[int, int], Device]:
+    """The rows, how many of how many columns, and where lookups give them."""
+    if isinstance(embeddings, str | os.PathLike):
+        embeddings = HostTable.open(embeddings, memory)
+    if isinstance(embeddings, HostTable):
+        shape = tuple(embeddings["weight"].shape)
+    elif not isinstance(embeddings, Tensor):
+        raise TypeError(
+            "embeddings: expected a tensor, a HostTable or the path of a saved one, got"
+            f" {type(embeddings).__name__}"
+        )
+    else:
+        shape = tuple(embeddings.shape)
+        device = embeddings.device if device is None else device
+    if len(shape) != 2:
+        raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
+    return embeddings, (shape[0], shape[1]), device
+
+
+def check_module(module: object, kind: type[nn.Module]) -> None:
+    """Raises TypeError unless a module is of a kind of torch's."""
+    if not isinstance(module, kind):
+        given = type(module)
+        raise TypeError(
+            f"module: expected a torch.nn.{kind.__name__}, got {given.__module__}.{given.__name__}"
+        )
+
+
+def described(module: nn.Module, **defaults: Any) -> str:
+    """A module's arguments, as far as they differ from their defaults."""
+    said = [f"{module.num_embeddings}, {module.embedding_dim}"]
+    for name, default in defaults.items():
+        value = getattr(module, name)
+        if value != default:
+            said.append(f"{name}={value!r}")
+    return ", ".join(said)
