@@ -122,21 +122,20 @@ def torchs(report: Report) -> None:
         gc.collect()
 
 
-class Slots(nn.Module):
-    """The model of 2019: holds the rows of one batch, looked up by their positions."""
+class Slots(SkipGram):
+    """The model as SpeedTorch has it used: holds one batch's rows, and is called with positions."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.u = nn.Embedding(CENTRES, COLUMNS, device=DEVICE)
-        self.v = nn.Embedding(CENTRES * (POSITIVES + NEGATIVES), COLUMNS, device=DEVICE)
+        sizes = iter((CENTRES, CENTRES * (POSITIVES + NEGATIVES)))
+        super().__init__(lambda: nn.Embedding(next(sizes), COLUMNS, device=DEVICE))
+        centres = torch.arange(CENTRES, device=DEVICE)
+        others = torch.arange(self.v.num_embeddings, device=DEVICE)
+        near, far = others.split([CENTRES * POSITIVES, CENTRES * NEGATIVES])
+        self._positions = Batch(centres, near.view(CENTRES, -1), far.view(CENTRES, -1))
 
-    def forward(self) -> Tensor:
-        near, far = self.v.weight.split([CENTRES * POSITIVES, CENTRES * NEGATIVES])
-        return loss_of(
-            self.u.weight,
-            near.view(CENTRES, POSITIVES, COLUMNS),
-            far.view(CENTRES, NEGATIVES, COLUMNS),
-        )
+    def loss(self) -> Tensor:
+        loss: Tensor = self(self._positions)
+        return loss
 
 
 def ids_of(batch: Batch) -> dict[str, Tensor]:
@@ -170,7 +169,7 @@ def factories(report: Report) -> None:
                 for switcher in pair:
                     switcher.beforeForwardPass(ids[name])
             optimizer.zero_grad()
-            model().backward()
+            model.loss().backward()
             optimizer.step()
             for name, pair in switchers.items():
                 for switcher in pair:
@@ -188,7 +187,7 @@ def cupys(report: Report) -> None:
     """
     model = Slots()
     optimizer = optim.Adamax(model.parameters())
-    model().backward()
+    model.loss().backward()
     optimizer.step()
     memory = "registered" if DEVICE == "cuda" else "plain"
     shape = (SIZES.rows, COLUMNS)
@@ -211,7 +210,7 @@ def cupys(report: Report) -> None:
                 for field, rows in held(name).items():
                     rows.copy_(torch.as_tensor(fields[field].take(ids[name], axis=0)))
             optimizer.zero_grad()
-            model().backward()
+            model.loss().backward()
             optimizer.step()
             for name, fields in tables.items():
                 for field, rows in held(name).items():
