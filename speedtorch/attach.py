@@ -75,14 +75,21 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
             " module that has a speedtorch.Embedding or EmbeddingBag"
         )
     states: list[AttachedState] = []
+    before = [
+        (rows, dict(optimizer.state.get(rows.parameter, {})), rows.was_read) for rows, _ in probed
+    ]
     try:
         for rows, probe in probed:
             with rows.keeping_gradient():
                 states.append(_attach_rows(optimizer, rows, probe))
     except BaseException:
-        for state in states:
-            state.table_rows.detach()
-            optimizer.state.pop(state.table_rows.parameter, None)
+        for rows, entries, was_read in before:
+            if rows.state is not None:
+                rows.detach()
+                rows.was_read = was_read
+                optimizer.state.pop(rows.parameter, None)
+                if entries:
+                    optimizer.state[rows.parameter] = entries
         raise
     _attached[optimizer] = states
     handles = [

@@ -110,10 +110,12 @@ class AttachedState:
             )
         if self.has_stepped:
             return
-        self.probe = probe
-        rows.swapper.flush()
+        before, self.probe = self.probe, probe
         entries = self.entries()
         for name, row in probe.row_state.items():
+            if torch.equal(row.initial, before.row_state[name].initial):
+                continue
+            rows.swapper.flush()
             rows.fill(name, row.initial.cpu())
             if name in entries:
                 entries[name].copy_(row.initial.expand_as(entries[name]))
@@ -131,14 +133,16 @@ class AttachedState:
         self.has_stepped |= stepped or self._had_gradient
         entries = self.entries()
         if len(entries) > len(self.names) + len(self.probe.scalar_state):
-            self._refuse_unknown(entries, len(self.table_rows.parameter), RuntimeError)
+            self._refuse_unknown(entries, self.table_rows.parameter.shape, RuntimeError)
 
     def _refuse_unknown(
-        self, entries: Mapping[str, Any], rows: int, error: type[Exception]
+        self, entries: Mapping[str, Any], shape: tuple[int, ...], error: type[Exception]
     ) -> None:
         for name, value in entries.items():
             known = name in self.names or name in self.probe.scalar_state
-            if not known and isinstance(value, Tensor) and value.shape[:1] == (rows,):
+            if known or not isinstance(value, Tensor) or value.shape[:1] != shape[:1]:
+                continue
+            if shape[0] != 1 or value.shape == shape:  # one number is no row of one
                 raise error(
                     f"{self.table_rows.name}: there is a state {name!r} of each row, but the"
                     f" attached optimizer kept {_listed(self.names)} when it was attached: give it"
@@ -167,7 +171,8 @@ class AttachedState:
 
     def check(self, entries: dict[str, Any]) -> None:
         """Raises ValueError unless saved state is that of all rows."""
-        self._refuse_unknown(entries, self.table_rows.rows, ValueError)
+        row_shape = self.table_rows.parameter.shape[1:]
+        self._refuse_unknown(entries, (self.table_rows.rows, *row_shape), ValueError)
         missing = [name for name in self.probe.scalar_state if name not in entries]
         if missing:
             raise ValueError(
@@ -176,18 +181,15 @@ class AttachedState:
         for name, row in self.probe.row_state.items():
             expected = (self.table_rows.rows, *row.shape)
             value = entries.get(name)
-            plain = isinstance(value, Tensor) and value.layout == torch.strided
-            if (
-                not isinstance(value, Tensor)
-                or value.shape != expected
-                or value.is_meta
-                or not plain
-            ):
-                found = list(value.shape) if isinstance(value, Tensor) else value
-                raise ValueError(
-                    f"the state {name!r} of {self.table_rows.name} must have the shape"
-                    f" {list(expected)}, got {found}; nothing was loaded"
-                )
+            found = value
+            if isinstance(value, Tensor):
+                if value.shape == expected and value.layout == torch.strided and not value.is_meta:
+                    continue
+                found = f"{value.layout} {list(value.shape)} on {value.device}"
+            raise ValueError(
+                f"the state {name!r} of {self.table_rows.name} must be dense and have the shape"
+                f" {list(expected)}, got {found}; nothing was loaded"
+            )
 
     def take(self, entries: dict[str, Any] | None) -> None:
         """Puts saved state, or that before the first step, into the table."""
@@ -203,18 +205,24 @@ class AttachedState:
     def keep_held(self) -> None:
         """Keeps the state of held rows while torch replaces the optimizer's state."""
         entries = self.entries()
-        self._kept = {name: entries[name] for name in self.names if name in entries}
+        if all(name in entries for name in self.names):
+            self._kept = {name: entries[name] for name in self.names}
 
     def put_held_back(self) -> None:
         """Undoes that."""
         kept, self._kept = self._kept, {}
-        self.entries().update(kept)
+        if kept:
+            self.hold([kept[name] for name in self.names])
 
 
 def _settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """A group's settings, of the kinds that decide what is kept of a row and how that starts."""
     group = group_of(optimizer, parameter)
-    return {name: value for name, value in group.items() if isinstance(value, _KINDS)}
+    return {
+        name: value
+        for name, value in group.items()
+        if isinstance(value, _KINDS) and name in optimizer.defaults
+    }
 
 
 _KINDS = (bool, int, float, str, tuple)

@@ -134,7 +134,7 @@ class Exchange(HeldRows):
         for new, each in zip(rows, old, strict=True):
             new.index_copy_(0, places, each.index_select(0, taken_from))
         self._fetch_padding(rows[0], batch.held)
-        evict, evict_places = batch.leaving
+        (evict, evict_places), before = batch.leaving, self._held
         try:
             self._coming = None
             self._hold(rows, batch.ids, batch, newer=True)
@@ -143,7 +143,8 @@ class Exchange(HeldRows):
             # Rows that leave are nowhere but in `old` until they are in the table.
             self._exchange.join()
             self._coming = None
-            self._swap(old, evict, self._nothing(), evict[:0], evict_places)
+            self._swap(old, before, self._nothing(), before[:0])
+            self._forget()
             raise
 
     def _send(self, old: list[Tensor], evict: Tensor, places: Tensor) -> None:

@@ -40,11 +40,12 @@ class GradientSums:
         if backward != self._backward:
             self._backward, self._before, self._sum = backward, None, None
             if more_to_come:
-                self._before, self._sum = gradient, added
-                return gradient + added
+                self._before, self._sum = gradient.clone(), added
         elif self._before is not None and self._sum is not None:
             self._sum = self._sum + added
-            return self._before + self._sum
+            if gradient.is_sparse or added.is_sparse:
+                return self._before + self._sum
+            return torch.add(self._before, self._sum, out=gradient)
         return gradient + added if gradient.is_sparse or added.is_sparse else gradient.add_(added)
 
 

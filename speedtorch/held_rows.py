@@ -100,7 +100,7 @@ class HeldRows:
         if batch is not None:
             batch.after = None  # or each batch would keep the one before it
         self._known: list[PlannedBatch] = []
-        self._dirty, self._over, self._announced, self._extended = newer, False, False, False
+        self._dirty, self._over, self._announced = newer, False, False
         self._got_gradient, self._gradient_version = False, 0
         self._stepped: tuple[int, int] | None = None
         """Identity and version of the gradient that was stepped last."""
@@ -145,6 +145,11 @@ class HeldRows:
                 " the table a value: use init_(torch.nn.init.zeros_) or any other function of"
                 " torch.nn.init, load_state_dict, or write to its table"
             )
+
+    def ignore_lost_write(self) -> None:
+        """Lets such a write be, because all rows get other values now."""
+        if self._count == 0:
+            self._version, self._pointer = self.parameter._version, self.parameter.data_ptr()
 
     def _is_dirty(self) -> bool:
         """Whether held rows may differ from those of the table."""
@@ -249,7 +254,7 @@ class HeldRows:
             Whether there was something to step.
         """
         gradient = self.parameter.grad
-        stepped = gradient is not None or self._was_written()
+        stepped = gradient is not None or (self._count > 0 and self._was_written())
         if stepped:
             self._dirty = self._over = True
             self._got_gradient = False

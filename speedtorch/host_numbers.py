@@ -27,21 +27,21 @@ class HostNumbers:
         if numbers.is_cpu:
             return
         self._key = (numbers.device, numbers.shape[0])
-        unused = _unused[self._key]
-        if unused:
-            self._on_host, self._event = unused.pop()
-        else:
-            self._on_host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        try:
+            self._on_host, self._event = _unused[self._key].pop()
+        except IndexError:
+            with torch.inference_mode(False):  # or it could be used there only
+                self._on_host = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._on_host.copy_(numbers, non_blocking=True)
         self._event.record(torch.cuda.current_stream(numbers.device))
 
     def read(self) -> list[int]:
         """Waits for the numbers; once only."""
-        event, self._event = self._event, None
-        if event is None:
-            return self._on_host.tolist()
-        event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
         numbers: list[int] = self._on_host.tolist()
-        _unused[self._key].append((self._on_host, event))
+        event, self._event = self._event, None
+        if event is not None:
+            _unused[self._key].append((self._on_host, event))
         return numbers

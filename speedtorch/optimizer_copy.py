@@ -45,17 +45,18 @@ class Recorder(dict[str, Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.first: dict[str, Any] = {}
+        self._defaults: dict[str, Any] = {}
         self.update(*args, **kwargs)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.first.get(name) is None:
-            self.first[name] = snapshot(value)
+            self.first[name] = snapshot(self._defaults.pop(name, value))
         super().__setitem__(name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As dict's; a default is noted as what the entry starts from."""
-        if name not in self and self.first.get(name) is None and default is not None:
-            self.first[name] = snapshot(default)
+        """As dict's; a default is noted as what the entry starts from, if it is assigned later."""
+        if name not in self and default is not None:
+            self._defaults[name] = snapshot(default)
         return super().get(name, default)
 
     def setdefault(self, name: str, default: Any = None) -> Any:

@@ -290,4 +290,6 @@ def _same_bytes(left: Tensor, right: Tensor) -> bool:
 def _same_value(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_same_value, left, right))
     return bool(left == right)

@@ -66,6 +66,8 @@ class PlannedBatch:
         """Of each distinct id, or None where that is its place in the order."""
         self._ids: Tensor | None = None
         self._known_counts: list[int] | None = None
+        self.has_moved = False
+        """Whether its rows were given other places after they had been looked up."""
         unique, _, _, _, status = self.plan
         counts = [status]
         if padding is not None:
@@ -109,15 +111,15 @@ class PlannedBatch:
 
     def _counts(self) -> list[int]:
         if self._known_counts is None:
-            counts = self._counted.read()
-            if counts[_STATUS_BAD]:
-                raise IndexError(
-                    f"id {counts[_STATUS_BAD_ID]} at position {counts[_STATUS_BAD_POSITION]} is out"
-                    f" of range for a table of {self._rows} rows ({counts[_STATUS_BAD]} of"
-                    f" {self._size} ids are out of range); no row was moved"
-                )
-            self._known_counts = counts
-        return self._known_counts
+            self._known_counts = self._counted.read()
+        counts = self._known_counts
+        if counts[_STATUS_BAD]:
+            raise IndexError(
+                f"id {counts[_STATUS_BAD_ID]} at position {counts[_STATUS_BAD_POSITION]} is out of"
+                f" range for a table of {self._rows} rows ({counts[_STATUS_BAD]} of {self._size}"
+                " ids are out of range); no row was moved"
+            )
+        return counts
 
     @property
     def distinct(self) -> int:

@@ -274,6 +274,7 @@ class RowModule(nn.Module):
                 f" checkpoint, the shape in current model is {tuple(field.shape)}."
             )
             return
+        self.table_rows.swapper.ignore_lost_write()
         with self.table_rows.keeping_gradient():
             self.table_rows.let_go()
             self.table_rows.write("weight", value)

@@ -64,7 +64,7 @@ class Swapper(Exchange):
         batch, part = self._require([ids])[0]
         local = batch.local(part)
         self._announced = False
-        if self._extended and _recomputes():
+        if batch.has_moved and _recomputes():
             raise RuntimeError(
                 f"{self.name}: a checkpoint computes a lookup again after other rows have joined"
                 " the step; announce() all ids of the step before its first lookup"
@@ -179,7 +179,6 @@ class Swapper(Exchange):
         load, _ = batch.arriving
         if len(load):
             self._drop_coming()
-            self._extended = True
             old, gradient, dirty = self._held_rows(), self.parameter.grad, self._is_dirty()
             before = self._held
             ids, _ = torch.sort(torch.cat([before, load]))
@@ -197,6 +196,7 @@ class Swapper(Exchange):
             self._dirty = dirty
             for known in self._known:
                 known.place_among(ids)
+                known.has_moved = True
             self._move_gradient(gradient, moved)
         batch.place_among(self._held)
         self._known.append(batch)

@@ -20,8 +20,8 @@ _Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
 
 
-# Whose rows a HostTable that a user gave are.
-_trained: weakref.WeakKeyDictionary[HostTable, Callable[[], Tensor | None]]
+# Who trains the rows of a HostTable that a user gave.
+_trained: weakref.WeakKeyDictionary[HostTable, Callable[[], TableRows | None]]
 _trained = weakref.WeakKeyDictionary()
 
 
@@ -38,8 +38,6 @@ class TableRows:
         source: the rows' values, copied now.
         owned: whether the table may be replaced by one with more fields.
 
-    Raises:
-        ValueError: two modules would train one table.
     """
 
     def __init__(
@@ -53,14 +51,6 @@ class TableRows:
         source: Tensor | None = None,
         owned: bool = True,
     ) -> None:
-        if not owned and parameter.requires_grad:
-            trained_by = _trained.get(table, lambda: None)()
-            if trained_by is not None and trained_by is not parameter:
-                raise ValueError(
-                    f"{name}: another Embedding trains the rows of this HostTable already, and each"
-                    " would miss the changes of the other; use that one, or freeze this"
-                )
-            _trained[table] = weakref.ref(parameter)
         self.name = name
         self.rows = table.rows
         self.parameter = parameter
@@ -69,6 +59,13 @@ class TableRows:
         self._initialise = initialise
         self._state_table: HostTable | None = None
         self._swapper = Swapper(name, table["weight"], parameter, padding)
+        self._replaced = False
+        if not owned and parameter.requires_grad:
+            former = _trained.get(table, lambda: None)()
+            if former is not None:
+                former.let_go()
+                former._replaced = True
+            _trained[table] = weakref.ref(self)
         self._source = None if source is None else _Source(source)
         if source is not None:
             self.write("weight", source)
@@ -84,6 +81,7 @@ class TableRows:
 
     def initialise(self, initialise: Callable[[HostTable], object]) -> None:
         """Gives all rows other first values: when somebody needs them, if nobody has yet."""
+        self._swapper.ignore_lost_write()
         if self._initialise is not None:
             self._initialise = initialise
             return
@@ -92,7 +90,16 @@ class TableRows:
 
     @property
     def swapper(self) -> Swapper:
-        """Holds the rows of a step; the table has its first values."""
+        """Holds the rows of a step; the table has its first values.
+
+        Raises:
+            RuntimeError: another module trains the table's rows now.
+        """
+        if self._replaced:
+            raise RuntimeError(
+                f"{self.name}: another module was made to train the rows of its HostTable, and each"
+                " would miss the changes of the other; use that one in both places"
+            )
         _ = self.table
         return self._swapper
 
@@ -135,6 +142,15 @@ class TableRows:
         """What keeps the state of the held rows."""
         return self._swapper.state
 
+    @property
+    def was_read(self) -> bool:
+        """Whether the table's fields have values from a file."""
+        return self._table.was_read
+
+    @was_read.setter
+    def was_read(self, was_read: bool) -> None:
+        self._table.was_read = was_read
+
     def let_go(self) -> None:
         """Holds no rows any more; the table is up to date."""
         self._swapper.let_go()
@@ -164,12 +180,12 @@ class TableRows:
             self._make_room(fields)
         self._use(state, [self.field(name) for name in fields])
         self._swapper.takes_sparse = sparse
-        return there and self._table.was_read
+        return there and self.was_read
 
     def detach(self) -> None:
         """Keeps the weight alone; the fields of the state stay unused, held rows stay held."""
         self._swapper.drop_state()
-        self._table.was_read = False  # the next optimizer's state begins anew
+        self.was_read = False  # the next optimizer's state begins anew
 
     def _use(self, state: RowState | None, fields: Sequence[Tensor]) -> None:
         self._swapper.use(self._table["weight"], state, fields)

@@ -217,6 +217,78 @@ def test_attach_that_fails_at_the_second_table_leaves_the_first_alone() -> None:
     assert len(adam.state_dict()["state"]) == 2
 
 
+def test_attach_that_fails_keeps_what_was_loaded_or_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = speedtorch.Embedding(ROWS, WIDTH), speedtorch.Embedding(ROWS, WIDTH)
+    adam = optim.Adam(first.parameters(), lr=0.1)
+    speedtorch.attach(adam, first)
+    step(first, adam)
+    saved = copy.deepcopy(adam.state_dict())
+    first.flush()
+    first.table.save(tmp_path / "rows.safetensors")
+    loaded = speedtorch.Embedding(ROWS, WIDTH)
+    read = speedtorch.Embedding.from_pretrained(tmp_path / "rows.safetensors", False)
+    for module in (loaded, read):
+        both = nn.ModuleList([module, second])
+        adam = optim.Adam(both.parameters(), lr=0.1)
+        if module is loaded:
+            groups = adam.state_dict()["param_groups"]
+            adam.load_state_dict({"state": saved["state"], "param_groups": groups})
+
+        def no_room(*_: Any, **__: Any) -> bool:
+            raise MemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(second.table_rows, "attach", no_room)
+            with pytest.raises(MemoryError, match="no room"):
+                speedtorch.attach(adam, both)
+        with pytest.raises(ValueError, match="is not attached"):
+            speedtorch.detach(adam)
+        speedtorch.attach(adam, both)
+        assert_same_bytes(module.table["exp_avg"], saved["state"][0]["exp_avg"])
+        speedtorch.detach(adam)
+
+
+def test_loading_state_of_before_the_first_step_keeps_a_gradient() -> None:
+    models = pair()
+    for model, adam in models:
+        saved = adam.state_dict()
+        model(EVERY).square().sum().backward()
+        adam.load_state_dict(saved)
+        adam.step()
+    assert_same_rows(models[1][0], models[0][0])
+
+
+class CountsInGroup(optim.Optimizer):
+    """Makes its counter in the group when it steps first."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if group["step"] == 1:
+                    state["mean"] = torch.zeros_like(weight)
+                scale = state.get("never assigned", 1.0)
+                state["mean"].lerp_(weight.grad, 0.1)
+                weight -= group["lr"] * scale * state["mean"]
+
+
+def test_a_counter_in_the_group_is_no_setting() -> None:
+    (theirs, theirs_opt), (ours, ours_opt) = pair(CountsInGroup)
+    for _ in range(3):
+        step(theirs, theirs_opt)
+        step(ours, ours_opt)
+    assert_same_rows(ours, theirs)
+
+
 def test_a_copy_of_model_and_optimizer_does_not_go_on_with_half_a_state() -> None:
     (_, _), (ours, adam) = pair()
     step(ours, adam, IDS)

@@ -60,6 +60,41 @@ def test_values_for_a_weight_that_holds_no_row_are_refused(
     use(embedding)  # told once; nothing is lost
 
 
+def test_values_that_are_loaded_over_a_lost_write_are_no_error() -> None:
+    theirs, ours = pair()
+    nn.init.normal_(ours.weight)
+    ours.load_state_dict(theirs.state_dict())
+    assert_same_bytes(ours(IDS), theirs(IDS))
+    ours.load_state_dict(theirs.state_dict())  # holds no row again
+    nn.init.normal_(ours.weight)
+    ours.init_(nn.init.zeros_)
+    assert not bool(ours(IDS).any())
+    fresh = speedtorch.Embedding(ROWS, WIDTH)
+    nn.init.normal_(fresh.weight)
+    assert not bool(fresh.init_(nn.init.zeros_)(IDS).any())
+
+
+def test_a_lost_write_is_told_after_a_step_of_others() -> None:
+    _, ours = pair()
+    other = nn.Parameter(torch.ones(2))
+    sgd = optim.SGD([other, *ours.parameters()], lr=0.1)
+    nn.init.constant_(ours.weight, 5.0)
+    other.sum().backward()
+    sgd.step()
+    with pytest.raises(RuntimeError, match="its weight was written to when it held no row"):
+        ours(IDS)
+
+
+def test_a_gradient_that_accumulates_stays_the_same_tensor() -> None:
+    _, ours = pair()
+    ours.announce(IDS)
+    ours(IDS).sum().backward()
+    gradient = ours.weight.grad
+    (ours(IDS).sum() + 2 * ours(IDS).sum() + ours(IDS).sum()).backward()
+    assert ours.weight.grad is gradient
+    assert bool((gradient == 5).all())
+
+
 def test_a_step_of_no_rows_is_none_that_was_written_in_vain() -> None:
     _, embedding = pair()
     sgd = optim.SGD(embedding.parameters(), lr=1.0)
@@ -188,6 +223,19 @@ def test_a_checkpoint_that_cannot_find_its_positions_again_is_refused(make: type
     torch.testing.assert_close(module.weight.grad, expected.weight.grad[[1, 2, 8, 9]])
 
 
+@pytest.mark.parametrize("make", [speedtorch.Embedding, speedtorch.EmbeddingBag])
+def test_a_checkpoint_of_the_last_lookup_is_none_that_is_refused(make: type) -> None:
+    torch.manual_seed(0)
+    module = make(ROWS, WIDTH)
+    expected = getattr(nn, make.__name__)(ROWS, WIDTH)
+    expected.load_state_dict(module.state_dict())
+    for each in (module, expected):
+        first = each(torch.tensor([[8, 9]])).square().sum()
+        second = checkpoint(lambda ids, each=each: each(ids).sin(), IDS[None], use_reentrant=False)
+        (first + second.sum()).backward()
+    torch.testing.assert_close(module.weight.grad, expected.weight.grad[[1, 2, 8, 9]])
+
+
 def test_announcements_under_no_grad_train_nothing() -> None:
     _, ours = pair()
     sgd = optim.SGD(ours.parameters(), lr=0.1, weight_decay=1.0)
@@ -201,6 +249,15 @@ def test_announcements_under_no_grad_train_nothing() -> None:
     sgd.step()
     changed = (rows_of(ours) != before).any(1)
     assert changed.nonzero().flatten().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_after_evaluation_in_inference_mode(device: str) -> None:
+    bag = speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum", device=device, padding_idx=0)
+    with torch.inference_mode():
+        bag(IDS[None])
+    bag(IDS[None]).sum().backward()
+    assert bag.weight.grad is not None
 
 
 def test_one_made_in_inference_mode_trains() -> None:

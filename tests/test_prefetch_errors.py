@@ -190,3 +190,23 @@ def test_arguments_of_a_wrong_kind_are_told() -> None:
         TypeError, match="expected a dense int32 or int64 tensor, got torch.float32"
     ):
         list(speedtorch.prefetch(BATCHES, embedding, ids=lambda b: b.float()))
+
+
+@NEEDS_GPU
+def test_a_bad_batch_stays_bad() -> None:
+    """Its counts are read once, into memory that later batches use again."""
+    embedding, sgd, expected = made("cuda")
+    given = [*BATCHES[:2], torch.tensor([3, ROWS]), *BATCHES[2:], *BATCHES]
+    refused = 0
+    given = [ids.to("cuda") for ids in given]
+    for number, ids in enumerate(speedtorch.prefetch(given, embedding, ids=lambda b: b)):
+        if number == 2:
+            for _ in range(3):
+                with pytest.raises(IndexError, match=r"id 20 at position 1 is out of range"):
+                    embedding(ids)
+                refused += 1
+            continue
+        step(embedding, sgd, ids)
+        expected[ids.cpu()] -= 1
+    assert refused == 3
+    assert_same_bytes(trained_rows(embedding), expected)
