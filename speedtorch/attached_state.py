@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtorch.optimizer_copy import group_of, snapshot
+from speedtorch.optimizer_copy import group_of, settings_of, snapshot
 from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer
 from speedtorch.table_rows import TableRows
 
@@ -38,7 +38,7 @@ class AttachedState:
         self.counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
         self._had_gradient = False
-        self._settings = _settings_of(optimizer, rows.parameter)
+        self._settings = settings_of(optimizer, rows.parameter)
 
     def entries(self) -> dict[str, Any]:
         """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
@@ -85,7 +85,7 @@ class AttachedState:
                 " to go on as before",
                 stacklevel=4,
             )
-        settings = _settings_of(optimizer, parameter)
+        settings = settings_of(optimizer, parameter)
         if settings != self._settings:
             # Until the first step, rows' state starts as the settings say (Rprop's with its lr).
             if not self.has_stepped or _switches(settings) != _switches(self._settings):
@@ -215,22 +215,9 @@ class AttachedState:
             self.hold([kept[name] for name in self.names])
 
 
-def _settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """A group's settings, of the kinds that decide what is kept of a row and how that starts."""
-    group = group_of(optimizer, parameter)
-    return {
-        name: value
-        for name, value in group.items()
-        if isinstance(value, _KINDS) and name in optimizer.defaults
-    }
-
-
-_KINDS = (bool, int, float, str, tuple)
-
-
 def _switches(settings: Mapping[str, Any]) -> dict[str, bool]:
     """Which settings are not zero: momentum that is switched on keeps a buffer."""
-    return {n: bool(value) for n, value in settings.items() if n not in ("lr", "initial_lr")}
+    return {name: bool(value) for name, value in settings.items() if name != "lr"}
 
 
 def _listed(names: Iterable[str]) -> str:

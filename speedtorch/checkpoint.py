@@ -11,7 +11,7 @@ import glob
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from speedtorch import files, npy_format, safetensors_format
 from speedtorch.new_files import NewFile, replace_files
 from speedtorch.stored_array import StoredArray
 
-__all__ = ["StoredField", "open_fields", "save_fields"]
+__all__ = ["StoredField", "open_fields", "save_fields", "write_safetensors"]
 
 # Large enough for the disk's full speed; small beside any table.
 _BLOCK_BYTES = 4 << 20
@@ -169,19 +169,38 @@ def save_fields(path: str | os.PathLike[str], fields: Mapping[str, Tensor]) -> N
         ]
         _refuse_others(name, [target for target, _, _ in planned])
     else:
-        header = safetensors_format.safetensors_header(
-            {each: (field.shape, field.dtype) for each, field in fields.items()}
-        )
-        order = safetensors_format.in_file_order(
-            {each: field.dtype for each, field in fields.items()}
-        )
-        planned = [(name, header, [fields[each] for each in order])]
+        planned = [(name, *_safetensors(fields))]
     with replace_files([target for target, _, _ in planned]) as new_files:
         for file, (_, header, parts) in zip(new_files, planned, strict=True):
-            file.reserve(len(header) + sum(part.numel() * part.itemsize for part in parts))
-            file.write(header)
-            for part in parts:
-                _write(file, part)
+            _write_all(file, header, parts)
+
+
+def write_safetensors(file: NewFile, fields: Mapping[str, Tensor]) -> None:
+    """Writes fields, or the tensors of a state dict, as safetensors.
+
+    Args:
+        file: a new one.
+        fields: name to rows, `[rows, ...]`, contiguous within a row.
+
+    Raises:
+        ValueError: a dtype that the format cannot hold.
+        OSError: the file cannot be written.
+    """
+    _write_all(file, *_safetensors(fields))
+
+
+def _safetensors(fields: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
+    """A file's header, and what follows it, in order."""
+    shapes = {name: (field.shape, field.dtype) for name, field in fields.items()}
+    order = safetensors_format.in_file_order({name: dtype for name, (_, dtype) in shapes.items()})
+    return safetensors_format.safetensors_header(shapes), [fields[name] for name in order]
+
+
+def _write_all(file: NewFile, header: bytes, parts: Sequence[Tensor]) -> None:
+    file.reserve(len(header) + sum(part.numel() * part.itemsize for part in parts))
+    file.write(header)
+    for part in parts:
+        _write(file, part)
 
 
 @contextmanager

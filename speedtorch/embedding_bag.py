@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtorch.batch_ids import check_ids
 from speedtorch.row_arguments import (
     Device,
     Rows,
     Source,
+    check_bags,
     check_module,
     described,
     not_compiled,
@@ -108,7 +108,7 @@ class EmbeddingBag(RowModule):
             ValueError: Shapes or offsets do not fit; no row has moved.
         """
         self._check_ids(input)
-        self._check_bags(input, offsets, per_sample_weights)
+        check_bags(self, input, offsets, per_sample_weights)
         local, rows, padding = self._rows_for(input, self.max_norm, self.norm_type)
         if offsets is not None:
             offsets = offsets.to(local)
@@ -127,40 +127,6 @@ class EmbeddingBag(RowModule):
             self.include_last_offset,
             padding,
         )
-
-    def _check_bags(self, ids: Tensor, offsets: object, weights: object) -> None:
-        """Raises what torch would, before a row moves."""
-        name = type(self).__name__
-        if ids.dim() not in (1, 2):
-            raise ValueError(f"{name}: input must be [ids] or [bags, ids], got {list(ids.shape)}")
-        if ids.dim() == 2 and offsets is not None:
-            raise ValueError(f"{name}: rows of a 2-D input are the bags: offsets must be None")
-        if ids.dim() == 1:
-            check_ids(f"{name}: offsets", offsets)
-            assert isinstance(offsets, Tensor)
-            least = int(self.include_last_offset)
-            if offsets.dim() != 1 or len(offsets) < least:
-                raise ValueError(
-                    f"{name}: offsets must be [bags{' + 1' * least}], got {list(offsets.shape)}"
-                )
-            # Those on a GPU are not waited for.
-            if offsets.is_cpu and len(offsets) > 0 and (offsets[0] != 0 or offsets[-1] > len(ids)):
-                raise ValueError(
-                    f"{name}: offsets must begin with 0 and end within the {len(ids)} ids, got"
-                    f" {int(offsets[0])} to {int(offsets[-1])}"
-                )
-        if weights is not None:
-            if not isinstance(weights, Tensor) or weights.dtype != self.weight.dtype:
-                given = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
-                raise TypeError(
-                    f"{name}: per_sample_weights must be a tensor of {self.weight.dtype}, got"
-                    f" {given}"
-                )
-            if weights.shape != ids.shape or self.mode != "sum":
-                raise ValueError(
-                    f"{name}: per_sample_weights go with mode='sum' and have input's shape"
-                    f" {list(ids.shape)}; got {list(weights.shape)} with mode={self.mode!r}"
-                )
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""

@@ -14,10 +14,10 @@ from speedtorch.lookups import Token, replace_rows
 from speedtorch.ops import pinned_gather, pinned_scatter
 from speedtorch.planned_batch import PlannedBatch
 
-__all__ = ["HeldRows", "RowState"]
+__all__ = ["HeldRows", "HeldState"]
 
 
-class RowState(Protocol):
+class HeldState(Protocol):
     """The state that an attached optimizer keeps of the held rows."""
 
     def rows(self) -> list[Tensor]:
@@ -40,7 +40,7 @@ class HeldRows:
         self.padding = padding
         self.fields = [weight]
         """All rows of the weight and of each field of the state."""
-        self.state: RowState | None = None
+        self.state: HeldState | None = None
         self.takes_sparse = False
         """Whether the attached optimizer takes sparse gradients only."""
         self.lookups: weakref.WeakSet[Token] = weakref.WeakSet()
@@ -50,7 +50,7 @@ class HeldRows:
         self._numbers = torch.empty(0, dtype=torch.int64)
         self._forget()
 
-    def use(self, weight: Tensor, state: RowState | None, state_fields: Sequence[Tensor]) -> None:
+    def use(self, weight: Tensor, state: HeldState | None, state_fields: Sequence[Tensor]) -> None:
         """Moves rows of these fields from now on; holds none at first.
 
         Args:
@@ -88,7 +88,7 @@ class HeldRows:
 
     def _nothing(self) -> list[Tensor]:
         """No row of any field."""
-        return [each[:0] for each in self._empty(0)]
+        return self._without_padding(self._empty(0), 0)
 
     def _hold(
         self, rows: list[Tensor], held: Tensor, batch: PlannedBatch | None, newer: bool = False
@@ -173,8 +173,7 @@ class HeldRows:
     def _order(self, count: int) -> Tensor:
         """0 to count - 1, of a tensor that is made once."""
         if self._numbers.shape[0] < count or self._numbers.device != self.device:
-            self._sums = GradientSums()
-        self._numbers = torch.arange(2 * count, device=self.device)
+            self._numbers = torch.arange(2 * count, device=self.device)
         return self._numbers[:count]
 
     def _fetch_padding(self, rows: Tensor, at: int) -> None:

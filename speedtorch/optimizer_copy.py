@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["OptimizerCopy", "copy_optimizer", "group_of"]
+__all__ = ["OptimizerCopy", "copy_optimizer", "group_of", "settings_of"]
 
 
 def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -33,6 +33,23 @@ def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
         f"{type(optimizer).__name__} does not hold this parameter of shape"
         f" {list(parameter.shape)}: build the optimizer with it first"
     )
+
+
+# What decides which state is kept and how it starts.
+_SETTING = (bool, int, float, str, tuple)
+
+
+def settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """A group's settings; what an optimizer counts or keeps in its group is none.
+
+    Raises:
+        ValueError: no group holds the parameter.
+    """
+    return {
+        name: value
+        for name, value in group_of(optimizer, parameter).items()
+        if name in optimizer.defaults and isinstance(value, _SETTING)
+    }
 
 
 class Recorder(dict[str, Any]):

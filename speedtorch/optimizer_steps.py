@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from speedtorch.attached_state import AttachedState, attached_to
-from speedtorch.optimizer_copy import group_of
+from speedtorch.optimizer_copy import settings_of
 from speedtorch.optimizer_state import probe_optimizer
 from speedtorch.table_rows import TableRows
 
@@ -27,8 +27,7 @@ _watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def watch_steps(rows: TableRows) -> None:
     """Lets the rows of a parameter know of the steps of whichever optimizer holds it."""
-    if not _watched:
-        _start_watching()
+    _start_watching()
     _watched[rows.parameter] = weakref.ref(rows)
 
 
@@ -74,20 +73,15 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             rows.state.after_step(stepped=stepped)
 
 
-_stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[Any, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
+_stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Any]]]
+_stateless = weakref.WeakKeyDictionary()
 
 
 def _check_stateless(optimizer: Optimizer, rows: TableRows) -> None:
     """Raises unless the optimizer keeps nothing of the rows, which come and go without it."""
     parameter = rows.parameter
-    group = group_of(optimizer, parameter)
-    settings = tuple(
-        (name, value)
-        for name, value in sorted(group.items())
-        if name not in ("params", "lr") and isinstance(value, bool | int | float | str | tuple)
-    )
+    settings = settings_of(optimizer, parameter)
+    settings.pop("lr", None)
     known = _stateless.setdefault(optimizer, {})
     if known.get(id(parameter)) == settings:
         return

@@ -134,12 +134,11 @@ class RowModule(nn.Module):
 
         A step of several lookups then has one exchange. The optimizer's step changes every row that
         was announced, as if it had been looked up. With several Embeddings announce to all of them
-        before the first lookup: their ids are planned while nobody waits.
+        before the first lookup: their ids are planned while nobody waits. Where lookups train
+        nothing (no_grad, frozen rows) it does nothing.
 
         Args:
             *ids: Of any shape, on either device; the tensors that the lookups will be given.
-
-        Where lookups train nothing (no_grad, frozen rows) it does nothing.
 
         Raises:
             TypeError: Ids are no tensors of integers.
@@ -220,8 +219,8 @@ class RowModule(nn.Module):
         moved = fn(self.weight.detach()[:0])
         if moved.is_cpu and moved.is_shared():  # type: ignore[no-untyped-call]
             raise NotImplementedError(
-                f"{name}: its table cannot be shared once it is there; give from_pretrained a"
-                " HostTable in memory that other processes open"
+                f"{name}: its table cannot be shared once it is there; save it with"
+                " emb.table.save(path), and open that in the other processes"
             )
         if moved.dtype != self.weight.dtype:
             raise TypeError(

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from speedtorch.held_rows import RowState
+from speedtorch.held_rows import HeldState
 from speedtorch.ops import pinned_copy
 from speedtorch.swapper import Swapper
 from speedtorch.table import HostTable
@@ -18,7 +18,6 @@ __all__ = ["TableRows"]
 
 _Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
-
 
 # Who trains the rows of a HostTable that a user gave.
 _trained: weakref.WeakKeyDictionary[HostTable, Callable[[], TableRows | None]]
@@ -37,7 +36,6 @@ class TableRows:
             some.
         source: the rows' values, copied now.
         owned: whether the table may be replaced by one with more fields.
-
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class TableRows:
     # --------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> RowState | None:
+    def state(self) -> HeldState | None:
         """What keeps the state of the held rows."""
         return self._swapper.state
 
@@ -159,7 +157,7 @@ class TableRows:
         """Held rows that have a gradient are held again, with it, when this ends."""
         return self._swapper.keeping_gradient()
 
-    def attach(self, state: RowState, fields: _Fields, *, sparse: bool) -> bool:
+    def attach(self, state: HeldState, fields: _Fields, *, sparse: bool) -> bool:
         """Keeps fields of state beside the weight.
 
         Args:
@@ -187,7 +185,7 @@ class TableRows:
         self._swapper.drop_state()
         self.was_read = False  # the next optimizer's state begins anew
 
-    def _use(self, state: RowState | None, fields: Sequence[Tensor]) -> None:
+    def _use(self, state: HeldState | None, fields: Sequence[Tensor]) -> None:
         self._swapper.use(self._table["weight"], state, fields)
 
     def _make_room(self, fields: _Fields) -> None:

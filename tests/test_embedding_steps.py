@@ -321,3 +321,12 @@ def test_ids_of_a_wrong_kind_are_told(ids: object) -> None:
             embedding(ids)
         with pytest.raises(TypeError, match="Embedding.announce: expected"):
             embedding.announce(ids)  # type: ignore[arg-type]
+
+
+def test_places_in_order_are_made_once() -> None:
+    _, ours = pair()
+    swapper = ours.table_rows.swapper
+    first = swapper._order(5)
+    assert first.tolist() == [0, 1, 2, 3, 4]
+    assert swapper._order(7).data_ptr() == swapper._order(3).data_ptr() == first.data_ptr()
+    assert swapper._order(50).tolist() == list(range(50))

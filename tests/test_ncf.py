@@ -17,6 +17,7 @@ from conftest import NEEDS_GPU
 from safetensors.torch import load_file
 
 import speedtorch
+from speedtorch import checkpoint
 from speedtorch.__main__ import main
 from speedtorch.demo import ncf, neumf
 from speedtorch.demo.neumf import NeuMF, held_out_score, train
@@ -88,7 +89,7 @@ def test_a_step_changes_the_rows_of_its_batch_alone(ratings: Ratings) -> None:
     model, optimizer = made(ratings, "cpu")
     held = {name: value.clone() for name, value in model.state_dict().items()}
     batch = next(stream_of(ratings).batches(1))
-    neumf._step(model, optimizer, batch)
+    neumf._Steps(model, optimizer).step(batch)
     for name, ids in (("gmf_users", batch.user), ("gmf_items", batch.item)):
         now, then = model.state_dict()[f"{name}.weight"], held[f"{name}.weight"]
         changed = (now != then).any(1).nonzero().flatten()
@@ -152,7 +153,7 @@ def test_rows_are_saved_block_by_block(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert demo(file, tmp_path / "whole") == 0
-    monkeypatch.setattr(ncf, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 100)
     assert demo(file, tmp_path / "blocks") == 0
     one, other = ((tmp_path / name / FILES[0]).read_bytes() for name in ("whole", "blocks"))
     assert one == other

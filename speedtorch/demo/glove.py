@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from speedtorch.demo import loop
 from speedtorch.demo.glove_batches import PairBatch, PairBatches
 from speedtorch.embedding import Embedding
-from speedtorch.ops import synchronize
 from speedtorch.prefetch import prefetch
 
 __all__ = ["GloVe", "Outcome", "train"]
-
-# The loss is read, which waits for the GPU, and the bar moves once in so many steps.
-_STEPS_PER_REPORT = 25
 
 
 class GloVe(nn.Module):
@@ -113,22 +107,14 @@ class GloVe(nn.Module):
 
 
 @dataclass
-class Outcome:
+class Outcome(loop.Outcome):
     """What a training run did.
 
     Attributes:
-        steps: batches trained on.
-        pairs: pairs of words in them.
-        seconds: wall-clock time of the loop.
-        losses: mean loss per pair over each 25 steps; the last may cover fewer.
-        finished: False if it was stopped early.
+        pairs: pairs of words in its batches.
     """
 
-    steps: int = 0
     pairs: int = 0
-    seconds: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    finished: bool = False
 
 
 def train(
@@ -156,49 +142,32 @@ def train(
     Raises:
         ValueError: the loss grows beyond all numbers.
     """
-    device = model.target.weight.device
-    loader: Iterable[PairBatch] = prefetch(batches, model, ids=model.ids) if ahead else batches
-    outcome = Outcome()
-    recent, recent_pairs = torch.zeros((), device=device), 0
-    layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps, {elapsed}<{remaining}{postfix}"
-    begin = time.perf_counter()
-    with tqdm(total=len(batches), desc=label, disable=label is None, bar_format=layout) as bar:
-
-        def report() -> None:
-            nonlocal recent, recent_pairs
-            outcome.losses.append(recent.item() / recent_pairs)
-            if not math.isfinite(outcome.losses[-1]):
-                raise ValueError(
-                    f"the loss is {outcome.losses[-1]} after {outcome.steps} steps: choose a"
-                    f" learning rate below {optimizer.param_groups[0]['lr']:g}"
-                )
-            recent, recent_pairs = torch.zeros_like(recent), 0
-            speed = outcome.pairs / (time.perf_counter() - begin)
-            bar.set_postfix_str(f"loss {outcome.losses[-1]:.4f}, {speed:,.0f} pairs/s", False)
-            bar.update(outcome.steps - bar.n)
-
-        for batch in loader:
-            recent += _step(model, optimizer, batch)
-            recent_pairs += len(batch)
-            outcome.steps += 1
-            outcome.pairs += len(batch)
-            if outcome.steps % _STEPS_PER_REPORT == 0:
-                report()
-            if stop():
-                break
-        else:
-            outcome.finished = True
-        if recent_pairs:
-            report()
-    synchronize(device)
-    outcome.seconds = time.perf_counter() - begin
-    return outcome
+    steps = _Steps(model, optimizer)
+    loop.run_steps(
+        steps,
+        prefetch(batches, model, ids=model.ids) if ahead else batches,
+        steps.outcome,
+        device=model.target.weight.device,
+        rate=optimizer.param_groups[0]["lr"],
+        total=len(batches),
+        stop=stop,
+        label=label,
+        layout="{l_bar}{bar}| {n_fmt}/{total_fmt} steps, {elapsed}<{remaining}{postfix}",
+    )
+    return steps.outcome
 
 
-def _step(model: GloVe, optimizer: torch.optim.Optimizer, batch: PairBatch) -> Tensor:
-    """One training step; returns the detached loss."""
-    optimizer.zero_grad(set_to_none=True)
-    loss: Tensor = model(batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    return loss.detach()
+class _Steps:
+    def __init__(self, model: GloVe, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.outcome = Outcome()
+
+    def step(self, batch: PairBatch) -> tuple[Tensor, int]:
+        self.outcome.pairs += len(batch)
+        return loop.take_step(self._optimizer, lambda: self._model(batch)), len(batch)
+
+    def done(self) -> float:
+        return self.outcome.steps
+
+    def speed(self, seconds: float) -> str:
+        return f"{self.outcome.pairs / seconds:,.0f} pairs/s"

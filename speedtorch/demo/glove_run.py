@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from speedtorch.demo.corpus import Corpus, builtin_passages, file_passages
 from speedtorch.demo.evaluate import content_words, nearest_neighbours
 from speedtorch.demo.glove import GloVe, train
 from speedtorch.demo.glove_batches import PairBatches
-from speedtorch.demo.report import peak_gpu_bytes, peak_host_bytes, save_results, size_text
+from speedtorch.demo.report import memory_lines, run_facts, save_results
 from speedtorch.demo.session import (
     STOPPED,
     check_memory,
@@ -25,7 +25,7 @@ from speedtorch.demo.session import (
     interrupt,
     make_folder,
 )
-from speedtorch.demo.settings import make_optimizer, positive
+from speedtorch.demo.settings import add_run_arguments, make_optimizer, positive
 
 __all__ = ["ABOUT", "HELP", "Settings", "add_arguments", "run"]
 
@@ -81,7 +81,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     d = Settings()
     add = parser.add_argument
     add("--corpus", type=Path, metavar="FILE", help="text to train on, plain or gzip")
-    add("--out", type=Path, default=d.out, metavar="FOLDER", help="results (default: %(default)s)")
     add("--optimizer", default=d.optimizer, metavar="NAME", help="any of torch.optim (%(default)s)")
     add("--lr", type=float, default=d.lr, help="learning rate (%(default)s)")
     add("--dim", type=positive, default=d.dim, help="numbers per vector (%(default)s)")
@@ -92,10 +91,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--epochs", type=positive, default=d.epochs, help="passes over the pairs (%(default)s)")
     add("--steps", type=positive, help="batches to train on, instead of --epochs")
     add("--batch", type=positive, default=d.batch, help="pairs per batch (%(default)s)")
-    add("--seed", type=int, default=d.seed, help="of all that is random (%(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default=d.device)
-    kinds = ("auto", "managed", "registered", "plain", "cuda")
-    add("--memory", choices=kinds, default=d.memory, help="where the tables are (%(default)s)")
+    add_run_arguments(parser, out=d.out)
 
 
 def run(settings: Settings) -> int:
@@ -146,17 +142,10 @@ def run(settings: Settings) -> int:
         torch.cuda.reset_peak_memory_stats(device)
     with interrupt() as stop:
         outcome = train(model, optimizer, batches, stop=stop, label="training")
-        choices = asdict(settings)
         facts = {
-            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in choices.items()},
-            "device": str(device),
-            "memory": model.target.table.memory,
+            **run_facts(settings, device, model.embeddings, outcome),
             "words": words,
             "pairs": len(pairs),
-            "table_bytes": sum(embedding.table.nbytes for embedding in model.embeddings),
-            "peak_gpu_bytes": peak_gpu_bytes(device),
-            "peak_host_bytes": peak_host_bytes(),
-            "training": asdict(outcome),
             "neighbours": nearest_neighbours(
                 model.vectors, corpus.words, content_words(corpus, _NEIGHBOURS_OF)
             ),
@@ -170,7 +159,7 @@ def run(settings: Settings) -> int:
 
 
 def _print_report(facts: Mapping[str, Any], paths: Sequence[Path]) -> None:
-    training, gpu = facts["training"], facts["peak_gpu_bytes"]
+    training = facts["training"]
     speed = training["pairs"] / training["seconds"]
     lines = [
         f"pairs      {facts['pairs']:,} different ones within {facts['settings']['window']} words",
@@ -178,10 +167,7 @@ def _print_report(facts: Mapping[str, Any], paths: Sequence[Path]) -> None:
         f" {speed:,.0f} pairs/s",
         f"loss       {training['losses'][0]:.4f} per pair at first, {training['losses'][-1]:.4f} at"
         " the end",
-        f"tables     {size_text(facts['table_bytes'])}, {facts['memory']} memory, optimizer state"
-        " included",
-        f"peak       {size_text(facts['peak_host_bytes'])} of host memory"
-        + ("" if gpu is None else f", {size_text(gpu)} on the GPU"),
+        *memory_lines(facts),
         "nearest",
     ]
     lines += [f"  {word:11}{', '.join(near)}" for word, near in facts["neighbours"].items()]

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from speedtorch.attach import attach
+from speedtorch.checkpoint import write_safetensors
 from speedtorch.demo.neumf import NeuMF, held_out_score, train
 from speedtorch.demo.ranking import BatchStream, Candidates
 from speedtorch.demo.ratings import generated_ratings, leave_one_out, read_ratings
-from speedtorch.demo.report import peak_gpu_bytes, peak_host_bytes
+from speedtorch.demo.report import memory_lines, run_facts
 from speedtorch.demo.session import (
     STOPPED,
     check_memory,
@@ -25,9 +25,8 @@ from speedtorch.demo.session import (
     interrupt,
     make_folder,
 )
-from speedtorch.demo.settings import positive
-from speedtorch.new_files import NewFile, replace_files
-from speedtorch.safetensors_format import in_file_order, safetensors_header
+from speedtorch.demo.settings import add_run_arguments, positive
+from speedtorch.new_files import replace_files
 
 __all__ = ["ABOUT", "HELP", "Settings", "add_arguments", "run"]
 
@@ -36,8 +35,6 @@ ABOUT = (
     "Neural collaborative filtering (NeuMF) on a MovieLens file or on generated ratings. Rows and "
     "their optimizer state are kept in host memory."
 )
-
-_BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -74,16 +71,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     d = Settings()
     add = parser.add_argument
     add("--ratings", type=Path, metavar="FILE", help="u.data, ratings.dat or ratings.csv")
-    add("--out", type=Path, default=d.out, metavar="FOLDER", help="results (default: %(default)s)")
     add("--dim", type=positive, default=d.dim, help="numbers per row (%(default)s)")
     add("--epochs", type=positive, default=d.epochs, help="passes (%(default)s)")
     add("--batch", type=positive, default=d.batch, help="ratings per batch (%(default)s)")
     add("--lr", type=float, default=d.lr, help="learning rate of Adam (%(default)s)")
     add("--negatives", type=positive, default=d.negatives, help="per rating (%(default)s)")
-    add("--seed", type=int, default=d.seed, help="of all that is random (%(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default=d.device)
-    kinds = ("auto", "managed", "registered", "plain", "cuda")
-    add("--memory", choices=kinds, default=d.memory, help="where the tables are (%(default)s)")
+    add_run_arguments(parser, out=d.out)
 
 
 def run(settings: Settings) -> int:
@@ -128,18 +121,11 @@ def run(settings: Settings) -> int:
             model, optimizer, stream, epochs=settings.epochs, stop=stop, label="training"
         )
         after = held_out_score(model, candidates)
-        choices = asdict(settings)
         facts = {
-            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in choices.items()},
-            "device": str(device),
-            "memory": model.gmf_users.table.memory,
+            **run_facts(settings, device, model.embeddings(), outcome),
             "users": users,
             "items": items,
             "ratings": len(ratings),
-            "table_bytes": sum(each.table.nbytes for each in model.embeddings()),
-            "peak_gpu_bytes": peak_gpu_bytes(device),
-            "peak_host_bytes": peak_host_bytes(),
-            "training": asdict(outcome),
             "before": asdict(before),
             "after": asdict(after),
         }
@@ -154,30 +140,14 @@ def run(settings: Settings) -> int:
 def _save(folder: Path, model: NeuMF, facts: Mapping[str, Any]) -> list[Path]:
     """Writes the model's state dict and what is known about it; both files, or none."""
     paths = [folder / name for name in ("model.safetensors", "report.json")]
-    state: dict[str, Tensor] = model.state_dict()
-    order = in_file_order({name: value.dtype for name, value in state.items()})
     with replace_files(paths) as (saved, report):
-        saved.write(safetensors_header({n: (v.shape, v.dtype) for n, v in state.items()}))
-        for name in order:
-            _write_rows(saved, state[name])
+        write_safetensors(saved, model.state_dict())
         report.write(json.dumps(dict(facts), indent=2).encode() + b"\n")
     return paths
 
 
-def _write_rows(file: NewFile, value: Tensor) -> None:
-    """Writes a tensor some rows at a time: a table's rows lie apart, and a copy is large."""
-    rows = max(1, _BLOCK_BYTES // max(1, value[:1].nbytes))
-    for begin in range(0, len(value), rows):
-        file.write(value[begin : begin + rows].cpu().contiguous().numpy().tobytes())
-
-
-def _size(count: int | None) -> str:
-    return "not counted here" if count is None else f"{count / 1e6:,.1f} MB"
-
-
 def _print_report(facts: Mapping[str, Any], paths: Sequence[Path]) -> None:
     training, before, after = facts["training"], facts["before"], facts["after"]
-    gpu = facts["peak_gpu_bytes"]
     speed = training["ratings"] / training["seconds"]
     lines = [
         f"time       {training['seconds']:.1f} s on {facts['device']}: {training['steps']:,} steps,"
@@ -186,10 +156,7 @@ def _print_report(facts: Mapping[str, Any], paths: Sequence[Path]) -> None:
         f"hit rate   {before['hit_rate']:.3f} at 10 before training, {after['hit_rate']:.3f} after,"
         f" for {after['users']:,} users",
         f"NDCG       {before['ndcg']:.3f} at 10 before training, {after['ndcg']:.3f} after",
-        f"tables     {_size(facts['table_bytes'])}, {facts['memory']} memory, optimizer state"
-        " included",
-        f"peak       {_size(facts['peak_host_bytes'])} of host memory"
-        + ("" if gpu is None else f", {_size(gpu)} on the GPU"),
+        *memory_lines(facts),
         f"saved      {', '.join(map(str, paths))}",
     ]
     print("\n".join(lines), flush=True)

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import math
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from speedtorch.demo import loop
 from speedtorch.demo.ranking import BatchStream, Candidates, RatingBatch, Score, score
 from speedtorch.embedding import Embedding
-from speedtorch.ops import synchronize
 from speedtorch.prefetch import prefetch
 
 __all__ = ["NeuMF", "Outcome", "held_out_score", "train"]
 
 # As in the paper: the spread of the rows before training.
 _SPREAD = 0.01
-# The loss is read, which waits for the GPU, and the bar moves once in so many steps.
-_STEPS_PER_REPORT = 25
 _SCORED_AT_ONCE = 1024
 
 
@@ -111,23 +106,14 @@ class NeuMF(nn.Module):
 
 
 @dataclass
-class Outcome:
-    """What a training run did.
+class Outcome(loop.Outcome):
+    """What a training run did; an example of it is a rated or sampled item.
 
     Attributes:
-        steps: batches trained on.
-        ratings: ratings in them, without negatives.
-        seconds: wall-clock time of the loop.
-        losses: mean over each 25 steps of the loss per rated or sampled item; the last may cover
-            fewer.
-        finished: False if it was stopped early.
+        ratings: ratings in its batches, without negatives.
     """
 
-    steps: int = 0
     ratings: int = 0
-    seconds: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    finished: bool = False
 
 
 def train(
@@ -157,56 +143,41 @@ def train(
     Raises:
         ValueError: the loss grows beyond all numbers.
     """
-    outcome = Outcome()
-    recent, recent_ratings = torch.zeros((), device=model.last.weight.device), 0
+    steps = _Steps(model, optimizer)
     batches = stream.batches(epochs)
-    layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
-    begin = time.perf_counter()
-    with tqdm(
-        total=epochs * len(stream), desc=label, disable=label is None, bar_format=layout
-    ) as bar:
-
-        def report() -> None:
-            nonlocal recent, recent_ratings
-            outcome.losses.append(recent.item() / recent_ratings)
-            if not math.isfinite(outcome.losses[-1]):
-                raise ValueError(
-                    f"the loss is {outcome.losses[-1]} after {outcome.steps} steps: choose a "
-                    f"learning rate below {optimizer.param_groups[0]['lr']:g}"
-                )
-            recent, recent_ratings = torch.zeros_like(recent), 0
-            speed = outcome.ratings / (time.perf_counter() - begin)
-            bar.set_postfix_str(f"loss {outcome.losses[-1]:.3f}, {speed:,.0f} ratings/s", False)
-            bar.update(outcome.ratings - bar.n)
-
-        for batch in prefetch(batches, model, ids=model.ids) if ahead else batches:
-            recent += _step(model, optimizer, batch) * len(batch)
-            recent_ratings += len(batch)
-            outcome.steps += 1
-            outcome.ratings += len(batch)
-            if outcome.steps % _STEPS_PER_REPORT == 0:
-                report()
-            if stop():
-                break
-        else:
-            outcome.finished = True
-        if recent_ratings:
-            report()
-    synchronize(model.last.weight.device)
-    outcome.seconds = time.perf_counter() - begin
-    return outcome
+    loop.run_steps(
+        steps,
+        prefetch(batches, model, ids=model.ids) if ahead else batches,
+        steps.outcome,
+        device=model.last.weight.device,
+        rate=optimizer.param_groups[0]["lr"],
+        total=epochs * len(stream),
+        stop=stop,
+        label=label,
+    )
+    return steps.outcome
 
 
-def _step(model: NeuMF, optimizer: torch.optim.Optimizer, batch: RatingBatch) -> Tensor:
-    """One training step; returns the detached loss, binary cross-entropy."""
-    optimizer.zero_grad(set_to_none=True)
-    logits = model(batch.user, batch.item)
-    rated = torch.zeros_like(logits)
-    rated[:, 0] = 1
-    loss = F.binary_cross_entropy_with_logits(logits, rated)
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    return loss.detach()
+class _Steps:
+    def __init__(self, model: NeuMF, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.outcome = Outcome()
+
+    def step(self, batch: RatingBatch) -> tuple[Tensor, int]:
+        def loss() -> Tensor:
+            logits = self._model(batch.user, batch.item)
+            rated = torch.zeros_like(logits)
+            rated[:, 0] = 1
+            return F.binary_cross_entropy_with_logits(logits, rated)
+
+        self.outcome.ratings += len(batch)
+        return loop.take_step(self._optimizer, loss) * len(batch), len(batch)
+
+    def done(self) -> float:
+        return self.outcome.ratings
+
+    def speed(self, seconds: float) -> str:
+        return f"{self.outcome.ratings / seconds:,.0f} ratings/s"
 
 
 def held_out_score(model: NeuMF, candidates: Candidates) -> Score:

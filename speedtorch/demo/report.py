@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ from typing import Any
 import torch
 
 from speedtorch.demo.evaluate import Rows, Score, row_blocks
+from speedtorch.demo.loop import Outcome
 from speedtorch.demo.skipgram import SIDES, SkipGram
-from speedtorch.demo.training import Outcome
+from speedtorch.embedding import Embedding
 from speedtorch.new_files import replace_files
 from speedtorch.npy_format import npy_header
 
 __all__ = [
     "compare",
+    "memory_lines",
     "peak_gpu_bytes",
     "peak_host_bytes",
     "print_report",
+    "run_facts",
     "save_results",
     "size_text",
 ]
@@ -86,6 +90,40 @@ def size_text(count: int | None) -> str:
     return "not counted here" if count is None else f"{count / 1e6:,.1f} MB"
 
 
+def run_facts(
+    settings: Any, device: torch.device, embeddings: Sequence[Embedding], outcome: Outcome
+) -> dict[str, Any]:
+    """What is kept of every run: its settings, where it ran, what memory it took, what it did.
+
+    Args:
+        settings: a dataclass.
+        device: did the work.
+        embeddings: the model's.
+        outcome: what training did.
+    """
+    choices = asdict(settings)
+    return {
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in choices.items()},
+        "device": str(device),
+        "memory": embeddings[0].table.memory,
+        "table_bytes": sum(embedding.table.nbytes for embedding in embeddings),
+        "peak_gpu_bytes": peak_gpu_bytes(device),
+        "peak_host_bytes": peak_host_bytes(),
+        "training": asdict(outcome),
+    }
+
+
+def memory_lines(facts: Mapping[str, Any]) -> list[str]:
+    """The lines of a report that tell what memory the run took."""
+    gpu = facts["peak_gpu_bytes"]
+    return [
+        f"tables     {size_text(facts['table_bytes'])}, {facts['memory']} memory, optimizer state"
+        " included",
+        f"peak       {size_text(facts['peak_host_bytes'])} of host memory"
+        + ("" if gpu is None else f", {size_text(gpu)} on the GPU"),
+    ]
+
+
 def print_report(facts: Mapping[str, Any], paths: Sequence[Path]) -> None:
     """Prints what a run did, learnt and saved.
 
@@ -95,16 +133,12 @@ def print_report(facts: Mapping[str, Any], paths: Sequence[Path]) -> None:
     """
     training, held = facts["training"], facts["held_out"]
     speed = training["words"] / training["seconds"]
-    gpu = facts["peak_gpu_bytes"]
     lines = [
         f"time       {training['seconds']:.1f} s on {facts['device']}: {training['steps']:,} steps,"
         f" {training['pairs']:,} pairs, {speed:,.0f} words/s",
         f"loss       {training['losses'][0]:.3f} per pair at first, {training['losses'][-1]:.3f} at"
         " the end",
-        f"tables     {size_text(facts['table_bytes'])}, {facts['memory']} memory, optimizer state"
-        " included",
-        f"peak       {size_text(facts['peak_host_bytes'])} of host memory"
-        + ("" if gpu is None else f", {size_text(gpu)} on the GPU"),
+        *memory_lines(facts),
     ]
     if held:
         lines.append(

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Settings", "add_arguments", "make_optimizer", "optimizer_names", "positive"]
+__all__ = [
+    "Settings",
+    "add_arguments",
+    "add_run_arguments",
+    "make_optimizer",
+    "optimizer_names",
+    "positive",
+]
 
 # Rates at which the built-in text is learnt well; for the others torch's own default is taken.
 _RATES = {
@@ -75,7 +82,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     d = Settings()
     add = parser.add_argument
     add("--corpus", type=Path, metavar="FILE", help="text to train on, plain or gzip")
-    add("--out", type=Path, default=d.out, metavar="FOLDER", help="results (default: %(default)s)")
     add("--optimizer", default=d.optimizer, metavar="NAME", help="any of torch.optim (Adamax)")
     add("--lr", type=float, help="learning rate at the start; falls to a hundredth of it")
     add("--dim", type=positive, default=d.dim, help="numbers per word (%(default)s)")
@@ -87,11 +93,23 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--min-count", type=positive, default=d.min_count, help="drop rarer words (%(default)s)")
     add("--sample", type=float, default=d.sample, help="drop frequent words above (%(default)s)")
     add("--held-out", type=float, default=d.held_out, help="share of the text (%(default)s)")
-    add("--seed", type=int, default=d.seed, help="of all that is random (%(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default=d.device)
-    kinds = ("auto", "managed", "registered", "plain", "cuda")
-    add("--memory", choices=kinds, default=d.memory, help="where the tables are (%(default)s)")
+    add_run_arguments(parser, out=d.out)
     add("--compare", action="store_true", help="train the same in plain torch, and compare")
+
+
+def add_run_arguments(parser: ArgumentParser, *, out: Path) -> None:
+    """Gives a parser the options of every demonstration: where, how, and by which chance.
+
+    Args:
+        parser: gets --out, --seed, --device and --memory.
+        out: the default folder of the results.
+    """
+    add = parser.add_argument
+    add("--out", type=Path, default=out, metavar="FOLDER", help="results (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of all that is random (%(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    kinds = ("auto", "managed", "registered", "plain", "cuda")
+    add("--memory", choices=kinds, default="auto", help="where the tables are (%(default)s)")
 
 
 def positive(text: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,8 @@ from speedtorch.demo.pairs import PairStream
 from speedtorch.demo.plain import RowOptimizer
 from speedtorch.demo.report import (
     compare,
-    peak_gpu_bytes,
-    peak_host_bytes,
     print_report,
+    run_facts,
     save_results,
 )
 from speedtorch.demo.session import (
@@ -132,15 +130,8 @@ class _Run:
         self.held = self.stream.held_out_pairs()
         self.score = held_out_score(self.model, self.held)
         chosen = content_words(self.corpus, _NEIGHBOURS_OF)
-        choices = asdict(settings)
         facts = {
-            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in choices.items()},
-            "device": str(self.device),
-            "memory": self.embeddings[0].table.memory,
-            "table_bytes": sum(embedding.table.nbytes for embedding in self.embeddings),
-            "peak_gpu_bytes": peak_gpu_bytes(self.device),
-            "peak_host_bytes": peak_host_bytes(),
-            "training": asdict(self.outcome),
+            **run_facts(settings, self.device, self.embeddings, self.outcome),
             "held_out": asdict(self.score) if self.score else None,
             "neighbours": nearest_neighbours(self.vectors, self.corpus.words, chosen),
         }
