@@ -26,12 +26,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "SparseAdam": lambda parameters: optim.SparseAdam(list(parameters), lr=1e-3),
     "SGD": lambda parameters: optim.SGD(parameters, lr=1e-3),
 }
-# FBGEMM 1.6 on the same machine and work, which is not at hand here: managed host table, Adam or
-# SGD; measured in another run.
-FBGEMM_MS = {
-    "Adam": {0.0: 47.5, 0.9: 29.7, 1.05: 18.5, 1.2: 9.8},
-    "SGD": {1.05: 11.7},
-}
 
 
 def batches_of(exponent: float, steps: int = STEPS) -> list[Tensor]:
@@ -120,7 +114,6 @@ def main() -> None:
     torchs(report, gradient)
     gc.collect()
     ours(report, gradient)
-    report.extra["FBGEMM 1.6, managed host table, ms, another run"] = FBGEMM_MS
     report.save()
 
 

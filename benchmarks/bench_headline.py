@@ -12,16 +12,14 @@ import torch
 from torch import nn, optim
 
 import speedtorch
-from benchmarks.bench_word2vec import Batch, SkipGram, loop_of
-from benchmarks.harness import Report, turns
-from benchmarks.sections import zipf_ids
+from benchmarks.bench_word2vec import SkipGram, batches, loop_of
+from benchmarks.harness import Report
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.training import step_figure
 
 CAP_BYTES = int(11.17 * 2**30)
 HOST_BYTES = 90 << 30  # that the widest tables of ours may take here
 STEPS = 20
-POSITIVES, NEGATIVES = 4, 64
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,6 @@ CASES = (
     Case(SIZES.headline_rows[0], 496, "Adam", lambda p: optim.Adam(p, fused=True), 2),
     Case(SIZES.headline_rows[1], 188, "SGD", lambda p: optim.SGD(p, lr=1e-3), 0),
 )
-
-
-def batches(rows: int, steps: int = STEPS) -> list[Batch]:
-    """word2vec steps of the seed's size."""
-    count = SIZES.centres
-
-    def ids(*shape: int) -> torch.Tensor:
-        return zipf_ids(rows, torch.Size(shape).numel()).view(shape)
-
-    return [Batch(ids(count), ids(count, POSITIVES), ids(count, NEGATIVES)) for _ in turns(steps)]
 
 
 @contextmanager

@@ -33,14 +33,14 @@ class Batch:
     negatives: Tensor
 
 
-def batches() -> list[Batch]:
+def batches(rows: int = SIZES.rows, steps: int = STEPS) -> list[Batch]:
     """Frequent words are frequent everywhere."""
 
     def ids(*shape: int) -> Tensor:
-        return zipf_ids(SIZES.rows, torch.Size(shape).numel()).view(shape)
+        return zipf_ids(rows, torch.Size(shape).numel()).view(shape)
 
     return [
-        Batch(ids(CENTRES), ids(CENTRES, POSITIVES), ids(CENTRES, NEGATIVES)) for _ in turns(STEPS)
+        Batch(ids(CENTRES), ids(CENTRES, POSITIVES), ids(CENTRES, NEGATIVES)) for _ in turns(steps)
     ]
 
 
