@@ -8,6 +8,7 @@
 #include "gpu.h"
 #include "host_blocks.h"
 #include "host_memory.h"
+#include "host_pages.h"
 
 // Without Python (in a C++ program) this symbol is missing, and nobody calls the module's
 // initialiser.
@@ -68,6 +69,7 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
   m.def("host_empty(int bytes, int kind, bool check_memory) -> Tensor");
   m.def("host_register(Tensor tensor) -> ()");
   m.def("host_unregister(Tensor tensor) -> ()");
+  m.def("available_bytes() -> int");
   m.def("memory_kind(Tensor tensor) -> int");
   m.def("memory_stats() -> Tensor");
   m.def("let_captured_go(Tensor tensor) -> ()");
@@ -110,6 +112,7 @@ STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("host_empty", TORCH_BOX(&speedtorch::host_empty));
   m.impl("host_register", TORCH_BOX(&speedtorch::host_register));
   m.impl("host_unregister", TORCH_BOX(&speedtorch::host_unregister));
+  m.impl("available_bytes", TORCH_BOX(&speedtorch::available_bytes));
   m.impl("memory_kind", TORCH_BOX(&speedtorch::memory_kind));
   m.impl("memory_stats", TORCH_BOX(&speedtorch::memory_stats));
   m.impl("let_captured_go", TORCH_BOX(&speedtorch::let_captured_go));

@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtorch.attached_state import AttachedState, attached_to
 from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer
-from speedtorch.table_rows import TableRows
+from speedtorch.row_weight import as_plain
+from speedtorch.trained_rows import TrainedRows
 
 __all__ = ["attach", "detach"]
 
@@ -76,17 +77,17 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         )
     states: list[AttachedState] = []
     before = [
-        (rows, dict(optimizer.state.get(rows.parameter, {})), rows.was_read) for rows, _ in probed
+        (rows, dict(optimizer.state.get(rows.parameter, {})), rows.store.was_read)
+        for rows, _ in probed
     ]
     try:
         for rows, probe in probed:
-            with rows.keeping_gradient():
-                states.append(_attach_rows(optimizer, rows, probe))
+            states.append(_attach_rows(optimizer, rows, probe))
     except BaseException:
         for rows, entries, was_read in before:
             if rows.state is not None:
                 rows.detach()
-                rows.was_read = was_read
+                rows.store.was_read = was_read
                 optimizer.state.pop(rows.parameter, None)
                 if entries:
                     optimizer.state[rows.parameter] = entries
@@ -95,20 +96,21 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     handles = [
         optimizer.register_state_dict_post_hook(_complete_state_dict),
         optimizer.register_load_state_dict_pre_hook(_take_state_dict),
-        optimizer.register_load_state_dict_post_hook(_put_held_back),
     ]
     _handles[optimizer] = handles
 
 
-def _attach_rows(optimizer: Optimizer, rows: TableRows, probe: OptimizerProbe) -> AttachedState:
+def _attach_rows(optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> AttachedState:
     """Makes room for the state and puts there what it is so far."""
     state = AttachedState(optimizer, rows, probe)
+    with as_plain():
+        held = len(rows.parameter)
     # What load_state_dict put there before is the state of all rows; what the optimizer's
     # constructor put there is that of the held ones, before any update.
     loaded = dict(optimizer.state.get(rows.parameter, {}))
     found = [loaded[name] for name in state.names if isinstance(loaded.get(name), Tensor)]
-    was_loaded = any(len(each) not in (0, len(rows.parameter)) for each in found) or (
-        bool(found) and len(found[0]) == rows.rows
+    was_loaded = any(len(each) not in (0, held) for each in found) or (
+        bool(found) and len(found[0]) == rows.store.rows
     )
     if was_loaded:
         state.check(loaded)
@@ -120,7 +122,7 @@ def _attach_rows(optimizer: Optimizer, rows: TableRows, probe: OptimizerProbe) -
             " load a state_dict into a new optimizer and attach that"
         )
     fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
-    has_values = rows.attach(state, fields, sparse=probe.sparse)
+    has_values = rows.attach(state, fields)
     if was_loaded or not has_values:
         state.take(loaded if was_loaded else None)
     state.has_stepped = was_loaded or has_values
@@ -160,10 +162,10 @@ def _differ(value: Any, first: Any) -> bool:
     return bool((torch.as_tensor(value).cpu() != torch.as_tensor(first).cpu()).any())
 
 
-def _rows_of(module: nn.Module) -> Iterator[TableRows]:
+def _rows_of(module: nn.Module) -> Iterator[TrainedRows]:
     for each in module.modules():
-        rows = getattr(each, "table_rows", None)
-        if isinstance(rows, TableRows):
+        rows = getattr(each, "trained_rows", None)
+        if isinstance(rows, TrainedRows):
             yield rows
 
 
@@ -210,16 +212,9 @@ def _take_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
             state.check(entries)
     rest = dict(state_dict["state"])
     for state, entries in zip(states, saved, strict=True):
-        with state.table_rows.keeping_gradient():
-            state.take(entries)
-        state.keep_held()
+        state.take(entries)
         if entries is not None:
             rest[numbers[id(state.table_rows.parameter)]] = {
                 name: value for name, value in entries.items() if name not in state.names
             }
     return {**state_dict, "state": rest}
-
-
-def _put_held_back(optimizer: Optimizer) -> None:
-    for state in _attached.get(optimizer, ()):
-        state.put_held_back()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from speedtorch.optimizer_copy import group_of, settings_of, snapshot
 from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer
-from speedtorch.table_rows import TableRows
+from speedtorch.trained_rows import TrainedRows
 
 __all__ = ["AttachedState", "attached_to"]
 
@@ -27,18 +27,22 @@ class AttachedState:
         probe: what the optimizer keeps.
     """
 
-    def __init__(self, optimizer: Optimizer, rows: TableRows, probe: OptimizerProbe) -> None:
+    def __init__(self, optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.table_rows = rows
         self.probe = probe
         self.names = tuple(probe.row_state)
         self.has_stepped = False
         self._entries: dict[str, Any] = {}
-        self._kept: dict[str, Any] = {}
         self.counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
         self._had_gradient = False
         self._settings = settings_of(optimizer, rows.parameter)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the optimizer takes sparse gradients only."""
+        return self.probe.sparse
 
     def entries(self) -> dict[str, Any]:
         """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
@@ -115,8 +119,8 @@ class AttachedState:
         for name, row in probe.row_state.items():
             if torch.equal(row.initial, before.row_state[name].initial):
                 continue
-            rows.swapper.flush()
-            rows.fill(name, row.initial.cpu())
+            rows.flush()
+            rows.store.fill(name, row.initial.cpu())
             if name in entries:
                 entries[name].copy_(row.initial.expand_as(entries[name]))
         entries.update({name: snapshot(value) for name, value in probe.scalar_state.items()})
@@ -156,8 +160,8 @@ class AttachedState:
         """The state of all rows, as views of the table; None before the first step."""
         if not self.has_stepped:
             return None
-        self.table_rows.swapper.flush()
-        rows = {name: self.table_rows.field(name) for name in self.names}
+        self.table_rows.flush()
+        rows = {name: self.table_rows.store.field(name) for name in self.names}
         optimizer = self.optimizer()
         parameter = self.table_rows.parameter
         if (
@@ -172,14 +176,14 @@ class AttachedState:
     def check(self, entries: dict[str, Any]) -> None:
         """Raises ValueError unless saved state is that of all rows."""
         row_shape = self.table_rows.parameter.shape[1:]
-        self._refuse_unknown(entries, (self.table_rows.rows, *row_shape), ValueError)
+        self._refuse_unknown(entries, (self.table_rows.store.rows, *row_shape), ValueError)
         missing = [name for name in self.probe.scalar_state if name not in entries]
         if missing:
             raise ValueError(
                 f"the state of {self.table_rows.name} has no {_listed(missing)}; nothing was loaded"
             )
         for name, row in self.probe.row_state.items():
-            expected = (self.table_rows.rows, *row.shape)
+            expected = (self.table_rows.store.rows, *row.shape)
             value = entries.get(name)
             found = value
             if isinstance(value, Tensor):
@@ -193,26 +197,14 @@ class AttachedState:
 
     def take(self, entries: dict[str, Any] | None) -> None:
         """Puts saved state, or that before the first step, into the table."""
-        self.table_rows.let_go()
+        self.table_rows.bring_home()
         for name, row in self.probe.row_state.items():
             if entries is None:
-                self.table_rows.fill(name, row.initial.cpu())
+                self.table_rows.store.fill(name, row.initial.cpu())
             else:
-                self.table_rows.write(name, entries[name])
+                self.table_rows.store.load(name, entries[name])
         self.has_stepped = entries is not None
         self.counts_anew = False
-
-    def keep_held(self) -> None:
-        """Keeps the state of held rows while torch replaces the optimizer's state."""
-        entries = self.entries()
-        if all(name in entries for name in self.names):
-            self._kept = {name: entries[name] for name in self.names}
-
-    def put_held_back(self) -> None:
-        """Undoes that."""
-        kept, self._kept = self._kept, {}
-        if kept:
-            self.hold([kept[name] for name in self.names])
 
 
 def _switches(settings: Mapping[str, Any]) -> dict[str, bool]:
@@ -224,7 +216,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def attached_to(rows: TableRows) -> Optimizer | None:
+def attached_to(rows: TrainedRows) -> Optimizer | None:
     """The optimizer that keeps state of the rows; one that is gone is detached now."""
     state = rows.state
     if not isinstance(state, AttachedState):

@@ -16,6 +16,7 @@ from speedtorch.row_arguments import (
     opened,
 )
 from speedtorch.row_module import RowModule
+from speedtorch.row_weight import as_plain
 
 __all__ = ["Embedding"]
 
@@ -23,7 +24,7 @@ __all__ = ["Embedding"]
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Embedding(RowModule):
+class Embedding(RowModule, nn.Embedding):
     """torch.nn.Embedding with its rows, and what an optimizer keeps of them, in host memory.
 
     Arguments and results are those of torch.nn.Embedding, and so are the numbers: those that the
@@ -75,8 +76,16 @@ class Embedding(RowModule):
         *,
         memory: str = "auto",
     ) -> None:
-        super().__init__(
-            num_embeddings, embedding_dim, padding_idx, _weight, _freeze, device, dtype, memory
+        RowModule.__init__(
+            self,
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            _weight,
+            _freeze,
+            device,
+            dtype,
+            memory,
         )
         self.max_norm = max_norm
         self.norm_type = norm_type
@@ -97,16 +106,16 @@ class Embedding(RowModule):
             TypeError: input is no tensor of integers.
             IndexError: An id is out of range.
         """
-        self._check_ids(input)
-        swapper = self.table_rows.swapper
-        if not self._trains() and self.max_norm is None:
-            return swapper.read(input)
-        if self._sums_by_plan():
-            return swapper.look_up(input)
-        local, rows, padding = self._rows_for(input, self.max_norm, self.norm_type)
-        return F.embedding(
-            local, rows, padding, None, 2.0, self.scale_grad_by_freq, self._gives_sparse()
-        )
+        with as_plain():
+            self._check_ids(input)
+            if not self._trains() and self.max_norm is None:
+                return self.trained_rows.read(input)
+            if self._sums_by_plan():
+                return self.trained_rows.summed(input)
+            local, rows, padding = self._rows_for(input, self.max_norm, self.norm_type)
+            return F.embedding(
+                local, rows, padding, None, 2.0, self.scale_grad_by_freq, self._gives_sparse()
+            )
 
     def _sums_by_plan(self) -> bool:
         """Whether gradients may be added up in an order of our own."""
@@ -177,7 +186,7 @@ class Embedding(RowModule):
             device,
             memory=memory,
         )
-        made.table_rows.owned |= source is not embeddings
+        made.trained_rows.store.owned |= source is not embeddings
         return made
 
     @classmethod

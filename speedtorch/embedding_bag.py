@@ -17,11 +17,12 @@ from speedtorch.row_arguments import (
     opened,
 )
 from speedtorch.row_module import RowModule
+from speedtorch.row_weight import as_plain
 
 __all__ = ["EmbeddingBag"]
 
 
-class EmbeddingBag(RowModule):
+class EmbeddingBag(RowModule, nn.EmbeddingBag):
     """torch.nn.EmbeddingBag with its rows, and what an optimizer keeps of them, in host memory.
 
     As Embedding in every other respect. On a GPU torch's gradient of mode="max" is not the same in
@@ -75,8 +76,16 @@ class EmbeddingBag(RowModule):
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode: expected 'sum', 'mean' or 'max', got {mode!r}")
-        super().__init__(
-            num_embeddings, embedding_dim, padding_idx, _weight, _freeze, device, dtype, memory
+        RowModule.__init__(
+            self,
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            _weight,
+            _freeze,
+            device,
+            dtype,
+            memory,
         )
         self.max_norm = max_norm
         self.norm_type = norm_type
@@ -107,26 +116,27 @@ class EmbeddingBag(RowModule):
             IndexError: An id is out of range.
             ValueError: Shapes or offsets do not fit; no row has moved.
         """
-        self._check_ids(input)
-        check_bags(self, input, offsets, per_sample_weights)
-        local, rows, padding = self._rows_for(input, self.max_norm, self.norm_type)
-        if offsets is not None:
-            offsets = offsets.to(local)
-        if per_sample_weights is not None:
-            per_sample_weights = per_sample_weights.to(rows.device)
-        return F.embedding_bag(
-            local,
-            rows,
-            offsets,
-            None,
-            2.0,
-            self.scale_grad_by_freq,
-            self.mode,
-            self._gives_sparse(),
-            per_sample_weights,
-            self.include_last_offset,
-            padding,
-        )
+        with as_plain():
+            self._check_ids(input)
+            check_bags(self, input, offsets, per_sample_weights)
+            local, rows, padding = self._rows_for(input, self.max_norm, self.norm_type)
+            if offsets is not None:
+                offsets = offsets.to(local)
+            if per_sample_weights is not None:
+                per_sample_weights = per_sample_weights.to(rows.device)
+            return F.embedding_bag(
+                local,
+                rows,
+                offsets,
+                None,
+                2.0,
+                self.scale_grad_by_freq,
+                self.mode,
+                self._gives_sparse(),
+                per_sample_weights,
+                self.include_last_offset,
+                padding,
+            )
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""
@@ -199,7 +209,7 @@ class EmbeddingBag(RowModule):
             memory=memory,
             _freeze=freeze,
         )
-        made.table_rows.owned |= source is not embeddings
+        made.trained_rows.store.owned |= source is not embeddings
         return made
 
     @classmethod

@@ -1,189 +1,534 @@
-"""Exchange: held rows leave for the table while others arrive, also beside the GPU's other work."""
+"""Exchange: the rows that a step holds leave for their table while those of the next arrive.
+
+A step holds each row that is asked for once, as a parameter and as the optimizer's state of it. The
+first rows that are asked for after the optimizer's step begin the next step: one exchange brings
+the rows of the last one back to the table while others arrive, and rows of both stay.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from speedtorch.held_rows import HeldRows
-from speedtorch.ops import optimizer_state_swap, synchronize
+from speedtorch.gradient_sums import among_more, sparse_of_all
 from speedtorch.planned_batch import PlannedBatch
+from speedtorch.row_store import RowStore
+from speedtorch.shown_rows import ShownRows
 from speedtorch.side_stream import SideStream
+from speedtorch.step import Coming, Owed, Placed, Step, place_of, placed, without_padding
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "OptimizerCall", "Requester"]
 
 
-class Exchange(HeldRows):
-    """Held rows and the table; rows of planned batches travel ahead of their step. See Swapper."""
+class Requester(Protocol):
+    """Who asks for rows in front of the step, and brings the gradients of them, summed.
 
-    def __init__(
-        self, name: str, weight: Tensor, parameter: torch.nn.Parameter, padding: int | None
-    ) -> None:
-        """See Swapper."""
-        super().__init__(name, weight, parameter, padding)
-        self.queue: deque[PlannedBatch] = deque()
-        """Batches to come, planned ahead."""
-        self._queued = False
-        self._coming: tuple[PlannedBatch, list[Tensor]] | None = None
-        """The next batch, and memory where its rows have arrived or are about to."""
-        self._planning, self._exchange = SideStream("planning"), SideStream("exchange")
+    It gives ids of rows to Exchange.hold(), gets their positions among the held rows, and later
+    hands Exchange.add_gradient() a gradient of held rows. Where the ids come from, and whether who
+    asked holds any rows itself, is its own affair.
+    """
 
-    def _swap(
-        self,
-        leaving: list[Tensor],
-        evict: Tensor,
-        arriving: list[Tensor],
-        load: Tensor,
-        evict_places: Tensor | None = None,
-        load_places: Tensor | None = None,
-    ) -> None:
-        """One exchange; without places rows are in the order of their ids."""
-        optimizer_state_swap(
-            self.fields,
-            leaving,
-            evict,
-            arriving,
-            load,
-            evict_places=self._order(evict.shape[0]) if evict_places is None else evict_places,
-            load_places=self._order(load.shape[0]) if load_places is None else load_places,
-        )
+    def expects_gradient(self) -> bool:
+        """Whether a gradient of rows that it asked for may still come."""
 
-    def flush(self, *, wait: bool = True) -> None:
-        """Brings the table up to date; rows stay held.
 
-        Args:
-            wait: until the CPU sees it, too.
-        """
-        self._refuse_lost_write()
-        self._drop_coming()  # who asks for it may write to the table
-        if self._is_dirty():
-            nothing = self._held[:0]
-            rows = self._held_rows()
-            self._swap(rows, self._held, self._nothing(), nothing)
-            self._over |= self._was_written()
-            self._dirty = False
-            self._version, self._pointer = self.parameter._version, self.parameter.data_ptr()
-        if wait:
-            synchronize(self.device)
+class OptimizerCall(Protocol):
+    """A call of an optimizer's step()."""
 
-    # --------------------------------------------------------------------------------------------
-    # Ahead of the steps
+    done: bool
+    """Whether all rows have been stepped."""
+    paused: bool
+    """Whether a closure of the user runs within it."""
 
-    def plan_ahead(self, parts: Sequence[Tensor]) -> PlannedBatch:
-        """Plans the batch after those that are planned already.
-
-        Args:
-            parts: its ids, of any shape, on either device.
+    def leave(self) -> bool:
+        """Called by the next one in: cleans up behind a call that was left by an exception.
 
         Returns:
-            What a lookup of these ids will find in the queue.
+            Whether it was.
         """
-        before = self.queue[-1] if self.queue else self._batch
-        with self._planning.after_current(self.device):
-            batch = PlannedBatch(parts, self.table_rows, self.device, self.padding, after=before)
-        self.queue.append(batch)
-        return batch
 
-    def skip(self, batch: PlannedBatch) -> None:
-        """Forgets a planned batch that no step has looked up, and those before it."""
-        if batch in self.queue:
-            while self.queue.popleft() is not batch:
-                pass
 
-    def start_queue(self) -> None:
-        """Begins a loop that plans ahead.
+class Exchange:
+    """Steps of one table: which rows are held now, and how others take their place.
 
-        Raises:
-            RuntimeError: another one has not ended.
-        """
-        if self._queued:
-            raise RuntimeError(
-                f"{self.name}: its rows are prefetched by another loop, which must end first (close"
-                " its generator, or let it run to its end)"
-            )
-        self._queued = True
+    Every method completes what an exception may have left half done, before anything else.
 
-    def end_queue(self) -> None:
-        """Ends it: forgets what was planned; rows that have arrived for it go back."""
-        self._queued = False
-        self.queue.clear()
-        self._drop_coming()
+    Args:
+        name: what errors call it.
+        store: where the rows come from.
+        shown: shows those that are held.
+        padding: id of a row that is never trained, or None.
+        requester: asks for them; kept by who made it.
+    """
 
-    def _take_planned(self, parts: Sequence[Tensor]) -> PlannedBatch | None:
-        """The next planned batch, if these are its ids, or parts of what it was planned with."""
-        if not self.queue:
-            return None
-        batch = self.queue[0]
-        self._planning.join()
-        batch.count()
-        if any(batch.part_of(part) is None for part in parts):
-            rows, device = self.table_rows, self.device
-            asked = PlannedBatch(parts, rows, device, self.padding, after=batch.ids)
-            if asked.held != batch.held or len(asked.arriving[0]):
-                return None  # a step holds the rows that its lookups name, and no others
-        return self.queue.popleft()
+    def __init__(
+        self,
+        name: str,
+        store: RowStore,
+        shown: ShownRows,
+        padding: int | None,
+        requester: Requester,
+    ) -> None:
+        self._name = name
+        self._store = store
+        self._shown = shown
+        self._padding = padding
+        self._requester: Requester = weakref.proxy(requester)
+        self._call: tuple[OptimizerCall, int] | None = None
+        """The last call of an optimizer's step, and the number of the step that it was for."""
+        self._planning, self._travel = SideStream("planning"), SideStream("exchange")
+        self._due: PlannedBatch | None = None
+        """The batch of a loop that the next step may take."""
+        self._loop: weakref.ref[object] | None = None
+        self._now = self._nothing(0)
 
-    def _advance(self, batch: PlannedBatch, rows: list[Tensor]) -> None:
-        """Rows that have arrived are held now, with those that stay; the others leave meanwhile."""
-        old = self._held_rows()
-        self._exchange.join()
-        places, taken_from = batch.staying
-        for new, each in zip(rows, old, strict=True):
-            new.index_copy_(0, places, each.index_select(0, taken_from))
-        self._fetch_padding(rows[0], batch.held)
-        (evict, evict_places), before = batch.leaving, self._held
-        try:
-            self._coming = None
-            self._hold(rows, batch.ids, batch, newer=True)
-            self._send(old, evict, evict_places)
-        except BaseException:
-            # Rows that leave are nowhere but in `old` until they are in the table.
-            self._exchange.join()
-            self._coming = None
-            self._swap(old, before, self._nothing(), before[:0])
-            self._forget()
-            raise
+    @property
+    def device(self) -> torch.device:
+        """Where rows are held."""
+        return self._shown.parameter.device
 
-    def _send(self, old: list[Tensor], evict: Tensor, places: Tensor) -> None:
-        """Rows of the last step leave, those of the next batch arrive, beside what comes now.
+    @property
+    def now(self) -> Step:
+        """The step that holds rows."""
+        return self._now
+
+    def _nothing(self, number: int) -> Step:
+        return Step.of_nothing(number, self._memory(0), self.device)
+
+    def _memory(self, count: int) -> list[Tensor]:
+        """Memory for rows of every field; behind those of the weight is place for the padding."""
+        made: list[Tensor] = []
+        for name in self._shown.names:
+            shape, dtype = self._store.row_of(name)
+            rows = count if made else count + int(self._padding is not None)
+            made.append(torch.empty((rows, *shape), dtype=dtype, device=self.device))
+        return made
+
+    def _no_rows(self) -> list[Tensor]:
+        """No row of any field."""
+        return without_padding(self._memory(0), 0)
+
+    def _fetch_padding(self, rows: list[Tensor], count: int) -> None:
+        if self._padding is not None:
+            self._store.read(torch.tensor([self._padding]), rows[0][count : count + 1])
+
+    # --------------------------------------------------------------------------------------------
+    # Completion
+
+    def complete(self, *, ahead: bool = True) -> Step:
+        """Finishes what belongs to the step of now.
 
         Args:
-            old: the rows that were held before those of now.
-            evict: ids of those that leave.
-            places: where they are in `old`.
+            ahead: rows of the batch after it are sent for as well, if it is planned.
+
+        Returns:
+            The step.
         """
-        following = self.queue[0] if self.queue and self.queue[0].after is self._batch else None
-        load, load_places = evict[:0], places[:0]
+        now = self._now
+        if now.ids.device != self.device:
+            now = self._now = self._nothing(now.number + 1)  # moved, which lets all rows go first
+        with torch.inference_mode(False):  # or who holds rows next could not train them
+            self.show()
+            if now.owed is not None or (ahead and now.ahead):
+                self._send(ahead)
+        self._settle()
+        return self._now
+
+    def show(self) -> None:
+        """Makes torch's objects show the step of now, if they do not."""
+        if not self._shown.shows(self._now):
+            self._shown.show(self._now)
+
+    def show_anew(self) -> None:
+        """Reads held rows again, all fields that there are now; the table has all of them."""
+        now = self._now
+        gradient = self._shown.parameter.grad
+        self._now = now._replace(rows=self._load(now.ids), stale=False, gradient=gradient)
+        self.complete()
+
+    def _settle(self) -> bool:
+        """Takes note of what an optimizer, or somebody else, did to the held rows.
+
+        Returns:
+            Whether an optimizer has stepped them.
+        """
+        now, written, stepped = self._now, self._shown.was_written(), False
+        left = False
+        if self._call is not None:
+            call, number = self._call
+            if call.done:
+                has_gradient = self._shown.parameter.grad is not None
+                stepped = number == now.number and (has_gradient or written)
+                left = True
+                if stepped:
+                    self._now = now._replace(newer=True, over=True, stale=False)
+            elif not call.paused:
+                left = call.leave()
+                written = written or number == now.number
+        if written:
+            if not self._now.newer:
+                self._now = self._now._replace(newer=True, stale=False)
+            self._shown.mark()
+        if left:
+            self._call = None
+        return stepped
+
+    def _send(self, ahead: bool) -> None:
+        """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
+        now = self._now
+        owed = now.owed or Owed(self._no_rows(), now.ids[:0], now.ids[:0])
+        following = None
+        if ahead and now.ahead and now.whole is not None:
+            following = now.whole.following
+        load, load_places, arriving, rows = owed.ids[:0], owed.places[:0], self._no_rows(), None
         if following is not None:
             self._planning.join()
             try:
                 load, load_places = following.arriving
+                rows = self._memory(following.held)
+                arriving = without_padding(rows, following.held)
             except IndexError:
-                following = None  # the lookup of its bad ids says so
-        if following is None and evict.shape[0] == 0:
-            return
-        self._exchange.uses(old)
-        with self._exchange.after_current(self.device):
-            count = 0 if following is None else following.held
-            rows = self._empty(count)
-            arriving = self._without_padding(rows, count)
-            self._swap(old, evict, arriving, load, places, load_places)
-        if following is not None:
-            self._coming = (following, rows)
-
-    def _write_coming(self) -> None:
-        """Rows that have arrived for the next batch are in the table, too, after this."""
-        if self._coming is not None:
-            # A row that left while it arrived is nowhere else.
-            batch, rows = self._coming
-            ids, places = batch.arriving
-            held = self._without_padding(rows, batch.held)
-            self._swap(held, ids, self._nothing(), ids[:0], places)
+                following = None  # who looks up its bad ids is told
+        if following is not None or owed.ids.shape[0] > 0:
+            self._travel.uses(owed.rows)
+            with self._travel.after_current(self.device):
+                self._store.exchange(
+                    self._shown.names,
+                    owed.rows,
+                    owed.ids,
+                    arriving,
+                    load,
+                    owed.places,
+                    load_places,
+                )
+        coming = None if following is None or rows is None else Coming(following, rows)
+        self._now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
 
     def _drop_coming(self) -> None:
-        self._exchange.join()
-        self._write_coming()
-        self._coming = None
+        """Rows that arrived for the next batch go back, as some are nowhere else."""
+        coming = self._now.coming
+        self._travel.join()
+        if coming is not None:
+            ids, places = coming.batch.arriving
+            rows = without_padding(coming.rows, coming.batch.held)
+            nothing = self._no_rows()
+            self._store.exchange(self._shown.names, rows, ids, nothing, ids[:0], places)
+        if coming is not None or self._now.ahead:
+            self._now = self._now._replace(coming=None, ahead=False)
+
+    def _read_again(self) -> Step:
+        """Held rows are those of the table again, if they may have become others there."""
+        if self._now.stale:
+            self.show_anew()
+        return self._now
+
+    def _load(self, ids: Tensor) -> list[Tensor]:
+        """Rows of all fields as they are in the table, in new memory."""
+        count = ids.shape[0]
+        rows = self._memory(count)
+        if count > 0:
+            arriving = without_padding(rows, count)
+            self._store.exchange(self._shown.names, self._no_rows(), ids[:0], arriving, ids)
+            self._fetch_padding(rows, count)
+        return rows
+
+    # --------------------------------------------------------------------------------------------
+    # Rows of a step
+
+    def hold(
+        self,
+        parts: Sequence[Tensor],
+        told: Sequence[Tensor] = (),
+        plan: PlannedBatch | None = None,
+    ) -> list[Placed]:
+        """Holds the rows that ids name from now until the step after the optimizer's begins.
+
+        Args:
+            parts: ids of any shape, on either device.
+            told: all ids of the step that begins with them, if it does and they are known.
+            plan: their plan.
+
+        Returns:
+            For each part where its rows are.
+
+        Raises:
+            IndexError: an id is out of range; what is held did not change.
+        """
+        self._refuse_capture()
+        self.complete()
+        if self.is_over():
+            self._begin(parts, told, plan)
+        else:
+            self._read_again()
+        found = [place_of(self._now, part) for part in parts]
+        if any(each is None for each in found):
+            self._extend(parts)
+            last = len(self._now.batches) - 1
+            found = [placed(self._now, last, part) for part in range(len(parts))]
+        return [each for each in found if each is not None]
+
+    def is_over(self) -> bool:
+        """Whether the next rows that are asked for begin a step of their own."""
+        now = self._now
+        if now.over:
+            return True
+        if now.announced or self._requester.expects_gradient():
+            return False
+        return not self._shown.has_gradient()
+
+    def announce(self, parts: Sequence[Tensor]) -> bool:
+        """As hold(), for lookups that are still to come, where a step has begun.
+
+        Returns:
+            Whether they are held; if not, the ids are to be given with the step that begins next.
+        """
+        self._refuse_capture()
+        self.complete()
+        if self._due is None and self.is_over():
+            return False
+        self.hold(parts)
+        self._now = self._now._replace(announced=True)
+        return True
+
+    def looked_up(self) -> None:
+        """Says that lookups have come which were announced."""
+        if self._now.announced:
+            self._now = self._now._replace(announced=False)
+
+    def change(self) -> Step:
+        """Says that somebody is about to write to the held rows."""
+        self.complete()
+        self._read_again()
+        if not self._now.newer:
+            self._now = self._now._replace(newer=True)
+        return self._now
+
+    def _begin(
+        self, parts: Sequence[Tensor], told: Sequence[Tensor], plan: PlannedBatch | None
+    ) -> None:
+        planned, self._due = self._due, None  # two steps of one batch take its plan once
+        batch = None if planned is None else self._taken(planned, parts)
+        coming = self._now.coming
+        if batch is not None and coming is not None and coming.batch is batch:
+            self._advance(coming)
+        else:
+            begun = batch or plan or self.planned(told or parts)
+            begun.count()  # bad ids change nothing
+            self._replace(begun, ahead=batch is not None)
+        if batch is not None and told:
+            self._extend(told)
+
+    def planned(self, parts: Sequence[Tensor]) -> PlannedBatch:
+        """A batch of these ids."""
+        return PlannedBatch(parts, self._store.rows, self.device, self._padding)
+
+    def _taken(self, batch: PlannedBatch, parts: Sequence[Tensor]) -> PlannedBatch | None:
+        """The planned batch, if these are its ids, or parts of what it was planned with."""
+        self._planning.join()
+        batch.count()
+        if any(batch.part_of(part) is None for part in parts):
+            rows, device = self._store.rows, self.device
+            asked = PlannedBatch(parts, rows, device, self._padding, after=batch.ids)
+            if asked.held != batch.held or len(asked.arriving[0]):
+                return None  # a step holds the rows that its lookups name, and no others
+        return batch
+
+    def _replace(self, batch: PlannedBatch, *, ahead: bool) -> None:
+        """The rows of the last step leave while those of the batch arrive."""
+        self._drop_coming()
+        now, ids, count = self._now, batch.ids, batch.held
+        rows = self._memory(count)
+        leaving = self._shown.rows_of(now) if now.newer else self._no_rows()
+        evict = now.ids if now.newer else ids[:0]
+        self._store.exchange(self._shown.names, leaving, evict, without_padding(rows, count), ids)
+        self._fetch_padding(rows, count)
+        # Rows that stay have not been in the table in between.
+        self._now = Step(
+            now.number + 1, ids, rows, {}, (batch,), whole=batch, newer=now.newer, ahead=ahead
+        )
+        self.complete()
+
+    def _advance(self, coming: Coming) -> None:
+        """Rows that have arrived are held now, with those that stay; the others leave meanwhile."""
+        now, (batch, rows) = self._now, coming
+        self._travel.join()
+        old = self._shown.rows_of(now)
+        places, taken_from = batch.staying
+        for new, each in zip(rows, old, strict=True):
+            new.index_copy_(0, places, each.index_select(0, taken_from))
+        self._fetch_padding(rows, batch.held)
+        owed = Owed(old, *batch.leaving) if now.newer else None
+        self._now = Step(
+            now.number + 1,
+            batch.ids,
+            rows,
+            {},
+            (batch,),
+            whole=batch,
+            newer=True,
+            ahead=True,
+            owed=owed,
+        )
+        self.complete()
+
+    def _extend(self, parts: Sequence[Tensor]) -> None:
+        """Holds more rows beside those that are held already."""
+        batch = PlannedBatch(
+            parts, self._store.rows, self.device, self._padding, after=self._now.ids
+        )
+        load, _ = batch.arriving
+        if len(load) == 0:
+            self._now = self._now._replace(batches=(*self._now.batches, batch))
+            return
+        self._drop_coming()
+        now = self._now
+        ids, _ = torch.sort(torch.cat([now.ids, load]))
+        count, before = len(ids), torch.searchsorted(ids, now.ids)
+        rows = self._memory(count)
+        for new, each in zip(rows, self._shown.rows_of(now), strict=True):
+            new.index_copy_(0, before, each)
+        nothing = self._no_rows()
+        places = torch.searchsorted(ids, load)
+        arriving = without_padding(rows, count)
+        self._store.exchange(self._shown.names, nothing, load[:0], arriving, load, None, places)
+        self._fetch_padding(rows, count)
+        gradient = self._shown.parameter.grad
+        self._now = now._replace(
+            ids=ids,
+            rows=rows,
+            places={},
+            batches=(*now.batches, batch),
+            moved=len(now.batches),
+            whole=None,
+            gradient=None if gradient is None else among_more(gradient, before, count),
+        )
+        self.complete()
+
+    # --------------------------------------------------------------------------------------------
+    # The table
+
+    def bring_home(self, *, changes: bool = True) -> None:
+        """Writes the rows that are newer here to the table; they stay held.
+
+        Args:
+            changes: who asks may change the table: held rows are read again before they are used.
+        """
+        self.complete(ahead=False)
+        if self._now.coming is not None or self._now.ahead:
+            self._drop_coming()
+        now = self._now
+        if now.newer:
+            nothing = self._no_rows()
+            self._store.exchange(
+                self._shown.names, self._shown.rows_of(now), now.ids, nothing, now.ids[:0]
+            )
+        if now.newer or (changes and not now.stale):
+            self._now = now._replace(newer=False, stale=now.stale or changes)
+
+    def let_go(self) -> None:
+        """Brings all rows home and holds none any more."""
+        self.bring_home()
+        self._now = self._nothing(self._now.number + 1)
+        self.complete()
+
+    # --------------------------------------------------------------------------------------------
+    # Gradients and the optimizer's step
+
+    def add_gradient(self, gradient: Tensor, number: int) -> None:
+        """Gives the held rows a gradient.
+
+        Args:
+            gradient: summed over all who asked, of all held rows `[n, ...]`.
+            number: that of the step.
+
+        Raises:
+            RuntimeError: the rows of that step have left.
+        """
+        self.refuse_earlier(number)
+        self._shown.set_gradient(gradient)
+
+    def refuse_earlier(self, number: int) -> None:
+        """Raises RuntimeError if the rows of that step have left."""
+        if number != self._now.number:
+            raise RuntimeError(
+                f"{self._name}: backward through a lookup of an earlier step, whose rows have gone"
+                " back to the table: call backward before the lookup that follows the optimizer's"
+                " step"
+            )
+
+    def before_optimizer(self, call: OptimizerCall) -> None:
+        """Called before an optimizer steps the held rows."""
+        self.complete()
+        now, parameter = self._read_again(), self._shown.parameter
+        gradient = parameter.grad
+        if gradient is not None and not self._shown.has_gradient() and now.over:
+            # zero_grad(set_to_none=False) leaves zeros, with which most optimizers move rows.
+            gradient = parameter.grad = None
+        state = self._shown.state
+        if state is not None and state.sparse and gradient is not None:
+            parameter.grad = sparse_of_all(gradient)
+        self._call = (call, now.number)
+
+    def after_optimizer(self) -> bool:
+        """Called after it.
+
+        Returns:
+            Whether there was something to step.
+        """
+        stepped = self._settle()
+        if stepped:
+            # A backward through what used these rows would compute with other ones.
+            torch.autograd.graph.increment_version(self._now.rows[0])
+        return stepped
+
+    # --------------------------------------------------------------------------------------------
+    # Batches that are planned ahead
+
+    def plan_ahead(self, parts: Sequence[Tensor], after: PlannedBatch | None) -> PlannedBatch:
+        """Plans a batch of a loop.
+
+        Args:
+            parts: its ids, of any shape, on either device.
+            after: the batch before it.
+        """
+        with self._planning.after_current(self.device):
+            batch = PlannedBatch(parts, self._store.rows, self.device, self._padding, after=after)
+        if after is not None:
+            after.following = batch
+        return batch
+
+    def start_loop(self, loop: object) -> None:
+        """Lets a loop plan batches ahead, for as long as it lives.
+
+        Raises:
+            RuntimeError: another one has not ended.
+        """
+        if self._loop is not None and self._loop() not in (None, loop):
+            raise RuntimeError(
+                f"{self._name}: its rows are prefetched by another loop, which must end first"
+                " (close its generator, or let it run to its end)"
+            )
+        self._loop = weakref.ref(loop)
+
+    def end_loop(self, loop: object) -> None:
+        """Ends a loop: forgets what was planned; rows that have arrived for it go back."""
+        if self._loop is None or self._loop() is not loop:
+            return
+        self._loop = self._due = None
+        self.complete(ahead=False)
+        self._drop_coming()
+
+    def expect(self, batch: PlannedBatch | None) -> None:
+        """Says which planned batch the next step may take."""
+        self._due = batch
+
+    def _refuse_capture(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
+                " changes from step to step; capture what comes after it"
+            )

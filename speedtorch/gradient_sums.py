@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
-__all__ = ["GradientSums", "among_more", "of_rows"]
+__all__ = ["GradientSums", "among_more", "of_rows", "sparse_of_all"]
 
 _NO_BACKWARD = -2  # torch says -1 outside of any
 
@@ -14,13 +16,10 @@ class GradientSums:
     """Adds gradients up in torch's order: those of one backward first, then what was there."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """The next gradient is that of another backward."""
         self._backward = _NO_BACKWARD
         self._before: Tensor | None = None
         self._sum: Tensor | None = None
+        self._given: weakref.ref[Tensor] | None = None
 
     def add(self, gradient: Tensor | None, added: Tensor, *, more_to_come: bool) -> Tensor:
         """The gradient with what one lookup adds to it, within a backward.
@@ -33,11 +32,17 @@ class GradientSums:
         Returns:
             The sum.
         """
+        summed = self._added(gradient, added, more_to_come)
+        self._given = weakref.ref(summed)
+        return summed
+
+    def _added(self, gradient: Tensor | None, added: Tensor, more_to_come: bool) -> Tensor:
         backward = torch._C._current_graph_task_id()
         if gradient is None:
             self._backward, self._before = backward, None
             return added
-        if backward != self._backward:
+        given = None if self._given is None else self._given()
+        if backward != self._backward or gradient is not given:
             self._backward, self._before, self._sum = backward, None, None
             if more_to_come:
                 self._before, self._sum = gradient.clone(), added
@@ -66,3 +71,15 @@ def among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
         return of_rows(gradient, places[gradient._indices()], rows)
     more = gradient.new_zeros((rows, *gradient.shape[1:]))
     return more.index_copy_(0, places, gradient[: len(places)])
+
+
+def sparse_of_all(gradient: Tensor) -> Tensor:
+    """A gradient as a sparse one that names every row, also those that got none."""
+    rows = gradient.shape[0]
+    if gradient.is_sparse:
+        summed = gradient.coalesce()
+        gradient = among_more(summed._values(), summed._indices()[0], rows)
+    every = torch.arange(rows, device=gradient.device)[None]
+    return torch.sparse_coo_tensor(
+        every, gradient, gradient.shape, is_coalesced=True, check_invariants=False
+    )

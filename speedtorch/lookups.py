@@ -1,63 +1,236 @@
-"""How lookups reach the rows that a step holds through autograd."""
+"""Lookups: this process's requests in front of the step, and their way through autograd."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from speedtorch.exchange import Exchange
+from speedtorch.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.ops import pinned_gather, sum_rows
 from speedtorch.planned_batch import PlannedBatch
+from speedtorch.row_store import RowStore
+from speedtorch.row_weight import as_plain
+from speedtorch.shown_rows import ShownRows
+from speedtorch.step import Placed
 
-__all__ = ["GradientSink", "RowsOfStep", "SummedLookup", "Token", "replace_rows"]
-
-
-def replace_rows(parameter: Tensor, rows: Tensor) -> None:
-    """Makes a parameter hold other rows, in another number perhaps.
-
-    Args:
-        parameter: `[any, ...]`; a gradient of another shape is dropped.
-        rows: `[rows, ...]`, same dtype and device; not copied.
-    """
-    if parameter.grad is not None and parameter.grad.shape != rows.shape:
-        parameter.grad = None
-    if parameter.shape != rows.shape:
-        # A graph that is still alive (a loss kept for logging) holds the node that accumulates the
-        # gradient, and that node the old shape. Another dtype in between makes torch drop it.
-        parameter.data = _of_another_dtype(parameter.dtype, parameter.device)
-    parameter.data = rows
-    # A backward through a graph of an earlier batch would compute with these rows: let it raise.
-    torch.autograd.graph.increment_version(parameter)
+__all__ = ["Lookups"]
 
 
-@cache
-def _of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
-    other = torch.float32 if dtype == torch.float64 else torch.float64
-    return torch.empty(0, dtype=other, device=device)
-
-
-class Token:
+class _Token:
     """Lives as long as a graph may still bring a gradient of its lookup."""
 
 
-class GradientSink(Protocol):
-    """What gets the gradients of held rows.
+class _Told(NamedTuple):
+    """Ids that were announced for the step after one."""
 
-    Attributes:
-        lookups: a token for each lookup whose gradient may still come.
+    number: int
+    parts: list[Tensor]
+    plan: PlannedBatch
+
+
+class Lookups:
+    """The lookups of one module: what a Requester is in a single process.
+
+    Args:
+        name: what errors call it.
+        store: where the rows come from.
+        shown: shows those that are held.
+        padding: id of a row that is never trained, or None.
     """
 
-    lookups: WeakSet[Token]
+    def __init__(self, name: str, store: RowStore, shown: ShownRows, padding: int | None) -> None:
+        self._name = name
+        self._store = store
+        self._shown = shown
+        self._padding = padding
+        self._tokens: tuple[int, WeakSet[_Token]] = (0, WeakSet())
+        """Of the lookups of a step, and its number."""
+        self._told: _Told | None = None
+        self._sums: tuple[int, GradientSums] = (0, GradientSums())
+        self.exchange = Exchange(name, store, shown, padding, self)
 
-    def add_gradient(self, gradient: Tensor, held: Tensor, step: int) -> None:
-        """Adds the gradient of the rows held in a step."""
+    # --------------------------------------------------------------------------------------------
+    # Rows of a step
+
+    def announce(self, parts: Sequence[Tensor]) -> None:
+        """Lets the next lookup bring the rows of all of these ids; those after it load nothing.
+
+        Nothing waits: where a step is over, the ids are planned, so that several tables can be
+        announced to before the first of them counts its rows.
+
+        Args:
+            parts: ids of any shape, on either device.
+
+        Raises:
+            IndexError: rows are held on the CPU and an id is out of range; on a GPU the next lookup
+                says so.
+        """
+        if not self.exchange.announce(parts):
+            parts = [*self._told_now()[0], *parts]
+            plan = self.exchange.planned(parts)
+            self._told = _Told(self.exchange.now.number, parts, plan)
+
+    def _told_now(self) -> tuple[list[Tensor], PlannedBatch | None]:
+        told = self._told
+        if told is None or told.number != self.exchange.now.number:
+            return [], None
+        return told.parts, told.plan
+
+    def _hold(self, ids: Tensor) -> Placed:
+        (found,) = self.exchange.hold([ids], *self._told_now())
+        self.exchange.looked_up()
+        return found
+
+    def rows(
+        self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> tuple[Tensor, Tensor]:
+        """The rows that ids name, held from now until the optimizer's next step is done.
+
+        Args:
+            ids: of any shape, on either device.
+            max_norm: rows with a larger norm are shortened, as torch.embedding_renorm_ does.
+            norm_type: the p of that norm.
+
+        Returns:
+            Positions of the shape of ids, and the held rows `[n, ...]`, or `[n + 1, ...]` with the
+            padding's as the last, both on the device; gradients of the rows go to the parameter.
+
+        Raises:
+            IndexError: an id is out of range; what is held did not change.
+        """
+        found = self._hold(ids)
+        if found.has_moved and _recomputes():
+            raise RuntimeError(
+                f"{self._name}: a checkpoint computes a lookup again after other rows have joined"
+                " the step; announce() all ids of the step before its first lookup"
+            )
+        step = self.exchange.now
+        # These count their own changes: rows that join the step are no change of these.
+        rows = step.rows[0].detach()
+        if max_norm is not None:
+            step = self.exchange.change()
+            torch.embedding_renorm_(rows, found.positions, max_norm, norm_type)
+            self._write_padding(rows, step.held)
+            self._shown.mark()
+        parameter = self._shown.parameter
+        return found.positions, _RowsOfStep.apply(parameter, [rows], step.ids, self, step.number)  # type: ignore[no-untyped-call]
+
+    def summed(self, ids: Tensor) -> Tensor:
+        """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows` are.
+
+        Args:
+            ids: of any shape, on either device.
+
+        Returns:
+            The rows; their gradients go to the parameter.
+
+        Raises:
+            IndexError: an id is out of range; what is held did not change.
+        """
+        found = self._hold(ids)
+        parameter, number = self._shown.parameter, self.exchange.now.number
+        looked_up: Tensor = _SummedLookup.apply(  # type: ignore[no-untyped-call]
+            parameter, parameter.detach(), found, self._store.rows, self, number
+        )
+        return looked_up
+
+    # --------------------------------------------------------------------------------------------
+    # Gradients
+
+    def expects_gradient(self) -> bool:
+        """See Requester."""
+        number, tokens = self._tokens
+        return number == self.exchange.now.number and len(tokens) > 0
+
+    def token(self, number: int) -> object:
+        """What a graph keeps for as long as a gradient of a step's rows may come of it."""
+        if self._tokens[0] != number:
+            self._tokens = (number, WeakSet())
+        token = _Token()
+        self._tokens[1].add(token)
+        return token
+
+    def add_gradient(self, gradient: Tensor, ids: Tensor, number: int) -> None:
+        """Adds the gradient of rows that were held in a step to the parameter's.
+
+        Args:
+            gradient: of the rows `ids`, in their order, and perhaps of the padding after them.
+            ids: of the rows that were held when they were looked up.
+            number: of the step in which that was.
+
+        Raises:
+            RuntimeError: the rows of that step have left.
+        """
+        with as_plain(), torch.no_grad():
+            self.exchange.refuse_earlier(number)
+            step = self.exchange.complete()
+            if ids is not step.ids:
+                places = torch.searchsorted(step.ids, ids)
+                added = among_more(gradient, places, step.held)
+            elif gradient.is_sparse:
+                added = of_rows(gradient, gradient._indices(), step.held)
+            else:
+                added = gradient[: step.held]
+            if self._sums[0] != number:
+                self._sums = (number, GradientSums())
+            summed = self._sums[1].add(
+                self._shown.parameter.grad, added, more_to_come=self.expects_gradient()
+            )
+            self.exchange.add_gradient(summed, number)
+
+    # --------------------------------------------------------------------------------------------
+    # Rows without a step
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Rows as they are now, `[*ids.shape, ...]`, outside of any step."""
+        self._come_home()
+        shape = (*ids.shape, *self._store.row_shape)
+        out = torch.empty(shape, dtype=self._store.dtype, device=self.exchange.device)
+        self._store.read(ids.detach(), out)
+        return out
+
+    def borrow(
+        self, ids: Tensor, max_norm: float | None, norm_type: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `rows`, but of rows that no step holds."""
+        self._come_home()
+        batch = self.exchange.planned([ids])
+        count, local = batch.held, batch.local(0)
+        with_padding = count + int(self._padding is not None)
+        rows = torch.empty(
+            (with_padding, *self._store.row_shape),
+            dtype=self._store.dtype,
+            device=self.exchange.device,
+        )
+        self._store.read(batch.ids, rows[:count])
+        if self._padding is not None:
+            self._store.read(torch.tensor([self._padding]), rows[count:])
+        if max_norm is not None:
+            with torch.no_grad():
+                torch.embedding_renorm_(rows, local, max_norm, norm_type)
+            # Those of them that a step holds are read again.
+            self.exchange.bring_home()
+            self._store.write(batch.ids, rows[:count])
+            self._write_padding(rows, count)
+        return local, rows
+
+    def _come_home(self) -> None:
+        """Rows of the table are there as they are now, whoever holds them."""
+        self.exchange.bring_home(changes=False)
+        self._store.bring_others_home()
+
+    def _write_padding(self, rows: Tensor, at: int) -> None:
+        if self._padding is not None:
+            self._store.write(torch.tensor([self._padding]), rows[at : at + 1])
 
 
-class RowsOfStep(torch.autograd.Function):
-    """The held rows as the operand of a lookup; their gradient goes to the sink.
+class _RowsOfStep(torch.autograd.Function):
+    """The held rows as the operand of a lookup; their gradient goes to who asked.
 
     torch's own node for a parameter's gradient knows one shape for its lifetime. The rows of a step
     become more with each lookup, so their gradient takes this way round it.
@@ -65,11 +238,10 @@ class RowsOfStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, rows: list[Tensor], held: Tensor, sink: GradientSink, step: int
+        ctx: Any, parameter: Tensor, rows: list[Tensor], ids: Tensor, lookups: Lookups, number: int
     ) -> Tensor:
-        """Returns the one of `rows` as computed from the parameter; see `Swapper.lookup`."""
-        ctx.held, ctx.sink, ctx.step, ctx.token = held, sink, step, Token()
-        sink.lookups.add(ctx.token)
+        """Returns the one of `rows` as computed from the parameter; see Lookups.rows."""
+        ctx.ids, ctx.lookups, ctx.number, ctx.token = ids, lookups, number, lookups.token(number)
         return rows[0]  # in a list, or autograd would take the result for a view of an input
 
     @staticmethod
@@ -81,11 +253,11 @@ class RowsOfStep(torch.autograd.Function):
         """
         _check_once(gradient)
         ctx.token = None
-        ctx.sink.add_gradient(gradient, ctx.held, ctx.step)
-        return None, None, None, None, None
+        ctx.lookups.add_gradient(gradient, ctx.ids, ctx.number)
+        return (None,) * 5
 
 
-class SummedLookup(torch.autograd.Function):
+class _SummedLookup(torch.autograd.Function):
     """Rows by their places, whose gradients are added up by the plan of their batch.
 
     What torch's embedding computes, in a third of the time on a GPU: the batch is sorted already.
@@ -96,17 +268,15 @@ class SummedLookup(torch.autograd.Function):
         ctx: Any,
         parameter: Tensor,
         rows: Tensor,
-        batch: PlannedBatch,
-        part: int,
+        found: Placed,
         table_rows: int,
-        sink: GradientSink,
-        step: int,
+        lookups: Lookups,
+        number: int,
     ) -> Tensor:
-        """Returns the rows of a part of the batch, `[*ids, ...]`."""
-        ctx.batch, ctx.part, ctx.table_rows = batch, part, table_rows
-        ctx.sink, ctx.step, ctx.token = sink, step, Token()
-        sink.lookups.add(ctx.token)
-        return pinned_gather(rows, batch.local(part))
+        """Returns the rows of a part of a batch, `[*ids, ...]`."""
+        ctx.batch, ctx.part, ctx.table_rows = found.batch, found.part, table_rows
+        ctx.lookups, ctx.number, ctx.token = lookups, number, lookups.token(number)
+        return pinned_gather(rows, found.positions)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
@@ -126,8 +296,8 @@ class SummedLookup(torch.autograd.Function):
             begin=batch.begin(ctx.part),
             distinct=batch.distinct,
         )
-        ctx.sink.add_gradient(summed, batch.ids, ctx.step)
-        return (None,) * 7
+        ctx.lookups.add_gradient(summed, batch.ids, ctx.number)
+        return (None,) * 6
 
 
 def _check_once(gradient: Tensor) -> None:
@@ -135,3 +305,10 @@ def _check_once(gradient: Tensor) -> None:
         raise NotImplementedError(
             "gradients of gradients do not go through an Embedding's rows; use torch.nn"
         )
+
+
+def _recomputes() -> bool:
+    """Whether a checkpoint looks for what it did not keep, within a backward."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

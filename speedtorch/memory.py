@@ -24,8 +24,11 @@ from torch import Tensor
 import speedtorch.ops  # noqa: F401  (registers the ops)
 
 __all__ = [
+    "HOST_KINDS",
+    "available_bytes",
     "check_owner",
     "empty",
+    "is_checked",
     "memory_kind",
     "memory_stats",
     "pin_memory_",
@@ -35,6 +38,7 @@ __all__ = [
 
 # The library's numbers for the kinds (MemoryKind in csrc/host_blocks.h).
 KINDS = {"plain": 0, "registered": 1, "managed": 2}
+HOST_KINDS = ("auto", *KINDS)
 KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")
 
 _ops = torch.ops.speedtorch
@@ -44,14 +48,15 @@ _pinned: dict[int, tuple[weakref.finalize[[int], Tensor], Tensor]] = {}
 _kept_for_graphs: list[Tensor] = []
 
 
-def _memory_is_checked() -> bool:
+def is_checked() -> bool:
+    """Whether memory is asked for before it is taken (SPEEDTORCH_MEMORY_CHECK=0: no)."""
     return os.environ.get("SPEEDTORCH_MEMORY_CHECK", "1") != "0"
 
 
 def _allocate(nbytes: int, memory: str) -> Tensor:
     """uint8 tensor of zeros; `auto` takes the fastest kind that this machine has."""
     if memory in KINDS:
-        made: Tensor = _ops.host_empty(nbytes, KINDS[memory], _memory_is_checked())
+        made: Tensor = _ops.host_empty(nbytes, KINDS[memory], is_checked())
         return made
     if memory != "auto":
         raise ValueError(
@@ -182,6 +187,11 @@ def memory_stats() -> dict[str, int]:
     """
     plain, registered, managed, captured = _ops.memory_stats().tolist()
     return {"plain": plain, "registered": registered, "managed": managed, "captured": captured}
+
+
+def available_bytes() -> int:
+    """Bytes of host memory that can be had: the least of MemAvailable and the cgroup's room."""
+    return int(_ops.available_bytes())
 
 
 def release(tensor: Tensor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -12,72 +14,159 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from speedtorch.attached_state import AttachedState, attached_to
 from speedtorch.optimizer_copy import settings_of
 from speedtorch.optimizer_state import probe_optimizer
-from speedtorch.table_rows import TableRows
+from speedtorch.row_weight import RowWeight, as_plain, hide_rows, show_rows
+from speedtorch.trained_rows import TrainedRows
 
 __all__ = ["watch_steps"]
 
-# The rows that a parameter holds, for the hooks of every optimizer's step.
-_watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_handles: list[RemovableHandle] = []
 
 
-def watch_steps(rows: TableRows) -> None:
-    """Lets the rows of a parameter know of the steps of whichever optimizer holds it."""
-    _start_watching()
-    _watched[rows.parameter] = weakref.ref(rows)
+def watch_steps() -> None:
+    """Lets rows know of the steps of whichever optimizer holds their parameter."""
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+        _handles.append(register_optimizer_step_post_hook(_after_step))
 
 
-_watching: list[RemovableHandle] = []
+class OptimizerStep:
+    """One call of an optimizer's step(), from the first hook to the last.
+
+    Args:
+        optimizer: the optimizer.
+        rows: those that it holds the parameters of.
+        frame: of torch's step(), which calls the hooks.
+    """
+
+    def __init__(self, optimizer: Optimizer, rows: list[TrainedRows], frame: FrameType) -> None:
+        self.done = False
+        """Whether all rows have been stepped: one assignment for all tables of the call."""
+        self.paused = False
+        self._optimizer = optimizer
+        self._rows = rows
+        self._frame: FrameType | None = frame
+
+    def enter(self) -> None:
+        """From here on the optimizer's own code sees the held rows."""
+        with as_plain():
+            for rows in self._rows:
+                _check(self._optimizer, rows)
+            for rows in self._rows:
+                rows.before_optimizer(self)
+            self.paused = False
+            for rows in self._rows:
+                hide_rows(rows.parameter)
+
+    def pause(self) -> None:
+        """Code of the user runs within the step."""
+        self.paused = True
+        self._show()
+
+    def finish(self) -> None:
+        """The optimizer has stepped all rows."""
+        self.done = True
+        self._frame = None
+        self._show()
+        with as_plain():
+            for rows in self._rows:
+                stepped = rows.after_optimizer()
+                if isinstance(rows.state, AttachedState):
+                    rows.state.after_step(stepped=stepped)
+
+    def leave(self) -> bool:
+        """See OptimizerCall."""
+        if self._runs():
+            return False
+        self._show()
+        _steps.pop(self._optimizer, None)
+        return True
+
+    def _show(self) -> None:
+        for rows in self._rows:
+            show_rows(rows.parameter, rows)
+
+    def _runs(self) -> bool:
+        """Whether torch's step() has not been left: another hook is the next one in then."""
+        frame: FrameType | None = None if self._frame is None else sys._getframe()
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
 
 
-def _start_watching() -> None:
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
-        _watching.append(register_optimizer_step_post_hook(_after_step))
+_steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDictionary()
+"""The step that each optimizer is in, or was left in by an exception."""
 
 
-def _watched_rows(optimizer: Optimizer) -> Iterator[TableRows]:
-    if not _watched:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            reference = _watched.get(parameter, None)  # type: ignore[no-untyped-call]
-            rows = None if reference is None else reference()
-            if rows is not None:
-                yield rows
+def _rows_of(optimizer: Optimizer) -> list[TrainedRows]:
+    found = (
+        parameter._rows()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if type(parameter) is RowWeight
+    )
+    return [rows for rows in found if isinstance(rows, TrainedRows)]
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for rows in _watched_rows(optimizer):
-        attached = attached_to(rows)
-        if attached is None:
-            _check_stateless(optimizer, rows)
-        elif attached is not optimizer:
-            raise ValueError(
-                f"{rows.name} is attached to another optimizer than this"
-                f" {type(optimizer).__name__}: detach that first"
-            )
-        elif isinstance(rows.state, AttachedState):
-            rows.state.before_step(optimizer)
-        rows.swapper.before_optimizer()
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    for left in list(_steps.values()):
+        left.leave()
+    rows = _rows_of(optimizer)
+    if not rows:
+        return None
+    step = _steps[optimizer] = OptimizerStep(optimizer, rows, sys._getframe(1))
+    step.enter()
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _by_user(args[1], step), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _by_user(kwargs["closure"], step)}
+    return None
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for rows in _watched_rows(optimizer):
-        stepped = rows.swapper.after_optimizer()
-        if isinstance(rows.state, AttachedState):
-            rows.state.after_step(stepped=stepped)
+    step = _steps.pop(optimizer, None)
+    if step is not None:
+        step.finish()
 
+
+def _by_user(closure: Callable[..., Any], step: OptimizerStep) -> Callable[..., Any]:
+    """A closure, which is the user's code within the optimizer's."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        step.pause()
+        result = closure(*args, **kwargs)
+        step.enter()
+        return result
+
+    return called
+
+
+# ------------------------------------------------------------------------------------------------
 
 _stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Any]]]
 _stateless = weakref.WeakKeyDictionary()
 
 
-def _check_stateless(optimizer: Optimizer, rows: TableRows) -> None:
+def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
+    """Raises unless the optimizer may step the rows: nothing has been stepped then."""
+    attached = attached_to(rows)
+    if attached is None:
+        _check_stateless(optimizer, rows)
+    elif attached is not optimizer:
+        raise ValueError(
+            f"{rows.name} is attached to another optimizer than this"
+            f" {type(optimizer).__name__}: detach that first"
+        )
+    elif isinstance(rows.state, AttachedState):
+        rows.state.before_step(optimizer)
+
+
+def _check_stateless(optimizer: Optimizer, rows: TrainedRows) -> None:
     """Raises unless the optimizer keeps nothing of the rows, which come and go without it."""
     parameter = rows.parameter
     settings = settings_of(optimizer, parameter)

@@ -10,10 +10,29 @@ import torch
 from speedtorch import files, memory, ops
 from speedtorch.calibration import calibrate_once
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "check_kind"]
 
 _KINDS = ("auto", "managed", "registered", "plain", "cuda", "file")
 _LARGEST = 2**63 - 1
+
+
+def check_kind(
+    kind: str,
+    device: str | int | torch.device | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> None:
+    """Raises ValueError unless this is a kind of memory, with the arguments that go with it."""
+    if kind not in _KINDS:
+        raise ValueError(f"memory: expected one of {', '.join(_KINDS)}, got {kind!r}")
+    if device is not None and kind != "cuda":
+        raise ValueError(f"device: goes with memory='cuda' only, not with {kind!r}")
+    if kind == "file" and path is None:
+        raise ValueError(
+            "memory='file' needs a path: make a HostTable(..., memory='file', path=...), which"
+            " Embedding.from_pretrained takes"
+        )
+    if kind != "file" and path is not None:
+        raise ValueError(f"path: goes with memory='file' only; memory is {kind!r}")
 
 
 class Placement:
@@ -46,17 +65,7 @@ class Placement:
         device: str | int | torch.device | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        if kind not in _KINDS:
-            raise ValueError(f"memory: expected one of {', '.join(_KINDS)}, got {kind!r}")
-        if device is not None and kind != "cuda":
-            raise ValueError(f"device: goes with memory='cuda' only, not with {kind!r}")
-        if kind == "file" and path is None:
-            raise ValueError(
-                "memory='file' needs a path: make a HostTable(..., memory='file', path=...), which"
-                " Embedding.from_pretrained takes"
-            )
-        if kind != "file" and path is not None:
-            raise ValueError(f"path: goes with memory='file' only; memory is {kind!r}")
+        check_kind(kind, device, path)
         if count > _LARGEST:
             raise ValueError(f"rows: {count:,} bytes are more than any memory has (2^63 - 1)")
         self.memory = kind

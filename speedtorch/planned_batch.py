@@ -50,7 +50,6 @@ class PlannedBatch:
         *,
         after: PlannedBatch | Tensor | None = None,
     ) -> None:
-        self.after = after
         self._rows = rows
         self._padding = padding
         parts = parts or [torch.empty(0, dtype=torch.int64)]
@@ -62,12 +61,12 @@ class PlannedBatch:
         # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
         # follows the distinct ids.
         self.plan = plan_rows(index, rows)
+        self.following: PlannedBatch | None = None
+        """The batch that was planned after this one."""
         self._place: Tensor | None = None
         """Of each distinct id, or None where that is its place in the order."""
         self._ids: Tensor | None = None
         self._known_counts: list[int] | None = None
-        self.has_moved = False
-        """Whether its rows were given other places after they had been looked up."""
         unique, _, _, _, status = self.plan
         counts = [status]
         if padding is not None:
@@ -158,19 +157,24 @@ class PlannedBatch:
         gone = self._counts()[-1]
         return ids[:gone], places[:gone]
 
-    def place_among(self, ids: Tensor) -> None:
-        """Takes the places of rows that are held with others: `ids` ascending."""
+    def places_among(self, ids: Tensor) -> Tensor:
+        """Where its distinct rows are among others, which are held with them: `ids` ascending."""
         places = torch.searchsorted(ids, self.plan[0])
         if self._padding is not None:
             places = torch.where(self.plan[0] == self._padding, len(ids), places)
-        self._place = places
+        return places
 
-    def local(self, part: int) -> Tensor:
-        """The places of the rows that a part names, in the part's shape."""
-        entries = self.plan[1]
+    def local(self, part: int, places: Tensor | None = None) -> Tensor:
+        """The places of the rows that a part names, in the part's shape.
+
+        Args:
+            part: which one.
+            places: of the distinct rows; by default those of the batch alone.
+        """
+        entries, places = self.plan[1], self._place if places is None else places
         if len(self._seen) > 1:
             entries = entries[self._begins[part] : self._begins[part + 1]]
-        local = entries if self._place is None else self._place[entries]
+        local = entries if places is None else places[entries]
         return local.view(self._seen[part].shape)
 
     def begin(self, part: int) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from speedtorch.batch_ids import check_ids
 from speedtorch.planned_batch import PlannedBatch
 from speedtorch.row_module import RowModule
-from speedtorch.swapper import Swapper
 
 __all__ = ["Prefetch", "prefetch"]
 
@@ -21,6 +20,13 @@ _Ids = Tensor | Sequence[Tensor]
 _IdsOf = Callable[[Any], _Ids | Mapping[nn.Module, _Ids]]
 
 _AHEAD = 2  # batches: one whose rows travel, and one that is planned, so that nobody waits for it
+
+
+_Planned = tuple[Any, dict[RowModule, PlannedBatch]]
+
+
+class _Loop:
+    """A loop that plans ahead, for as long as its generator lives."""
 
 
 class Prefetch(Generic[_Batch]):
@@ -37,32 +43,42 @@ class Prefetch(Generic[_Batch]):
 
     def __iter__(self) -> Iterator[_Batch]:
         """The loader's batches, in order, each once those after it are planned."""
-        window: deque[tuple[_Batch, list[tuple[Swapper, PlannedBatch]]]] = deque()
+        window: deque[_Planned] = deque()
+        last: dict[RowModule, PlannedBatch] = {}
         error: Exception | None = None
-        with ExitStack() as loop:
+        with ExitStack() as end:
+            loop = _Loop()
             for module in self._modules:
-                module.table_rows.swapper.start_queue()
-                loop.callback(module.table_rows.swapper.end_queue)
+                end.callback(module.trained_rows.end_loop, loop)
+                module.trained_rows.start_loop(loop)
             batches = iter(self._loader)
             while True:
                 try:
                     batch = next(batches)
-                    planned = [
-                        (module.table_rows.swapper, module.table_rows.swapper.plan_ahead(parts))
-                        for module, parts in self._parts(batch)
-                    ]
+                    parts = dict(self._parts(batch))
+                    for module, ids in parts.items():
+                        last[module] = module.trained_rows.plan_ahead(ids, last.get(module))
                 except StopIteration:
                     break
                 except Exception as failed:  # raised when the batches before it are through
                     error = failed
                     break
-                window.append((batch, planned))
+                window.append((batch, {module: last[module] for module in parts}))
                 if len(window) > _AHEAD:
-                    yield from _next(window)
+                    yield from self._next(window)
             while window:
-                yield from _next(window)
+                yield from self._next(window)
             if error is not None:
                 raise error
+
+    def _next(self, window: deque[_Planned]) -> Iterator[_Batch]:
+        """Gives the first batch, whose rows the next steps may take."""
+        batch, planned = window.popleft()
+        for module in self._modules:
+            module.trained_rows.expect(planned.get(module))
+        yield batch
+        for module in self._modules:
+            module.trained_rows.expect(None)
 
     def _parts(self, batch: _Batch) -> Iterator[tuple[RowModule, list[Tensor]]]:
         """Each module and the ids that a batch will look up there."""
@@ -84,15 +100,6 @@ class Prefetch(Generic[_Batch]):
             for part in listed:
                 check_ids("ids", part)
             yield module, listed
-
-
-def _next(
-    window: deque[tuple[_Batch, list[tuple[Swapper, PlannedBatch]]]],
-) -> Iterator[_Batch]:
-    batch, planned = window.popleft()
-    yield batch
-    for swapper, plan in planned:
-        swapper.skip(plan)
 
 
 def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Prefetch[_Batch]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -16,9 +17,19 @@ from speedtorch.npy_format import NPY_DTYPES
 from speedtorch.placement import Placement
 from speedtorch.plan_memo import PlanMemo
 
-__all__ = ["Records"]
+__all__ = ["Records", "RowHolder"]
 
 _Self = TypeVar("_Self", bound="Records")  # typing.Self needs Python 3.11.
+
+
+class RowHolder(Protocol):
+    """Who holds rows of a table elsewhere, as the parameter of a step for instance."""
+
+    def bring_home(self) -> None:
+        """Writes rows that are newer elsewhere to the table.
+
+        Whoever asks may change the table then: held rows are read again before they are used.
+        """
 
 
 class Records:
@@ -55,6 +66,15 @@ class Records:
         self._record = layout.records_of(data, self.rows)
         self.plans = PlanMemo(self.rows, self.memory)
 
+    holder: weakref.ref[RowHolder] | None = None
+    """Who trains rows of the table."""
+
+    def bring_home(self) -> None:
+        """Brings rows home that a module trains: the table has all rows as they are now."""
+        holder = None if self.holder is None else self.holder()
+        if holder is not None:
+            holder.bring_home()
+
     def _placed(self) -> Placement:
         if self._placement is None:
             raise ValueError("this table is closed")
@@ -72,9 +92,11 @@ class Records:
     def __getitem__(self, field: str) -> Tensor:
         """All rows of one field, `[rows, *shape]`: a strided view of the records."""
         memory.check_owner(self._placed().data)
-        return self._rows_of(field)
+        self.bring_home()
+        return self.rows_of(field)
 
-    def _rows_of(self, field: str | None) -> Tensor:
+    def rows_of(self, field: str | None) -> Tensor:
+        """A field, or (None) all of them, as it is in memory; rows held elsewhere stay there."""
         self._placed()
         if field is None:
             return self._record
@@ -102,6 +124,7 @@ class Records:
     def record(self) -> Tensor:
         """All fields of all rows, `[rows, columns]` of their common dtype, or else uint8."""
         memory.check_owner(self._placed().data)
+        self.bring_home()
         return self._record
 
     def gather(
@@ -132,7 +155,9 @@ class Records:
             >>> speedtorch.HostTable(3, 2, memory="plain").gather(torch.tensor([[0], [2]])).shape
             torch.Size([2, 1, 2])
         """
-        return ops.pinned_gather(self._rows_of(field), index, out=out, plan=plan)
+        rows = self.rows_of(field)
+        self.bring_home()
+        return ops.pinned_gather(rows, index, out=out, plan=plan)
 
     def scatter(
         self,
@@ -164,9 +189,10 @@ class Records:
             >>> table["weight"].tolist()
             [[0.0], [0.0], [5.0]]
         """
-        rows = self._rows_of(field)
+        rows = self.rows_of(field)
         if accumulate and field is None and len({dtype for _, dtype in self.fields.values()}) > 1:
             raise ValueError("scatter: records of different dtypes cannot be added; name a field")
+        self.bring_home()
         ops.pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
 
     def numpy(self, field: str = "weight") -> npt.NDArray[Any]:
@@ -198,7 +224,7 @@ class Records:
         return rows.numpy()
 
     def settle(self) -> None:
-        """Waits until the GPU has done its work on the rows: CPU views are current then.
+        """Brings rows home and waits for the GPU's work on them: CPU views are current then.
 
         Raises:
             IndexError: An id that the GPU found out of range.
@@ -208,6 +234,8 @@ class Records:
             >>> import speedtorch
             >>> speedtorch.HostTable(2, 1, memory="plain").settle()
         """
+        self._placed()
+        self.bring_home()
         self._placed().settle()
 
     def flush(self) -> None:
@@ -221,12 +249,15 @@ class Records:
             >>> import speedtorch
             >>> speedtorch.HostTable(2, 1, memory="plain").flush()
         """
+        self._placed()
+        self.bring_home()
         self._placed().flush()
 
     def close(self) -> None:
         """Flushes and lets the memory go, once no view is left, also if a CUDA graph holds it.
 
-        The file of memory="file" stays. Closing twice is fine; any other use is a ValueError.
+        The file of memory="file" stays. Closing twice is fine; any other use is a ValueError, by a
+        module that trains the rows as well.
 
         Raises:
             IndexError, OSError: As flush(); the table is closed all the same.
@@ -237,9 +268,10 @@ class Records:
             ...     table.rows
             2
         """
-        placement, self._placement = self._placement, None
-        if placement is None:
+        if self._placement is None:
             return
+        self.bring_home()
+        placement, self._placement = self._placement, None
         self.plans.close()
         self._views.clear()
         del self._record

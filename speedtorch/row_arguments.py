@@ -49,7 +49,7 @@ def opened(embeddings: Source, device: Device, memory: str) -> tuple[Rows, tuple
     if isinstance(embeddings, str | os.PathLike):
         embeddings = HostTable.open(embeddings, memory)
     if isinstance(embeddings, HostTable):
-        shape = tuple(embeddings["weight"].shape)
+        shape = (embeddings.rows, *embeddings.fields["weight"][0])
     elif not isinstance(embeddings, Tensor):
         raise TypeError(
             "embeddings: expected a tensor, a HostTable or the path of a saved one, got"
@@ -65,7 +65,7 @@ def opened(embeddings: Source, device: Device, memory: str) -> tuple[Rows, tuple
 
 def check_module(module: object, kind: type[nn.Module]) -> None:
     """Raises TypeError unless a module is of a kind of torch's."""
-    if not isinstance(module, kind):
+    if not isinstance(module, kind) or hasattr(module, "trained_rows"):
         given = type(module)
         raise TypeError(
             f"module: expected a torch.nn.{kind.__name__}, got {given.__module__}.{given.__name__}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -14,8 +13,10 @@ from torch import Tensor, nn
 from speedtorch.batch_ids import check_ids
 from speedtorch.optimizer_steps import watch_steps
 from speedtorch.row_arguments import Device, Rows
+from speedtorch.row_store import Draw, RowStore
+from speedtorch.row_weight import as_plain
 from speedtorch.table import HostTable
-from speedtorch.table_rows import TableRows
+from speedtorch.trained_rows import TrainedRows, random_seed
 
 __all__ = ["RowModule"]
 
@@ -25,7 +26,7 @@ _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 class RowModule(nn.Module):
     """What Embedding and EmbeddingBag share: the rows, and how they come and go."""
 
-    weight: nn.Parameter
+    weight: Any
     sparse: bool
 
     @torch.inference_mode(False)  # or nothing made here could ever be written to
@@ -40,7 +41,8 @@ class RowModule(nn.Module):
         dtype: torch.dtype | None,
         memory: str,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        name = type(self).__name__
         if padding_idx is not None:
             padding_idx = operator.index(padding_idx)
             if not -num_embeddings <= padding_idx < num_embeddings:
@@ -57,39 +59,26 @@ class RowModule(nn.Module):
             raise TypeError(f"_weight: expected a tensor, got {type(source).__name__}")
         if isinstance(source, Tensor) and tuple(source.shape) != expected:
             raise ValueError(f"_weight: expected the shape {expected}, got {tuple(source.shape)}")
-        initialise = None
         if isinstance(source, HostTable):
-            table = source
-            if tuple(table["weight"].shape) != expected:
-                raise ValueError(f"_weight: expected the shape {expected}, got {table!r}")
-        elif isinstance(source, Tensor):
-            table = HostTable(*expected, dtype or source.dtype, memory=memory)
+            if tuple(source.fields["weight"][0]) != (embedding_dim,) or source.rows != expected[0]:
+                raise ValueError(f"_weight: expected the shape {expected}, got {source!r}")
+            store = RowStore(name, source)
         else:
-            table = HostTable(*expected, dtype or torch.get_default_dtype(), memory=memory)
-            initialise = partial(self._draw, draw=_drawing(nn.init.normal_))
+            default = torch.get_default_dtype() if source is None else source.dtype
+            first = () if source is not None else (self._drawing(nn.init.normal_, padding_idx),)
+            store = RowStore(name, (*expected, dtype or default), memory, first)
         # The device that torch would take, which may be a default that the user has set.
-        held = torch.empty(0, embedding_dim, dtype=table["weight"].dtype, device=device)
+        held = torch.empty(0, embedding_dim, dtype=store.dtype, device=device)
         self.weight = nn.Parameter(held, requires_grad=not freeze)
-        self.table_rows = TableRows(
-            type(self).__name__,
-            table,
-            self.weight,
-            padding_idx,
-            initialise,
-            source=source if isinstance(source, Tensor) else None,
-            owned=not isinstance(source, HostTable),
-        )
-        watch_steps(self.table_rows)
-
-    def _draw(self, table: HostTable, draw: Callable[[HostTable], object]) -> None:
-        draw(table)
-        if self.padding_idx is not None:
-            table["weight"][self.padding_idx].zero_()
+        self.trained_rows = TrainedRows(name, store, self.weight, padding_idx)
+        if isinstance(source, Tensor):
+            store.load("weight", source)
+        watch_steps()
 
     @property
     def table(self) -> HostTable:
-        """The HostTable with all rows and their state; current after flush()."""
-        return self.table_rows.table
+        """The HostTable with all rows and their state; it has them as they are now."""
+        return self.trained_rows.table
 
     def init_(
         self: _Self,
@@ -121,9 +110,23 @@ class RowModule(nn.Module):
             >>> bool(embedding.table["weight"].abs().max() <= 0.1)
             True
         """
-        draw = _drawing(function, *args, seed=seed, **kwargs)
-        self.table_rows.initialise(partial(self._draw, draw=draw))
+        draw = self._drawing(function, self.padding_idx, *args, seed=seed, **kwargs)
+        self.trained_rows.store.draw(draw, anew=True)
         return self
+
+    @staticmethod
+    def _drawing(
+        function: Callable[..., object],
+        padding: int | None,
+        *args: Any,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> Draw:
+        """Draws a table's rows later; which numbers is decided now."""
+        if "generator" in kwargs:
+            raise TypeError("generator: every block of rows has its own; give seed= instead")
+        seed = random_seed() if seed is None else seed
+        return Draw((lambda rows: function(rows, *args, **kwargs),), seed, padding)
 
     def reset_parameters(self) -> None:
         """Draws all rows anew from N(0, 1); the padding's row becomes zero."""
@@ -148,15 +151,16 @@ class RowModule(nn.Module):
         for each in ids:
             check_ids(f"{type(self).__name__}.announce", each)
         if ids and self._trains():
-            self.table_rows.swapper.announce(ids)
+            with as_plain():
+                self.trained_rows.announce(ids)
 
     def flush(self) -> None:
-        """Brings the table up to date, for who reads it on the CPU.
+        """Brings the table up to date, for who has a view of it on the CPU.
 
         Raises:
             IndexError: An id that the GPU found out of range.
         """
-        self.table_rows.swapper.flush()
+        self.trained_rows.flush()
 
     # --------------------------------------------------------------------------------------------
 
@@ -174,25 +178,18 @@ class RowModule(nn.Module):
         # torch adds up the rows of a dense one in a tenth of the time on a GPU, but not in the same
         # order; the swapper makes it sparse when the optimizer wants that.
         exact = self.weight.is_cpu or torch.are_deterministic_algorithms_enabled()
-        return exact and self.table_rows.swapper.takes_sparse
+        return exact and self.trained_rows.takes_sparse
 
     def _rows_for(
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor, int | None]:
         """Positions of the ids' rows, the rows they are in, and the padding's position."""
-        swapper = self.table_rows.swapper
-        if self._trains():
-            local, rows = swapper.lookup(ids, max_norm, norm_type)
-        else:
-            batch, local, rows = swapper.borrow(ids)
-            if max_norm is not None:
-                with torch.no_grad():
-                    torch.embedding_renorm_(rows, local, max_norm, norm_type)
-                swapper.write_back(batch, rows)
+        rows_for = self.trained_rows.rows_of if self._trains() else self.trained_rows.borrow
+        local, rows = rows_for(ids, max_norm, norm_type)
         return local, rows, None if self.padding_idx is None else len(rows) - 1
 
     def _check_use(self) -> None:
-        parameter = self.table_rows.parameter
+        parameter = self.trained_rows.parameter
         name = type(self).__name__
         if self._parameters.get("weight") is not parameter:
             raise RuntimeError(
@@ -216,33 +213,32 @@ class RowModule(nn.Module):
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         name = type(self).__name__
-        moved = fn(self.weight.detach()[:0])
-        if moved.is_cpu and moved.is_shared():  # type: ignore[no-untyped-call]
-            raise NotImplementedError(
-                f"{name}: its table cannot be shared once it is there; save it with"
-                " emb.table.save(path), and open that in the other processes"
-            )
-        if moved.dtype != self.weight.dtype:
-            raise TypeError(
-                f"{name}: its table stays {self.weight.dtype}, as another dtype would need a second"
-                f" table; build it with dtype={moved.dtype}, and use torch.autocast for mixed"
-                " precision"
-            )
-        if moved.device.type not in ("cpu", "cuda"):
-            raise NotImplementedError(
-                f"{name}: rows are held on the CPU or a GPU, not {moved.device}"
-            )
-        if moved.device != self.weight.device:
-            swapper = self.table_rows.swapper
-            swapper.let_go()
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            swapper.let_go()
+        with as_plain():
+            moved = fn(self.weight.detach()[:0])
+            if moved.is_cpu and moved.is_shared():  # type: ignore[no-untyped-call]
+                raise NotImplementedError(
+                    f"{name}: its table cannot be shared once it is there; save it with"
+                    " emb.table.save(path), and open that in the other processes"
+                )
+            if moved.dtype != self.weight.dtype:
+                raise TypeError(
+                    f"{name}: its table stays {self.weight.dtype}, as another dtype would need a"
+                    f" second table; build it with dtype={moved.dtype}, and use torch.autocast for"
+                    " mixed precision"
+                )
+            if moved.device.type not in ("cpu", "cuda"):
+                raise NotImplementedError(
+                    f"{name}: rows are held on the CPU or a GPU, not {moved.device}"
+                )
+            if moved.device != self.weight.device:
+                self.trained_rows.moving(lambda: nn.Module._apply(self, fn, recurse))  # type: ignore[no-untyped-call]
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with as_plain():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
         self.flush()
-        destination[f"{prefix}weight"] = self.table["weight"]
+        destination[f"{prefix}weight"] = self.trained_rows.store.saved("weight")
 
     def _load_from_state_dict(
         self,
@@ -263,40 +259,32 @@ class RowModule(nn.Module):
             return
         if key in missing_keys:
             missing_keys.remove(key)
-        value, field = state_dict[key], self.table["weight"]
+        value, expected = state_dict[key], self.trained_rows.shape
         if not isinstance(value, Tensor):
             error_msgs.append(f"{key}: expected a tensor, got {type(value).__name__}.")
             return
-        if value.shape != field.shape:
+        if value.shape != expected:
             error_msgs.append(
                 f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from"
-                f" checkpoint, the shape in current model is {tuple(field.shape)}."
+                f" checkpoint, the shape in current model is {tuple(expected)}."
             )
             return
-        self.table_rows.swapper.ignore_lost_write()
-        with self.table_rows.keeping_gradient():
-            self.table_rows.let_go()
-            self.table_rows.write("weight", value)
+        self.trained_rows.load(value)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
-        self.flush()
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
         memo[id(self)] = made
         for name, value in vars(self).items():
-            if name not in ("table_rows", "_parameters"):
+            if name not in ("trained_rows", "_parameters"):
                 vars(made)[name] = copy.deepcopy(value, memo)
-        table, weight = self.table, self.table["weight"]
-        kind = "auto" if table.memory == "file" else table.memory
-        device = table.device if table.memory == "cuda" else None
-        fields = {"weight": table.fields["weight"]}
-        copied = HostTable.from_fields(table.rows, fields, kind, device=device)
-        copied["weight"].copy_(weight)
-        held = self.weight.detach()[:0].clone()
-        made.weight = nn.Parameter(held, requires_grad=self.weight.requires_grad)
+        self.trained_rows.bring_home()
+        store = self.trained_rows.store.copied()
+        with as_plain():
+            held = self.weight.detach()[:0].clone()
+            made.weight = nn.Parameter(held, requires_grad=self.weight.requires_grad)
         memo[id(self.weight)] = made.weight
-        made.table_rows = TableRows(type(self).__name__, copied, made.weight, self.padding_idx)
-        watch_steps(made.table_rows)
+        made.trained_rows = TrainedRows(type(self).__name__, store, made.weight, self.padding_idx)
         return made
 
     def __getstate__(self) -> NoReturn:
@@ -309,12 +297,3 @@ class RowModule(nn.Module):
         raise NotImplementedError(
             f"{type(self).__name__}: DataParallel would copy its rows to every GPU; use one GPU"
         )
-
-
-def _drawing(
-    function: Callable[..., object], *args: Any, seed: int | None = None, **kwargs: Any
-) -> Callable[[HostTable], object]:
-    """Draws a table's rows later; which numbers is decided now."""
-    if seed is None:
-        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-    return lambda table: table.init_(function, *args, seed=seed, **kwargs)

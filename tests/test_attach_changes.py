@@ -240,7 +240,7 @@ def test_attach_that_fails_keeps_what_was_loaded_or_read(
             raise MemoryError("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(second.table_rows, "attach", no_room)
+            patch.setattr(second.trained_rows, "attach", no_room)
             with pytest.raises(MemoryError, match="no room"):
                 speedtorch.attach(adam, both)
         with pytest.raises(ValueError, match="is not attached"):

@@ -29,62 +29,6 @@ def rows_of(module: speedtorch.Embedding | speedtorch.EmbeddingBag) -> Tensor:
     return module.table["weight"].cpu()
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        nn.init.zeros_,
-        nn.init.normal_,
-        lambda weight: weight.data.copy_(torch.ones(ROWS, WIDTH)[: len(weight)]),
-        lambda weight: weight.detach().fill_(3),
-    ],
-)
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda embedding: embedding(IDS),
-        lambda embedding: embedding.state_dict(),
-        lambda embedding: embedding.flush(),
-        lambda embedding: embedding.requires_grad_(False)(IDS),
-    ],
-)
-def test_values_for_a_weight_that_holds_no_row_are_refused(
-    write: Callable[[Tensor], object], use: Callable[[speedtorch.Embedding], object]
-) -> None:
-    _, embedding = pair()
-    version = embedding.weight._version
-    write(embedding.weight)
-    if embedding.weight._version == version:
-        pytest.skip("torch does not tell of this write")
-    with pytest.raises(RuntimeError, match=r"Embedding: its weight was written to.*use init_\("):
-        use(embedding)
-    use(embedding)  # told once; nothing is lost
-
-
-def test_values_that_are_loaded_over_a_lost_write_are_no_error() -> None:
-    theirs, ours = pair()
-    nn.init.normal_(ours.weight)
-    ours.load_state_dict(theirs.state_dict())
-    assert_same_bytes(ours(IDS), theirs(IDS))
-    ours.load_state_dict(theirs.state_dict())  # holds no row again
-    nn.init.normal_(ours.weight)
-    ours.init_(nn.init.zeros_)
-    assert not bool(ours(IDS).any())
-    fresh = speedtorch.Embedding(ROWS, WIDTH)
-    nn.init.normal_(fresh.weight)
-    assert not bool(fresh.init_(nn.init.zeros_)(IDS).any())
-
-
-def test_a_lost_write_is_told_after_a_step_of_others() -> None:
-    _, ours = pair()
-    other = nn.Parameter(torch.ones(2))
-    sgd = optim.SGD([other, *ours.parameters()], lr=0.1)
-    nn.init.constant_(ours.weight, 5.0)
-    other.sum().backward()
-    sgd.step()
-    with pytest.raises(RuntimeError, match="its weight was written to when it held no row"):
-        ours(IDS)
-
-
 def test_a_gradient_that_accumulates_stays_the_same_tensor() -> None:
     _, ours = pair()
     ours.announce(IDS)
@@ -321,12 +265,3 @@ def test_ids_of_a_wrong_kind_are_told(ids: object) -> None:
             embedding(ids)
         with pytest.raises(TypeError, match="Embedding.announce: expected"):
             embedding.announce(ids)  # type: ignore[arg-type]
-
-
-def test_places_in_order_are_made_once() -> None:
-    _, ours = pair()
-    swapper = ours.table_rows.swapper
-    first = swapper._order(5)
-    assert first.tolist() == [0, 1, 2, 3, 4]
-    assert swapper._order(7).data_ptr() == swapper._order(3).data_ptr() == first.data_ptr()
-    assert swapper._order(50).tolist() == list(range(50))

@@ -41,9 +41,9 @@ def test_the_padding_stands_after_the_rows(device: str, padding: int) -> None:
     assert made.held == len(ids) and made.ids.tolist() == ids
     expected = [ids.index(id) if id != padding else len(ids) for id in (7, 2, 7, 9, 0)]
     assert made.local(0).tolist() == expected
-    made.place_among(torch.tensor([0, 2, 3, 7, 9], device=device))
     among = [0, 2, 3, 7, 9]
-    assert made.local(0).tolist() == [
+    places = made.places_among(torch.tensor(among, device=device))
+    assert made.local(0, places).tolist() == [
         5 if id == padding else among.index(id) for id in (7, 2, 7, 9, 0)
     ]
 

@@ -36,20 +36,34 @@ def step(embedding: nn.Module, sgd: optim.Optimizer, ids: Tensor) -> None:
     sgd.step()
 
 
-def no_memory(swapper: Any, fails: Callable[[], bool]) -> None:
-    empty = swapper._empty
-    swapper._empty = lambda count: _raise(torch.OutOfMemoryError()) if fails() else empty(count)
+def no_memory(rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]) -> None:
+    memory = rows._exchange._memory
+    patch.setattr(
+        rows._exchange,
+        "_memory",
+        lambda count: _raise(torch.OutOfMemoryError()) if fails() else memory(count),
+    )
 
 
-def bad_ids_of_an_earlier_op(swapper: Any, fails: Callable[[], bool]) -> None:
-    swap = swapper._swap
-    swapper._swap = lambda *given: _raise(IndexError()) if fails() else swap(*given)
+def bad_ids_of_an_earlier_op(
+    rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]
+) -> None:
+    exchange = rows.store.exchange
+    patch.setattr(
+        rows.store,
+        "exchange",
+        lambda *given: _raise(IndexError()) if fails() else exchange(*given),
+    )
 
 
-def control_c_while_the_host_waits(swapper: Any, fails: Callable[[], bool]) -> None:
-    following = swapper.queue[1]
+def control_c_while_the_host_waits(
+    rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]
+) -> None:
+    following = rows._exchange._due.following
     counts = following._counts
-    following._counts = lambda: _raise(KeyboardInterrupt()) if fails() else counts()
+    patch.setattr(
+        following, "_counts", lambda: _raise(KeyboardInterrupt()) if fails() else counts()
+    )
 
 
 def _raise(error: BaseException) -> None:
@@ -60,22 +74,24 @@ def _raise(error: BaseException) -> None:
     "fault", [no_memory, bad_ids_of_an_earlier_op, control_c_while_the_host_waits]
 )
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_leave_are_not_lost(device: str, fault: Callable[..., None]) -> None:
+def test_rows_that_leave_are_not_lost(
+    device: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     embedding, sgd, expected = made(device)
-    swapper = embedding.table_rows.swapper
+    exchange = embedding.trained_rows._exchange
     failed = []
     for number, ids in enumerate(speedtorch.prefetch(BATCHES, embedding, ids=lambda b: b)):
         if number == 2:
-            held = swapper._held
+            before = exchange.now.number
 
-            def fails(held: Tensor = held) -> bool:
+            def fails(before: int = before) -> bool:
                 # Once, when the rows of the last step are held no more.
-                if failed or swapper._held is held:
+                if failed or exchange.now.number == before:
                     return False
                 failed.append(True)
                 return True
 
-            fault(swapper, fails)
+            fault(embedding.trained_rows, monkeypatch, fails)
             with pytest.raises((torch.OutOfMemoryError, IndexError, KeyboardInterrupt)):
                 embedding(ids)
             continue

@@ -17,8 +17,8 @@ from speedtorch.batch_ids import Indexes
 from speedtorch.legacy.checks import check_count, check_rows, check_table
 from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
-from speedtorch.lookups import replace_rows
 from speedtorch.record_layout import row_shape
+from speedtorch.shown_rows import replace_rows
 from speedtorch.table import HostTable
 
 __all__ = ["Datatype", "ModelSwitcher", "RowShape", "Variable"]

@@ -1,0 +1,346 @@
+"""RowWeight: the parameter of an Embedding, which stands for the whole table.
+
+Its memory is that of the rows of a step, and that is what an optimizer's step() works on: there it
+is a plain torch.nn.Parameter. Everywhere else torch's functions are given the table instead, or
+an error that says what to use.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["RowWeight", "TableRows", "as_plain", "hide_rows", "show_rows"]
+
+as_plain = torch._C.DisableTorchFunctionSubclass
+"""Within it a RowWeight is the parameter that it is inside."""
+
+# What asks for a gradient that it may fill with zeros.
+_ZERO_GRAD = {
+    inspect.unwrap(each).__code__ for each in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
+}
+
+
+def _names(listed: str) -> frozenset[str]:
+    return frozenset(listed.split())
+
+
+# Of the properties of a tensor, those that show its elements; the others are told of the held rows.
+_ELEMENTS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+# What is told of the held rows or changes none of them: constructors of optimizers use the first.
+_OF_HELD_ROWS = _names(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty"
+    " new_zeros new_ones new_full new_tensor new_empty_strided data_ptr untyped_storage storage_offset stride"
+    " is_contiguous element_size get_device is_floating_point is_complex is_signed is_pinned"
+    " is_shared is_inference is_set_to is_conj is_neg requires_grad_ retain_grad register_hook"
+    " register_post_accumulate_grad_hook has_names __hash__ result_type can_cast is_tensor"
+    " is_same_size is_distributed is_coalesced type_as_tensor"
+)
+# Methods that give every element another value whatever it was, and those that change each by
+# itself: they are noted where the table has no memory yet.
+_OVERWRITE = _names(
+    "zero_ fill_ uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_"
+)
+_CHANGE = _names(
+    "mul_ multiply_ div_ divide_ add_ sub_ subtract_ neg_ abs_ clamp_ clip_ clamp_min_ clamp_max_"
+    " pow_ sqrt_ square_ exp_ log_ sin_ cos_ tanh_ sigmoid_ erf_ erfinv_ round_ floor_ ceil_"
+)
+_OPERATORS = _names("__imul__ __iadd__ __isub__ __itruediv__ __ifloordiv__ __ipow__")
+_SUMS = _names("add_ sub_ __iadd__ __isub__")
+_EXTENTS = _names("size dim ndimension numel nelement __len__")
+
+
+class TableRows(Protocol):
+    """What a weight stands for: all rows of a table, those of a step among them."""
+
+    name: str
+    shape: torch.Size
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Rows by their ids, in a step to come if it trains them."""
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Rows by their ids, as they are now."""
+
+    def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
+        """Changes all rows, at first need if nobody has used them."""
+
+    def load(self, values: Tensor) -> None:
+        """Copies values to all rows."""
+
+    def view(self) -> Tensor:
+        """All rows in the table's memory, as they are now; they may be written to."""
+
+    def held(self) -> Tensor:
+        """The held rows, which may be changed."""
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the rows have their first values."""
+
+    def before_gradient(self, *, to_zero: bool) -> None:
+        """Somebody asks for the gradient, perhaps to fill it with zeros."""
+
+
+class RowWeight(nn.Parameter):
+    """A parameter that stands for all rows of a table and has the memory of the held ones.
+
+    shape, size(), numel() and len() are the table's, except within an optimizer's step(); grad is
+    the gradient of the held rows; *_like and new_* give tensors for the held rows, as optimizers
+    keep them. weight[ids] looks rows up. Functions of torch.nn.init and in-place methods change all
+    rows; an untouched table only notes them. Without gradients (torch.no_grad(), weight.data,
+    frozen rows) other functions get the table as it is in host memory; with gradients they raise.
+
+    What torch does not tell of cannot be caught: C++ code that is given the tensor, and memory
+    that is reached by data_ptr().
+    """
+
+    _rows: weakref.ref[Any]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answers a function of torch that was given the weight."""
+        return _answer(func, tuple(args), kwargs or {}, sys._getframe(1).f_code)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """The held rows as a parameter of their own; copy the module to copy the table."""
+        with as_plain():
+            copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled."""
+        raise TypeError(f"{_rows_of(self).name}: its weight is not pickled: save the state_dict()")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """What it stands for."""
+        rows = _rows_of(self)
+        with as_plain():
+            held, dtype, device = self.shape[0], self.dtype, self.device
+        return (
+            f"Parameter of {rows.name}: {rows.shape[0]:,} rows of {rows.shape[1]} {dtype} in host"
+            f" memory, {held:,} of them held on {device}, requires_grad={self.requires_grad}"
+        )
+
+    __str__ = __repr__
+
+
+class _Whole(torch.Tensor):
+    """A RowWeight without its gradient: weight.data and weight.detach()."""
+
+    _rows: weakref.ref[Any]
+
+    __torch_function__ = RowWeight.__torch_function__
+    __deepcopy__ = RowWeight.__deepcopy__
+    __reduce_ex__ = RowWeight.__reduce_ex__
+    __repr__ = RowWeight.__repr__  # type: ignore[assignment]
+    __str__ = RowWeight.__repr__
+
+
+def show_rows(parameter: nn.Parameter, rows: TableRows) -> None:
+    """Makes a parameter stand for a table."""
+    parameter.__class__ = RowWeight
+    parameter._rows = weakref.ref(rows)  # type: ignore[attr-defined]
+
+
+def hide_rows(parameter: nn.Parameter) -> None:
+    """Makes it the parameter of its held rows, as an optimizer's step needs it."""
+    parameter.__class__ = nn.Parameter
+
+
+def _rows_of(weight: Tensor) -> TableRows:
+    rows: TableRows | None = weight._rows()  # type: ignore[attr-defined]
+    if rows is None:
+        raise RuntimeError("the module of this weight is gone, and its table with it")
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: Any) -> Any:
+    """What a function of torch gives that was called with a weight.
+
+    Args:
+        func: the function; of a property its __get__ or __set__.
+        args: what it was given.
+        kwargs: what it was given by name.
+        caller: the code that called it.
+    """
+    name = getattr(func, "__name__", str(func))
+    if getattr(func, "__module__", "") == nn.init.__name__:
+        return _initialised(func, args, kwargs)
+    weight = args[0] if args and isinstance(args[0], RowWeight | _Whole) else None
+    if weight is not None:
+        if name in ("__get__", "__set__", "__delete__"):
+            access, name = name, func.__self__.__name__
+            if name not in _ELEMENTS:
+                return _attribute(func, args, access, name, caller)
+        elif name in _EXTENTS:
+            return _extent(name, _rows_of(weight).shape, args, kwargs)
+        elif name == "detach":
+            return _whole(weight)
+    weights = _weights_among((args, kwargs))
+    if name in _OF_HELD_ROWS or not weights:
+        with as_plain():
+            return func(*args, **kwargs)
+    rows = _rows_of(weights[0])
+    trains = torch.is_grad_enabled() and any(map(_requires_grad, weights))
+    ids = _looked_up(name, args, kwargs, rows.shape[0])
+    if ids is not None and (trains or isinstance(ids, Tensor)):
+        return _by_ids(rows, ids, trains)
+    if trains:
+        raise RuntimeError(
+            f"{rows.name}: {name}() of its weight would need all {rows.shape[0]:,} rows, of which a"
+            " step holds few; use emb(ids), which is differentiable, for the rows of a batch, and"
+            ' torch.no_grad() or emb.table["weight"] to read or write the whole table in host'
+            " memory"
+        )
+    in_place = name in _OPERATORS or (name.endswith("_") and not name.startswith("__"))
+    if weight is not None and in_place:
+        if not _changed(name, args, kwargs, rows):
+            func(*tree_map(_table_of, args), **tree_map(_table_of, kwargs))
+        return weight
+    return func(*tree_map(_table_of, args), **tree_map(_table_of, kwargs))
+
+
+def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str, caller: Any) -> Any:
+    """A property of a weight, or another value for it."""
+    weight = args[0]
+    rows = _rows_of(weight)
+    if attribute == "data":
+        if access == "__get__":
+            return _whole(weight)
+        if not _stands_for(args[1], rows):  # weight.data *= 2 assigns what it has changed
+            rows.load(args[1])
+        return None
+    if access == "__get__":
+        if attribute == "shape":
+            return rows.shape
+        if attribute == "ndim":
+            return len(rows.shape)
+        if attribute == "nbytes":
+            return math.prod(rows.shape) * int(weight.element_size())
+        if attribute == "grad":
+            zeroes = caller in _ZERO_GRAD
+            rows.before_gradient(to_zero=zeroes)
+            with as_plain():
+                gradient = func(*args)
+                # A step of no row but the padding's has a gradient that norms cannot be taken of.
+                is_empty = gradient is not None and gradient.shape[0] == 0
+            return None if is_empty and not zeroes else gradient
+    with as_plain():
+        return func(*args)
+
+
+def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A weight whose rows get first values by a function of torch.nn.init."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    name = next(iter(given))
+    weight: Tensor = given.pop(name)
+    numbers = {key: value for key, value in given.items() if value is not None}
+    if "generator" in numbers:
+        func(_rows_of(weight).view(), **numbers)
+    else:
+        _rows_of(weight).draw(lambda tensor: func(tensor, **numbers), anew=True)
+    return weight
+
+
+def _extent(name: str, shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if name == "size":
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return shape if dim is None else shape[dim]
+    if name == "__len__":
+        return shape[0]
+    return len(shape) if name in ("dim", "ndimension") else math.prod(shape)
+
+
+def _weights_among(given: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(given) if isinstance(each, RowWeight | _Whole)]
+
+
+def _requires_grad(weight: Tensor) -> bool:
+    with as_plain():
+        return weight.requires_grad  # that of a _Whole is not
+
+
+def _whole(weight: Tensor) -> Tensor:
+    with as_plain():
+        whole = weight.detach().as_subclass(_Whole)
+    whole._rows = weight._rows  # type: ignore[attr-defined]
+    return whole
+
+
+def _stands_for(value: Any, rows: TableRows) -> bool:
+    return isinstance(value, RowWeight | _Whole) and _rows_of(value) is rows
+
+
+def _table_of(value: Any) -> Any:
+    return _rows_of(value).view() if isinstance(value, RowWeight | _Whole) else value
+
+
+def _looked_up(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Any:
+    """The ids, int or slice that a call looks up by row, or None."""
+    ids = None
+    if name == "__getitem__":
+        ids = args[1]
+    elif name == "embedding" and len(args) + len(kwargs) >= 2:
+        given = (
+            dict(zip(("input", "weight", "padding_idx", "max_norm"), args, strict=False)) | kwargs
+        )
+        plain = not (
+            given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse")
+        )
+        ids = given.get("input") if plain and given.get("padding_idx") in (None, -1) else None
+    elif name == "index_select":
+        given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+        ids = given.get("index") if given.get("dim") == 0 else None
+    if isinstance(ids, Tensor):
+        return ids if ids.dtype in (torch.int64, torch.int32) else None
+    if isinstance(ids, bool) or not isinstance(ids, int | slice):
+        return None
+    if isinstance(ids, int) and not -rows <= ids < rows:
+        raise IndexError(f"weight: row {ids} is out of range for a table of {rows} rows")
+    return ids
+
+
+def _by_ids(rows: TableRows, ids: Any, trains: bool) -> Tensor:
+    if isinstance(ids, int):
+        return _by_ids(rows, torch.tensor([ids % rows.shape[0]]), trains)[0]
+    if isinstance(ids, slice):
+        return _by_ids(rows, torch.arange(*ids.indices(rows.shape[0])), trains)
+    if ids.is_cpu and bool((ids < 0).any()):  # which count from the end
+        ids = torch.where(ids < 0, ids + rows.shape[0], ids)
+    return rows.lookup(ids) if trains else rows.read(ids)
+
+
+def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: TableRows) -> bool:
+    """Whether a method has changed all rows, or they will be when somebody needs them."""
+    numbers = {key: value for key, value in kwargs.items() if value is not None}
+    if name == "copy_" and isinstance(args[1], Tensor) and args[1].shape == rows.shape:
+        rows.load(args[1])
+        return True
+    leaves = (*args[1:], *numbers.values())
+    if name in _SUMS and isinstance(args[1], Tensor):
+        held = rows.held()
+        if args[1].shape == held.shape:  # a gradient: that of other rows is zero
+            getattr(held, name)(*args[1:], **kwargs)
+            return True
+    if any(isinstance(each, Tensor | torch.Generator) for each in leaves):
+        return False
+    if name in _OVERWRITE or (name in _CHANGE and not rows.is_drawn):
+        method, rest = getattr(torch.Tensor, name), args[1:]
+        rows.draw(lambda tensor: method(tensor, *rest, **numbers), anew=name in _OVERWRITE)
+        return True
+    return False
