@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class PlainTable:
         fields: the state of all rows, by its name.
         scalars: the state that does not go by rows.
         padding: id of a row that is never trained, or None.
+        max_norm: rows with a larger norm are shortened when they are looked up.
         held: rows of the step.
         gradient: of all rows, or None before a backward.
         over: whether the step was stepped, so that the next lookup begins another.
@@ -50,6 +51,7 @@ class PlainTable:
     fields: dict[str, Tensor]
     scalars: dict[str, Any]
     padding: int | None = None
+    max_norm: float | None = None
     held: set[int] = field(default_factory=set)
     gradient: Tensor | None = None
     over: bool = True
@@ -68,6 +70,12 @@ class PlainTable:
             self.held, self.gradient, self.over = set(), None, False
         self.held |= self._rows(ids) | self.announced
         self.announced = set()
+        return self.read(ids)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """The rows' values, outside of the step."""
+        if self.max_norm is not None:
+            torch.embedding_renorm_(self.weight, ids, self.max_norm, 2.0)
         return self.weight[ids]
 
     def add_gradient(self, ids: Tensor, gradient: Tensor) -> None:
@@ -75,6 +83,17 @@ class PlainTable:
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.weight)
         self.gradient.index_put_((ids,), gradient, accumulate=True)
+
+    def copy(self) -> PlainTable:
+        return replace(
+            self,
+            weight=self.weight.clone(),
+            fields={name: each.clone() for name, each in self.fields.items()},
+            scalars=copy.deepcopy(self.scalars),
+            held=set(self.held),
+            gradient=None if self.gradient is None else self.gradient.clone(),
+            announced=set(self.announced),
+        )
 
     def forget(self) -> None:
         """zero_grad when no lookup waits for its backward: the step holds nothing."""
@@ -111,7 +130,7 @@ class PlainTraining:
         return training
 
     def copy(self) -> PlainTraining:
-        return copy.deepcopy(self)
+        return PlainTraining(self.case, [table.copy() for table in self.tables])
 
     def forget_state(self, number: int) -> None:
         """The state is that before the first step."""
@@ -151,6 +170,10 @@ class PlainTraining:
                 table.scalars = {name: state[name] for name in table.scalars}
         for table in self.tables:
             table.over |= table.gradient is not None
+
+    def state(self) -> list[dict[str, Any]]:
+        """What the optimizer's state dict has of each table."""
+        return [{**table.fields, **table.scalars} for table in self.tables]
 
     def numbers(self) -> list[dict[str, Any]]:
         """For each table its rows, their state, and the counts beside them."""
