@@ -181,6 +181,8 @@ class Programs(RuleBasedStateMachine):
         self.loop: Iterator[Any] | None = None
         self.deferred: list[BaseException] = []
         self.armed: Lines | None = None
+        """Interrupts the next call but so many as `calls_until` says."""
+        self.calls_until = 0
         self.saved: tuple[Any, Any, PlainTraining] | None = None
 
     def teardown(self) -> None:
@@ -213,7 +215,10 @@ class Programs(RuleBasedStateMachine):
             plain: its effect.
             *more: what may have come of it instead, if it is interrupted, beside nothing.
         """
-        lines, self.armed = self.armed, None
+        lines = None
+        if self.calls_until == 0:
+            lines, self.armed = self.armed, None
+        self.calls_until -= 1
         if lines is None:
             result = ours()
         else:
@@ -356,30 +361,40 @@ class Programs(RuleBasedStateMachine):
     @rule(
         number=st.integers(0, 1),
         ids=st.integers(0, len(IDS) - 1),
+        more=st.sampled_from([None, None, *range(len(IDS))]),
         factor=st.integers(0, 3),
-        to_none=st.booleans(),
+        write=st.sampled_from(["", "", "gradients", "rows"]),
+        end=st.sampled_from(["", "step", "None", "zeros"]),
     )
-    def train(self, number: int, ids: int, factor: int, to_none: bool) -> None:
-        """A whole step of a usual loop, one of whose calls may be interrupted."""
-        if not self.look_up(self.table(number), self.ids(ids)):
+    def train(
+        self, number: int, ids: int, more: int | None, factor: int, write: str, end: str
+    ) -> None:
+        """A whole step of a usual loop, or a part of one.
+
+        Args:
+            number: of the table.
+            ids: looked up.
+            more: announced beside, and not looked up.
+            factor: of the gradient.
+            write: what is written to after the backward, without another value.
+            end: nothing, a step, or a step and a zero_grad.
+        """
+        if more is not None:
+            self.announce(number, ids, more)
+        number = self.table(number)
+        if not self.look_up(number, self.ids(ids)) or self.announced:
             return
-        if self.go_back(list(self.waiting), factor):
-            self.step()
-        self.clear_gradients(to_none=to_none)
-
-    @precondition(lambda self: self.fresh and self.kind.optimizer != "SparseAdam")
-    @rule()
-    def clip(self) -> None:
-        """Writes to gradients, and changes nothing."""
-        nn.utils.clip_grad_norm_(self.ours.model.parameters(), 1e9)
-
-    @precondition(lambda self: self.fresh and not self.announced)
-    @rule()
-    def write_to_held_rows(self) -> None:
-        """An in-place write that changes nothing, or is refused by name."""
-        for number in self.fresh:
-            with torch.no_grad(), suppress_refusal():
+        if not self.go_back(list(self.waiting), factor):
+            return
+        if write == "gradients" and self.kind.optimizer != "SparseAdam":
+            nn.utils.clip_grad_norm_(self.ours.model.parameters(), 1e9)
+        if write == "rows":
+            with torch.no_grad(), suppress(RuntimeError):  # or it is refused
                 self.ours.model[number].weight.mul_(1.0)
+        if end:
+            self.step()
+        if end in ("None", "zeros"):
+            self.clear_gradients(to_none=end == "None")
 
     # --------------------------------------------------------------------------------------------
     # Beside the steps
@@ -477,7 +492,7 @@ class Programs(RuleBasedStateMachine):
         def ours() -> None:
             self.ours.model.load_state_dict(model)
             if with_state:
-                self.ours.optimizer.load_state_dict(optimizer)
+                self.ours.optimizer.load_state_dict(copied(optimizer))
 
         def plain(world: PlainTraining) -> None:
             for table, saved in zip(world.tables, before.tables, strict=True):
@@ -510,7 +525,7 @@ class Programs(RuleBasedStateMachine):
             elif how == "init_":
                 module.init_(nn.init.constant_, 0.5)
             elif how == "scatter":
-                module.table.scatter(ids, values[ids])
+                module.table.scatter(ids, values[ids], "weight")
             else:
                 with tempfile.TemporaryDirectory() as folder:
                     module.table.save(f"{folder}/rows.safetensors")
@@ -605,8 +620,9 @@ class Programs(RuleBasedStateMachine):
             self.call(close)
 
     @precondition(lambda self: self.armed is None)
-    @rule(line=st.integers(1, 200), memory=st.booleans())
-    def interrupt_the_next_call(self, line: int, memory: bool) -> None:
+    @rule(line=st.integers(1, 200), calls=st.integers(0, 3), memory=st.booleans())
+    def interrupt_a_call_to_come(self, line: int, calls: int, memory: bool) -> None:
+        self.calls_until = calls
         self.armed = Lines(PACKAGE, line, out_of_memory if memory else KeyboardInterrupt)
 
 
@@ -627,10 +643,6 @@ def copied(state: Any) -> Any:
 
 def all_of(table: PlainTable) -> dict[str, Tensor]:
     return {"weight": table.weight, **table.fields}
-
-
-def suppress_refusal() -> suppress:
-    return suppress(RuntimeError)
 
 
 PROFILE = settings(
