@@ -1,0 +1,199 @@
+"""Errors raised at any line of chosen source files, and real Ctrl-C at random moments.
+
+`Lines` counts what a call executes of these files, line by line, and raises an error at one of
+them, as Ctrl-C or a failed allocation there would. A caller goes through all lines of a call:
+
+    for number in count(1):
+        with Lines(PACKAGE, at=number, error=KeyboardInterrupt) as lines:
+            call()
+        if lines.raised is None:
+            break  # it has no more lines
+
+A function's return counts as a line of its own: an interrupt there comes when all that the function
+does is done, and its result is lost. Lines that autograd executes in a backward are among them: it
+runs in the calling thread meanwhile, whichever device the gradients are on.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+import speedtorch
+
+Line = tuple[str, int, str]
+"""A file's name, the line's number, and whether it is a line or a return."""
+
+_FOLDER = os.path.dirname(os.path.abspath(speedtorch.__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+def source_files(*patterns: str) -> frozenset[str]:
+    """Python files of the package by glob patterns relative to its folder; `**` for all below."""
+    found = (
+        path
+        for pattern in patterns
+        for path in glob.glob(os.path.join(_FOLDER, pattern), recursive=True)
+    )
+    files = frozenset(found)
+    assert files, f"no source file matches {patterns}"
+    return files
+
+
+PACKAGE = source_files("**/*.py")
+OPTIMIZERS = frozenset(glob.glob(os.path.join(_TORCH, "optim", "*.py")))
+"""torch's own optimizers."""
+
+# What calls the hooks of an optimizer's step has as many lines as there are hooks.
+AROUND_STEP = frozenset({"wrapper", "profile_hook_step", "<genexpr>"})
+
+
+class Lines:
+    """Counts the lines that are executed of some files, and raises an error at one of them.
+
+    It catches its own error, and nothing else; what it raised is in `raised`, and whether that came
+    out of the call in `came_out`: code that must not fail (a finaliser) swallows it, and code that
+    is allowed to wait raises it later.
+
+    Args:
+        files: which files count.
+        at: at which line, from 1 on; None: at none.
+        error: makes the error.
+        skip: names of functions whose lines do not count.
+    """
+
+    def __init__(
+        self,
+        files: Iterable[str],
+        at: int | None = None,
+        error: Callable[[], BaseException] = KeyboardInterrupt,
+        *,
+        skip: Iterable[str] = (),
+    ) -> None:
+        self._files = frozenset(files)
+        self._skip = frozenset(skip)
+        self._at = at
+        self._error = error
+        self.count = 0
+        self.raised: BaseException | None = None
+        self.came_out = False
+        self.where: Line | None = None
+        """Where it was raised."""
+        self.seen: list[Line] | None = [] if at is None else None
+        """All lines, where none is to fail."""
+
+    def __enter__(self) -> Lines:
+        # A device's own thread for backwards is none that Python can trace.
+        self._grad = torch.is_grad_enabled()
+        self._one_thread = torch.autograd.set_multithreading_enabled(False)
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        sys.settrace(self._before)
+        self._one_thread.__exit__(None, None, None)
+        torch.set_grad_enabled(self._grad)  # torch may not have come to that
+        self.came_out = self.raised is not None and error is self.raised
+        if self.came_out:
+            assert error is not None
+            error.__traceback__ = None  # or it would keep everything that the call had
+            error.__context__ = None
+        return self.came_out
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if code.co_filename not in self._files or code.co_name in self._skip:
+            return None
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "exception":
+            return self._line
+        self.count += 1
+        if self.seen is not None:
+            self.seen.append((frame.f_code.co_filename, frame.f_lineno, event))
+        elif self.count == self._at:
+            sys.settrace(None)
+            self.where = (frame.f_code.co_filename, frame.f_lineno, event)
+            self.raised = self._error()
+            raise self.raised
+        return self._line
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("pretended")
+
+
+def in_step_of_torch(
+    at: int | None = None, error: Callable[[], BaseException] = KeyboardInterrupt
+) -> Lines:
+    """Lines of torch's optimizers, without those that call the hooks of their steps."""
+    return Lines(OPTIMIZERS, at, error, skip=AROUND_STEP)
+
+
+def first_of_each(seen: list[Any]) -> list[int]:
+    """Numbers, from 1 on, of the first time that each of the things was seen."""
+    first: dict[Any, int] = {}
+    for number, each in enumerate(seen, 1):
+        first.setdefault(each, number)
+    return list(first.values())
+
+
+class CtrlC:
+    """Real SIGINTs, each at a random moment of a piece of work.
+
+    Args:
+        seed: of the moments.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._armed = False
+
+    def during(self, work: Callable[[], object], seconds: float) -> KeyboardInterrupt | None:
+        """Does the work, which takes so long, and sends one SIGINT meanwhile.
+
+        Returns:
+            What the work was left with, or None if it was through before.
+        """
+        sender = threading.Timer(
+            self._random.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGINT)
+        )
+        grad = torch.is_grad_enabled()
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        sender.start()
+        try:
+            # Set and read by this thread alone, so that none comes after the work.
+            self._armed = True
+            work()
+            self._armed = False
+        except KeyboardInterrupt as error:
+            return error
+        finally:
+            self._armed = False
+            sender.join()
+            time.sleep(0)  # a signal that is on its way is handled before the handler goes
+            signal.signal(signal.SIGINT, before)
+            torch.set_grad_enabled(grad)
+        return None
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._armed:
+            self._armed = False
+            raise KeyboardInterrupt

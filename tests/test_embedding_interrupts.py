@@ -1,0 +1,754 @@
+"""An exception anywhere in training leaves every row before or after a call, and training goes on.
+
+A loop is a list of calls. One of them is interrupted, at each line of the package that it executes:
+all tables and their state must then be those before the call or those after it, and the rest of the
+training must give the numbers that plain training from there gives.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from interrupts import (
+    AROUND_STEP,
+    PACKAGE,
+    CtrlC,
+    Lines,
+    first_of_each,
+    in_step_of_torch,
+    out_of_memory,
+)
+from interrupts import OPTIMIZERS as OPTIMIZER_FILES
+from optimizer_cases import CASES
+from plain_training import (
+    PlainTraining,
+    assert_same_numbers,
+    differences,
+    make_optimizer,
+)
+from torch import Tensor, nn
+
+import speedtorch
+
+ROWS, WIDTH = 10, 2
+ROUND = [[1, 2], [3, 4], [1, 5, 5], [6, 2, 7]]
+"""Ids of the batches: a row comes back after one batch without it; counts that are equal or not."""
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"  # what may not fail swallows an interrupt
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+ERRORS = [out_of_memory, KeyboardInterrupt]
+
+
+class Ours:
+    """Embeddings with an attached optimizer, and what a loop leaves lying about."""
+
+    def __init__(self, optimizer: str, tables: int, device: str) -> None:
+        self.case = CASES[optimizer]
+        self.device = device
+        self.first = [first_rows(number) for number in range(tables)]
+        self.model = nn.ModuleList(
+            speedtorch.Embedding(ROWS, WIDTH, _weight=rows, device=device) for rows in self.first
+        )
+        self.optimizer = make_optimizer(self.case, self.model.parameters())
+        speedtorch.attach(self.optimizer, self.model)
+        self._fresh = self.optimizer.state_dict()
+        self.waiting: list[Tensor] = []
+        self.loop: Iterator[Any] = iter(())
+        self.batch: Any = None
+        self.at = 0
+
+    def begin_anew(self) -> None:
+        """As if it had just been made."""
+        self.drop()
+        self.optimizer.zero_grad()
+        for module, rows in zip(self.model, self.first, strict=True):
+            module.load_state_dict({"weight": rows})
+        self.optimizer.load_state_dict(self._fresh)
+
+    def drop(self) -> None:
+        """What an exception does that leaves a loop: its variables are gone."""
+        self.waiting.clear()
+        close = getattr(self.loop, "close", None)
+        self.loop = iter(())
+        if close is not None:
+            close()
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """Rows, state and counts of every table."""
+        states = self.optimizer.state_dict()["state"]
+        result = []
+        for number, module in enumerate(self.model):
+            module.flush()
+            rows = module.state_dict()["weight"]
+            entries = states.get(number)
+            if entries is None:
+                entries = {n: torch.full_like(rows, v) for n, v in self.case.rows.items()}
+                entries |= {name: make() for name, make in self.case.scalars.items()}
+            result.append({"weight": rows.clone(), **entries})
+        return result
+
+
+def first_rows(table: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(table))
+
+
+def factors(ids: Tensor, number: int) -> Tensor:
+    """The gradient of a lookup's result."""
+    random = torch.Generator().manual_seed(number + 10 * ids.numel())
+    return torch.randint(-3, 4, (*ids.shape, WIDTH), generator=random).float().to(ids.device)
+
+
+# ------------------------------------------------------------------------------------------------
+# Calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a loop.
+
+    Attributes:
+        kind: its name.
+        batch: of which batch, counted from the round's first.
+        ours: does it.
+        plain: does the same to the reference.
+    """
+
+    kind: str
+    batch: int
+    ours: Callable[[Ours], object]
+    plain: Callable[[PlainTraining], object]
+
+
+def nothing(_: object) -> None:
+    pass
+
+
+def zero_grad(batch: int) -> Call:
+    return Call(
+        "zero_grad", batch, lambda o: o.optimizer.zero_grad(), lambda plain: plain.zero_grad()
+    )
+
+
+def zero_grad_of_new_lookups(batch: int) -> Call:
+    """As torch's tutorials have it: after the lookups, whose step goes on."""
+    return Call("zero_grad", batch, lambda o: o.optimizer.zero_grad(), nothing)
+
+
+def step(batch: int) -> Call:
+    return Call("step", batch, lambda o: o.optimizer.step(), lambda plain: plain.step())
+
+
+def flush(batch: int) -> Call:
+    return Call("flush", batch, lambda o: [each.flush() for each in o.model], nothing)
+
+
+def state_dict(batch: int) -> Call:
+    def save(ours: Ours) -> None:
+        ours.model.state_dict()
+        ours.optimizer.state_dict()
+
+    return Call("state_dict", batch, save, nothing)
+
+
+def announce(batch: int, table: int, *parts: Tensor) -> Call:
+    return Call(
+        "announce",
+        batch,
+        lambda o: o.model[table].announce(*parts),
+        lambda plain: plain.tables[table].announce(*parts),
+    )
+
+
+def look_up(batch: int, table: int, ids: Tensor, number: int = 0) -> Call:
+    def ours(o: Ours) -> None:
+        o.waiting.append((o.model[table](ids) * factors(ids, number)).sum())
+
+    return Call("lookup", batch, ours, lambda plain: plain.tables[table].look_up(ids))
+
+
+def backward(batch: int, *looked_up: tuple[int, Tensor, int]) -> Call:
+    def ours(o: Ours) -> None:
+        waiting, o.waiting = o.waiting, []
+        torch.stack(waiting).sum().backward()
+
+    def plain(training: PlainTraining) -> None:
+        for table, ids, number in looked_up:
+            training.tables[table].add_gradient(ids, factors(ids, number))
+
+    return Call("backward", batch, ours, plain)
+
+
+def begin_loop(batch: int, batches: list[Any], ids: Callable[[Ours], Any]) -> Call:
+    def ours(o: Ours) -> None:
+        o.loop = iter(speedtorch.prefetch(batches, o.model, ids=ids(o)))
+
+    return Call("prefetch", batch, ours, nothing)
+
+
+def take(batch: int) -> Call:
+    def ours(o: Ours) -> None:
+        o.batch = next(o.loop)
+
+    return Call("next", batch, ours, nothing)
+
+
+def end_loop(batch: int) -> Call:
+    def ours(o: Ours) -> None:
+        assert next(o.loop, None) is None
+
+    return Call("next", batch, ours, nothing)
+
+
+# ------------------------------------------------------------------------------------------------
+# Loops: the calls for the batches from one on, to the end of the round
+
+
+@cache
+def ids_of(batch: int, shift: int, device: str) -> Tensor:
+    """The same tensor whenever it is asked for, as of a loader that keeps its batches."""
+    return (torch.tensor(ROUND[batch], device=device) + shift) % ROWS
+
+
+def plain_loop(begin: int, device: str) -> Iterator[Call]:
+    for batch in range(begin, len(ROUND)):
+        ids = ids_of(batch, 0, device)
+        yield look_up(batch, 0, ids)
+        if batch % 2:
+            yield zero_grad_of_new_lookups(batch)
+        yield backward(batch, (0, ids, 0))
+        yield step(batch)
+        if batch == 1:
+            yield flush(batch)
+        if batch == 2:
+            yield state_dict(batch)
+        if batch % 2 == 0:
+            yield zero_grad(batch)
+
+
+def prefetch_loop(begin: int, device: str) -> Iterator[Call]:
+    batches = [ids_of(batch, 0, device) for batch in range(begin, len(ROUND))]
+    yield begin_loop(begin, batches, lambda o: lambda ids: ids)
+    for batch in range(begin, len(ROUND)):
+        ids = ids_of(batch, 0, device)
+        yield take(batch)
+        yield look_up(batch, 0, ids)
+        yield backward(batch, (0, ids, 0))
+        yield step(batch)
+        if batch == 2:
+            yield flush(batch)
+        yield zero_grad(batch)
+    yield end_loop(len(ROUND) - 1)
+
+
+def several_lookups(begin: int, device: str) -> Iterator[Call]:
+    for batch in range(begin, len(ROUND)):
+        parts = [ids_of(batch, shift, device) for shift in (0, 3, 0)]
+        yield zero_grad(batch)
+        if batch % 2:
+            yield announce(batch, 0, *parts[:2])
+        for number, ids in enumerate(parts):
+            yield look_up(batch, 0, ids, number)
+            if batch == 2 and number == 1:
+                yield flush(batch)
+        if batch == 0:
+            yield backward(batch, *((0, ids, number) for number, ids in enumerate(parts)))
+            yield look_up(batch, 0, ids_of(1, 0, device), 7)
+            yield backward(batch, (0, ids_of(1, 0, device), 7))
+        else:
+            yield backward(batch, *((0, ids, number) for number, ids in enumerate(parts)))
+        yield step(batch)
+
+
+def several_tables(begin: int, device: str) -> Iterator[Call]:
+    for batch in range(begin, len(ROUND)):
+        parts = [ids_of(batch, shift, device) for shift in (0, 5)]
+        yield zero_grad(batch)
+        if batch % 2:
+            for table in (0, 1):
+                yield announce(batch, table, parts[table])
+        for table in (0, 1):
+            yield look_up(batch, table, parts[table])
+        yield backward(batch, *((table, parts[table], 0) for table in (0, 1)))
+        yield step(batch)
+        if batch == 1:
+            yield state_dict(batch)
+
+
+def several_tables_prefetched(begin: int, device: str) -> Iterator[Call]:
+    batches = [
+        [ids_of(batch, shift, device) for shift in (0, 5)] for batch in range(begin, len(ROUND))
+    ]
+    yield begin_loop(begin, batches, lambda o: lambda parts: dict(zip(o.model, parts, strict=True)))
+    for batch in range(begin, len(ROUND)):
+        parts = batches[batch - begin]
+        yield take(batch)
+        for table in (0, 1):
+            yield look_up(batch, table, parts[table])
+        yield backward(batch, *((table, parts[table], 0) for table in (0, 1)))
+        yield step(batch)
+        yield zero_grad(batch)
+    yield end_loop(len(ROUND) - 1)
+
+
+Loop = Callable[[int, str], Iterator[Call]]
+LOOPS: list[Loop] = [
+    plain_loop,
+    prefetch_loop,
+    several_lookups,
+    several_tables,
+    several_tables_prefetched,
+]
+OPTIMIZERS = ["SGD-momentum", "Adam"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Interrupted training
+
+
+class Interrupted:
+    """Runs a loop, again and again, interrupts it somewhere, and goes on from there."""
+
+    def __init__(self, loop: Loop, optimizer: str, device: str) -> None:
+        self.loop, self.optimizer, self.device = loop, optimizer, device
+        self.tables = 2 if loop in (several_tables, several_tables_prefetched) else 1
+        self.calls = list(loop(0, device))
+        weights = [first_rows(number).to(device) for number in range(self.tables)]
+        plain = PlainTraining.begin(CASES[optimizer], weights)
+        self.plain = [plain]
+        """The reference before each call, and after the last one."""
+        for call in self.calls:
+            plain = plain.copy()
+            call.plain(plain)
+            self.plain.append(plain)
+        self._ours: Ours | None = None
+        self._ends: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+    def ours(self) -> Ours:
+        """One whose training begins; made anew after a failure."""
+        ours = self._ours
+        if ours is None:
+            ours = Ours(self.optimizer, self.tables, self.device)
+        self._ours = None
+        ours.begin_anew()
+        return ours
+
+    def run(self, ours: Ours) -> None:
+        for ours.at, call in enumerate(self.calls):
+            call.ours(ours)
+
+    def rest(self, batch: int) -> list[Call]:
+        """What follows on an interrupt in a batch: that batch is left out."""
+        return [zero_grad(batch), *self.loop(batch + 1, self.device), *self.calls]
+
+    def end(self, state: int, batch: int) -> list[dict[str, Any]]:
+        """The numbers at the end, going on after a batch from the reference of before a call."""
+        if (state, batch) not in self._ends:
+            self._ends[state, batch] = self.go_on(self.plain[state].copy(), batch)
+        return self._ends[state, batch]
+
+    def go_on(self, plain: PlainTraining, batch: int) -> list[dict[str, Any]]:
+        plain.zero_grad()
+        for call in self.rest(batch):
+            call.plain(plain)
+        return plain.numbers()
+
+    def check(self, ours: Ours, *, at_once: bool) -> None:
+        """All is before or after the call that was interrupted, and goes on from there.
+
+        Args:
+            ours: was interrupted in `ours.at`.
+            at_once: look at the tables before the training goes on.
+        """
+        ours.drop()
+        batch = self.calls[ours.at].batch
+        states = [ours.at, ours.at + 1]
+        if at_once:
+            found = ours.numbers()
+            wrong = [differences(found, self.plain[state].numbers()) for state in states]
+            states = [state for state, each in zip(states, wrong, strict=True) if not each]
+            if not states:
+                raise AssertionError(f"before the call, {wrong[0]}; after it, {wrong[1]}")
+        for call in self.rest(batch):
+            call.ours(ours)
+        found = ours.numbers()
+        wrong = [differences(found, self.end(state, batch)) for state in states]
+        if all(wrong):
+            raise AssertionError(f"the training went on with other numbers: {wrong[0]}")
+        self._ours = ours
+
+    def describe(self, lines: Lines, ours: Ours) -> str:
+        file, number, event = lines.where or ("nowhere", 0, "")
+        call = self.calls[ours.at]
+        return (
+            f"{self.loop.__name__}, {self.optimizer}: {call.kind} of batch {call.batch}"
+            f" interrupted at {os.path.basename(file)}:{number} ({event})"
+        )
+
+    def interrupt(self, lines: Lines, *, at_once: bool) -> str | None:
+        """Interrupts one run there; returns what was wrong afterwards."""
+        ours = self.ours()
+        with lines:
+            self.run(ours)
+        try:
+            if lines.came_out:
+                self.check(ours, at_once=at_once)
+            else:  # what must not fail has swallowed it
+                assert_same_numbers(ours.numbers(), self.plain[-1].numbers())
+                self._ours = ours
+        except Exception as error:
+            gc.collect()  # a loop that is dropped with the error's traceback ends now
+            return f"{self.describe(lines, ours)}: {type(error).__name__}: {error}"
+        return None
+
+    def seen(self) -> list[tuple[str, Any]]:
+        """Each line that a run executes, with the call that it belongs to."""
+        ours = self.ours()
+        kinds: list[tuple[str, Any]] = []
+        with Lines(PACKAGE) as lines:
+            for ours.at, call in enumerate(self.calls):
+                call.ours(ours)
+                assert lines.seen is not None
+                kinds += [(call.kind, line) for line in lines.seen[len(kinds) :]]
+        assert_same_numbers(ours.numbers(), self.plain[-1].numbers())
+        self._ours = ours
+        return kinds
+
+
+def report(wrong: list[str | None]) -> None:
+    found = [each for each in wrong if each is not None]
+    assert not found, f"{len(found)} of {len(wrong)} interrupts:\n" + "\n".join(found[:12])
+
+
+GRID = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.parametrize("optimizer", OPTIMIZERS),
+    pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__),
+]
+
+
+def over_the_grid(test: Any) -> Any:
+    for mark in GRID:
+        test = mark(test)
+    return test
+
+
+@over_the_grid
+def test_the_loops_give_the_numbers_of_plain_training(
+    loop: Loop, optimizer: str, device: str
+) -> None:
+    work = Interrupted(loop, optimizer, device)
+    ours = work.ours()
+    for _ in range(2):
+        work.run(ours)
+        assert_same_numbers(ours.numbers(), work.plain[-1].numbers())
+        ours.begin_anew()
+
+
+@over_the_grid
+def test_an_error_at_a_line_of_ours_leaves_all_before_or_after_the_call(
+    loop: Loop, optimizer: str, device: str
+) -> None:
+    work = Interrupted(loop, optimizer, device)
+    work.seen()  # what is imported or measured at first use is there
+    # A share of the lines, by the first time that a kind of call comes there, and of all times;
+    # the loops have most lines in common, and take other shares.
+    seen = work.seen()
+    share = LOOPS.index(loop) * len(OPTIMIZERS) + OPTIMIZERS.index(optimizer)
+    numbers = sorted({*first_of_each(seen)[share::10], *range(1 + share, len(seen), 101)})
+    report(
+        [
+            work.interrupt(Lines(PACKAGE, n, ERRORS[i % 2]), at_once=i % 3 != 0)
+            for i, n in enumerate(numbers)
+        ]
+    )
+
+
+@pytest.mark.soak
+@over_the_grid
+def test_an_error_at_every_line_of_ours_leaves_all_before_or_after_the_call(
+    loop: Loop, optimizer: str, device: str
+) -> None:
+    work = Interrupted(loop, optimizer, device)
+    work.seen()
+    report(
+        [
+            work.interrupt(Lines(PACKAGE, number, error), at_once=at_once)
+            for number in range(1, len(work.seen()) + 1)
+            for error in ERRORS
+            for at_once in (False, True)
+        ]
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# torch's own step
+
+
+def interrupt_step_of_torch(
+    work: Interrupted, at: int, line: int | None, *, at_once: bool
+) -> str | None:
+    """Interrupts both optimizers at a line of theirs; returns what is different afterwards."""
+    ours, plain, batch = work.ours(), work.plain[at].copy(), work.calls[at].batch
+    for call in work.calls[:at]:
+        call.ours(ours)
+    here, there = in_step_of_torch(line), in_step_of_torch(line)
+    with here:
+        work.calls[at].ours(ours)
+    plain.step(during=there)
+    assert here.where == there.where and here.count == there.count
+    ours.drop()
+    wrong = differences(ours.numbers(), plain.numbers()) if at_once else ""
+    if not wrong:
+        for call in work.rest(batch):
+            call.ours(ours)
+        wrong = differences(ours.numbers(), work.go_on(plain, batch))
+        wrong = wrong and f"the training went on with other numbers: {wrong}"
+    if wrong:
+        file, number, event = here.where or ("nowhere", 0, "")
+        return f"batch {batch}, {os.path.basename(file)}:{number} ({event}): {wrong}"
+    work._ours = ours
+    return None
+
+
+def interrupt_steps_of_torch(
+    work: Interrupted, chosen: Callable[[list[Any]], list[int]]
+) -> list[str | None]:
+    steps = [at for at, call in enumerate(work.calls) if call.kind == "step"]
+    wrong = []
+    for at in (steps[0], steps[2]):
+        with in_step_of_torch() as lines:
+            work.plain[at].copy().step()
+        assert lines.seen is not None
+        wrong += [
+            interrupt_step_of_torch(work, at, line, at_once=number % 4 != 0)
+            for number, line in enumerate(chosen(lines.seen))
+        ]
+    return wrong
+
+
+LOOPS_OF_STEPS = pytest.mark.parametrize(
+    "loop", [plain_loop, prefetch_loop, several_tables], ids=lambda loop: loop.__name__
+)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@LOOPS_OF_STEPS
+def test_an_interrupt_within_torchs_step_leaves_what_it_leaves_of_plain_rows(
+    loop: Loop, optimizer: str, device: str
+) -> None:
+    share = LOOPS.index(loop) % 3
+    work = Interrupted(loop, optimizer, device)
+    report(interrupt_steps_of_torch(work, lambda seen: first_of_each(seen)[share::3]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@LOOPS_OF_STEPS
+def test_an_interrupt_at_every_line_of_torchs_step_leaves_what_it_leaves_of_plain_rows(
+    loop: Loop, optimizer: str, device: str
+) -> None:
+    work = Interrupted(loop, optimizer, device)
+    report(interrupt_steps_of_torch(work, lambda seen: list(range(1, len(seen) + 1))))
+
+
+# ------------------------------------------------------------------------------------------------
+# Real interrupts
+
+
+def is_within_torchs_step(error: BaseException) -> bool:
+    """Whether an optimizer was interrupted that is none of our hooks."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    stepping = [
+        number
+        for number, code in enumerate(frames)
+        if code.co_filename in OPTIMIZER_FILES and code.co_name not in AROUND_STEP
+    ]
+    hooks = [number for number, code in enumerate(frames) if code.co_filename in PACKAGE]
+    return bool(stepping) and not any(number > stepping[0] for number in hooks)
+
+
+def check_half_done(work: Interrupted, ours: Ours) -> None:
+    """torch's step was left half done: other rows are those of before, and training goes on."""
+    ours.drop()
+    before = work.plain[ours.at]
+    found = ours.numbers()
+    for table, plain in zip(found, before.tables, strict=True):
+        free = torch.tensor([row for row in range(ROWS) if row not in plain.held])
+        assert torch.equal(table["weight"].cpu()[free], plain.weight.cpu()[free])
+        for name, field in plain.fields.items():
+            assert torch.equal(table[name].cpu()[free], field.cpu()[free])
+    ours.begin_anew()
+    work.run(ours)
+    assert_same_numbers(ours.numbers(), work.plain[-1].numbers())
+
+
+def press_ctrl_c(work: Interrupted, times: int, seed: int) -> int:
+    """Trains that often, with a Ctrl-C each time; returns how many came in time."""
+    work.run(work.ours())
+    ours = work.ours()
+    begin = time.perf_counter()
+    work.run(ours)
+    seconds = time.perf_counter() - begin
+    work._ours = ours
+    keys, came = CtrlC(seed), 0
+    wrong: list[str | None] = []
+    for number in range(times):
+        ours = work.ours()
+        error = keys.during(lambda ours=ours: work.run(ours), seconds)
+        came += error is not None
+        where = "".join(traceback.format_tb(error.__traceback__)[-2:-1]) if error else "nowhere"
+        half_done = (
+            error is not None
+            and work.calls[ours.at].kind == "step"
+            and is_within_torchs_step(error)
+        )
+        error = None  # with its traceback the loop goes
+        wrong.append(None)
+        try:
+            if half_done:
+                check_half_done(work, ours)
+                work._ours = ours
+            elif where == "nowhere":
+                assert_same_numbers(ours.numbers(), work.plain[-1].numbers())
+                work._ours = ours
+            else:
+                work.check(ours, at_once=number % 2 == 0)
+        except Exception as failed:
+            gc.collect()
+            wrong[-1] = f"{work.calls[ours.at].kind}: {failed}\n{where}"
+    report(wrong)
+    return came
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_ctrl_c_leaves_all_before_or_after_a_call(loop: Loop, device: str) -> None:
+    assert press_ctrl_c(Interrupted(loop, "Adam", device), 40, seed=1) > 5
+
+
+@pytest.mark.soak
+@over_the_grid
+def test_300_times_ctrl_c_leave_all_before_or_after_a_call(
+    loop: Loop, optimizer: str, device: str
+) -> None:
+    press_ctrl_c(Interrupted(loop, optimizer, device), 300, seed=2)
+
+
+# ------------------------------------------------------------------------------------------------
+# Programs
+
+
+class FailingSwap:
+    """optimizer_state_swap, wherever the package calls it, that fails once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *, after: bool) -> None:
+        self.left, self.after, self.failed = number, after, False
+        self.real = speedtorch.optimizer_state_swap
+        for name, module in list(sys.modules.items()):
+            if name.split(".")[0] == "speedtorch" and hasattr(module, "optimizer_state_swap"):
+                monkeypatch.setattr(module, "optimizer_state_swap", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.left -= 1
+        if self.left == 0 and not self.after:
+            self.failed = True
+            raise torch.OutOfMemoryError("pretended")
+        self.real(*args, **kwargs)
+        if self.left == 0:
+            self.failed = True
+            raise torch.OutOfMemoryError("pretended")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prefetched_loop_that_runs_out_of_memory_loses_no_step(
+    device: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [torch.tensor(ids, device=device) for ids in ([1, 2], [3, 4], [1, 5], [6, 7])]
+    for number in itertools.count(1):
+        embedding = speedtorch.Embedding(10, 1, _weight=torch.zeros(10, 1), device=device)
+        sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
+        expected = torch.zeros(10, 1)
+        with monkeypatch.context() as patch:
+            swap = FailingSwap(patch, number, after=after)
+            loop = speedtorch.prefetch(batches, embedding, ids=lambda ids: ids)
+            try:
+                for ids in loop:
+                    embedding(ids).sum().backward()
+                    sgd.step()
+                    expected[ids.cpu()] -= 1
+                    sgd.zero_grad()
+            except torch.OutOfMemoryError:
+                pass
+        embedding.flush()
+        assert torch.equal(embedding.table["weight"].cpu(), expected), f"swap {number} failed"
+        if not swap.failed:
+            break
+    assert number > 2
+
+
+@pytest.mark.parametrize("following", [[3, 4], [3, 4, 5]], ids=["as-many", "more"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_ctrl_c_in_the_lookup_after_a_step_loses_no_row(device: str, following: list[int]) -> None:
+    embedding = speedtorch.Embedding(10, 1, _weight=torch.zeros(10, 1), device=device)
+    sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    first, second = torch.tensor([1, 2], device=device), torch.tensor(following, device=device)
+    wrong = []
+    for number in itertools.count(1):
+        embedding.load_state_dict({"weight": torch.zeros(10, 1)})
+        embedding(first).sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+        with Lines(PACKAGE, number) as lines:
+            embedding(second)
+        if lines.raised is None:
+            break
+        try:
+            embedding.flush()
+            rows = embedding.state_dict()["weight"].flatten().tolist()
+            assert rows == [0, -1, -1, *[0] * 7]
+        except Exception as error:
+            wrong.append(f"{lines.where}: {error}".splitlines()[0])
+            embedding = speedtorch.Embedding(10, 1, _weight=torch.zeros(10, 1), device=device)
+            sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    report(wrong)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefetch_changes_nothing_where_a_batch_is_trained_in_two_steps(device: str) -> None:
+    bias = torch.tensor([0], device=device)
+    batches = [torch.tensor(ids, device=device) for ids in ([1, 2], [7, 8], [1, 9])]
+
+    def train(*, ahead: bool) -> Tensor:
+        rows = torch.arange(40.0).view(20, 2)
+        embedding = speedtorch.Embedding.from_pretrained(rows, freeze=False, device=device)
+        sgd = torch.optim.SGD(embedding.parameters(), lr=0.1, weight_decay=0.5)
+        loop: Any = batches
+        if ahead:
+            loop = speedtorch.prefetch(batches, embedding, ids=lambda ids: [ids, bias])
+        for ids in loop:
+            sgd.zero_grad()
+            (embedding(ids).sum() + embedding(bias).sum()).backward()
+            sgd.step()
+            sgd.zero_grad()
+            embedding(bias).square().sum().backward()
+            sgd.step()
+        return embedding.state_dict()["weight"].clone()
+
+    different = (train(ahead=True) != train(ahead=False)).any(1)
+    assert different.nonzero().flatten().tolist() == []

@@ -1,0 +1,663 @@
+"""Random programs of everything that an Embedding can do, against plain training.
+
+SPEEDTORCH_PROGRAMS is how many programs are run; by default 3,000, always the same ones. A call may
+be interrupted at any line of the package: then it was done, or was not, for all tables, and every
+number that is seen later must be that of one of the two.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from interrupts import PACKAGE, Lines, out_of_memory
+from optimizer_cases import CASES
+from plain_training import PlainTable, PlainTraining, differences, make_optimizer
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import speedtorch
+
+ROWS, WIDTH = 6, 2
+PROGRAMS = int(os.environ.get("SPEEDTORCH_PROGRAMS", "3000"))
+IDS = [
+    torch.tensor(ids)
+    for ids in (
+        [1],
+        [1, 2],
+        [3, 4],
+        [1, 5],
+        [5, 5, 1],
+        [2, 3, 4],
+        [0, 4],
+        [1, 2, 3, 4, 5],
+        [[2, 0], [2, 3]],
+        [5],
+    )
+]
+"""No id of these is the padding's alone, 0."""
+ALL = torch.arange(ROWS)
+PROGRAMS_OF_EACH = 40
+"""How many programs one set of modules runs, as attaching takes longer than a program does."""
+
+
+# ------------------------------------------------------------------------------------------------
+# What a program begins with
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Modules and their optimizer.
+
+    Attributes:
+        optimizer: its name in CASES.
+        attached: whether it keeps something of the rows.
+        modules: arguments of each Embedding; with "bag" it is an EmbeddingBag that adds up.
+    """
+
+    optimizer: str
+    attached: bool
+    modules: tuple[dict[str, Any], ...]
+
+
+KINDS = [
+    Kind("SGD", False, ({},)),
+    Kind("SGD-momentum", True, ({}, {"padding_idx": 0})),
+    Kind("Adam", True, ({}, {"bag": True})),
+    Kind("SGD-momentum", True, ({"max_norm": 1.0}, {"bag": True, "padding_idx": 0})),
+    Kind("SparseAdam", True, ({"sparse": True},)),
+    Kind("Adagrad", True, ({"max_norm": 1.0, "padding_idx": 0},)),
+]
+
+
+class Ours:
+    """Embeddings and their optimizer, which the next program may use again."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.case = kind, CASES[kind.optimizer]
+        self.first = [first_rows(number) for number in range(len(kind.modules))]
+        made: list[nn.Module] = []
+        for arguments, rows in zip(kind.modules, self.first, strict=True):
+            arguments = {"_weight": rows, "memory": "plain", **arguments}
+            if arguments.pop("bag", False):
+                made.append(speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum", **arguments))
+            else:
+                made.append(speedtorch.Embedding(ROWS, WIDTH, **arguments))
+        self.model = nn.ModuleList(made)
+        self.optimizer = make_optimizer(self.case, self.model.parameters())
+        if kind.attached:
+            speedtorch.attach(self.optimizer, self.model)
+        self.programs = 0
+
+    def begin_anew(self) -> PlainTraining:
+        """As if it had just been made; the reference of it."""
+        self.model.train()
+        for module in self.model:
+            module(torch.tensor([[1]]))  # uses up what was announced
+        self.optimizer.zero_grad()
+        for module, rows in zip(self.model, self.first, strict=True):
+            module.load_state_dict({"weight": rows})
+        plain = PlainTraining.begin(self.case, self.first)
+        if self.programs > 0:
+            begin = {number: each for number, each in enumerate(plain.copy().state()) if each}
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": begin})
+        self.programs += 1
+        for table, arguments in zip(plain.tables, self.kind.modules, strict=True):
+            table.padding = arguments.get("padding_idx")
+            table.max_norm = arguments.get("max_norm")
+        return plain
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """Rows, state and counts of every table, from the table and from the state dicts."""
+        states = self.optimizer.state_dict()["state"]
+        result = []
+        for number, module in enumerate(self.model):
+            saved = module.state_dict()["weight"]
+            module.flush()
+            table = module.table
+            assert torch.equal(saved, table["weight"])
+            found = {"weight": saved.clone()}
+            entries = states.get(number)
+            for name in self.case.rows:
+                found[name] = table[name].clone()
+                assert entries is None or torch.equal(entries[name], found[name])
+            for name, make in self.case.scalars.items():
+                found[name] = make() if entries is None else entries[name]
+            result.append(found)
+        return result
+
+
+def first_rows(table: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(table))
+
+
+_made: dict[int, Ours] = {}
+
+
+@dataclass(eq=False)
+class Lookup:
+    """A lookup's result that waits for its backward."""
+
+    table: int
+    ids: Tensor
+    result: Tensor
+
+
+class Programs(RuleBasedStateMachine):
+    """Calls of any kind in any order."""
+
+    # --------------------------------------------------------------------------------------------
+    # The reference: the worlds that are possible after interrupted calls
+
+    @initialize(kind=st.sampled_from(range(len(KINDS))))
+    def begin(self, kind: int) -> None:
+        self.number, self.kind = kind, KINDS[kind]
+        self.ours = _made.pop(kind, None) or Ours(self.kind)
+        if self.ours.programs == PROGRAMS_OF_EACH:
+            self.ours = Ours(self.kind)
+        self.worlds = [self.ours.begin_anew()]
+        self.waiting: list[Lookup] = []
+        self.announced: set[int] = set()
+        self.fresh: set[int] = set()
+        """Tables with a gradient that was not stepped."""
+        self.loop: Iterator[Any] | None = None
+        self.deferred: list[BaseException] = []
+        self.armed: Lines | None = None
+        """Interrupts the next call but so many as `calls_until` says."""
+        self.calls_until = 0
+        self.saved: tuple[Any, Any, PlainTraining] | None = None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "ours") or sys.exc_info()[0] is not None:
+            return
+        self.end_loop()
+        self.waiting.clear()
+        found = self.ours.numbers()
+        self.see(lambda world: differences(found, world.numbers()))
+        self.ours.optimizer.zero_grad()
+        _made[self.number] = self.ours  # not after a failure
+
+    def see(self, wrong: Callable[[PlainTraining], str]) -> None:
+        """Keeps the worlds where nothing is wrong, of which there must be one."""
+        found = [wrong(world) for world in self.worlds]
+        if all(found):
+            raise AssertionError(" / ".join(found))
+        self.worlds = [w for w, each in zip(self.worlds, found, strict=True) if not each]
+
+    def call(
+        self,
+        ours: Callable[[], Any],
+        plain: Callable[[PlainTraining], Any] = lambda world: None,
+        *more: Callable[[PlainTraining], Any],
+    ) -> tuple[bool, Any]:
+        """Does a call, and the same in each world; returns whether it was through, and its result.
+
+        Args:
+            ours: the call.
+            plain: its effect.
+            *more: what may have come of it instead, if it is interrupted, beside nothing.
+        """
+        lines = None
+        if self.calls_until == 0:
+            lines, self.armed = self.armed, None
+        self.calls_until -= 1
+        if lines is None:
+            result = ours()
+        else:
+            with lines:
+                result = ours()
+            if lines.came_out:
+                before = [world.copy() for world in self.worlds]
+                for effect in (plain, *more):
+                    for world in before:
+                        self.worlds.append(world.copy())
+                        effect(self.worlds[-1])
+                return False, None
+            if lines.raised is not None:
+                self.deferred.append(lines.raised)
+        for world in self.worlds:
+            plain(world)
+        return True, result
+
+    def table(self, number: int) -> int:
+        return number % len(self.ours.model)
+
+    def ids(self, number: int, *, anew: bool = False) -> Tensor:
+        return IDS[number].clone() if anew else IDS[number]
+
+    # --------------------------------------------------------------------------------------------
+    # Steps
+
+    def look_up(self, number: int, ids: Tensor, *, with_these: tuple[Tensor, ...] = ()) -> bool:
+        """Args: with_these: what the batch names beside, if this lookup begins a step."""
+        module, bag = self.ours.model[number], self.kind.modules[number].get("bag", False)
+        ids = ids.view(1, -1) if bag else ids
+
+        def plain(world: PlainTraining) -> Tensor:
+            table = world.tables[number]
+            if table.over:
+                table.announce(*with_these)
+            rows = table.look_up(ids)
+            return (
+                F.embedding_bag(ids, table.weight, mode="sum", padding_idx=table.padding)
+                if (bag)
+                else rows
+            )
+
+        seen: list[Tensor] = []
+
+        def forgotten(world: PlainTraining) -> None:
+            plain(world)
+            world.tables[number].forget()
+
+        through, result = self.call(lambda: module(ids), lambda w: seen.append(plain(w)), forgotten)
+        self.announced.discard(number) if through else None
+        if not through:
+            return False
+        expected = iter(seen)
+        self.see(lambda world: "" if torch.equal(next(expected), result) else "values looked up")
+        self.waiting.append(Lookup(number, ids, result))
+        return True
+
+    @rule(number=st.integers(0, 1), ids=st.integers(0, len(IDS) - 1), anew=st.booleans())
+    def lookup(self, number: int, ids: int, anew: bool) -> None:
+        self.look_up(self.table(number), self.ids(ids, anew=anew))
+
+    @rule(
+        number=st.integers(0, 1),
+        ids=st.integers(0, len(IDS) - 1),
+        more=st.integers(0, len(IDS) - 1),
+    )
+    def announce(self, number: int, ids: int, more: int) -> None:
+        number = self.table(number)
+        parts = (self.ids(ids), self.ids(more))
+        module = self.ours.model[number]
+        self.call(
+            lambda: module.announce(*parts), lambda world: world.tables[number].announce(*parts)
+        )
+        self.announced.add(number)
+
+    def go_back(self, lookups: list[Lookup], factor: int) -> bool:
+        """Backward of some lookups. After an interrupt nothing of the step is used any more."""
+        total = torch.stack([(gradient_of(each, factor) * each.result).sum() for each in lookups])
+
+        def plain(world: PlainTraining) -> None:
+            for each in lookups:
+                gradient = gradient_of(each, factor)
+                if gradient.shape[:-1] != each.ids.shape:
+                    gradient = gradient[:, None].expand(*each.ids.shape, WIDTH)
+                world.tables[each.table].add_gradient(each.ids, gradient)
+
+        through, _ = self.call(total.sum().backward, plain)
+        self.waiting = [each for each in self.waiting if each not in lookups]
+        self.fresh |= {each.table for each in lookups}
+        if not through:
+            del total
+            lookups.clear()
+            self.announced.clear()
+            self.clear_gradients(to_none=True)
+        return through
+
+    @precondition(lambda self: self.waiting)
+    @rule(first_only=st.booleans(), factor=st.integers(0, 3))
+    def backward(self, first_only: bool, factor: int) -> None:
+        self.go_back(self.waiting[:1] if first_only else list(self.waiting), factor)
+
+    @precondition(lambda self: self.fresh and not self.announced)
+    @rule()
+    def step(self) -> None:
+        through, _ = self.call(self.ours.optimizer.step, lambda world: world.step())
+        stepped = {
+            number
+            for number in range(len(self.ours.model))
+            if any(world.tables[number].gradient is not None for world in self.worlds)
+        }
+        if through:
+            self.fresh.clear()
+            self.waiting = [each for each in self.waiting if each.table not in stepped]
+        else:
+            self.waiting.clear()
+            self.clear_gradients(to_none=True)
+
+    def clear_gradients(self, *, to_none: bool) -> None:
+        self.waiting.clear()
+        self.armed = None  # torch's own
+        self.call(
+            lambda: self.ours.optimizer.zero_grad(set_to_none=to_none),
+            lambda world: world.zero_grad(),
+        )
+        self.fresh.clear()
+
+    @precondition(lambda self: not self.announced)
+    @rule(to_none=st.booleans())
+    def zero_grad(self, to_none: bool) -> None:
+        self.clear_gradients(to_none=to_none)
+
+    @precondition(lambda self: self.waiting and not self.announced)
+    @rule(to_none=st.booleans())
+    def zero_grad_of_new_lookups(self, to_none: bool) -> None:
+        if all(table.gradient is None for world in self.worlds for table in world.tables):
+            self.call(lambda: self.ours.optimizer.zero_grad(set_to_none=to_none))
+
+    @precondition(lambda self: not self.announced)
+    @rule(
+        number=st.integers(0, 1),
+        ids=st.integers(0, len(IDS) - 1),
+        more=st.sampled_from([None, None, *range(len(IDS))]),
+        factor=st.integers(0, 3),
+        write=st.sampled_from(["", "", "gradients", "rows"]),
+        end=st.sampled_from(["", "step", "None", "zeros"]),
+    )
+    def train(
+        self, number: int, ids: int, more: int | None, factor: int, write: str, end: str
+    ) -> None:
+        """A whole step of a usual loop, or a part of one.
+
+        Args:
+            number: of the table.
+            ids: looked up.
+            more: announced beside, and not looked up.
+            factor: of the gradient.
+            write: what is written to after the backward, without another value.
+            end: nothing, a step, or a step and a zero_grad.
+        """
+        if more is not None:
+            self.announce(number, ids, more)
+        number = self.table(number)
+        if not self.look_up(number, self.ids(ids)) or self.announced:
+            return
+        if not self.go_back(list(self.waiting), factor):
+            return
+        if write == "gradients" and self.kind.optimizer != "SparseAdam":
+            nn.utils.clip_grad_norm_(self.ours.model.parameters(), 1e9)
+        if write == "rows":
+            with torch.no_grad(), suppress(RuntimeError):  # or it is refused
+                self.ours.model[number].weight.mul_(1.0)
+        if end:
+            self.step()
+        if end in ("None", "zeros"):
+            self.clear_gradients(to_none=end == "None")
+
+    # --------------------------------------------------------------------------------------------
+    # Beside the steps
+
+    @rule(number=st.integers(0, 1))
+    def flush(self, number: int) -> None:
+        self.call(self.ours.model[self.table(number)].flush)
+
+    @rule(number=st.integers(0, 1), ids=st.integers(0, len(IDS) - 1), every=st.booleans())
+    def read(self, number: int, ids: int, every: bool) -> None:
+        """Lookups that train nothing; of every row in evaluation."""
+        number = self.table(number)
+        module, parts = self.ours.model[number], ALL if every else self.ids(ids)
+        module.train(not every)
+        bag = self.kind.modules[number].get("bag", False)
+        seen: list[Tensor] = []
+
+        def ours() -> Tensor:
+            with torch.no_grad():
+                return module(parts.view(-1, 1) if bag else parts)
+
+        def plain(world: PlainTraining) -> None:
+            seen.append(world.tables[number].read(parts))
+            if bag and world.tables[number].padding is not None:
+                seen[-1][parts == world.tables[number].padding] = 0
+
+        through, result = self.call(ours, plain)
+        module.train()
+        if through:
+            expected = iter(seen)
+            self.see(
+                lambda _: "" if torch.equal(next(expected).view_as(result), result) else "read"
+            )
+
+    @rule(number=st.integers(0, 1), how=st.sampled_from(["gather", "save", "numpy", "deepcopy"]))
+    def look_into_the_table(self, number: int, how: str) -> None:
+        """The table's own methods see the last step, without a flush."""
+        module = self.ours.model[self.table(number)]
+
+        def ours() -> dict[str, Tensor]:
+            if how == "gather":
+                return {name: module.table.gather(ALL, name) for name in module.table.fields}
+            if how == "numpy":
+                return {"weight": torch.from_numpy(module.table.numpy("weight")).clone()}
+            if how == "deepcopy":
+                return {"weight": copy.deepcopy(module).table["weight"]}
+            with tempfile.TemporaryDirectory() as folder:
+                module.table.save(f"{folder}/rows.safetensors")
+                return load_file(f"{folder}/rows.safetensors")
+
+        through, found = self.call(ours)
+        if through:
+            self.see(
+                lambda world: "; ".join(
+                    f"{how} of {name}"
+                    for name, rows in found.items()
+                    if not torch.equal(rows, all_of(world.tables[self.table(number)])[name])
+                )
+            )
+
+    @rule()
+    def look_at_all(self) -> None:
+        found = self.ours.numbers()
+        self.see(lambda world: differences(found, world.numbers()))
+
+    @rule()
+    def save(self) -> None:
+        found = self.ours.numbers()
+        self.see(lambda world: differences(found, world.numbers()))
+        states = self.ours.model.state_dict(), self.ours.optimizer.state_dict()
+        self.saved = (*(copied(each) for each in states), self.worlds[0].copy())
+
+    def is_between_gradients(self) -> bool:
+        """Whether no lookup waits and no gradient of a step that is over is left."""
+        if self.waiting or self.announced:
+            return False
+        left = any(
+            table.over and table.gradient is not None
+            for world in self.worlds
+            for table in world.tables
+        )
+        if left and not self.fresh:
+            self.clear_gradients(to_none=True)
+        return not left or not self.fresh
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(with_state=st.booleans())
+    def load(self, with_state: bool) -> None:
+        """A step that goes on keeps its gradient. An interrupted load is loaded once more."""
+        if not self.is_between_gradients():
+            return
+        assert self.saved is not None
+        model, optimizer, before = self.saved
+
+        def ours() -> None:
+            self.ours.model.load_state_dict(model)
+            if with_state:
+                self.ours.optimizer.load_state_dict(copied(optimizer))
+
+        def plain(world: PlainTraining) -> None:
+            for table, saved in zip(world.tables, before.tables, strict=True):
+                table.weight = saved.weight.clone()
+                if with_state:
+                    table.fields, table.scalars = copied(saved.fields), copied(saved.scalars)
+
+        through, _ = self.call(ours)
+        if not through:
+            ours()
+        for world in self.worlds:
+            plain(world)
+
+    @rule(number=st.integers(0, 1), how=st.sampled_from(["fill_", "scatter", "init_", "load"]))
+    def write(self, number: int, how: str) -> None:
+        """Writes to the table are seen, or refused by name. The step that goes on is dropped."""
+        if not self.is_between_gradients():
+            return
+        number = self.table(number)
+        module, self.armed = self.ours.model[number], None
+        values = torch.full((ROWS, WIDTH), 0.5)
+        if self.kind.modules[number].get("padding_idx") == 0 and how == "init_":
+            values[0] = 0.0
+        ids = torch.tensor([1, 4])
+        if how == "scatter":
+            others = torch.tensor([0, 2, 3, 5])
+        try:
+            if how == "fill_":
+                module.table.fill_(0.5)
+            elif how == "init_":
+                module.init_(nn.init.constant_, 0.5)
+            elif how == "scatter":
+                module.table.scatter(ids, values[ids], "weight")
+            else:
+                with tempfile.TemporaryDirectory() as folder:
+                    module.table.save(f"{folder}/rows.safetensors")
+                    speedtorch.HostTable.open(f"{folder}/rows.safetensors", "plain").close()
+                    module.table.fill_(0.5)
+                    module.table.load(f"{folder}/rows.safetensors")
+                return
+        except (RuntimeError, ValueError) as error:
+            assert "Embedding" in str(error)
+            return
+        for world in self.worlds:
+            weight = world.tables[number].weight
+            kept = weight[others].clone() if how == "scatter" else None
+            weight.copy_(values)
+            if kept is not None:
+                weight[others] = kept
+        self.look_at_all()
+        self.clear_gradients(to_none=True)
+
+    @precondition(lambda self: self.kind.attached)
+    @rule(really=st.integers(0, 7))
+    def attach_anew(self, really: int) -> None:
+        """The state of the rows begins anew."""
+        if really or self.fresh or not self.is_between_gradients():
+            return
+        self.armed = None
+        speedtorch.detach(self.ours.optimizer)
+        speedtorch.attach(self.ours.optimizer, self.ours.model)
+        for world in self.worlds:
+            for number in range(len(world.tables)):
+                world.forget_state(number)
+
+    # --------------------------------------------------------------------------------------------
+    # Batches whose rows are brought ahead
+
+    @precondition(lambda self: self.loop is None)
+    @rule(
+        batches=st.lists(st.integers(0, len(IDS) - 1), min_size=1, max_size=4),
+        with_shared=st.booleans(),
+    )
+    def begin_loop(self, batches: list[int], with_shared: bool) -> None:
+        """Each batch is the ids of every table; perhaps with a part that all batches have."""
+        shared = (IDS[0],) if with_shared else ()
+        listed = [
+            {
+                module: [
+                    self.shaped(number, (IDS[(each + number) % len(IDS)])),
+                    *(self.shaped(number, part) for part in shared),
+                ]
+                for number, module in enumerate(self.ours.model)
+            }
+            for each in batches
+        ]
+        self.loop = iter(speedtorch.prefetch(listed, self.ours.model, ids=lambda batch: batch))
+
+    def shaped(self, number: int, ids: Tensor) -> Tensor:
+        return ids.view(1, -1) if self.kind.modules[number].get("bag", False) else ids
+
+    @precondition(lambda self: self.loop is not None)
+    @rule(skip=st.integers(0, 3), factor=st.integers(0, 3), train=st.booleans())
+    def take_batch(self, skip: int, factor: int, train: bool) -> None:
+        assert self.loop is not None
+        loop = self.loop
+        try:
+            through, batch = self.call(lambda: next(loop, None))
+        except BaseException as error:
+            if not any(error is each for each in self.deferred):
+                raise
+            through, batch = False, None
+        if not through or batch is None:
+            self.loop = None
+            return
+        if skip == 0 and all(len(parts) == 1 for parts in batch.values()):
+            return
+        for number, parts in enumerate(batch.values()):
+            for part in parts:
+                if not self.look_up(number, part, with_these=tuple(parts)):
+                    self.end_loop()  # what the batch's other parts do is not known
+                    self.announced.clear()
+                    self.clear_gradients(to_none=True)
+                    return
+        if train and not self.announced and self.go_back(list(self.waiting), factor):
+            self.step()
+            self.clear_gradients(to_none=True)
+
+    @precondition(lambda self: self.loop is not None)
+    @rule()
+    def end_loop(self) -> None:
+        loop, self.loop = self.loop, None
+        close = getattr(loop, "close", None)
+        if close is not None:
+            self.call(close)
+
+    @precondition(lambda self: self.armed is None)
+    @rule(line=st.integers(1, 200), calls=st.integers(0, 3), memory=st.booleans())
+    def interrupt_a_call_to_come(self, line: int, calls: int, memory: bool) -> None:
+        self.calls_until = calls
+        self.armed = Lines(PACKAGE, line, out_of_memory if memory else KeyboardInterrupt)
+
+
+def gradient_of(lookup: Lookup, factor: int) -> Tensor:
+    """Of a lookup's result; whole numbers, zeros where the factor is."""
+    count = lookup.result.numel()
+    return (torch.arange(count) % 3 - 1.0).view(lookup.result.shape) * factor
+
+
+def copied(state: Any) -> Any:
+    """A state dict with tensors of its own."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {name: copied(each) for name, each in state.items()}
+    return [copied(each) for each in state] if isinstance(state, list) else state
+
+
+def all_of(table: PlainTable) -> dict[str, Tensor]:
+    return {"weight": table.weight, **table.fields}
+
+
+PROFILE = settings(
+    max_examples=PROGRAMS,
+    stateful_step_count=15,
+    deadline=None,
+    database=None,
+    derandomize="SPEEDTORCH_PROGRAMS" not in os.environ,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_programs_give_the_numbers_of_plain_training() -> None:
+    _made.clear()
+    run_state_machine_as_test(Programs, settings=PROFILE)
