@@ -112,7 +112,7 @@ REFUSED = [
     (LowRank, rf"LowRank cannot be used: it {NOT_SEPARATE} \(its state 'company'"),
     (Anchored, "Anchored cannot be used: its state 'anchor' starts from the row's own value"),
     (HiddenDict, "HiddenDict cannot be used: it replaces the dict that holds its state"),
-    (OutsideState, "OutsideState cannot be used: its step fails when the rows change"),
+    (OutsideState, "OutsideState cannot be used: it keeps 'buffers' for all rows at once"),
     (LateState, "LateState cannot be used: it makes its state 'late' in a later step only"),
     (CountsFromOne, "CountsFromOne cannot be used: its state 'step' is first assigned after an"),
     (Forgetful, "Forgetful cannot be used: its state 'mean' loses its rows"),
