@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.optimizer_copy import group_of, settings_of, snapshot
-from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer
+from speedtorch.optimizer_state import OptimizerProbe, learn_state, probe_optimizer
 from speedtorch.table_rows import TableRows
 
 __all__ = ["AttachedState", "attached_to"]
@@ -25,9 +25,17 @@ class AttachedState:
         optimizer: holds the parameter.
         rows: the Embedding's rows.
         probe: what the optimizer keeps.
+        release: removes the optimizer's hooks, of all its tables.
     """
 
-    def __init__(self, optimizer: Optimizer, rows: TableRows, probe: OptimizerProbe) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rows: TableRows,
+        probe: OptimizerProbe,
+        release: Callable[[], None],
+    ) -> None:
+        self.release = release
         self.optimizer = weakref.ref(optimizer)
         self.table_rows = rows
         self.probe = probe
@@ -87,9 +95,11 @@ class AttachedState:
             )
         settings = settings_of(optimizer, parameter)
         if settings != self._settings:
-            # Until the first step, rows' state starts as the settings say (Rprop's with its lr).
-            if not self.has_stepped or _switches(settings) != _switches(self._settings):
-                self._probe_again(optimizer)
+            if _switches(settings) != _switches(self._settings):
+                self._follow(optimizer, probe_optimizer(optimizer, parameter))
+            elif not self.has_stepped:
+                # Until the first step, rows' state starts as the settings say: Rprop's with its lr.
+                self._follow(optimizer, learn_state(optimizer, parameter))
             self._settings = settings
         group = group_of(optimizer, parameter)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
@@ -98,9 +108,9 @@ class AttachedState:
                 if other.grad is not None and optimizer.state[other].get("momentum_buffer") is None:
                     optimizer.state[other]["momentum_buffer"] = torch.zeros_like(other)
 
-    def _probe_again(self, optimizer: Optimizer) -> None:
+    def _follow(self, optimizer: Optimizer, probe: OptimizerProbe) -> None:
+        """Lets the state start as the optimizer's settings of now say."""
         rows = self.table_rows
-        probe = probe_optimizer(optimizer, rows.parameter)
         if set(probe.row_state) != set(self.names):
             raise RuntimeError(
                 f"{type(optimizer).__name__} keeps {_listed(probe.row_state)} of each row of"

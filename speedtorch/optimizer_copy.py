@@ -143,7 +143,10 @@ class Recorder(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.first.get(name) is None:
-            self.first[name] = snapshot(self._defaults.pop(name, value))
+            first = self._defaults.pop(name, value)
+            # Tensors of another class, which may know no clone, are looked at and not used.
+            plain = not isinstance(first, Tensor) or type(first) in (Tensor, nn.Parameter)
+            self.first[name] = snapshot(first) if plain else first
         super().__setitem__(name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -265,6 +268,9 @@ def copy_optimizer(
     """
     probe = nn.Parameter(values.detach().clone())
     states = _StateMap()
+    for key, value in optimizer.state.items():
+        if isinstance(key, str):  # what some keep for all parameters
+            states[key] = copy.deepcopy(value)
     group = group_of(optimizer, parameter)
     # What deepcopy must not copy but replace: each parameter, and what we set up ourselves.
     stand_ins: dict[int, Any] = {

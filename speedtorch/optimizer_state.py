@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from .optimizer_copy import OptimizerCopy, copy_optimizer, group_of, snapshot
 
-__all__ = ["OptimizerProbe", "RowState", "learn_state", "probe_optimizer"]
+__all__ = ["OptimizerProbe", "RowState", "learn_state", "probe_optimizer", "refuse_wrapper"]
 
 # Primes above any vector register's number of lanes; no other dimension has this size by chance.
 _ROW_COUNTS = (19, 23, 29)
@@ -125,15 +125,21 @@ def _refuse_unfit(optimizer: Optimizer, parameter: Tensor) -> None:
     name = type(optimizer).__name__
     if parameter.dim() == 0:
         raise ValueError("a parameter without dimensions has no rows: it needs at least one")
+    refuse_wrapper(optimizer)
     group_of(optimizer, parameter)  # raises if it is not held
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(f"{name} cannot step rows on their own: its step needs a closure")
+
+
+def refuse_wrapper(optimizer: Optimizer) -> None:
+    """Raises ValueError if an optimizer is made out of another one."""
     for attribute, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             raise ValueError(
-                f"{name} cannot be used: it wraps another optimizer ({type(value).__name__}, its"
-                f" {attribute!r}), whose state of a batch's rows would be out of reach"
+                f"{type(optimizer).__name__} cannot be used: it wraps another optimizer"
+                f" ({type(value).__name__}, its {attribute!r}), whose state of a batch's rows would"
+                " be out of reach"
             )
 
 
@@ -169,21 +175,36 @@ class _Probe:
             if self._goes_by_rows(value):
                 if self._uneven(name, first, again):
                     raise self._refusal(
-                        f"its state {name!r} starts from the row's own value, so rows that no batch"
-                        " has named yet have no state to start from"
+                        f"its state {name!r} starts from the row's own value or at random, so rows"
+                        " that no batch has named yet have no state to start from"
                     )
                 if name == "weight" or not isinstance(name, str):
                     raise self._refusal(f"a table cannot hold a state called {name!r}")
                 row = value[0].clone()
                 # -0.0, from a gradient of zero that was negated, is a zero as well.
                 rows[name] = RowState(tuple(row.shape), row.dtype, row.masked_fill_(row == 0, 0))
-            elif any(self._goes_by_rows(each) for each in _leaves(value)):
-                raise self._refusal(
-                    f"its state {name!r} is a {type(value).__name__} of tensors that go by rows; a"
-                    " table holds tensors alone"
-                )
         others = {name: first[name] for name in first if name not in rows}
         return OptimizerProbe(rows, others, self._sparse)
+
+    def _refuse_kinds(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError if a state is nothing that a table, or a copy of it, can keep."""
+        for name, value in state.items():
+            for each in _leaves(value):
+                kind = type(each).__name__
+                if isinstance(each, Tensor):
+                    rows = self._shape[0]
+                    if each is not value and rows in each.shape:
+                        kind = f"{type(value).__name__} of tensors of all rows"
+                    elif rows in each.shape[1:] and each.shape[0] != rows:
+                        kind = f"tensor {list(each.shape)} whose rows are not its first dimension"
+                    else:
+                        continue
+                elif each is None or isinstance(each, str | int | float | complex):
+                    continue
+                raise self._refusal(
+                    f"its state {name!r} is a {kind}, but a table keeps tensors that have a row for"
+                    " each of its rows, and the optimizer tensors or numbers for all of them"
+                )
 
     def _choose_way(self) -> None:
         """Finds out whether a bare copy can step or a constructed one, and which gradients."""
@@ -206,12 +227,14 @@ class _Probe:
         return copied
 
     def _first_values(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        first = self._stepped_once(settings).first_values()
+        copied = self._stepped_once(settings)
+        first = copied.first_values()
         if first is None:
             raise self._refusal(
                 "it replaces the dict that holds its state, so that the start of that state cannot"
                 " be seen"
             )
+        self._refuse_kinds(copied.state)
         return first
 
     def check_size(self, learnt: OptimizerProbe) -> None:
@@ -271,8 +294,10 @@ class _Probe:
                     )
             for name in learnt.row_state:
                 if not _agree(fresh.state.get(name), begun.state.get(name)):
+                    first = fresh.first_values() or {}
+                    cause = next((n for n in rows if not _agree(first.get(n), rows[n])), name)
                     raise self._refusal(
-                        f"its state {name!r} starts from the first gradient, so rows that no batch"
+                        f"its state {cause!r} starts from the first gradient, so rows that no batch"
                         " has named yet have no state to start from"
                     )
             if not _agree(fresh.probe, begun.probe):
@@ -327,8 +352,8 @@ class _Probe:
     ) -> None:
         """Raises ValueError if what is kept for all rows depends on which of them were stepped."""
         one, other = (_shared(copied, table) for copied in (together, apart))
-        for name, value in one.items():
-            if not _agree(value, other.get(name)):
+        for (place, name), value in one.items():
+            if not _agree(value, other.get((place, name))):
                 raise self._refusal(
                     f"it keeps {name!r} for all rows at once, and that depends on which rows a"
                     " batch has"
@@ -391,25 +416,31 @@ def _snapshots(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: snapshot(value) for name, value in state.items()}
 
 
+_CONTAINER = (Mapping, list, tuple, set, frozenset, deque)
+
+
 def _leaves(value: Any) -> Iterator[Any]:
     """What the containers of a state hold."""
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, list | tuple | deque):
+    if isinstance(value, _CONTAINER):
         for each in value:
             yield from _leaves(each)
     else:
         yield value
 
 
-def _shared(copied: OptimizerCopy, table: Mapping[str, Tensor]) -> dict[str, Any]:
+def _shared(copied: OptimizerCopy, table: Mapping[str, Tensor]) -> dict[tuple[int, str], Any]:
     """Numbers that an optimizer keeps for all rows: in its state, its group and its attributes."""
-    places = (copied.state, copied.optimizer.param_groups[0], vars(copied.optimizer))
+    optimizer = copied.optimizer
+    states: Mapping[Any, Any] = optimizer.state
+    for_all = {key: value for key, value in states.items() if isinstance(key, str)}
+    places = (copied.state, optimizer.param_groups[0], for_all, vars(optimizer))
     own = {"params", "state", "param_groups", *table}
     return {
-        name: [each for each in _leaves(value) if _is_shared(each, copied.probe)]
-        for place in places
-        for name, value in place.items()
+        (place, name): [each for each in _leaves(value) if _is_shared(each, copied.probe)]
+        for place, entries in enumerate(places)
+        for name, value in entries.items()
         if name not in own
     }
 
@@ -447,8 +478,9 @@ def _agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
         largest = (left if scale is None else scale).abs().nan_to_num(0, 0, 0).amax()
         near = (left - right).abs() <= 1e-4 * largest + rounding
         return bool((near | (left == right) | (left.isnan() & right.isnan())).all())
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_agree, left, right))
+    if isinstance(left, _CONTAINER) and isinstance(right, _CONTAINER):
+        pair = list(_leaves(left)), list(_leaves(right))
+        return len(pair[0]) == len(pair[1]) and all(map(_agree, *pair))
     if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=1e-4) or (left != left and right != right)
     return bool(left == right)
