@@ -154,6 +154,8 @@ def _attach_rows(
             " or is a copy of an attached optimizer: build a new optimizer, attach it, and load the"
             " original's state_dict()"
         )
+    else:
+        _refuse_built_with(optimizer, rows, set(probe.row_state) | set(probe.scalar_state))
     fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
     has_values = rows.attach(state, fields, sparse=probe.sparse)
     if was_loaded or not has_values:
@@ -161,6 +163,16 @@ def _attach_rows(
     state.has_stepped = was_loaded or has_values
     state.counts_anew = has_values and not was_loaded and bool(probe.scalar_state)
     return state
+
+
+def _refuse_built_with(optimizer: Optimizer, rows: TableRows, known: set[str]) -> None:
+    for name, value in optimizer.state.get(rows.parameter, {}).items():
+        by_rows = isinstance(value, Tensor) and value.shape[:1] == rows.parameter.shape[:1]
+        if by_rows and name not in known:
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot be used: it was built with a state {name!r} of"
+                f" the rows that {rows.name} held then, and makes none for others"
+            )
 
 
 def detach(optimizer: Optimizer) -> None:

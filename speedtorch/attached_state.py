@@ -163,19 +163,19 @@ class AttachedState:
     # state_dict
 
     def complete(self) -> dict[str, Any] | None:
-        """The state of all rows, as views of the table; None before the first step."""
+        """The state of all rows, as views of the table; None before the first step.
+
+        Copies where views would be of no use: torch.save takes no views of one memory with several
+        dtypes, and torch's fused optimizers on the CPU take a field's rows for a matrix.
+        """
         if not self.has_stepped:
             return None
         self.table_rows.swapper.flush()
         rows = {name: self.table_rows.field(name) for name in self.names}
-        optimizer = self.optimizer()
-        parameter = self.table_rows.parameter
-        if (
-            optimizer is not None
-            and parameter.is_cpu
-            and group_of(optimizer, parameter).get("fused")
-        ):
-            # A fused optimizer of torch's that loads this would take a field's rows for a matrix.
+        optimizer, parameter = self.optimizer(), self.table_rows.parameter
+        group = {} if optimizer is None else group_of(optimizer, parameter)
+        dtypes = {parameter.dtype, *(field.dtype for field in rows.values())}
+        if len(dtypes) > 1 or (parameter.is_cpu and group.get("fused")):
             rows = {name: field.contiguous() for name, field in rows.items()}
         return {**self.entries(), **rows}
 

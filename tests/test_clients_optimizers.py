@@ -12,6 +12,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 MUONS = ("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon")
 # Not tried, and why.
 LISTED = {
-    "bitsandbytes.LARS": "",
+    "pytorch_optimizer.DeMo": "its constructor needs a weight that has rows already",
+    "pytorch_optimizer.DistributedMuon": "its step needs a process group; Muon is tried",
+    "torchao.CPUOffloadOptimizer": "moves dense parameters of its own to a GPU; needs one",
 }
 
 
@@ -69,11 +72,17 @@ def maker(kind: type[optim.Optimizer], *, muon: bool = True) -> Make:
     def make(parameters: list[nn.Parameter]) -> optim.Optimizer:
         if wanted[0] == "optimizer":
             return kind(optim.Adam(parameters, lr=0.01))  # type: ignore[arg-type]
-        if wanted[0] == "model":
-            model = nn.Module()
-            for number, parameter in enumerate(parameters):
-                model.register_parameter(str(number), parameter)
+        model = nn.Module()
+        for number, parameter in enumerate(parameters):
+            model.register_parameter(str(number), parameter)
+        if wanted[0] == "model" and "params" not in wanted:
             return kind(model, **ARGUMENTS.get(name, {}))
+        if name == "WSAM":
+            return kind(model, parameters, optim.Adam)  # type: ignore[call-arg, arg-type]
+        if name == "GSAM":
+            schedule = SimpleNamespace(step=lambda: 0.1)
+            inner = optim.Adam(parameters)
+            return kind(parameters, inner, model, schedule)  # type: ignore[call-arg, arg-type]
         groups: Any = parameters
         if name in MUONS:
             groups = [{"params": parameters, "use_muon": muon}]
@@ -191,7 +200,7 @@ def assert_trains_as_plain(make: Make) -> dict[str, Tensor]:
 
 
 def outcome(kind: type[optim.Optimizer], *, muon: bool = True) -> str:
-    """"trained" or the reason of its refusal; an assertion fails where it is neither."""
+    """ "trained" or the reason of its refusal; an assertion fails where it is neither."""
     make = maker(kind, muon=muon)
     embedding = speedtorch.Embedding.from_pretrained(first_weight(), freeze=False)
     optimizer = make([embedding.weight, Loss().scale])
