@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .optimizer_copy import OptimizerCopy, copy_optimizer, group_of, snapshot
@@ -156,7 +156,7 @@ class _Probe:
         self._shape = (rows, *row_shape)
         self._sparse = False
         self._construct = False
-        self._random = torch.Generator().manual_seed(0)
+        self._random = torch.Generator("cpu").manual_seed(0)
 
     # --------------------------------------------------------------------------------------------
     # Which state there is, and how it starts
@@ -193,7 +193,9 @@ class _Probe:
                 kind = type(each).__name__
                 if isinstance(each, Tensor):
                     rows = self._shape[0]
-                    if each is not value and rows in each.shape:
+                    if type(each) not in (Tensor, nn.Parameter):
+                        pass
+                    elif each is not value and rows in each.shape:
                         kind = f"{type(value).__name__} of tensors of all rows"
                     elif rows in each.shape[1:] and each.shape[0] != rows:
                         kind = f"tensor {list(each.shape)} whose rows are not its first dimension"
@@ -240,7 +242,9 @@ class _Probe:
     def check_size(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError if many rows get another kind of state than few, or other numbers."""
         few, row_shape = self._shape[0], self._shape[1:]
-        rows = -(-_MANY_ELEMENTS // (_BLOCK * max(1, math.prod(row_shape)))) * _BLOCK
+        width = max(1, math.prod(row_shape))
+        even = _BLOCK // math.gcd(_BLOCK, width)
+        rows = even * -(-max(_MANY_ELEMENTS // width, 2 * few) // even)
         self._shape = (rows, *row_shape)
         try:
             values, gradient = self._random_rows(), self._random_rows()
@@ -250,12 +254,19 @@ class _Probe:
                 copied.step(each, sparse=self._sparse)
         finally:
             self._shape = (few, *row_shape)
-        for name, row in learnt.row_state.items():
-            one, other = (_kind(copied.state.get(name)) for copied in (many, parts))
-            if one != other or one[1:] != (row.dtype, row.shape):
+        for name in learnt.scalar_state:
+            one, other = (_shape(copied.state.get(name)) for copied in (many, parts))
+            if one != other:
                 raise self._refusal(
-                    f"its state {name!r} is {_told(other)} where a batch has few rows and"
-                    f" {_told(one)} where it has many, and batches change; choose one kind of state"
+                    f"its state {name!r} is of size {other} for {few} rows and {one} for {rows},"
+                    " and has no row for each of them"
+                )
+        for name in learnt.row_state:
+            kinds = [_kind(copied.state.get(name)) for copied in (many, parts)]
+            if kinds[0] != kinds[1]:
+                raise self._refusal(
+                    f"its state {name!r} is a {kinds[1]} where a batch has few rows and a"
+                    f" {kinds[0]} where it has many, and batches change; choose one kind of state"
                     " for this parameter, if the optimizer has a setting for that"
                 )
             self._compare(f"state {name!r}", many.state[name][:few], parts.state[name])
@@ -324,11 +335,10 @@ class _Probe:
             before = values[low:high].clone()
             state = {name: rows[low:high].clone() for name, rows in table.items()}
             count = high - low
-            orders = [torch.arange(count), torch.arange(1), torch.arange(1, count)]
-            orders[0] = orders[0].roll(-(count // 3)).flip(0)
+            every = torch.arange(count, device=before.device)
+            orders = [every.roll(-(count // 3)).flip(0), every[:1], every[1:]]
             copies = []
-            for order in orders[: 1 if count == 1 else 3]:
-                places = order.to(before.device)
+            for places in orders[: 1 if count == 1 else 3]:
                 apart = self._copy(together.optimizer, together.probe, before[places], {})
                 apart.state.update(together.copied_state())
                 apart.install(before[places], {n: rows[places] for n, rows in state.items()})
@@ -398,7 +408,7 @@ class _Probe:
         return ValueError(f"{self._name} cannot be used: {reason}")
 
     def _random_rows(self) -> Tensor:
-        rows = torch.randn(self._shape, generator=self._random)
+        rows = torch.randn(self._shape, generator=self._random, device="cpu")
         return rows.to(self._parameter.device, self._dtype)
 
     def _goes_by_rows(self, value: Any) -> bool:
@@ -451,15 +461,14 @@ def _is_shared(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, int | float | complex)
 
 
-def _kind(value: Any) -> tuple[Any, ...]:
+def _shape(value: Any) -> list[int] | None:
+    return list(value.shape) if isinstance(value, Tensor) else None
+
+
+def _kind(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return (type(value), None, None)
-    return (type(value), value.dtype, tuple(value.shape[1:]))
-
-
-def _told(kind: tuple[Any, ...]) -> str:
-    of, dtype, row_shape = kind
-    return f"a {of.__name__}" + (f" of {dtype}, {list(row_shape)} a row" if dtype else "")
+        return type(value).__name__
+    return f"{type(value).__name__} of {value.dtype}, {list(value.shape[1:])} a row"
 
 
 def _same_bytes(left: Tensor, right: Tensor) -> bool:

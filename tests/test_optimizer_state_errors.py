@@ -191,6 +191,28 @@ class HalfWhereLarge(Own):
         parameter.sub_(state["mean"].lerp_(gradient.to(state["mean"]), 0.1), alpha=group["lr"])
 
 
+class InBlocks(Own):
+    """Keeps a number for each block of elements."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "largest" not in state:
+            state["largest"] = torch.zeros(parameter.numel() // 7)
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class Marked(Tensor):
+    """A tensor that may keep its numbers in another way."""
+
+
+class KeepsMarked(Own):
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(parameter).as_subclass(Marked)
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
 class TrainsNothing(Own):
     """Steps a copy of the rows."""
 
@@ -233,6 +255,8 @@ REFUSED = [
         r"its state 'mean' is a Tensor of torch.float32, \[5\] a row where a batch has few rows and"
         r" a Tensor of torch.float16, \[5\] a row where it has many",
     ),
+    (InBlocks, r"InBlocks cannot be used: its state 'largest' is of size \[13\] for 19 rows and"),
+    (KeepsMarked, "KeepsMarked cannot be used: its state 'mean' is a Marked, but a table keeps"),
     (TrainsNothing, "TrainsNothing cannot be used: 8 steps of it with random gradients train no"),
     (Wrapper, r"Wrapper cannot be used: it wraps another optimizer \(Adam, its 'inner'\)"),
     (Forgetful, "Forgetful cannot be used: its state 'mean' loses its rows"),
