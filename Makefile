@@ -25,10 +25,15 @@ SOURCES := $(wildcard csrc/*)
 HAS_TORCH := -c "import re; from importlib.metadata import version; \
 raise SystemExit(tuple(map(int, re.findall(r'\d+', version('torch'))[:2])) < (2, 11))"
 
-.PHONY: help setup demo test lint bench clean force
+# Other people's libraries that must work with ours; where one asks for another torch: --no-deps.
+CLIENTS := .venv-clients
+CLIENT_PACKAGES := einops lightning safetensors sentence-transformers accelerate
+CLIENT_PACKAGES_ALONE := pytorch_optimizer torch_optimizer pytorch_ranger bitsandbytes torchao
+
+.PHONY: help setup demo test clients lint bench clean force
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' Makefile
 
 setup: $(BUILT) ## .venv with torch and every tool, and the library built; nothing the second time
 
@@ -37,6 +42,9 @@ demo: setup ## word2vec on real text with its table in host memory
 
 test: setup ## the tests; those that need a GPU run where one is
 	$(PY) -m pytest $(ARGS)
+
+clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
+	$(CLIENTS)/bin/python -m pytest -m clients tests/test_clients_*.py $(ARGS)
 
 lint: setup ## format, lint and types
 	$(PY) -m ruff check .
@@ -47,7 +55,7 @@ lint: setup ## format, lint and types
 bench: setup ## on a GPU: benchmarks/results/ and the tables of README.md
 	$(PY) -m benchmarks $(ARGS)
 
-clean: ## what was built and cached; .venv stays
+clean: ## what was built and cached; .venv and .venv-clients stay
 	rm -rf build dist speedtorch.egg-info $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path './.*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -58,6 +66,13 @@ $(VENV)/.speedtorch-installed: pyproject.toml
 	$(PY) -m pip install 'setuptools>=77' wheel ninja numpy
 	@$(PY) $(HAS_TORCH) 2>/dev/null || $(PY) -m pip install '$(TORCH)'
 	$(PY) -m pip install --no-build-isolation -e '.[demo,test,lint]'
+	touch $@
+
+$(CLIENTS)/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install '$(TORCH)' numpy tqdm pytest hypothesis
+	$(CLIENTS)/bin/python -m pip install $(CLIENT_PACKAGES) '$(TORCH)'
+	$(CLIENTS)/bin/python -m pip install --no-deps $(CLIENT_PACKAGES_ALONE)
 	touch $@
 
 $(BUILT): setup.py pyproject.toml csrc $(SOURCES) $(INSTALLED) $(if $(wildcard $(LIBRARY)),,force)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from speedtorch.attached_state import AttachedState, attached_to
-from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer
+from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer, refuse_wrapper
 from speedtorch.row_weight import as_plain
-from speedtorch.trained_rows import TrainedRows
+from speedtorch.saved_state import SavedState
+from speedtorch.trained_rows import TrainedRows, rows_held_by
 
 __all__ = ["attach", "detach"]
 
-# The attached optimizers, and the hooks of their state_dict.
-_attached: weakref.WeakKeyDictionary[Optimizer, list[AttachedState]] = weakref.WeakKeyDictionary()
-_handles: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+# Of accelerate, Lightning and Fabric: they step the optimizer that they wrap, and add no rule.
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
 
 
 def attach(optimizer: Optimizer, module: nn.Module) -> None:
@@ -36,16 +34,26 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     gradient, which is the same unless there is dampening). Other parameters of the optimizer are
     trained as ever.
 
+    An optimizer is refused by name if it does not treat rows separately (a norm of all rows, a
+    factor of them), keeps something for all rows that depends on which were stepped, starts a row's
+    state from its first gradient, its own value or at random, keeps its state in lists or dicts of
+    tensors or in another kind where a batch has many rows (8-bit optimizers), wraps another
+    optimizer, or needs a closure. A probe of a few rows finds that out.
+
     Args:
         optimizer: any torch optimizer that treats rows separately, also one that torch does not
-            define; a probe finds out.
+            define, and one that accelerate, Lightning or Fabric has wrapped. One with a
+            load_state_dict of its own loads as that does, which may take the state of all rows to
+            the parameter's device for a moment.
         module: an Embedding or EmbeddingBag, or a module that contains some; those are attached
             whose weight the optimizer holds.
 
     Raises:
+        TypeError: it is no torch optimizer.
         ValueError: the optimizer holds no Embedding's weight of the module, it or another is
-            attached to it already, or it does not treat rows separately. Nothing has changed.
-        MemoryError: there is no room for the state.
+            attached to it already, it is a copy of an attached one, or it breaks the rule above.
+            Nothing has changed.
+        MemoryError: there is no room for the state. Nothing has changed.
 
     Example:
         >>> import speedtorch, torch
@@ -57,7 +65,13 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         >>> optimizer.state_dict()["state"][0]["exp_avg"][[6, 7, 999], 0]
         tensor([0.0000, 0.2000, 0.1000])
     """
-    if optimizer in _attached:
+    with as_plain():
+        _attach(_unwrapped(optimizer), module)
+
+
+def _attach(optimizer: Optimizer, module: nn.Module) -> None:
+    refuse_wrapper(optimizer)
+    if _states_of(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} is attached already: detach it first, and attach it once"
             " to a module that has all of its Embeddings"
@@ -75,15 +89,16 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
             f" {type(module).__name__}: build it with module.parameters() first, and attach the"
             " module that has a speedtorch.Embedding or EmbeddingBag"
         )
-    states: list[AttachedState] = []
     before = [
         (rows, dict(optimizer.state.get(rows.parameter, {})), rows.store.was_read)
         for rows, _ in probed
     ]
+    saved = SavedState(optimizer)
     try:
         for rows, probe in probed:
-            states.append(_attach_rows(optimizer, rows, probe))
+            saved.states.append(_attach_rows(optimizer, rows, probe, saved))
     except BaseException:
+        saved.remove()
         for rows, entries, was_read in before:
             if rows.state is not None:
                 rows.detach()
@@ -92,35 +107,59 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
                 if entries:
                     optimizer.state[rows.parameter] = entries
         raise
-    _attached[optimizer] = states
-    handles = [
-        optimizer.register_state_dict_post_hook(_complete_state_dict),
-        optimizer.register_load_state_dict_pre_hook(_take_state_dict),
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer that a library's wrapper steps."""
+    while any(kind.__name__ in _WRAPPERS for kind in type(optimizer).__mro__):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}: attach the"
+            " torch.optim.Optimizer that it steps, before it is wrapped"
+        )
+    return optimizer
+
+
+def _states_of(optimizer: Optimizer) -> list[AttachedState]:
+    """What an optimizer keeps of each table's rows; empty if it is not attached."""
+    found = (rows.state for rows in rows_held_by(optimizer))
+    return [
+        state
+        for state in found
+        if isinstance(state, AttachedState) and state.optimizer() is optimizer
     ]
-    _handles[optimizer] = handles
 
 
-def _attach_rows(optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> AttachedState:
+def _attach_rows(
+    optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe, saved: SavedState
+) -> AttachedState:
     """Makes room for the state and puts there what it is so far."""
-    state = AttachedState(optimizer, rows, probe)
-    with as_plain():
-        held = len(rows.parameter)
+    state = AttachedState(optimizer, rows, probe, saved.remove)
     # What load_state_dict put there before is the state of all rows; what the optimizer's
     # constructor put there is that of the held ones, before any update.
     loaded = dict(optimizer.state.get(rows.parameter, {}))
     found = [loaded[name] for name in state.names if isinstance(loaded.get(name), Tensor)]
-    was_loaded = any(len(each) not in (0, held) for each in found) or (
-        bool(found) and len(found[0]) == rows.store.rows
-    )
+    counts = {len(each) if each.dim() else 1 for each in found}
+    was_loaded = rows.store.rows in counts
+    if not was_loaded and not counts <= {0, len(rows.parameter)}:
+        raise ValueError(
+            f"{type(optimizer).__name__} has the state of {max(counts)} rows of {rows.name}, which"
+            f" has {rows.store.rows}: it is a copy of an attached optimizer, which has the state of"
+            " held rows alone; build a new optimizer, attach it, and load the original's state_dict()"
+        )
     if was_loaded:
         state.check(loaded)
     elif any(
         _differ(loaded[name], first) for name, first in probe.scalar_state.items() if name in loaded
     ):
         raise ValueError(
-            f"{type(optimizer).__name__} has stepped {rows.name} with the state of a few rows only:"
-            " load a state_dict into a new optimizer and attach that"
+            f"{type(optimizer).__name__} has stepped {rows.name} with the state of a few rows only,"
+            " or is a copy of an attached optimizer: build a new optimizer, attach it, and load the"
+            " original's state_dict()"
         )
+    else:
+        _refuse_built_with(optimizer, rows, set(probe.row_state) | set(probe.scalar_state))
     fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
     has_values = rows.attach(state, fields)
     if was_loaded or not has_values:
@@ -128,6 +167,16 @@ def _attach_rows(optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe)
     state.has_stepped = was_loaded or has_values
     state.counts_anew = has_values and not was_loaded and bool(probe.scalar_state)
     return state
+
+
+def _refuse_built_with(optimizer: Optimizer, rows: TrainedRows, known: set[str]) -> None:
+    for name, value in optimizer.state.get(rows.parameter, {}).items():
+        by_rows = isinstance(value, Tensor) and value.shape[:1] == rows.parameter.shape[:1]
+        if by_rows and name not in known:
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot be used: it was built with a state {name!r} of"
+                f" the rows that {rows.name} held then, and makes none for others"
+            )
 
 
 def detach(optimizer: Optimizer) -> None:
@@ -148,14 +197,15 @@ def detach(optimizer: Optimizer) -> None:
         >>> optimizer.state_dict()["state"]
         {}
     """
-    if optimizer not in _attached:
-        raise ValueError(f"{type(optimizer).__name__} is not attached")
-    for state in _attached[optimizer]:
-        state.table_rows.detach()
-        optimizer.state.pop(state.table_rows.parameter, None)
-    del _attached[optimizer]
-    for handle in _handles.pop(optimizer):
-        handle.remove()
+    with as_plain():
+        optimizer = _unwrapped(optimizer)
+        states = _states_of(optimizer)
+        if not states:
+            raise ValueError(f"{type(optimizer).__name__} is not attached")
+        for state in states:
+            state.table_rows.detach()
+            optimizer.state.pop(state.table_rows.parameter, None)
+            state.release()
 
 
 def _differ(value: Any, first: Any) -> bool:
@@ -171,50 +221,3 @@ def _rows_of(module: nn.Module) -> Iterator[TrainedRows]:
 
 def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
     return any(held is parameter for group in optimizer.param_groups for held in group["params"])
-
-
-# ------------------------------------------------------------------------------------------------
-# Hooks of state_dict and load_state_dict
-
-
-def _numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[int, Any]:
-    """What a state dict calls each parameter, by the parameter's id()."""
-    numbers: dict[int, Any] = {}
-    for group, saved in zip(optimizer.param_groups, groups, strict=False):
-        for parameter, number in zip(group["params"], saved["params"], strict=False):
-            numbers[id(parameter)] = number
-    return numbers
-
-
-def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    numbers = _numbers(optimizer, state_dict["param_groups"])
-    for state in _attached.get(optimizer, ()):
-        number = numbers[id(state.table_rows.parameter)]
-        entries = state.complete()
-        if entries is None:
-            state_dict["state"].pop(number, None)
-        else:
-            state_dict["state"][number] = entries
-
-
-def _take_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Takes the rows' state out, so that torch does not copy that of all rows to the GPU."""
-    states = _attached.get(optimizer, ())
-    lengths = [len(group["params"]) for group in optimizer.param_groups]
-    if lengths != [len(group["params"]) for group in state_dict["param_groups"]]:
-        return state_dict  # torch says what is wrong, and nothing has changed
-    numbers = _numbers(optimizer, state_dict["param_groups"])
-    saved = [
-        state_dict["state"].get(numbers.get(id(state.table_rows.parameter))) for state in states
-    ]
-    for state, entries in zip(states, saved, strict=True):
-        if entries is not None:
-            state.check(entries)
-    rest = dict(state_dict["state"])
-    for state, entries in zip(states, saved, strict=True):
-        state.take(entries)
-        if entries is not None:
-            rest[numbers[id(state.table_rows.parameter)]] = {
-                name: value for name, value in entries.items() if name not in state.names
-            }
-    return {**state_dict, "state": rest}

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.optimizer_copy import group_of, settings_of, snapshot
-from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer
+from speedtorch.optimizer_state import OptimizerProbe, learn_state, probe_optimizer
 from speedtorch.trained_rows import TrainedRows
 
 __all__ = ["AttachedState", "attached_to"]
+
+
+class StepOfOptimizer(Protocol):
+    """One call of an optimizer's step()."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the optimizer's own code has run, to its end or into an exception."""
 
 
 class AttachedState:
@@ -25,24 +33,45 @@ class AttachedState:
         optimizer: holds the parameter.
         rows: the Embedding's rows.
         probe: what the optimizer keeps.
+        release: removes the optimizer's hooks, of all its tables.
     """
 
-    def __init__(self, optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rows: TrainedRows,
+        probe: OptimizerProbe,
+        release: Callable[[], None],
+    ) -> None:
+        self.release = release
         self.optimizer = weakref.ref(optimizer)
         self.table_rows = rows
         self.probe = probe
         self.names = tuple(probe.row_state)
-        self.has_stepped = False
+        self._has_stepped = False
+        self._last: tuple[StepOfOptimizer, bool] | None = None
+        """The optimizer's last step, and whether the rows had a gradient then."""
         self._entries: dict[str, Any] = {}
         self.counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
-        self._had_gradient = False
         self._settings = settings_of(optimizer, rows.parameter)
 
     @property
     def sparse(self) -> bool:
         """Whether the optimizer takes sparse gradients only."""
         return self.probe.sparse
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the state is that of after some step."""
+        if self._last is not None and not self._has_stepped:
+            step, had_gradient = self._last
+            self._has_stepped = had_gradient and step.has_begun
+        return self._has_stepped
+
+    @has_stepped.setter
+    def has_stepped(self, has_stepped: bool) -> None:
+        self._last, self._has_stepped = None, has_stepped
 
     def entries(self) -> dict[str, Any]:
         """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
@@ -73,14 +102,18 @@ class AttachedState:
     # --------------------------------------------------------------------------------------------
     # Steps
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, step: StepOfOptimizer) -> None:
         """Called before the optimizer's step.
+
+        Args:
+            optimizer: the optimizer.
+            step: this call of its step.
 
         Raises:
             RuntimeError: with the group's settings of now it would keep other state.
         """
         parameter = self.table_rows.parameter
-        self._had_gradient = parameter.grad is not None
+        _ = self.has_stepped
         if self.counts_anew:
             self.counts_anew = False
             warnings.warn(
@@ -91,9 +124,11 @@ class AttachedState:
             )
         settings = settings_of(optimizer, parameter)
         if settings != self._settings:
-            # Until the first step, rows' state starts as the settings say (Rprop's with its lr).
-            if not self.has_stepped or _switches(settings) != _switches(self._settings):
-                self._probe_again(optimizer)
+            if _switches(settings) != _switches(self._settings):
+                self._follow(optimizer, probe_optimizer(optimizer, parameter))
+            elif not self.has_stepped:
+                # Until the first step, rows' state starts as the settings say: Rprop's with its lr.
+                self._follow(optimizer, learn_state(optimizer, parameter))
             self._settings = settings
         group = group_of(optimizer, parameter)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
@@ -102,9 +137,11 @@ class AttachedState:
                 if other.grad is not None and optimizer.state[other].get("momentum_buffer") is None:
                     optimizer.state[other]["momentum_buffer"] = torch.zeros_like(other)
 
-    def _probe_again(self, optimizer: Optimizer) -> None:
+        self._last = (step, parameter.grad is not None)
+
+    def _follow(self, optimizer: Optimizer, probe: OptimizerProbe) -> None:
+        """Lets the state start as the optimizer's settings of now say."""
         rows = self.table_rows
-        probe = probe_optimizer(optimizer, rows.parameter)
         if set(probe.row_state) != set(self.names):
             raise RuntimeError(
                 f"{type(optimizer).__name__} keeps {_listed(probe.row_state)} of each row of"
@@ -125,16 +162,12 @@ class AttachedState:
                 entries[name].copy_(row.initial.expand_as(entries[name]))
         entries.update({name: snapshot(value) for name, value in probe.scalar_state.items()})
 
-    def after_step(self, *, stepped: bool) -> None:
+    def after_step(self) -> None:
         """Called after the optimizer's step.
-
-        Args:
-            stepped: whether there was a gradient.
 
         Raises:
             RuntimeError: the optimizer keeps more of each row now than when it was attached.
         """
-        self.has_stepped |= stepped or self._had_gradient
         entries = self.entries()
         if len(entries) > len(self.names) + len(self.probe.scalar_state):
             self._refuse_unknown(entries, self.table_rows.parameter.shape, RuntimeError)
@@ -157,19 +190,19 @@ class AttachedState:
     # state_dict
 
     def complete(self) -> dict[str, Any] | None:
-        """The state of all rows, as views of the table; None before the first step."""
+        """The state of all rows, as views of the table; None before the first step.
+
+        Copies where views would be of no use: torch.save takes no views of one memory with several
+        dtypes, and torch's fused optimizers on the CPU take a field's rows for a matrix.
+        """
         if not self.has_stepped:
             return None
         self.table_rows.flush()
         rows = {name: self.table_rows.store.field(name) for name in self.names}
-        optimizer = self.optimizer()
-        parameter = self.table_rows.parameter
-        if (
-            optimizer is not None
-            and parameter.is_cpu
-            and group_of(optimizer, parameter).get("fused")
-        ):
-            # A fused optimizer of torch's that loads this would take a field's rows for a matrix.
+        optimizer, parameter = self.optimizer(), self.table_rows.parameter
+        group = {} if optimizer is None else group_of(optimizer, parameter)
+        dtypes = {parameter.dtype, *(field.dtype for field in rows.values())}
+        if len(dtypes) > 1 or (parameter.is_cpu and group.get("fused")):
             rows = {name: field.contiguous() for name, field in rows.items()}
         return {**self.entries(), **rows}
 

@@ -2,20 +2,25 @@
 
 Called by the probe in optimizer_state.py. A copy shares nothing that a step could change with the
 optimizer it came from: settings, attributes and state are its own, hooks are gone, and every
-parameter it refers to is replaced by a small one.
+parameter it refers to is replaced by a small one. Modules, tables and large tensors that it refers
+to are not copied: something small stands in for them.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from speedtorch.table import HostTable
 
 __all__ = ["OptimizerCopy", "copy_optimizer", "group_of", "settings_of"]
 
@@ -52,6 +57,77 @@ def settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     }
 
 
+# Elements of a tensor that an optimizer refers to and the probe still copies.
+_MOST_COPIED = 1 << 16
+# What a GradScaler lends an optimizer for one step: it is no part of how rows are stepped.
+_LENT = ("grad_scale", "found_inf")
+
+
+class NotCopied:
+    """Stands in for a module or a table that an optimizer refers to.
+
+    Of a module it knows the parameters, as the small ones that stand in for them, so that an
+    optimizer may still ask which of them has settings of its own.
+
+    Args:
+        original: what it stands in for.
+        stand_ins: what stands in for each parameter, by the parameter's id().
+        memos: deepcopy's, of each time that this was copied.
+    """
+
+    def __init__(self, original: object, stand_ins: dict[int, Any], *memos: dict[int, Any]) -> None:
+        self._original, self._stand_ins, self._memos = original, stand_ins, memos
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotCopied:
+        return NotCopied(self._original, self._stand_ins, *self._memos, memo)
+
+    def __getattr__(self, name: str) -> Any:
+        original = self._original
+        if isinstance(original, nn.Module):
+            for held in (original._parameters, original._modules):
+                found = self._stand_ins.get(id(held.get(name)))
+                if found is not None:
+                    for memo in self._memos:
+                        found = copy.deepcopy(found, memo)
+                    return found
+        raise AttributeError(
+            f"it asks its {type(original).__name__} for {name!r}, which is not copied to try it out"
+        )
+
+
+def _stand_in_for_large(value: Any, stand_ins: dict[int, Any]) -> None:
+    """Adds what deepcopy must not copy: modules, tables, large tensors that a value refers to."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        each = left.pop()
+        if id(each) in seen or id(each) in stand_ins:
+            continue
+        seen.add(id(each))
+        if isinstance(each, nn.Module | HostTable):
+            stand_ins[id(each)] = NotCopied(each, stand_ins)
+        elif isinstance(each, Tensor) and each.numel() > _MOST_COPIED:
+            stand_ins[id(each)] = each.detach().new_empty(0)
+        left += _referred(each)
+
+
+def _referred(value: Any) -> Iterator[Any]:
+    """What deepcopy would copy together with a value."""
+    if isinstance(value, Mapping):
+        yield from (*value.keys(), *value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from value
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, nn.Module):
+        yield from (*value._parameters.values(), *value._modules.values())
+        return
+    if not isinstance(value, type | types.FunctionType | types.ModuleType | HostTable | NotCopied):
+        yield from getattr(value, "__dict__", {}).values()
+
+
 class Recorder(dict[str, Any]):
     """A parameter's state that keeps a copy of each entry as it was first assigned.
 
@@ -67,7 +143,10 @@ class Recorder(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.first.get(name) is None:
-            self.first[name] = snapshot(self._defaults.pop(name, value))
+            first = self._defaults.pop(name, value)
+            # Tensors of another class, which may know no clone, are looked at and not used.
+            plain = not isinstance(first, Tensor) or type(first) in (Tensor, nn.Parameter)
+            self.first[name] = snapshot(first) if plain else first
         super().__setitem__(name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -156,7 +235,7 @@ class OptimizerCopy:
             gradient = torch.sparse_coo_tensor(
                 every_row[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
             )
-        self.probe.grad = gradient
+        self.probe.grad = gradient.clone()  # which some optimizers change in place
         step = type(self.optimizer).step
         if getattr(step, "hooked", False):  # torch's wrapper, which calls global hooks
             step = getattr(step, "__wrapped__", step)
@@ -189,6 +268,9 @@ def copy_optimizer(
     """
     probe = nn.Parameter(values.detach().clone())
     states = _StateMap()
+    for key, value in optimizer.state.items():
+        if isinstance(key, str):  # what some keep for all parameters
+            states[key] = copy.deepcopy(value)
     group = group_of(optimizer, parameter)
     # What deepcopy must not copy but replace: each parameter, and what we set up ourselves.
     stand_ins: dict[int, Any] = {
@@ -198,6 +280,7 @@ def copy_optimizer(
         for any_group in optimizer.param_groups
         for held in any_group["params"]
     }
+    _stand_in_for_large([group, vars(optimizer)], stand_ins)
     own = {
         name: copy.deepcopy(value, stand_ins)
         for name, value in group.items()
@@ -224,7 +307,7 @@ def copy_optimizer(
         # Schedulers put a `step` that is bound to the original in front of the class's.
         name: OrderedDict() if name.endswith("_hooks") else value
         for name, value in vars(optimizer).items()
-        if not callable(getattr(kind, name, None))
+        if name not in _LENT and not callable(getattr(kind, name, None))
     }
     vars(made).update(copy.deepcopy(attributes, stand_ins))
     return OptimizerCopy(made, probe, states)

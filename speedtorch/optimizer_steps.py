@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from speedtorch.attached_state import AttachedState, attached_to
 from speedtorch.optimizer_copy import settings_of
 from speedtorch.optimizer_state import probe_optimizer
-from speedtorch.row_weight import RowWeight, as_plain, hide_rows, show_rows
-from speedtorch.trained_rows import TrainedRows
+from speedtorch.row_weight import as_plain, hide_rows, show_rows
+from speedtorch.trained_rows import TrainedRows, rows_held_by
 
 __all__ = ["watch_steps"]
 
@@ -46,18 +46,20 @@ class OptimizerStep:
         self.done = False
         """Whether all rows have been stepped: one assignment for all tables of the call."""
         self.paused = False
-        self._optimizer = optimizer
+        self.has_begun = False
+        self._optimizer = weakref.ref(optimizer)
         self._rows = rows
         self._frame: FrameType | None = frame
 
     def enter(self) -> None:
         """From here on the optimizer's own code sees the held rows."""
+        optimizer = self._optimizer()
         with as_plain():
             for rows in self._rows:
-                _check(self._optimizer, rows)
+                _check(optimizer, rows, self)
             for rows in self._rows:
                 rows.before_optimizer(self)
-            self.paused = False
+            self.paused, self.has_begun = False, True
             for rows in self._rows:
                 hide_rows(rows.parameter)
 
@@ -73,16 +75,17 @@ class OptimizerStep:
         self._show()
         with as_plain():
             for rows in self._rows:
-                stepped = rows.after_optimizer()
+                rows.after_optimizer()
                 if isinstance(rows.state, AttachedState):
-                    rows.state.after_step(stepped=stepped)
+                    rows.state.after_step()
+        self._rows = []
 
     def leave(self) -> bool:
         """See OptimizerCall."""
         if self._runs():
             return False
         self._show()
-        _steps.pop(self._optimizer, None)
+        self._frame, self._rows = None, []
         return True
 
     def _show(self) -> None:
@@ -101,22 +104,12 @@ _steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDic
 """The step that each optimizer is in, or was left in by an exception."""
 
 
-def _rows_of(optimizer: Optimizer) -> list[TrainedRows]:
-    found = (
-        parameter._rows()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if type(parameter) is RowWeight
-    )
-    return [rows for rows in found if isinstance(rows, TrainedRows)]
-
-
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     for left in list(_steps.values()):
         left.leave()
-    rows = _rows_of(optimizer)
+    rows = rows_held_by(optimizer)
     if not rows:
         return None
     step = _steps[optimizer] = OptimizerStep(optimizer, rows, sys._getframe(1))
@@ -152,8 +145,9 @@ _stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Any]]]
 _stateless = weakref.WeakKeyDictionary()
 
 
-def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
+def _check(optimizer: Optimizer | None, rows: TrainedRows, step: OptimizerStep) -> None:
     """Raises unless the optimizer may step the rows: nothing has been stepped then."""
+    assert optimizer is not None  # its step runs
     attached = attached_to(rows)
     if attached is None:
         _check_stateless(optimizer, rows)
@@ -163,7 +157,7 @@ def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
             f" {type(optimizer).__name__}: detach that first"
         )
     elif isinstance(rows.state, AttachedState):
-        rows.state.before_step(optimizer)
+        rows.state.before_step(optimizer, step)
 
 
 def _check_stateless(optimizer: Optimizer, rows: TrainedRows) -> None:

@@ -15,7 +15,7 @@ from speedtorch.row_weight import as_plain, show_rows
 from speedtorch.shown_rows import HeldState, ShownRows
 from speedtorch.table import HostTable
 
-__all__ = ["TrainedRows"]
+__all__ = ["TrainedRows", "random_seed", "rows_held_by"]
 
 
 class TrainedRows:
@@ -250,6 +250,18 @@ class TrainedRows:
     def after_optimizer(self) -> bool:
         """Called after it; whether there was something to step."""
         return self._exchange.after_optimizer()
+
+
+def rows_held_by(optimizer: torch.optim.Optimizer) -> list[TrainedRows]:
+    """The rows whose parameters an optimizer holds, in its order."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            reference = parameter.__dict__.get("_rows")
+            rows = None if reference is None else reference()
+            if isinstance(rows, TrainedRows):
+                found.append(rows)
+    return found
 
 
 def random_seed() -> int:

@@ -44,6 +44,13 @@ CASES = {
         {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
         ("foreach", "single", "fused"),
     ),
+    "SGD-nesterov": Case(
+        optim.SGD,
+        {"momentum_buffer": 0.0},
+        {},
+        {"momentum": 0.9, "nesterov": True},
+        ("foreach", "single", "fused"),
+    ),
     "SGD-dampening": Case(
         optim.SGD, {"momentum_buffer": 0.0}, {}, {"momentum": 0.9, "dampening": 0.3}
     ),

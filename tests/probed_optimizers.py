@@ -29,6 +29,12 @@ LEARNT: list[tuple[str, Make, dict[str, float], dict[str, float]]] = [
         {},
     ),
     (
+        "SGD-nesterov-foreach",
+        lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+        {"momentum_buffer": 0.0},
+        {},
+    ),
+    (
         "SGD-momentum-fused",
         lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
         {"momentum_buffer": 0.0},

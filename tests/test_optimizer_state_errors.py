@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -101,6 +102,132 @@ class CountsFromOne(Own):
         state["step"] = state["step"] + 1 if "step" in state else 1
 
 
+class FirstGradient(Own):
+    """Follows the change of the gradient, as Adan does: the first one has no predecessor."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "before" not in state:
+            state["mean"] = torch.zeros_like(parameter)
+            state["before"] = gradient.clone()
+        state["mean"].lerp_(2 * gradient - state["before"], 0.1)
+        state["before"].copy_(gradient)
+        parameter.sub_(state["mean"], alpha=group["lr"])
+
+
+class SharedMean(Own):
+    """Scales by a mean over all gradients so far, which it keeps where `place` says."""
+
+    place = "state"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.mean = 0.0
+        self.param_groups[0]["mean"] = 0.0
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        places = {"state": self.state[parameter], "group": group, "attribute": vars(self)}
+        kept = places[self.place]
+        kept["mean"] = kept.get("mean", 0.0) + float(gradient.abs().mean())
+        parameter.sub_(gradient, alpha=1e-6 * group["lr"] * kept["mean"])
+
+
+class SharedInGroup(SharedMean):
+    place = "group"
+
+
+class SharedInAttribute(SharedMean):
+    place = "attribute"
+
+
+class ByPlace(Own):
+    """Moves a row more the later it stands among the rows."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        first = gradient.abs().argmax() if len(gradient) < 3 else 0
+        scale = torch.ones(len(gradient), 1)
+        scale[int(first) % len(gradient)] = 2.0
+        parameter.sub_(gradient * scale, alpha=group["lr"])
+
+
+class Momenta(Own):
+    """Keeps several momenta in one entry of its state, as AggMo and AdaShift do."""
+
+    kind: Any = dict
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momenta" not in state:
+            state["momenta"] = self.kind()
+            entries = [(beta, torch.zeros_like(parameter)) for beta in (0.0, 0.9)]
+            getattr(state["momenta"], "update" if self.kind is dict else "extend")(entries)
+        momenta = state["momenta"]
+        for beta, each in momenta.items() if self.kind is dict else momenta:
+            parameter.sub_(each.mul_(beta).add_(gradient), alpha=group["lr"])
+
+
+class MomentaInDeque(Momenta):
+    kind = deque
+
+
+class Transposed(Own):
+    """Keeps its rows in another dimension than the first."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "both" not in state:
+            state["both"] = torch.zeros(2, *parameter.shape)
+        parameter.sub_(state["both"].add_(gradient)[0], alpha=group["lr"])
+
+
+class HalfWhereLarge(Own):
+    """Keeps fewer bits of large parameters, as 8-bit optimizers do."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "mean" not in state:
+            large = parameter.numel() >= 4096 and parameter.numel() % 256 == 0
+            state["mean"] = torch.zeros_like(parameter, dtype=torch.half if large else None)
+        parameter.sub_(state["mean"].lerp_(gradient.to(state["mean"]), 0.1), alpha=group["lr"])
+
+
+class InBlocks(Own):
+    """Keeps a number for each block of elements."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "largest" not in state:
+            state["largest"] = torch.zeros(parameter.numel() // 7)
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class Marked(Tensor):
+    """A tensor that may keep its numbers in another way."""
+
+
+class KeepsMarked(Own):
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(parameter).as_subclass(Marked)
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class TrainsNothing(Own):
+    """Steps a copy of the rows."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        parameter.clone().sub_(gradient, alpha=group["lr"])
+
+
+class Wrapper(Own):
+    """Steps another optimizer, and keeps slow rows of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.inner = optim.Adam(params)
+
+
 NOT_SEPARATE = "does not treat rows separately"
 REFUSED = [
     (optim.Muon, rf"Muon cannot be used: it {NOT_SEPARATE} \(its rows differ"),
@@ -112,9 +239,26 @@ REFUSED = [
     (LowRank, rf"LowRank cannot be used: it {NOT_SEPARATE} \(its state 'company'"),
     (Anchored, "Anchored cannot be used: its state 'anchor' starts from the row's own value"),
     (HiddenDict, "HiddenDict cannot be used: it replaces the dict that holds its state"),
-    (OutsideState, "OutsideState cannot be used: its step fails when the rows change"),
+    (OutsideState, "OutsideState cannot be used: it keeps 'buffers' for all rows at once"),
     (LateState, "LateState cannot be used: it makes its state 'late' in a later step only"),
     (CountsFromOne, "CountsFromOne cannot be used: its state 'step' is first assigned after an"),
+    (FirstGradient, "FirstGradient cannot be used: its state 'before' starts from the first"),
+    (SharedMean, "SharedMean cannot be used: it keeps 'mean' for all rows at once, and that"),
+    (SharedInGroup, "SharedInGroup cannot be used: it keeps 'mean' for all rows at once"),
+    (SharedInAttribute, "SharedInAttribute cannot be used: it keeps 'mean' for all rows at once"),
+    (ByPlace, f"ByPlace cannot be used: it {NOT_SEPARATE}"),
+    (Momenta, "Momenta cannot be used: its state 'momenta' is a dict of tensors of all rows"),
+    (MomentaInDeque, "MomentaInDeque cannot be used: its state 'momenta' is a deque of tensors"),
+    (Transposed, r"Transposed .* its state 'both' is a tensor \[2, 19, 5\] whose rows are not its"),
+    (
+        HalfWhereLarge,
+        r"its state 'mean' is a Tensor of torch.float32, \[5\] a row where a batch has few rows and"
+        r" a Tensor of torch.float16, \[5\] a row where it has many",
+    ),
+    (InBlocks, r"InBlocks cannot be used: its state 'largest' is of size \[13\] for 19 rows and"),
+    (KeepsMarked, "KeepsMarked cannot be used: its state 'mean' is a Marked, but a table keeps"),
+    (TrainsNothing, "TrainsNothing cannot be used: 8 steps of it with random gradients train no"),
+    (Wrapper, r"Wrapper cannot be used: it wraps another optimizer \(Adam, its 'inner'\)"),
     (Forgetful, "Forgetful cannot be used: its state 'mean' loses its rows"),
     (Picky, r"Picky cannot be used: .*\(no torch.strided please\).*\(no torch.sparse_coo please\)"),
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from probed_optimizers import LEARNT, Make, Noisy, probed
+from probed_optimizers import LEARNT, Make, Noisy, Own, probed
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import (
@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+import speedtorch
 from speedtorch.optimizer_state import probe_optimizer
 
 
@@ -120,3 +121,71 @@ def test_the_optimizer_steps_the_same_after_a_probe() -> None:
             optimizer.step()
         results.append(parameter.detach())
     assert_same_bytes(results[1], results[0])
+
+
+class Companion(Own):
+    """Holds a model, a table and a tensor of all rows, and knows the model's weight from others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters())
+        self.models, self.report = [model], model.forward
+        self.table = speedtorch.HostTable(10, 3)
+        self.history = torch.zeros(1 << 17)
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        scale = 1.0 if parameter is self.models[0].inner.weight else 5.0
+        parameter.sub_(gradient, alpha=scale * group["lr"])
+
+
+class Uncopied(nn.Module):
+    """An embedding in a model, neither of which lets itself be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = speedtorch.Embedding(4, 3)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        raise AssertionError("copied")
+
+
+def test_models_tables_and_large_tensors_of_an_optimizer_are_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Uncopied()
+    optimizer = Companion(model)
+
+    def no(*_: Any) -> None:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(speedtorch.Embedding, "__deepcopy__", no)
+    monkeypatch.setattr(speedtorch.HostTable, "__deepcopy__", no, raising=False)
+    clone = Tensor.clone
+
+    def small_clone(self: Tensor, **more: Any) -> Tensor:
+        assert self.numel() < 1 << 17
+        return clone(self, **more)
+
+    monkeypatch.setattr(Tensor, "clone", small_clone)
+    assert probe_optimizer(optimizer, model.inner.weight).row_state == {}
+
+
+def test_an_optimizer_that_runs_its_model_is_refused_by_name() -> None:
+    class RunsModel(Companion):
+        def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+            self.models[0].zero_grad()
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.inner = nn.Linear(2, 3)
+    with pytest.raises(
+        ValueError, match="asks its Sequential for 'zero_grad', which is not copied"
+    ):
+        probe_optimizer(RunsModel(model), model.inner.weight)
+
+
+def test_what_a_grad_scaler_lends_is_not_taken_for_the_optimizers() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    for make in (optim.SGD, optim.Adam, optim.Adagrad):
+        optimizer = make([parameter], fused=True)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+        probe_optimizer(optimizer, parameter)
+        assert float(optimizer.grad_scale) == 4.0

@@ -1,0 +1,255 @@
+"""attach with optimizers that other libraries wrap, or that save and load in a way of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_attach import (
+    EVERY,
+    IDS,
+    Model,
+    assert_same_optimizer_state,
+    pair,
+    saved,
+    step,
+)
+from test_attach_changes import assert_same_rows
+from torch import Tensor, nn, optim
+
+import speedtorch
+
+# ------------------------------------------------------------------------------------------------
+# Wrappers, as those of other libraries are made
+# ------------------------------------------------------------------------------------------------
+
+
+class AcceleratedOptimizer(optim.Optimizer):
+    """As accelerate's: of torch's kind, without its constructor, and everything is passed on."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+class LightningOptimizer:
+    """As Lightning's: takes on the class of what it wraps."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type(
+            "Lightning" + type(optimizer).__name__, (type(self), type(optimizer)), {}
+        )
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        return self._optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self._optimizer.step(closure)
+
+
+class _FabricOptimizer(LightningOptimizer):
+    """As Fabric's, which is made the same way."""
+
+
+@pytest.mark.parametrize("wrap", [AcceleratedOptimizer, LightningOptimizer, _FabricOptimizer])
+def test_an_optimizer_that_a_library_wraps_is_attached_and_detached(wrap: Any) -> None:
+    (theirs, their_adam), (ours, adam) = pair()
+    speedtorch.detach(adam)
+    wrapped = wrap(adam)
+    speedtorch.attach(wrapped, ours)
+    with pytest.raises(ValueError, match="Adam is attached already"):
+        speedtorch.attach(adam, ours)
+    for _ in range(3):
+        step(theirs, their_adam)
+        step(ours, wrapped)
+    assert_same_rows(ours, theirs)
+    assert_same_optimizer_state(wrapped.state_dict(), their_adam.state_dict())
+    speedtorch.detach(wrapped)
+    with pytest.raises(ValueError, match="Adam is not attached"):
+        speedtorch.detach(adam)
+
+
+def test_other_wrappers_are_refused_by_name_and_nothing_changes() -> None:
+    class Lookahead(AcceleratedOptimizer):
+        pass
+
+    class Engine:
+        def __init__(self, optimizer: optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    Lookahead.__mro__[1].__name__ = "Delegating"
+    try:
+        (_, _), (ours, adam) = pair()
+        speedtorch.detach(adam)
+        with pytest.raises(ValueError, match=r"Lookahead cannot be used: it wraps .*\(Adam, its"):
+            speedtorch.attach(Lookahead(adam), ours)
+        with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Engine"):
+            speedtorch.attach(Engine(adam), ours)  # type: ignore[arg-type]
+    finally:
+        AcceleratedOptimizer.__name__ = "AcceleratedOptimizer"
+    speedtorch.attach(adam, ours)
+    step(ours, adam)
+
+
+# ------------------------------------------------------------------------------------------------
+# state_dict and load_state_dict of their own
+# ------------------------------------------------------------------------------------------------
+
+
+class Boxed(optim.Adam):
+    """Boxes the moments when it saves, and loads without torch's hooks, as bitsandbytes does."""
+
+    boxed = ("exp_avg", "exp_avg_sq")
+
+    def state_dict(self) -> dict[str, Any]:
+        state_dict = super().state_dict()
+        state_dict["state"] = {number: dict(each) for number, each in state_dict["state"].items()}
+        for each in state_dict["state"].values():
+            each["box"] = {name: each.pop(name) for name in self.boxed}
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = copy.deepcopy(state_dict)
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        state: dict[Any, Any] = defaultdict(dict)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in state_dict["state"]:
+                entries = state_dict["state"][number]
+                state[parameter] = entries.pop("box") | entries
+        groups = [
+            {**new, "params": group["params"]}
+            for group, new in zip(self.param_groups, state_dict["param_groups"], strict=True)
+        ]
+        self.__setstate__({"state": state, "param_groups": groups})
+
+
+def test_an_optimizer_that_loads_in_its_own_way_goes_on_with_the_rows_state() -> None:
+    (theirs, their_opt), (ours, our_opt) = pair(Boxed)
+    step(theirs, their_opt)
+    step(ours, our_opt)
+    model_state, state = saved(ours, our_opt)
+    step(theirs, their_opt)
+    model = Model()
+    optimizer = Boxed(model.parameters(), lr=0.5)
+    speedtorch.attach(optimizer, model)
+    step(model, optimizer, IDS)
+    model.load_state_dict(model_state)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    step(model, optimizer)
+    assert_same_rows(model, theirs)
+    speedtorch.detach(optimizer)
+    assert "load_state_dict" not in vars(optimizer)
+
+
+def test_what_it_loads_in_its_own_way_leaves_a_gradient_that_waits() -> None:
+    models = pair(Boxed)
+    for model, optimizer in models:
+        step(model, optimizer)
+        state = copy.deepcopy(optimizer.state_dict())
+        step(model, optimizer)
+        optimizer.zero_grad()
+        model(EVERY).square().sum().backward()
+        optimizer.load_state_dict(state)
+        optimizer.step()
+    assert_same_rows(models[1][0], models[0][0])
+
+
+def test_state_of_before_the_first_step_loads_in_its_own_way() -> None:
+    models = pair(Boxed)
+    for model, optimizer in models:
+        fresh = copy.deepcopy(optimizer.state_dict())
+        step(model, optimizer)
+        optimizer.load_state_dict(fresh)
+        step(model, optimizer)
+    assert_same_rows(models[1][0], models[0][0])
+
+
+def test_what_does_not_fit_changes_nothing_when_it_loads_in_its_own_way() -> None:
+    models = pair(Boxed)
+    for model, optimizer in models:
+        step(model, optimizer)
+    ours, optimizer = models[1]
+    wrong = copy.deepcopy(optimizer.state_dict())
+    wrong["state"][0]["box"]["exp_avg"] = torch.zeros(3, 4)
+    wrong["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(ValueError, match=r"'exp_avg' of Embedding.*\[20, 4\].*nothing was loaded"):
+        optimizer.load_state_dict(wrong)
+    for model, each in models:
+        step(model, each)
+    assert_same_rows(ours, models[0][0])
+
+
+def test_a_state_dict_that_hooks_cannot_complete_is_refused() -> None:
+    class Closed(optim.Adam):
+        def state_dict(self) -> dict[str, Any]:
+            return {"moments": [dict(each) for each in self.state.values()]}
+
+    model = Model()
+    optimizer = Closed(model.parameters())
+    with pytest.raises(ValueError, match="Closed cannot be used: its own state_dict does not call"):
+        speedtorch.attach(optimizer, model)
+    assert list(model.words.table.fields) == ["weight"]
+
+
+def test_a_copy_of_an_optimizer_loads_for_itself() -> None:
+    (_, _), (ours, optimizer) = pair(Boxed)
+    step(ours, optimizer)
+    expected = copy.deepcopy(optimizer.state_dict())
+    copied = copy.deepcopy(optimizer)
+    assert "load_state_dict" not in vars(copied)
+    copied.load_state_dict(optimizer.state_dict() | {"state": {}})
+    assert_same_nested(optimizer.state_dict(), expected)
+
+
+def assert_same_nested(actual: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert torch.equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same_nested(actual[name], value)
+    else:
+        assert actual == expected
+
+
+def test_the_state_of_a_table_whose_module_is_gone_is_still_that_of_all_rows() -> None:
+    def trained() -> optim.Optimizer:
+        embedding = speedtorch.Embedding(20, 4)
+        adam = optim.Adam(embedding.parameters())
+        speedtorch.attach(adam, embedding)
+        step(nn.Sequential(embedding), adam, IDS)
+        return adam
+
+    assert trained().state_dict()["state"][0]["exp_avg"].shape == (20, 4)

@@ -1,0 +1,183 @@
+"""Libraries around torch save, wrap and train a model whose Embedding is attached.
+
+Needs those libraries: make clients.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_same_bytes
+from test_attach import EVERY, IDS, Model, pair, step
+from test_attach_changes import assert_same_rows
+from torch import Tensor, nn, optim
+
+import speedtorch
+
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
+
+
+REFUSES_VIEWS = pytest.mark.xfail(
+    strict=True, reason="safetensors takes no weight that is a view of the rows' records"
+)
+
+
+def trained() -> tuple[Model, optim.Optimizer]:
+    _, (ours, adam) = pair()
+    step(ours, adam, IDS)
+    return ours, adam
+
+
+@REFUSES_VIEWS
+def test_safetensors_saves_an_attached_model(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    ours, _ = trained()
+    safetensors.save_model(ours, tmp_path / "model.safetensors")
+    again = Model()
+    speedtorch.attach(optim.Adam(again.parameters()), again)
+    safetensors.load_model(again, tmp_path / "model.safetensors")
+    assert_same_rows(again, ours)
+    safetensors.save_file(ours.state_dict(), tmp_path / "file.safetensors")
+    loaded = safetensors.load_file(tmp_path / "file.safetensors")
+    for name, value in ours.state_dict().items():
+        assert_same_bytes(loaded[name], value)
+
+
+@REFUSES_VIEWS
+def test_accelerate_prepares_saves_and_loads_an_attached_model(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    (theirs, their_adam), (ours, adam) = pair()
+    speedtorch.detach(adam)
+    ours, wrapped = accelerator.prepare(ours, adam)
+    speedtorch.attach(wrapped, ours)
+    for model, each in ((theirs, their_adam), (ours, wrapped)):
+        step(model, each)
+    accelerator.save_state(str(tmp_path))
+    expected = copy.deepcopy(ours.state_dict())
+    step(ours, wrapped)
+    accelerator.load_state(str(tmp_path))
+    for name, value in ours.state_dict().items():
+        assert_same_bytes(value, expected[name])
+    step(theirs, their_adam)
+    step(ours, wrapped)
+    assert_same_rows(ours, theirs)
+
+
+def test_an_optimizer_that_accelerate_wraps_is_attached() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    (theirs, their_adam), (ours, adam) = pair()
+    speedtorch.detach(adam)
+    ours, wrapped = accelerate.Accelerator(cpu=True).prepare(ours, adam)
+    speedtorch.attach(wrapped, ours)
+    for _ in range(2):
+        step(theirs, their_adam)
+        step(ours, wrapped)
+    assert_same_rows(ours, theirs)
+    speedtorch.detach(wrapped)
+
+
+def test_an_optimizer_that_fabric_wraps_is_attached() -> None:
+    fabric_module = pytest.importorskip("lightning.fabric")
+    fabric = fabric_module.Fabric(accelerator="cpu", devices=1)
+    (theirs, their_adam), (ours, adam) = pair()
+    speedtorch.detach(adam)
+    model, wrapped = fabric.setup(ours, adam)
+    speedtorch.attach(wrapped, ours)
+    for _ in range(2):
+        step(theirs, their_adam)
+        wrapped.zero_grad()
+        fabric.backward(model(EVERY).square().sum())
+        wrapped.step()
+    assert_same_rows(ours, theirs)
+    speedtorch.detach(wrapped)
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_an_optimizer_that_lightning_wraps_is_attached(tmp_path: Path, manual: bool) -> None:
+    lightning = pytest.importorskip("lightning")
+    (theirs, their_adam), (ours, adam) = pair()
+    speedtorch.detach(adam)
+
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = ours
+            self.automatic_optimization = not manual
+
+        def on_train_start(self) -> None:
+            speedtorch.attach(self.optimizers(), self.model)
+
+        def training_step(self, batch: Tensor, index: int) -> Any:
+            loss = self.model(batch[0]).square().sum()
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return None if manual else loss
+
+        def configure_optimizers(self) -> optim.Optimizer:
+            return adam
+
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Task(), torch.utils.data.DataLoader(EVERY[None, None]))
+    for _ in range(2):
+        step(theirs, their_adam)
+    assert_same_rows(ours, theirs)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    saved = torch.load(tmp_path / "model.ckpt", weights_only=False)
+    assert_same_bytes(saved["state_dict"]["model.words.weight"], ours.state_dict()["words.weight"])
+
+
+class Words(nn.Module):
+    """A module of sentence-transformers: the mean of a sentence's words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = speedtorch.Embedding(20, 4)
+
+    def tokenize(self, texts: list[str], **more: Any) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([[len(word) for word in texts]]).T}
+
+    preprocess = tokenize
+
+    def forward(self, features: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
+        features["sentence_embedding"] = self.words(features["input_ids"]).mean(1)
+        return features
+
+    def save(self, path: str, *args: Any, safe_serialization: bool = True, **more: Any) -> None:
+        import safetensors.torch
+
+        safetensors.torch.save_model(self, str(Path(path) / "model.safetensors"))
+
+
+@REFUSES_VIEWS
+def test_sentence_transformers_saves_an_attached_model(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    words = Words()
+    model = library.SentenceTransformer(modules=[words], device="cpu")
+    adam = optim.Adam(model.parameters(), lr=0.1)
+    speedtorch.attach(adam, model)
+    adam.zero_grad()
+    model(model.tokenize(["a", "bcd"]))["sentence_embedding"].square().sum().backward()
+    adam.step()
+    model.save(str(tmp_path))
+    import safetensors.torch
+
+    files = list(tmp_path.rglob("model.safetensors"))
+    assert len(files) == 1
+    loaded = safetensors.torch.load_file(files[0])
+    assert_same_bytes(loaded["words.weight"], words.state_dict()["words.weight"])
