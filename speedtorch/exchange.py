@@ -7,6 +7,7 @@ the rows of the last one back to the table while others arrive, and rows of both
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -507,6 +508,8 @@ class Exchange:
         Raises:
             RuntimeError: another one has not ended.
         """
+        if self._loop is not None and self._loop() not in (None, loop):
+            gc.collect()  # it may have ended by an exception, whose traceback has its frames
         if self._loop is not None and self._loop() not in (None, loop):
             raise RuntimeError(
                 f"{self._name}: its rows are prefetched by another loop, which must end first"
