@@ -266,12 +266,16 @@ def copy_optimizer(
     Raises:
         TypeError: the class cannot be called with the group's settings alone.
     """
+    kind = type(optimizer)
     probe = nn.Parameter(values.detach().clone())
-    states = _StateMap()
-    for key, value in optimizer.state.items():
-        if isinstance(key, str):  # what some keep for all parameters
-            states[key] = copy.deepcopy(value)
     group = group_of(optimizer, parameter)
+    attributes = {
+        # Schedulers put a `step` that is bound to the original in front of the class's.
+        name: OrderedDict() if name.endswith("_hooks") else value
+        for name, value in vars(optimizer).items()
+        if name not in _LENT and not callable(getattr(kind, name, None))
+    }
+    for_all = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
     # What deepcopy must not copy but replace: each parameter, and what we set up ourselves.
     stand_ins: dict[int, Any] = {
         id(held): nn.Parameter(held.new_zeros(1), requires_grad=False)
@@ -280,7 +284,8 @@ def copy_optimizer(
         for any_group in optimizer.param_groups
         for held in any_group["params"]
     }
-    _stand_in_for_large([group, vars(optimizer)], stand_ins)
+    rest = {n: each for n, each in attributes.items() if n not in ("state", "param_groups")}
+    _stand_in_for_large([group, rest, for_all], stand_ins)
     own = {
         name: copy.deepcopy(value, stand_ins)
         for name, value in group.items()
@@ -291,7 +296,8 @@ def copy_optimizer(
             is_tensor = isinstance(own[name], Tensor)
             own[name] = torch.full_like(own[name], value) if is_tensor else value
     own["params"] = [probe]
-    kind = type(optimizer)
+    states = _StateMap()
+    states.update(copy.deepcopy(for_all, stand_ins))
     if construct:
         accepted = set(inspect.signature(kind).parameters) & set(own) - {"params"}
         made = kind([probe], **{name: own[name] for name in accepted})
@@ -303,11 +309,5 @@ def copy_optimizer(
     stand_ins[id(optimizer)] = made
     stand_ins[id(optimizer.param_groups)] = [own]
     stand_ins[id(optimizer.state)] = states
-    attributes = {
-        # Schedulers put a `step` that is bound to the original in front of the class's.
-        name: OrderedDict() if name.endswith("_hooks") else value
-        for name, value in vars(optimizer).items()
-        if name not in _LENT and not callable(getattr(kind, name, None))
-    }
     vars(made).update(copy.deepcopy(attributes, stand_ins))
     return OptimizerCopy(made, probe, states)

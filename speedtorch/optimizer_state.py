@@ -252,6 +252,8 @@ class _Probe:
             parts = self._copy(self._optimizer, self._parameter, values[:few], _PLAIN)
             for copied, each in ((many, gradient), (parts, gradient[:few])):
                 copied.step(each, sparse=self._sparse)
+        except Exception as error:
+            raise self._refusal(f"its step fails where there are many rows ({error})") from error
         finally:
             self._shape = (few, *row_shape)
         for name in learnt.scalar_state:

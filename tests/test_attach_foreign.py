@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from probed_optimizers import Own
+from reference import assert_same_bytes
 from test_attach import (
     EVERY,
     IDS,
@@ -253,3 +255,62 @@ def test_the_state_of_a_table_whose_module_is_gone_is_still_that_of_all_rows() -
         return adam
 
     assert trained().state_dict()["state"][0]["exp_avg"].shape == (20, 4)
+
+
+class Wide(Own):
+    """Keeps its mean in double precision, and a count for all parameters beside their state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.state["steps"] = 0  # type: ignore[index, assignment]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["steps"] += 1  # type: ignore[index, operator]
+        super().step(closure)
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(parameter, dtype=torch.float64)
+        state["mean"].lerp_(gradient.double(), 1 / self.state["steps"])  # type: ignore[index]
+        parameter.sub_(state["mean"], alpha=group["lr"])
+
+
+def test_state_of_another_dtype_is_saved_and_goes_on() -> None:
+    (theirs, their_opt), (ours, our_opt) = pair(Wide)
+    step(theirs, their_opt)
+    step(ours, our_opt)
+    model_state, state = saved(ours, our_opt)
+    assert state["state"][0]["mean"].dtype == torch.float64
+    model = Model()
+    optimizer = Wide(model.parameters())
+    speedtorch.attach(optimizer, model)
+    model.load_state_dict(model_state)
+    optimizer.load_state_dict(state)
+    step(ours, our_opt)
+    step(theirs, their_opt)
+    assert_same_rows(ours, theirs)
+    # torch gives the dense parameters' state the dtype of the parameters when it loads.
+    for each in (optimizer.state[model.out.weight], optimizer.state[model.out.bias]):
+        each["mean"] = each["mean"].double()
+    step(model, optimizer)
+    assert_same_bytes(model.state_dict()["words.weight"], ours.state_dict()["words.weight"])
+
+
+def test_state_that_only_the_constructor_makes_of_the_rows_of_then_is_refused() -> None:
+    class Masked(Own):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["mask"] = torch.rand_like(parameter) < 0.5
+
+        def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+            mask = self.state[parameter].get("mask", 1.0)
+            parameter.sub_(gradient * mask, alpha=group["lr"])
+
+    model = Model()
+    optimizer = Masked(model.parameters())
+    with pytest.raises(ValueError, match="Masked cannot be used: it was built with a state 'mask'"):
+        speedtorch.attach(optimizer, model)
+    assert list(model.words.table.fields) == ["weight"]
+    assert not optimizer._optimizer_state_dict_post_hooks

@@ -175,3 +175,12 @@ def test_state_that_a_third_party_optimizer_keeps_per_row_is_exchanged() -> None
     norms = switcher.getNumpyVersion()["norm"]
     assert norms.dtype == np.float64
     assert norms[:5].flatten().tolist() == [0, 5, 10, 5, 0]
+
+
+def test_nesterov_momentum_over_foreach_is_taken(family: Any) -> None:
+    model, optimizer = build(
+        lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    )
+    switcher = family(optimizer, ROWS, WIDTH, model, "users")
+    switcher.optInit()
+    assert list(switcher.table.fields) == ["momentum_buffer"]

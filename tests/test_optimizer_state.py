@@ -130,3 +130,10 @@ def test_attributes_and_lists_in_groups_of_the_optimizer_stay_as_they_are() -> N
     probe_optimizer(optimizer, parameter)
     assert optimizer.steps == 0
     assert optimizer.param_groups[0]["seen"] == [0]
+
+
+def test_a_default_device_does_not_matter() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    optimizer = optim.Adam([parameter])
+    with torch.device("meta"):
+        assert sorted(probe_optimizer(optimizer, parameter).row_state) == ["exp_avg", "exp_avg_sq"]

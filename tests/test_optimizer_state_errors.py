@@ -201,6 +201,15 @@ class InBlocks(Own):
         parameter.sub_(gradient, alpha=group["lr"])
 
 
+class SmallOnly(Own):
+    """Steps small parameters only."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if parameter.numel() > 1000:
+            raise MemoryError("too large")
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
 class Marked(Tensor):
     """A tensor that may keep its numbers in another way."""
 
@@ -256,6 +265,7 @@ REFUSED = [
         r" a Tensor of torch.float16, \[5\] a row where it has many",
     ),
     (InBlocks, r"InBlocks cannot be used: its state 'largest' is of size \[13\] for 19 rows and"),
+    (SmallOnly, r"SmallOnly cannot be used: its step fails where there are many rows \(too large"),
     (KeepsMarked, "KeepsMarked cannot be used: its state 'mean' is a Marked, but a table keeps"),
     (TrainsNothing, "TrainsNothing cannot be used: 8 steps of it with random gradients train no"),
     (Wrapper, r"Wrapper cannot be used: it wraps another optimizer \(Adam, its 'inner'\)"),
