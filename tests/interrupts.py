@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from inspect import CO_GENERATOR
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -57,8 +58,9 @@ class _Injected:
         return self._within
 
     def _within(self, frame: FrameType, event: str, arg: Any) -> Any:
-        # A frame that an exception leaves returns as well: there is nothing to replace it with.
-        if self.reached or event not in ("line", "return"):
+        # A generator returns at each yield, and when it is thrown away: nothing can raise there.
+        generates = frame.f_code.co_flags & CO_GENERATOR
+        if self.reached or not (event == "line" or (event == "return" and not generates)):
             return self._within
         self._left -= 1
         if self._left < 0:
@@ -96,7 +98,7 @@ def interrupted(
             raise
     finally:
         sys.settrace(before)
-        # `with torch.no_grad()` that is interrupted as it ends leaves gradients off, in anyone's code.
+        # torch.no_grad() that is interrupted as it ends leaves gradients off, whoever uses it.
         torch.set_grad_enabled(grad)
     return injected.reached
 

@@ -44,7 +44,7 @@ class CountSwitcher(OneField):
         return {"weight": ((self.total_classes, self.total_classes), self._dtype)}
 
     def _to_load(self) -> dict[str, torch.Tensor]:
-        if self._fields is None:
+        if self._stored is None:
             self.comInit()
         return super()._to_load()
 

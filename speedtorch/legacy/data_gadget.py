@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speedtorch.batch_ids import Indexes, flat_index
 from speedtorch.checkpoint import StoredField, open_fields
-from speedtorch.legacy.switcher import OneField
+from speedtorch.legacy.switcher import OneField, Stored
 from speedtorch.legacy.switcher_files import (
     CupyFiles,
     MappedFiles,
@@ -31,6 +31,7 @@ from speedtorch.legacy.table_place import (
     in_file,
     of_kind,
 )
+from speedtorch.ops import pinned_scatter
 from speedtorch.table import HostTable
 
 __all__ = [
@@ -67,7 +68,7 @@ class GadgetSwitcher(OneField):
 
     def gadgetInit(self) -> None:
         """Reads the rows into the gadget's own memory; called at first use if not before."""
-        if self._fields is not None:
+        if self._stored is not None:
             return
         if self.fileName is not None:
             self._read_file(self.fileName)
@@ -93,7 +94,7 @@ class GadgetSwitcher(OneField):
         return self._place.make_table(shape[0], fields, default_device())
 
     def _rows(self) -> dict[str, Tensor]:
-        if self._fields is None:
+        if self._stored is None:
             self.gadgetInit()
         return super()._rows()
 
@@ -141,7 +142,7 @@ class GadgetSwitcher(OneField):
                 f"insertData got {list(rows.shape)} of {rows.dtype} for {index.numel()} ids; rows"
                 f" here are {list(field.shape[1:])} of {field.dtype}"
             )
-        self._scatter("weight", index, rows)
+        pinned_scatter(field, index, rows.contiguous())
 
 
 def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
@@ -294,4 +295,4 @@ class DataGadgetMM(MappedFiles, _CupyGadget):
         if array.nbytes:  # an empty range cannot be mapped
             mapped = np.memmap(path, np.uint8, "r+", offset=array.offset, shape=(array.nbytes,))
             data = torch.from_numpy(mapped).view(array.dtype).view(array.shape)
-        self._fields = {"weight": data}
+        self._stored = Stored(None, {"weight": data})
