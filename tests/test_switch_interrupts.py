@@ -7,20 +7,19 @@ once without it; everything afterwards equals one of the two bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from interrupts import every_interrupt
-from plan_memos import planning
+from plan_memos import always
 from torch import Tensor, nn, optim
 
 from speedtorch import HostTable, ModelFactory, OptimizerFactory
 from speedtorch.legacy import optimizer_switcher
 from speedtorch.optimizer_state import probe_optimizer
-
-__all__ = ["planning"]
 
 ROWS, WIDTH = 9, 2
 BATCHES = ([1, 4, 2], [4, 7], [2, 7, 1, 0])
@@ -115,15 +114,17 @@ class InPlace(Training):
 class Factories(Training):
     """Our classes; the ids of all batches come in one array, as data loaders make them."""
 
-    def __init__(self, sums: bool, shared: bool) -> None:
+    def __init__(self, *, sums: bool = False, shared: bool = False) -> None:
         super().__init__()
-        table = HostTable(ROWS, WIDTH, state=STATE, memory="plain") if shared else None
+        tables = [HostTable(ROWS, WIDTH, state=STATE, memory="plain") for _ in range(2 - shared)]
+        for table in tables:
+            table["weight"].copy_(first_rows())
+            table.plans.wanted = always if shared else table.plans.wanted
+            table.was_read = True  # so that the state needs no optInit
         row = (ROWS, WIDTH)
-        self.weights = ModelFactory(self.model.rows, *row, sumDuplicates=sums, table=table)
-        self.states = OptimizerFactory(self.optimizer, *row, self.model, "rows", table=table)
-        self.weights.zerosInit()
-        self.weights.getCupyVar().copy_(first_rows())
-        self.states.optInit()
+        self.weights = ModelFactory(self.model.rows, *row, sumDuplicates=sums, table=tables[0])
+        state = (self.optimizer, *row, self.model, "rows")
+        self.states = OptimizerFactory(*state, table=tables[-1])
         self._ids = torch.empty(max(map(len, BATCHES)), dtype=torch.int64).numpy()
 
     def ids(self, batch: int) -> Any:
@@ -164,98 +165,91 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
-WAYS = {
-    "two-tables": lambda: Factories(sums=False, shared=False),
-    "shared-table": lambda: Factories(sums=False, shared=True),
-    "sums": lambda: Factories(sums=True, shared=False),
+INTERRUPTED = [call for call in CALLS if call != "learn"]
+WAYS: dict[str, Callable[[], Factories]] = {
+    "two-tables": Factories,
+    "shared-table-with-plans": lambda: Factories(shared=True),
+    "sums": lambda: Factories(sums=True),
 }
 
 
-@pytest.fixture(autouse=True)
-def probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def probed_once() -> Iterator[None]:
     """What the optimizer keeps is the same in every run: learn it once."""
     model = Model()
     found = probe_optimizer(optim.Adam(model.parameters()), model.rows.weight)
-    monkeypatch.setattr(optimizer_switcher, "probe_optimizer", lambda *_: found)
-
-
-INTERRUPTED = [call for call in CALLS if call != "learn"]
-ERRORS = (KeyboardInterrupt, torch.OutOfMemoryError, IndexError)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_switcher, "probe_optimizer", lambda *_: found)
+        yield
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
-def make(request: pytest.FixtureRequest) -> Callable[[], Factories]:
-    """Builds the factories of a training, and trains a first batch."""
-
-    def built() -> Factories:
-        training: Factories = request.param()
-        training.step(0)
-        return training
-
-    return built
+def make(request: pytest.FixtureRequest) -> Any:
+    """Builds the factories of a training."""
+    return request.param
 
 
-def judged(training: Factories, call: str, *, done: bool, rest: bool) -> InPlace:
-    """The judge, after the second batch with or without the call, and the calls after it."""
-    judge = InPlace(training.weights.sumDuplicates)
+def at_call(make: Callable[[], Factories], call: str) -> Factories:
+    """A training that has come to a call in its second batch."""
+    training = make()
+    training.step(0)
+    for name in CALLS[: CALLS.index(call)]:
+        getattr(training, name)(1)
+    return training
+
+
+def interrupts(make: Any, call: str, error: type[BaseException]) -> Any:
+    def prepare() -> Factories:
+        return at_call(make, call)
+
+    return every_interrupt(prepare, lambda each: getattr(each, call)(1), error=error)
+
+
+@cache
+def expected(sums: bool, call: str, *, done: bool, rest: bool, more: bool) -> dict[str, Tensor]:
+    """What the judge has after the second batch with or without the call.
+
+    The calls after it are made if `rest` says so, and a third batch's if `more` does.
+    """
+    judge = InPlace(sums)
     judge.step(0)
     judge.step(1, until=call, without="" if done else call)
     if rest:
         judge.step(1, after=call)
-    return judge
+    if more:
+        judge.step(2)
+    return everything(judge)
 
 
-def up_to(make: Callable[[], Factories], call: str) -> Callable[[], Factories]:
-    """Builds a training that has come to the call in its second batch."""
-
-    def built() -> Factories:
-        training = make()
-        before = CALLS.index(call)
-        for name in CALLS[:before]:
-            getattr(training, name)(1)
-        return training
-
-    return built
+def outcomes(training: Factories, call: str, *, more: bool) -> list[bool]:
+    """Whether everything is as if the call had not been made, and as if it had."""
+    sums, found = training.weights.sumDuplicates, everything(training)
+    each = [expected(sums, call, done=done, rest=False, more=more) for done in (False, True)]
+    return [same(found, judge) for judge in each]
 
 
-def interrupts(make: Any, call: str, error: type[BaseException]) -> Any:
-    return every_interrupt(up_to(make, call), lambda each: getattr(each, call)(1), error=error)
-
-
-@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("call", INTERRUPTED)
-def test_an_interrupted_call_is_wholly_done_or_not_done(
-    make: Any, call: str, error: type[BaseException]
-) -> None:
-    found = []
-    for training in interrupts(make, call, error):
-        after = everything(training)
-        outcomes = [
-            same(after, everything(judged(training, call, done=done, rest=False)))
-            for done in (False, True)
-        ]
-        assert any(outcomes), f"place {len(found)}: neither done nor not done"
-        found.append(outcomes[1])
-    assert found == sorted(found), "a call that was done is not done at a later place"
-    assert len(found) > 10
+def test_an_interrupted_call_is_wholly_done_or_not_done(make: Any, call: str) -> None:
+    done = []
+    for training in interrupts(make, call, KeyboardInterrupt):
+        found = outcomes(training, call, more=False)
+        assert any(found), f"place {len(done)}: neither done nor not done"
+        done.append(found[1])
+    assert done == sorted(done), "a call that was done is not done at a later place"
+    assert done[-1]
+    assert not done[0]
 
 
 @pytest.mark.parametrize("call", INTERRUPTED)
 def test_training_goes_on_with_the_next_batch_after_an_interrupt(make: Any, call: str) -> None:
     for training in interrupts(make, call, torch.OutOfMemoryError):
         training.step(2)
-        after = everything(training)
-        outcomes = []
-        for done in (False, True):
-            judge = judged(training, call, done=done, rest=False)
-            judge.step(2)
-            outcomes.append(same(after, everything(judge)))
-        assert any(outcomes)
+        assert any(outcomes(training, call, more=True))
 
 
 @pytest.mark.parametrize("call", INTERRUPTED)
 def test_an_interrupted_call_can_be_made_again(make: Any, call: str) -> None:
-    for training in interrupts(make, call, KeyboardInterrupt):
+    for training in interrupts(make, call, IndexError):
         try:
             getattr(training, call)(1)
         except RuntimeError as error:  # of sums that were added before the interrupt
@@ -263,15 +257,9 @@ def test_an_interrupted_call_can_be_made_again(make: Any, call: str) -> None:
             assert training.weights.sumDuplicates
         training.step(1, after=call)
         training.step(2)
-        judge = judged(training, call, done=True, rest=True)
-        judge.step(2)
-        assert same(everything(training), everything(judge))
-
-
-@pytest.mark.usefixtures("planning")
-@pytest.mark.parametrize("call", INTERRUPTED)
-def test_plans_that_an_interrupt_left_behind_are_of_their_batch(make: Any, call: str) -> None:
-    test_training_goes_on_with_the_next_batch_after_an_interrupt(make, call)
+        sums = training.weights.sumDuplicates
+        judge = expected(sums, call, done=True, rest=True, more=True)
+        assert same(everything(training), judge)
 
 
 def test_the_judge_trains() -> None:
