@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import every_interrupt
+from interrupts import EVERY_LINE, Lines, every_interrupt, lines_of
 from plan_memos import always
 from torch import Tensor, nn, optim
 
@@ -165,7 +165,6 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
-INTERRUPTED = [call for call in CALLS if call != "learn"]
 WAYS: dict[str, Callable[[], Factories]] = {
     "two-tables": Factories,
     "shared-table-with-plans": lambda: Factories(shared=True),
@@ -183,10 +182,12 @@ def probed_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
-def make(request: pytest.FixtureRequest) -> Any:
-    """Builds the factories of a training."""
-    return request.param
+INTERRUPTED = [
+    pytest.param(make, call, id=f"{way}-{call}")
+    for way, make in WAYS.items()
+    for call in CALLS
+    if call != "learn" and (way != "sums" or call.startswith("weights"))
+]
 
 
 def at_call(make: Callable[[], Factories], call: str) -> Factories:
@@ -198,11 +199,16 @@ def at_call(make: Callable[[], Factories], call: str) -> Factories:
     return training
 
 
-def interrupts(make: Any, call: str, error: type[BaseException]) -> Any:
+SWITCH = lines_of("legacy", "plan_memo.py", "ops.py")
+
+
+def interrupts(
+    make: Any, call: str, error: type[BaseException], lines: Lines = SWITCH
+) -> Iterator[Factories]:
     def prepare() -> Factories:
         return at_call(make, call)
 
-    return every_interrupt(prepare, lambda each: getattr(each, call)(1), error=error)
+    return every_interrupt(prepare, lambda each: getattr(each, call)(1), error=error, lines=lines)
 
 
 @cache
@@ -228,10 +234,10 @@ def outcomes(training: Factories, call: str, *, more: bool) -> list[bool]:
     return [same(found, judge) for judge in each]
 
 
-@pytest.mark.parametrize("call", INTERRUPTED)
+@pytest.mark.parametrize(("make", "call"), INTERRUPTED)
 def test_an_interrupted_call_is_wholly_done_or_not_done(make: Any, call: str) -> None:
     done = []
-    for training in interrupts(make, call, KeyboardInterrupt):
+    for training in interrupts(make, call, KeyboardInterrupt, EVERY_LINE):
         found = outcomes(training, call, more=False)
         assert any(found), f"place {len(done)}: neither done nor not done"
         done.append(found[1])
@@ -240,14 +246,14 @@ def test_an_interrupted_call_is_wholly_done_or_not_done(make: Any, call: str) ->
     assert not done[0]
 
 
-@pytest.mark.parametrize("call", INTERRUPTED)
+@pytest.mark.parametrize(("make", "call"), INTERRUPTED)
 def test_training_goes_on_with_the_next_batch_after_an_interrupt(make: Any, call: str) -> None:
     for training in interrupts(make, call, torch.OutOfMemoryError):
         training.step(2)
         assert any(outcomes(training, call, more=True))
 
 
-@pytest.mark.parametrize("call", INTERRUPTED)
+@pytest.mark.parametrize(("make", "call"), INTERRUPTED)
 def test_an_interrupted_call_can_be_made_again(make: Any, call: str) -> None:
     for training in interrupts(make, call, IndexError):
         try:
