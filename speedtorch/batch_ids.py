@@ -10,7 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Indexes", "SeenIds", "Unread", "check_ids", "flat_index", "private_copy"]
+__all__ = [
+    "Indexes",
+    "SeenIds",
+    "Unread",
+    "all_within",
+    "check_ids",
+    "flat_index",
+    "private_copy",
+]
 
 Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
 
@@ -72,6 +80,14 @@ def check_ids(name: str, ids: object) -> None:
             f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
             f" {list(ids.shape)}"
         )
+
+
+def all_within(index: Tensor, rows: int) -> bool:
+    """Whether ids on the CPU all name one of so many rows."""
+    if not index.numel():
+        return True
+    low, high = torch.aminmax(index)
+    return int(low) >= 0 and int(high) < rows
 
 
 def private_copy(index: Tensor, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from speedtorch.batch_ids import Indexes, Unread, flat_index, private_copy
+from speedtorch.batch_ids import Indexes, Unread, all_within, flat_index, private_copy
 from speedtorch.ops import plan_rows
 
 __all__ = ["Plan", "PlanMemo", "plans_pay"]
@@ -195,10 +195,7 @@ class PlanMemo:
     def _can_plan(self, index: Tensor) -> bool:
         if not 0 < index.numel() < _MOST_IDS:
             return False
-        if not index.is_cpu:
-            return index.is_cuda
-        low, high = torch.aminmax(index)
-        return int(low) >= 0 and int(high) < self._rows
+        return all_within(index, self._rows) if index.is_cpu else index.is_cuda
 
     def close(self) -> None:
         """Forgets all plans and makes no more.

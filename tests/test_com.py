@@ -80,6 +80,17 @@ def test_mapped_counts_take_the_first_free_name() -> None:
         COMMM(3, CPUPinn=True)
 
 
+def test_the_init_takes_the_argument_of_2019() -> None:
+    pinned = COM(3, CPUPinn=True)
+    pinned.comInit()
+    counts = COM(3)
+    counts.comInit(CPUPinn=True)
+    assert counts.table.memory == pinned.table.memory
+    assert counts.CUPYcorpus.shape == (3, 3)
+    with pytest.warns(UserWarning, match="no effect on a memory-mapped file"):
+        COMMM(3).comInit(CPUPinn=True)
+
+
 def test_a_table_that_was_not_initialised_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"COM has no table yet: call comInit\(\) or a load"):
         COM(3).getNumpyVersion()

@@ -21,6 +21,7 @@ from speedtorch import (
     GPUPytorchDataGadget,
     PytorchDataGadget,
 )
+from speedtorch.legacy.numpy_index import rows_around
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -45,6 +46,11 @@ def family(request: pytest.FixtureRequest) -> Any:
 
 def all_rows(gadget: Any) -> Tensor:
     return torch.from_numpy(gadget.getNumpyVersion())
+
+
+def all_bytes(gadget: Any) -> Tensor:
+    gadget.table.settle()
+    return as_bytes(gadget.table["weight"].cpu())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -125,7 +131,160 @@ def test_rows_arrive_where_they_are_trained_on(family: Any) -> None:
     got = family(data).getData(np.array([[6, 0], [6, 2]]))
     assert got.device.type == WHERE
     assert got.is_contiguous()
-    assert_same_bytes(got, data[[6, 0, 6, 2]])
+    assert_same_bytes(got, data[torch.tensor([[6, 0], [6, 2]])])
+
+
+# What NumPy itself is asked for, in rows `[7, 2, 3]`.
+INDICES: dict[str, Any] = {
+    "id": 3,
+    "last": -1,
+    "numpy-id": np.int64(2),
+    "ids": [6, 0, 6],
+    "negative-ids": [-1, 0, -7],
+    "no-ids": [],
+    "ids-2-d": np.array([[6, 0], [-6, 2]]),
+    "int32-negative": np.array([-1, 3], dtype=np.int32),
+    "uint8": np.array([1, 0], dtype=np.uint8),
+    "range": range(5, 0, -2),
+    "slice": slice(2, 5),
+    "slice-all": slice(None),
+    "slice-negative-step": slice(None, None, -2),
+    "slice-empty": slice(5, 2),
+    "slice-beyond": slice(-100, 100, 3),
+    "mask": np.array([True, False, True, True, False, False, True]),
+    "mask-list": [False] * 6 + [True],
+    "mask-of-none": np.zeros(7, dtype=bool),
+    "mask-2-d": np.arange(14).reshape(7, 2) % 3 == 0,
+    "mask-3-d": np.arange(42).reshape(7, 2, 3) % 5 == 0,
+    "ellipsis": ...,
+    "none": None,
+    "one-element": (1, 1, 2),
+    "rows-and-columns": ([1, 2], [0, -1]),
+    "rows-columns-both": (np.array([[1], [2]]), np.array([0, 1, 0])),
+    "slices": (slice(1, 6, 2), slice(0, 1)),
+    "slice-and-column": (slice(None), -1),
+    "ids-and-slice": ([5, 1], slice(None), [2, 0]),
+    "ellipsis-and-column": (..., 0),
+    "new-axis": (None, [1, 2]),
+    "mask-and-column": (np.arange(7) > 4, 1),
+}
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES.keys())
+def test_an_index_means_what_it_means_to_numpy(family: Any, index: Any) -> None:
+    data = random_rows(7, (2, 3))
+    gadget = family(data)
+    expected = torch.from_numpy(np.array(data.numpy()[index]))
+    got = gadget.getData(indexes=index)
+    assert got.shape == expected.shape
+    assert got.device.type == WHERE
+    assert_same_bytes(got, expected)
+    got.zero_()
+    assert_same_bytes(all_rows(gadget), data)  # what comes out is a copy
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES.keys())
+def test_rows_are_inserted_where_numpy_would_put_them(family: Any, index: Any) -> None:
+    expected = random_rows(7, (2, 3))
+    gadget = family(expected.clone())
+    shape = expected.numpy()[index].shape
+    new = random_rows(int(np.prod(shape)), (), seed=1).reshape(shape)
+    expected.numpy()[index] = new.numpy()
+    gadget.insertData(new.to(WHERE), indexes=index)
+    assert_same_bytes(all_rows(gadget), expected)
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES.keys())
+def test_the_rows_around_an_index_are_all_that_it_touches(index: Any) -> None:
+    data = random_rows(7, (2, 3))
+    rows, within = rows_around(data, index)
+    got = data[rows].numpy()[within]
+    assert_same_bytes(
+        torch.from_numpy(np.array(got)), torch.from_numpy(np.array(data.numpy()[index]))
+    )
+    touched = np.zeros(data.shape, dtype=bool)
+    touched[index] = True
+    assert rows.tolist() == np.flatnonzero(touched.any((1, 2))).tolist()
+
+
+TENSORS: dict[str, Tensor] = {
+    "ids": torch.tensor([[6, -1], [0, -7]]),
+    "int32": torch.tensor([-1, 3], dtype=torch.int32),
+    "mask": torch.tensor([True, False] * 3 + [True]),
+    "scalar": torch.tensor(-2),
+}
+
+
+@pytest.mark.parametrize("index", TENSORS.values(), ids=TENSORS.keys())
+def test_an_index_may_be_a_tensor_on_either_device(family: Any, index: Tensor) -> None:
+    data = random_rows(7, (3,))
+    gadget = family(data)
+    expected = torch.from_numpy(np.array(data.numpy()[index.numpy()]))
+    for given in (index, index.to(WHERE)):
+        assert_same_bytes(gadget.getData(given), expected)
+        gadget.insertData(expected.to(WHERE), given)
+    assert_same_bytes(all_rows(gadget), data)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_parts_of_rows_have_any_dtype(dtype: torch.dtype) -> None:
+    data = random_rows(7, (3,), dtype)
+    gadget = DataGadget(data)
+    assert_same_bytes(gadget.getData((slice(1, 4), 2)), data[1:4, 2])
+    gadget.insertData(data[[0, 1]][:, :2].clone(), (slice(2, 4), slice(0, 2)))
+    expected = data.clone()
+    expected[2:4, :2] = data[:2, :2]
+    assert_same_bytes(all_bytes(gadget), as_bytes(expected))
+
+
+def test_one_row_is_repeated_as_numpy_repeats_it(family: Any) -> None:
+    expected = random_rows(7, (3,))
+    gadget = family(expected.clone())
+    gadget.insertData(expected[:1].clone(), [2, -1])
+    expected[[2, -1]] = expected[:1].clone()
+    assert_same_bytes(all_rows(gadget), expected)
+
+
+BAD_INDICES: dict[str, tuple[Any, type[Exception]]] = {
+    "too-many-axes": ((0, 0, 0), IndexError),
+    "column-out-of-range": (([0], [3]), IndexError),
+    "mask-too-short": ([True, False], IndexError),
+    "mask-of-another-shape": (np.ones((7, 2), dtype=bool), IndexError),
+    "fractions": ([0.5], TypeError),
+    "words": ("weight", TypeError),
+}
+
+
+@pytest.mark.parametrize(("index", "error"), BAD_INDICES.values(), ids=BAD_INDICES.keys())
+def test_an_index_that_numpy_refuses_changes_nothing(
+    family: Any, index: Any, error: type[Exception]
+) -> None:
+    data = random_rows(7, (3,))
+    gadget = family(data)
+    with pytest.raises(error):
+        gadget.getData(index)
+    with pytest.raises(error):
+        gadget.insertData(torch.tensor(0.0), index)
+    assert_same_bytes(all_rows(gadget), data)
+
+
+def test_the_rows_have_the_name_that_scripts_of_2019_used() -> None:
+    np.save("data.npy", np.arange(6.0).reshape(3, 2))
+    for maker in (DataGadget, DataGadgetMM):
+        gadget = maker("data.npy")
+        assert gadget.CUPYcorpus.shape == (3, 2)
+        gadget.CUPYcorpus[0] = -1
+        assert gadget.getNumpyVersion()[0].tolist() == [-1, -1]
+
+
+def test_a_mapped_gadget_names_its_ids_as_in_2019() -> None:
+    data = np.arange(12.0).reshape(4, 3)
+    np.save("data.npy", data)
+    gadget = DataGadgetMM("data.npy")
+    ids, more = np.array([[3], [0]]), np.array([-1])
+    assert np.array_equal(gadget.getData(retrievedPosIndexes=ids).cpu(), data[ids])
+    both = gadget.getData(retrievedPosIndexes=ids, retrievedNegIndexes=more)
+    assert np.array_equal(both.cpu(), data[[3, 0, -1]])
 
 
 def test_rows_become_a_variables_data(family: Any) -> None:
@@ -293,7 +452,7 @@ def test_a_source_that_cannot_be_read_is_refused_at_construction() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (torch.zeros(1, 3), r"insertData got \[1, 3\] of torch.float32 for 2 ids"),
+        (torch.zeros(3, 3), r"insertData got \[3, 3\] of torch.float32 for 2 ids"),
         (torch.zeros(2, 4), r"got \[2, 4\] .* rows here are \[3\] of torch.float32"),
         (torch.zeros(2, 3, dtype=torch.float64), "got .* of torch.float64 for 2 ids"),
         (torch.zeros(6), r"got \[6\]"),
@@ -307,7 +466,7 @@ def test_rows_that_do_not_fit_change_nothing(rows: Tensor, message: str) -> None
     assert_same_bytes(all_rows(gadget), data)
 
 
-@pytest.mark.parametrize("bad", [-1, 7, 2**40, -(2**63)])
+@pytest.mark.parametrize("bad", [-8, 7, 2**40, -(2**63)])
 def test_an_id_out_of_range_changes_nothing_and_the_next_call_works(family: Any, bad: int) -> None:
     data = random_rows(7, (3,))
     gadget = family(data)

@@ -70,6 +70,19 @@ def test_another_number_of_ids_than_rows_is_refused() -> None:
     assert_same_bytes(table_rows(switcher), values)
 
 
+def test_rows_that_were_converted_are_refused_and_nothing_stays_undone() -> None:
+    embedding = layer()
+    switcher = ModelFactory(embedding, ROWS, WIDTH)
+    values = filled(switcher)
+    switcher.beforeForwardPass([1, 2, 3])
+    embedding.double()
+    with pytest.raises(ValueError, match=r"the variable holds rows \[5\] of torch.float64 on cpu"):
+        switcher.afterOptimizerStep([1, 2, 3])
+    assert_same_bytes(table_rows(switcher), values)
+    switcher.beforeForwardPass([4])
+    assert_same_bytes(embedding.weight, values[[4]])
+
+
 @pytest.mark.parametrize("method", ["beforeForwardPass", "afterOptimizerStep"])
 def test_a_table_that_was_not_initialised_is_named(method: str) -> None:
     switcher = ModelFactory(layer(), ROWS, WIDTH)

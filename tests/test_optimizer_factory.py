@@ -177,10 +177,33 @@ def test_state_that_a_third_party_optimizer_keeps_per_row_is_exchanged() -> None
     assert norms[:5].flatten().tolist() == [0, 5, 10, 5, 0]
 
 
-def test_nesterov_momentum_over_foreach_is_taken(family: Any) -> None:
-    model, optimizer = build(
-        lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
-    )
-    switcher = family(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
-    assert list(switcher.table.fields) == ["momentum_buffer"]
+@pytest.mark.parametrize("foreach", [False, True, None], ids=["single", "foreach", "default"])
+def test_sgd_with_nesterov_momentum_trains_as_torchs_own(foreach: Any, device: str) -> None:
+    def make(parameters: Any) -> optim.Optimizer:
+        return optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)
+
+    model, optimizer = build(make, device)
+    first = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    rows = torch.nn.Parameter(first.to(device))
+    plain = make([rows])
+    weights = ModelFactory(model.users, ROWS, WIDTH)
+    weights.zerosInit()
+    weights.getCupyVar().copy_(rows.detach())
+    states = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
+    states.optInit()
+    ids = list(reversed(range(ROWS)))
+    for _ in range(4):
+        weights.beforeForwardPass(ids)
+        states.beforeForwardPass(ids)
+        optimizer.zero_grad()
+        model.users(torch.arange(ROWS, device=device)).square().sum().backward()
+        optimizer.step()
+        weights.afterOptimizerStep(ids)
+        states.afterOptimizerStep(ids)
+        plain.zero_grad()
+        rows.square().sum().backward()
+        plain.step()
+    momenta = plain.state[rows]["momentum_buffer"]
+    speedtorch.synchronize()
+    assert_same_bytes(weights.getCupyVar(), rows.detach())
+    assert_same_bytes(state_rows(states)["momentum_buffer"], momenta)

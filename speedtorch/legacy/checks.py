@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speedtorch.table import HostTable
 
-__all__ = ["check_count", "check_rows", "check_table"]
+__all__ = ["check_held", "check_rows", "check_table"]
 
 
 def check_rows(
@@ -49,10 +49,17 @@ def check_table(
             )
 
 
-def check_count(index: Tensor, rows: Tensor, holder: str) -> None:
-    """Raises ValueError unless there are as many ids as rows."""
+def check_held(index: Tensor, rows: Tensor, field: Tensor, holder: str) -> None:
+    """Raises ValueError unless rows of a batch that `holder` has fit a table's field."""
     if rows.shape[:1] != index.shape:
         raise ValueError(
             f"afterOptimizerStep got {index.numel()} ids, but {holder} holds"
             f" {rows.shape[0] if rows.dim() else 0} rows: pass what beforeForwardPass got"
+        )
+    on_one_device = field.is_cpu or field.device == rows.device
+    if (rows.shape[1:], rows.dtype) != (field.shape[1:], field.dtype) or not on_one_device:
+        raise ValueError(
+            f"afterOptimizerStep: {holder} holds rows {list(rows.shape[1:])} of {rows.dtype} on"
+            f" {rows.device}, the table {list(field.shape[1:])} of {field.dtype} on {field.device}:"
+            " convert or move the model before the factories are made"
         )

@@ -36,15 +36,18 @@ class CountSwitcher(OneField):
 
     def comInit(self) -> None:
         """Makes the table `[total_classes, total_classes]`, all zeros."""
+        self._make(self._place)
+
+    def _make(self, place: TablePlace) -> None:
         fields = {"weight": ((self.total_classes,), self._dtype)}
-        made = self._place.make_table(self.total_classes, fields, default_device())
+        made = place.make_table(self.total_classes, fields, default_device())
         self._use_table(made, ("weight",))
 
     def _layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": ((self.total_classes, self.total_classes), self._dtype)}
 
     def _to_load(self) -> dict[str, torch.Tensor]:
-        if self._fields is None:
+        if self._stored is None:
             self.comInit()
         return super()._to_load()
 
@@ -72,6 +75,14 @@ class COM(CupyFiles, CountSwitcher):
     ) -> None:
         """See the class."""
         super().__init__(host_or_variable(CPUPinn), total_classes, datatype)
+
+    def comInit(self, CPUPinn: bool = False) -> None:
+        """Makes the table `[total_classes, total_classes]`, all zeros.
+
+        Args:
+            CPUPinn: True does here what it does where the object is made.
+        """
+        self._make(host_or_variable(True) if CPUPinn else self._place)
 
 
 class GPUPytorchCOM(TorchFiles, CountSwitcher):
@@ -116,3 +127,11 @@ class COMMM(MappedFiles, CountSwitcher):
     ) -> None:
         """See COM."""
         super().__init__(in_file(diskname, CPUPinn), total_classes, datatype)
+
+    def comInit(self, CPUPinn: bool = False) -> None:
+        """Makes the table `[total_classes, total_classes]`, all zeros.
+
+        Args:
+            CPUPinn: without effect, as where the object is made.
+        """
+        self._make(in_file(self._place.diskname, CPUPinn))

@@ -6,8 +6,8 @@ Five families with one implementation; table_place.py says what they differ in.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from speedtorch.batch_ids import Indexes, flat_index
 from speedtorch.checkpoint import StoredField, open_fields
-from speedtorch.legacy.switcher import OneField
+from speedtorch.legacy.numpy_index import Index, parts_of, put_parts, row_ids
+from speedtorch.legacy.switcher import OneField, Stored
 from speedtorch.legacy.switcher_files import (
     CupyFiles,
     MappedFiles,
@@ -31,6 +32,7 @@ from speedtorch.legacy.table_place import (
     in_file,
     of_kind,
 )
+from speedtorch.ops import pinned_scatter
 from speedtorch.table import HostTable
 
 __all__ = [
@@ -67,7 +69,7 @@ class GadgetSwitcher(OneField):
 
     def gadgetInit(self) -> None:
         """Reads the rows into the gadget's own memory; called at first use if not before."""
-        if self._fields is not None:
+        if self._stored is not None:
             return
         if self.fileName is not None:
             self._read_file(self.fileName)
@@ -93,39 +95,60 @@ class GadgetSwitcher(OneField):
         return self._place.make_table(shape[0], fields, default_device())
 
     def _rows(self) -> dict[str, Tensor]:
-        if self._fields is None:
+        if self._stored is None:
             self.gadgetInit()
         return super()._rows()
 
-    def getData(self, indexes: Indexes, retrievedNegIndexes: Indexes | None = None) -> Tensor:
-        """Brings rows to the GPU, or on a machine without one to the CPU.
+    def getData(self, indexes: Index, retrievedNegIndexes: Indexes | None = None) -> Tensor:
+        """Brings `data[indexes]` to the GPU, or on a machine without one to the CPU.
 
         Args:
-            indexes: ids of any shape; NumPy, list, or a tensor on either device.
-            retrievedNegIndexes: more of them, whose rows follow.
+            indexes: what NumPy takes: ids of any shape (array, list, or a tensor on either device)
+                that from -1 down count from the end, a slice, a mask, or a tuple of these for
+                several axes, such as (rows, columns). Ids, slices and masks of whole rows are fast.
+            retrievedNegIndexes: more ids; the result is then `[ids, ...]`, those of `indexes`
+                first, in order.
 
         Returns:
-            `[ids, ...]`, ready to be a variable's data.
+            What NumPy gives: of ids `[*indexes.shape, ...]`, ready to be a variable's data.
 
         Raises:
             IndexError: an id out of range.
         """
+        return self._get(indexes, retrievedNegIndexes)
+
+    def _get(self, indexes: Index, negatives: Indexes | None) -> Tensor:
         device = default_device()
-        index = flat_index(indexes, retrievedNegIndexes, device)
-        return self._gather("weight", index, device)
+        field = self._rows()["weight"]
+        ids = self._ids_of(indexes, negatives, device)
+        if ids is None:
+            self._settle()
+            return parts_of(field, indexes).to(device)
+        rows = self._gather("weight", ids.reshape(-1), device)
+        return rows.view(*ids.shape, *field.shape[1:])
+
+    def _ids_of(
+        self, indexes: Index, negatives: Indexes | None, device: torch.device
+    ) -> Tensor | None:
+        """The ids of whole rows, in the shape of the result; None for parts of rows."""
+        total = self._rows()["weight"].shape[0]
+        if negatives is None:
+            return row_ids(indexes, total, device)
+        return row_ids(flat_index(cast(Indexes, indexes), negatives, device), total, device)
 
     def insertData(
         self,
         dataObject: Tensor | npt.NDArray[Any],
-        indexes: Indexes,
+        indexes: Index,
         retrievedNegIndexes: Indexes | None = None,
     ) -> None:
-        """Puts rows in place of those with these ids; of an id named several times the last stays.
+        """Writes `data[indexes] = dataObject`; of an id named several times the last row stays.
 
         Args:
-            dataObject: as many rows as ids, `[ids, ...]`, on either device.
-            indexes: ids of any shape.
-            retrievedNegIndexes: more of them, whose rows follow.
+            dataObject: what getData gives for these indexes, or what NumPy would repeat to that
+                shape; on either device.
+            indexes: as for getData.
+            retrievedNegIndexes: as for getData.
 
         Raises:
             IndexError: an id out of range; nothing is changed.
@@ -135,13 +158,18 @@ class GadgetSwitcher(OneField):
         rows = _as_tensor(dataObject)
         if field.is_cuda:
             rows = rows.to(field.device, non_blocking=True)
-        index = flat_index(indexes, retrievedNegIndexes, rows.device)
-        if (tuple(rows.shape), rows.dtype) != ((index.numel(), *field.shape[1:]), field.dtype):
-            raise ValueError(
-                f"insertData got {list(rows.shape)} of {rows.dtype} for {index.numel()} ids; rows"
-                f" here are {list(field.shape[1:])} of {field.dtype}"
-            )
-        self._scatter("weight", index, rows)
+        ids = self._ids_of(indexes, retrievedNegIndexes, rows.device)
+        if rows.dtype != field.dtype:
+            raise _misfit(rows, field, "" if ids is None else f" for {ids.numel()} ids")
+        if ids is None:
+            self._settle()
+            put_parts(field, indexes, rows)
+            return
+        shape = (*ids.shape, *field.shape[1:])
+        if not _repeats_to(rows.shape, shape):
+            raise _misfit(rows, field, f" for {ids.numel()} ids")
+        rows = rows.expand(shape).reshape(ids.numel(), *field.shape[1:])
+        pinned_scatter(field, ids.reshape(-1), rows.contiguous())
 
 
 def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
@@ -154,6 +182,21 @@ def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
     # A copy only of what torch cannot share: read-only arrays and backward strides.
     shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
     return torch.from_numpy(array if shared else array.copy())
+
+
+def _repeats_to(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether NumPy repeats values of one shape to fill another."""
+    try:
+        return np.broadcast_shapes(tuple(shape), tuple(wanted)) == tuple(wanted)
+    except ValueError:
+        return False
+
+
+def _misfit(rows: Tensor, field: Tensor, ids: str) -> ValueError:
+    return ValueError(
+        f"insertData got {list(rows.shape)} of {rows.dtype}{ids}; rows here are"
+        f" {list(field.shape[1:])} of {field.dtype}"
+    )
 
 
 def _choose(stored: Mapping[str, StoredField], field: str | None) -> StoredField:
@@ -257,7 +300,30 @@ class PytorchDataGadget(_TorchGadget):
 
 
 class DataGadgetMM(MappedFiles, _CupyGadget):
-    """DataGadget whose rows stay in their file, mapped into memory: inserting changes the file."""
+    """DataGadget whose rows stay in their file, mapped into memory: inserting changes the file.
+
+    Nobody may shorten the file while the gadget lives, neither this process nor another: there is
+    no memory behind rows that the file lacks, and the system ends a process that reads or writes
+    them (SIGBUS), without an exception. Write a new file beside it and rename that instead.
+    """
+
+    # The names of 2019.
+    def getData(
+        self, retrievedPosIndexes: Index, retrievedNegIndexes: Indexes | None = None
+    ) -> Tensor:
+        """As DataGadget's, whose first argument is called otherwise.
+
+        Args:
+            retrievedPosIndexes: what NumPy takes; see DataGadget.getData.
+            retrievedNegIndexes: more ids.
+
+        Returns:
+            What NumPy gives.
+
+        Raises:
+            IndexError: an id out of range.
+        """
+        return self._get(retrievedPosIndexes, retrievedNegIndexes)
 
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
         """As DataGadget's, to another file: the gadget's own holds every insert already.
@@ -294,4 +360,4 @@ class DataGadgetMM(MappedFiles, _CupyGadget):
         if array.nbytes:  # an empty range cannot be mapped
             mapped = np.memmap(path, np.uint8, "r+", offset=array.offset, shape=(array.nbytes,))
             data = torch.from_numpy(mapped).view(array.dtype).view(array.shape)
-        self._fields = {"weight": data}
+        self._stored = Stored(None, {"weight": data})

@@ -5,7 +5,8 @@ The model's weight holds the rows of one batch only; its table holds all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.batch_ids import Indexes
-from speedtorch.legacy.checks import check_count, check_rows, check_table
+from speedtorch.legacy.checks import check_held, check_rows, check_table
 from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
+from speedtorch.ops import pinned_gather, pinned_scatter, plan_rows
+from speedtorch.plan_memo import Plan
 from speedtorch.record_layout import row_shape
 from speedtorch.shown_rows import replace_rows
 from speedtorch.table import HostTable
@@ -71,7 +74,8 @@ class ModelSwitcher(OneField):
         return parameter
 
     def _started(self) -> HostTable:
-        if self._table is None:
+        self._finish()
+        if self._stored is None:
             fields = {"weight": (self._shape, self._dtype)}
             device = self._parameter().device
             made = self._place.make_table(self.total_classes, fields, device)
@@ -138,8 +142,12 @@ class ModelSwitcher(OneField):
         device = parameter.device
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
         rows = self._gather("weight", index, device, plan)
+        before = rows.clone() if self.sumDuplicates else None
+        self._take(partial(self._show, parameter, rows, before))
+
+    def _show(self, parameter: Tensor, rows: Tensor, before: Tensor | None) -> None:
         replace_rows(parameter, rows)
-        self._before = rows.clone() if self.sumDuplicates else None
+        self._before = before
 
     def afterOptimizerStep(
         self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
@@ -147,7 +155,7 @@ class ModelSwitcher(OneField):
         """Puts the variable's rows back into the table.
 
         Of an id that occurs several times the last row stays; with sumDuplicates the change of each
-        is added, in order.
+        is added, in order. After an exception the call can be made again.
 
         Args:
             retrievedPosIndexes: what beforeForwardPass got.
@@ -156,20 +164,33 @@ class ModelSwitcher(OneField):
         Raises:
             IndexError: an id out of range; the table is as it was.
             ValueError: another number of ids than the variable has rows.
-            RuntimeError: with sumDuplicates, no beforeForwardPass came before.
+            RuntimeError: with sumDuplicates, no beforeForwardPass came before, or the changes are
+                added already: an exception came after that.
         """
-        parameter = self._parameter()
-        device = parameter.device
+        device = self._parameter().device
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
-        check_count(index, parameter, "the variable")
-        rows = parameter.detach()
-        if not self.sumDuplicates:
-            self._scatter("weight", index, rows, plan)
-            return
+        rows = self._parameter().detach()
+        check_held(index, rows, self._rows()["weight"], "the variable")
+        if self.sumDuplicates:
+            rows = self._added(index, rows, plan)
+        self._put(index, {"weight": rows}, plan)
+
+    def _added(self, index: Tensor, rows: Tensor, plan: Plan | None) -> Tensor:
+        """What each id's row is after all of its changes, at the last place of the id.
+
+        Writing these can be repeated, adding to the table could not.
+        """
         if self._before is None or self._before.shape != rows.shape:
             raise RuntimeError(
                 "afterOptimizerStep with sumDuplicates needs a beforeForwardPass with the same ids"
                 " just before the step"
             )
-        self._scatter("weight", index, rows - self._before, plan, accumulate=True)
+        result = self._gather("weight", index, rows.device, plan)
+        _, inverse, order, offsets, _ = plan or plan_rows(index, self.total_classes)
+        last = pinned_gather(order, pinned_gather(offsets, inverse + 1) - 1)
+        pinned_scatter(result, last, rows - self._before, accumulate=True)
+        return result
+
+    def _write(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
+        super()._write(index, rows, plan)
         self._before = None

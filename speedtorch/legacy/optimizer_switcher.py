@@ -5,6 +5,8 @@ Which state that is, and how it starts, is learnt from the optimizer itself (opt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -13,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.batch_ids import Indexes
-from speedtorch.legacy.checks import check_count, check_rows, check_table
+from speedtorch.legacy.checks import check_held, check_rows, check_table
 from speedtorch.legacy.model_switcher import RowShape
-from speedtorch.legacy.switcher import Switcher
+from speedtorch.legacy.switcher import Stored, Switcher
 from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
 from speedtorch.optimizer_copy import snapshot
 from speedtorch.optimizer_state import probe_optimizer
@@ -61,29 +63,33 @@ class OptimizerSwitcher(Switcher):
         return {name: (row.shape, row.dtype) for name, row in self._probe.row_state.items()}
 
     def _state(self) -> dict[str, Any]:
-        """The optimizer's state of the variable, with what is not kept by rows in place."""
-        state: dict[str, Any] = self.given_optimizer.state.setdefault(self._parameter, {})
-        for name, value in self._probe.scalar_state.items():
-            if name not in state:
-                state[name] = snapshot(value)
+        state: dict[str, Any] = self.given_optimizer.state.get(self._parameter, {})
         return state
 
-    def _start(self) -> None:
-        if self._fields is not None:
-            return
+    def _show(self, entries: Mapping[str, Any]) -> None:
+        """Gives the optimizer entries of the variable's state, at once, and what it lacks yet."""
+        held = self._state()
+        scalars = self._probe.scalar_state.items()
+        missing = {name: snapshot(value) for name, value in scalars if name not in held}
+        self.given_optimizer.state.setdefault(self._parameter, {}).update({**missing, **entries})
+
+    def _started(self) -> Stored:
+        """Where the rows are, or where they are to be."""
+        self._finish()
+        if self._stored is not None:
+            return self._stored
         fields = self._row_fields()
         if not fields:  # plain SGD: there is nothing to keep
-            self._fields = {}
-            return
+            return Stored(None, {})
         table = self._given_table
         if table is None:
             table = self._place.make_table(self.total_classes, fields, self._parameter.device)
-        self._use_table(table, tuple(fields))
+        return Stored(table, {name: table[name] for name in fields})
 
     def _rows(self) -> dict[str, Tensor]:
         # State that was read from a file needs no optInit, which would put initial values over it.
         if self._given_table is not None and self._given_table.was_read:
-            self._start()
+            self._stored = self._started()
         return super()._rows()
 
     def optInit(self) -> None:
@@ -91,9 +97,13 @@ class OptimizerSwitcher(Switcher):
 
         The step count, of which the optimizer keeps one for the whole variable, goes on.
         """
-        self._start()
-        for name, row in self._probe.row_state.items():
-            self.table.fill_(row.initial.cpu(), name)
+        self._take(partial(self._begin, self._started()))
+
+    def _begin(self, stored: Stored) -> None:
+        if stored.table is not None:
+            for name, row in self._probe.row_state.items():
+                stored.table.fill_(row.initial.cpu(), name)
+        self._stored = stored
 
     def beforeForwardPass(
         self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
@@ -110,12 +120,14 @@ class OptimizerSwitcher(Switcher):
         device = self._parameter.device
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
         rows = {name: self._gather(name, index, device, plan) for name in self._rows()}
-        self._state().update(rows)
+        self._show(rows)
 
     def afterOptimizerStep(
         self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
     ) -> None:
         """Puts the state of a batch's rows back; of an id named several times the last row stays.
+
+        After an exception the call can be made again.
 
         Args:
             retrievedPosIndexes: what beforeForwardPass got.
@@ -128,16 +140,18 @@ class OptimizerSwitcher(Switcher):
         """
         device = self._parameter.device
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
-        state = self.given_optimizer.state.get(self._parameter, {})
-        for name in self._rows():
-            if not isinstance(state.get(name), Tensor):
+        state = self._state()
+        rows = {}
+        for name, field in self._rows().items():
+            held = state.get(name)
+            if not isinstance(held, Tensor):
                 raise RuntimeError(
                     f"the optimizer has no state {name!r} of {self.variable_name!r}: call"
                     " beforeForwardPass before its step"
                 )
-            check_count(index, state[name], f"the optimizer's {name!r}")
-        for name in self._rows():
-            self._scatter(name, index, state[name].detach(), plan)
+            check_held(index, held, field, f"the optimizer's {name!r}")
+            rows[name] = held.detach()
+        self._put(index, rows, plan)
 
     def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:
         """The state of all rows as NumPy arrays by name, current when this returns.
@@ -153,7 +167,7 @@ class OptimizerSwitcher(Switcher):
 
     def _scalars(self) -> dict[str, Tensor]:
         """The state that is not kept by rows, as tensors on the CPU."""
-        state = self.given_optimizer.state.get(self._parameter, {})
+        state = self._state()
         known = {name: state.get(name, value) for name, value in self._probe.scalar_state.items()}
         if not known and not self._probe.row_state:
             raise ValueError(
@@ -180,18 +194,19 @@ class OptimizerSwitcher(Switcher):
         return {name: ((self.total_classes, *shape), dtype) for name, (shape, dtype) in layout}
 
     def _to_load(self) -> dict[str, Tensor]:
-        self._start()
+        self._stored = self._started()
         scalars = self._scalars().items()
         empty = {name: v.new_empty((self.total_classes, *v.shape)) for name, v in scalars}
         return self._rows() | empty
 
     def _loaded(self, content: dict[str, Tensor]) -> None:
-        state = self._state()
+        scalars: dict[str, Any] = {}
         for name, value in self._probe.scalar_state.items():
             if self.total_classes:
                 first = content[name][0]
                 is_tensor = isinstance(value, Tensor)
-                state[name] = first.to(value.device, copy=True) if is_tensor else first.item()
+                scalars[name] = first.to(value.device, copy=True) if is_tensor else first.item()
+        self._show(scalars)
 
 
 def _find_parameter(model: nn.Module, variable_name: str) -> Tensor:

@@ -3,22 +3,35 @@
 A switcher holds all rows of a variable, of its optimizer state or of data, and exchanges those of a
 batch. Ids arrive as the 2019 classes took them: positives of any shape and, if there are, negatives
 of any shape; both are flattened, the positives first.
+
+An exception at any line (out of memory, Ctrl-C) leaves an exchange wholly done or not done. What it
+needs is made first and can be thrown away; then one assignment, `_take`'s, makes the exchange
+current; what follows can be repeated, and every method repeats it first until it is through.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.batch_ids import Indexes, flat_index
+from speedtorch.batch_ids import Indexes, all_within, flat_index
 from speedtorch.ops import pinned_gather, pinned_scatter, synchronize
 from speedtorch.plan_memo import Plan
 from speedtorch.table import HostTable
 
-__all__ = ["OneField", "Switcher"]
+__all__ = ["OneField", "Stored", "Switcher"]
+
+
+class Stored(NamedTuple):
+    """Where the rows are: fields `[rows, ...]` by name, and the table of them if there is one."""
+
+    table: HostTable | None
+    fields: dict[str, Tensor]
 
 
 class Switcher:
@@ -28,8 +41,8 @@ class Switcher:
 
     def __init__(self) -> None:
         """Starts without a table."""
-        self._table: HostTable | None = None
-        self._fields: dict[str, Tensor] | None = None
+        self._stored: Stored | None = None
+        self._unfinished: Callable[[], object] | None = None
 
     @property
     def table(self) -> HostTable:
@@ -38,24 +51,39 @@ class Switcher:
         Raises:
             RuntimeError: there is none yet.
         """
-        if self._table is None:
+        self._finish()
+        if self._stored is None or self._stored.table is None:
             raise self._not_started()
-        return self._table
+        return self._stored.table
 
     def _not_started(self) -> RuntimeError:
         return RuntimeError(f"{type(self).__name__} has no table yet: call {self._how_to_start}")
 
     def _use_table(self, table: HostTable, names: tuple[str, ...]) -> None:
-        self._table = table
-        self._fields = {name: table[name] for name in names}
+        self._stored = Stored(table, {name: table[name] for name in names})
+
+    def _take(self, exchange: Callable[[], object]) -> None:
+        """Makes an exchange current: something that can be repeated, and that nothing refuses."""
+        self._unfinished = exchange
+        self._finish()
+
+    def _finish(self) -> None:
+        """Repeats what an exception has cut short."""
+        if self._unfinished is not None:
+            self._unfinished()
+            self._unfinished = None
 
     def _rows(self) -> dict[str, Tensor]:
         """The fields `[rows, ...]` by name, made on first use where that needs no argument."""
-        if self._fields is None:
+        self._finish()
+        return self._open_fields()
+
+    def _open_fields(self) -> dict[str, Tensor]:
+        if self._stored is None:
             raise self._not_started()
-        if self._table is not None:
-            _ = self._table.record  # a closed table refuses: rows put there would be lost
-        return self._fields
+        if self._stored.table is not None:
+            _ = self._stored.table.record  # a closed table refuses: rows put there would be lost
+        return self._stored.fields
 
     def _ids(
         self, positives: Indexes, negatives: Indexes | None, device: torch.device, step: int
@@ -64,9 +92,10 @@ class Switcher:
 
         Everyone who shares the table shares the plan. `step` is 0 before a batch, 1 after it.
         """
-        if self._table is None:
+        self._finish()
+        if self._stored is None or self._stored.table is None:
             return flat_index(positives, negatives, device), None
-        return self._table.plans.find(positives, negatives, device, id(self), step)
+        return self._stored.table.plans.find(positives, negatives, device, id(self), step)
 
     def _gather(
         self, name: str, index: Tensor, device: torch.device, plan: Plan | None = None
@@ -76,29 +105,41 @@ class Switcher:
         pinned_gather(field, index, out=out, plan=plan)
         return out
 
-    def _scatter(
-        self,
-        name: str,
-        index: Tensor,
-        rows: Tensor,
-        plan: Plan | None = None,
-        *,
-        accumulate: bool = False,
-    ) -> None:
-        field = self._rows()[name]
-        pinned_scatter(field, index, rows.contiguous(), accumulate=accumulate, plan=plan)
+    def _put(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
+        """Puts a batch's rows back, of all fields or of none; they are known to fit.
+
+        Repeated, it writes the same rows to the same places: the ids are copied, as they may lie in
+        the caller's memory, where the next batch's come; the rows are in memory that the next
+        exchange leaves alone.
+
+        Raises:
+            IndexError: an id on the CPU is out of range; nothing is changed.
+        """
+        fields = self._rows()
+        held = {name: each.contiguous() for name, each in rows.items()}
+        total = next((field.shape[0] for field in fields.values()), 0)
+        if plan is None and index.is_cpu and held and not all_within(index, total):
+            self._write(index, held, plan)  # the op refuses
+        self._take(partial(self._write, index.clone(), held, plan))
+
+    def _write(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
+        fields = self._open_fields()
+        for name, each in rows.items():
+            pinned_scatter(fields[name], index, each, plan=plan)
 
     def _settle(self) -> None:
         """Waits for the GPU, so that the CPU's view of the rows is current."""
-        if self._table is None:
+        self._finish()
+        if self._stored is None or self._stored.table is None:
             synchronize()
         else:
-            self._table.settle()
+            self._stored.table.settle()
 
     def _to_numpy(self) -> dict[str, npt.NDArray[Any]]:
         """Every field; a view where the table is in host memory, a copy where it is on the GPU."""
+        rows = self._rows()
         self._settle()
-        return {name: field.cpu().numpy() for name, field in self._rows().items()}
+        return {name: field.cpu().numpy() for name, field in rows.items()}
 
     def _variable(self) -> Tensor | dict[str, Tensor]:
         return self._rows()

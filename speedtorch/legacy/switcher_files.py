@@ -24,6 +24,11 @@ _Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class CupyFiles(Switcher):
     """Files of the families that were CuPy's: .npy and .safetensors, never pickle."""
 
+    @property
+    def CUPYcorpus(self) -> Any:
+        """The rows themselves, as getCupyVar gives them."""
+        return self._variable()
+
     def getCupyVar(self) -> Any:
         """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name.
 

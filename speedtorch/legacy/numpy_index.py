@@ -1,0 +1,112 @@
+"""What an index means to NumPy: `data[index]` as rows by their ids, or as parts of rows."""
+
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from speedtorch.batch_ids import Indexes, all_within, flat_index
+
+__all__ = ["Index", "parts_of", "put_parts", "row_ids", "rows_around"]
+
+Index = Indexes | slice | EllipsisType | None
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def row_ids(index: Index, rows: int, device: torch.device) -> Tensor | None:
+    """The ids of the rows that an index names, in its shape, if it names whole rows.
+
+    Args:
+        index: integers of any shape, a slice, or a mask `[rows]`.
+        rows: rows of the data; ids from -rows on count from its end.
+        device: where the rows are worked on; see flat_index.
+
+    Returns:
+        int32 or int64 ids; None for an index of several axes, such as a tuple.
+
+    Raises:
+        IndexError: a mask of another length.
+        TypeError: neither integers nor anything else that NumPy knows.
+
+    Example:
+        >>> row_ids([[-1, 0]], 7, torch.device("cpu"))
+        tensor([[6, 0]])
+        >>> row_ids(slice(None, None, -3), 7, torch.device("cpu")).tolist()
+        [6, 3, 0]
+    """
+    if index is None or isinstance(index, EllipsisType | tuple):
+        return None
+    if isinstance(index, slice):
+        chosen = range(rows)[index]
+        return torch.from_numpy(np.arange(chosen.start, chosen.stop, chosen.step))
+    mask = _mask(index)
+    if mask is not None:
+        if mask.dim() == 1 and len(mask) != rows:
+            raise IndexError(f"indexes: the mask has {len(mask)} entries for {rows} rows")
+        return mask.nonzero().flatten() if mask.dim() == 1 else None
+    shape = index.shape if isinstance(index, Tensor) else np.shape(index)
+    ids = flat_index(index, None, device)
+    if not (ids.is_cpu and all_within(ids, rows)):
+        ids = ids.long()
+        ids = torch.where((ids < 0) & (ids >= -rows), ids + rows, ids)
+    return ids.view(shape)
+
+
+def _mask(index: Indexes) -> Tensor | None:
+    if isinstance(index, Tensor):
+        return index if index.dtype == torch.bool else None
+    array = np.asarray(index)
+    return torch.from_numpy(array.copy()) if array.dtype.kind == "b" else None
+
+
+def parts_of(data: Tensor, index: Index) -> Tensor:
+    """A copy of `data[index]`, on the CPU."""
+    index = _for_numpy(index)
+    if data.is_cuda:
+        rows, index = rows_around(data, index)
+        data = data[rows].cpu()
+    return torch.from_numpy(np.array(_array(data)[index])).view(data.dtype)
+
+
+def put_parts(data: Tensor, index: Index, values: Tensor) -> None:
+    """Writes `data[index] = values`, of the same dtype."""
+    index, held = _for_numpy(index), _array(values.cpu())
+    if not data.is_cuda:
+        _array(data)[index] = held
+        return
+    rows, index = rows_around(data, index)
+    changed = data[rows].cpu()
+    _array(changed)[index] = held
+    data[rows] = changed.to(data.device)
+
+
+def rows_around(data: Tensor, index: Any) -> tuple[Tensor, tuple[npt.NDArray[Any], ...]]:
+    """The ids of all rows that an index touches, ascending, and the index in these rows alone.
+
+    For rows on a GPU, where NumPy does not reach.
+    """
+    shape = tuple(data.shape)
+    places = []
+    for axis, size in enumerate(shape):
+        along = np.arange(size).reshape([-1 if each == axis else 1 for each in range(len(shape))])
+        places.append(np.asarray(np.broadcast_to(along, shape)[index]))
+    rows, within = np.unique(places[0], return_inverse=True)
+    within = within.reshape(places[0].shape)
+    return torch.from_numpy(rows).to(data.device), (within, *places[1:])
+
+
+def _array(data: Tensor) -> npt.NDArray[Any]:
+    """The same memory as NumPy sees it, which does not know every dtype of torch's."""
+    return data.detach().view(_SAME_SIZE[data.itemsize]).numpy()
+
+
+def _for_numpy(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(_for_numpy(part) for part in index)
+    return index.cpu().numpy() if isinstance(index, Tensor) else index
