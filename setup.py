@@ -94,14 +94,29 @@ def open_toolkit(nvcc: str) -> Toolkit:
     cudart = next((path for path in archives if path.is_file()), None)
     if cudart is None:
         raise SetupError(f"speedtorch: {nvcc} has no libcudart_static.a below {home}; {WITHOUT}")
-    known = {int(number) for number in re.findall(r"_(\d+)\b", output_of(nvcc, "--list-gpu-arch"))}
-    wanted = os.environ.get("SPEEDTORCH_CUDA_ARCHS") or ",".join(map(str, ARCHS))
-    archs = tuple(sorted(known.intersection(int(arch) for arch in wanted.split(","))))
-    if not archs:
-        raise SetupError(f"speedtorch: {nvcc} knows none of the architectures {wanted}")
+    archs = architectures(nvcc)
     release = re.search(r"release [^\n]*", output_of(nvcc, "--version"))
     version = f"nvcc {release[0] if release else 'of unknown release'}"
     return Toolkit(nvcc, version, include.resolve(), cudart.resolve(), archs)
+
+
+def architectures(nvcc: str) -> tuple[int, ...]:
+    """Those of SPEEDTORCH_CUDA_ARCHS, of which nvcc must know each; else what it knows of ARCHS."""
+    known = {int(number) for number in re.findall(r"_(\d+)\b", output_of(nvcc, "--list-gpu-arch"))}
+    asked = os.environ.get("SPEEDTORCH_CUDA_ARCHS")
+    if not asked:
+        archs = known.intersection(ARCHS)
+        if not archs:
+            raise SetupError(f"speedtorch: {nvcc} knows none of the architectures {ARCHS}")
+        return tuple(sorted(archs))
+    names = [name.strip() for name in asked.split(",")]
+    unknown = [name for name in names if not name.isdecimal() or int(name) not in known]
+    if unknown:
+        raise SetupError(
+            f"speedtorch: SPEEDTORCH_CUDA_ARCHS={asked}: {nvcc} knows no architecture "
+            f"{', '.join(unknown)}; allowed are {', '.join(map(str, sorted(known)))}"
+        )
+    return tuple(sorted(set(map(int, names))))
 
 
 def toolkit() -> Toolkit | None:

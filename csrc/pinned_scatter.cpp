@@ -87,12 +87,13 @@ void scatter_on_gpu(const Rows& rows, Reach reach, const Ids& ids, const Rows& s
   }
 }
 
-// One row per id, whatever the shape of the index; rows contiguous inside.
+// One row per id, whatever the shape of the index; rows contiguous inside, numbers aligned.
 Tensor row_per_id(const Tensor& src, int64_t ids, int64_t index_dims) {
   std::vector<int64_t> shape{ids};
   for (int64_t d = index_dims; d < src.dim(); ++d) shape.push_back(src.size(d));
   const Tensor flat = torch::stable::reshape(src, shape);
-  return src.numel() > 0 && !flat.is_contiguous() ? torch::stable::contiguous(flat) : flat;
+  if (src.numel() == 0 || (flat.is_contiguous() && is_aligned(flat))) return flat;
+  return flat.is_contiguous() ? torch::stable::clone(flat) : torch::stable::contiguous(flat);
 }
 
 // Shapes, dtypes and devices.

@@ -30,12 +30,6 @@ bool all_within(const Id* ids, int64_t begin, int64_t end, int64_t rows) {
   return static_cast<int64_t>(signs) >= 0;
 }
 
-bool is_aligned(const Tensor& tensor) {
-  return tensor.numel() == 0 || reinterpret_cast<uint64_t>(tensor.data_ptr()) %
-                                        static_cast<uint64_t>(element_bytes(tensor)) ==
-                                    0;
-}
-
 }  // namespace
 
 void throw_value_error(const char* op, const std::string& message) {
@@ -46,6 +40,12 @@ int64_t element_bytes(const Tensor& tensor) {
   int32_t dtype = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
   return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+}
+
+bool is_aligned(const Tensor& tensor) {
+  return tensor.numel() == 0 || reinterpret_cast<uint64_t>(tensor.data_ptr()) %
+                                        static_cast<uint64_t>(element_bytes(tensor)) ==
+                                    0;
 }
 
 int64_t* data_of(const Tensor& tensor) {

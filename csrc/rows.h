@@ -46,6 +46,8 @@ struct Ids {
 };
 
 int64_t element_bytes(const Tensor& tensor);
+// Whether its numbers begin at multiples of their size. Not so in tensors over bytes of a file.
+bool is_aligned(const Tensor& tensor);
 // The numbers of an int64 tensor, null if there is none.
 int64_t* data_of(const Tensor& tensor);
 std::string shape_text(const std::vector<int64_t>& shape);
@@ -71,7 +73,6 @@ void check_shape(const char* op, const char* name, const Tensor& tensor,
 void check_dtype(const char* op, const char* name, const Tensor& tensor, const char* other_name,
                  const Tensor& other);
 void check_contiguous(const char* op, const char* name, const Tensor& tensor);
-// Refuses numbers that do not begin at multiples of their size: they cannot be read as numbers.
 void check_aligned(const char* op, const char* name, const Tensor& tensor);
 // A contiguous int64 tensor [n] on the device of `on`.
 void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,

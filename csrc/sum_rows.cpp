@@ -77,9 +77,12 @@ void sum_on_cpu(SumKind kind, const SumRows& work, const PlanView& plan) {
 // Which rows of the batch, of how many distinct ids.
 void check_counts(int64_t begin, int64_t count, int64_t distinct, int64_t entries) {
   if (begin < 0 || count > entries || begin > entries - count) {
-    throw_value_error(kOp, "begin is " + std::to_string(begin) + " and there are " +
-                               std::to_string(count) + " rows, which are not all among the " +
-                               std::to_string(entries) + " ids of the plan");
+    const std::string end = begin < 0 ? std::to_string(begin + count)
+                                      : std::to_string(static_cast<uint64_t>(begin) +
+                                                       static_cast<uint64_t>(count));
+    throw_value_error(kOp, "rows " + std::to_string(begin) + " to " + end +
+                               " are not all among the " + std::to_string(entries) +
+                               " ids of the plan");
   }
   if (distinct < 0 || distinct > entries) {
     throw_value_error(kOp, "distinct must be 0 to " + std::to_string(entries) +
