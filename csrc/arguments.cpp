@@ -81,9 +81,8 @@ Arguments::Piece Arguments::piece_of(const Argument& argument, size_t at) const 
               .step_bytes = 0};
   piece.end = piece.begin + last + item;
   // The dimensions that make up one run, from the smallest stride on; all others only step.
-  std::sort(dims.begin(), dims.begin() + count, [](const Dimension& a, const Dimension& b) {
-    return a.stride_bytes < b.stride_bytes;
-  });
+  std::sort(dims.begin(), dims.begin() + count,
+            [](const Dimension& a, const Dimension& b) { return a.stride_bytes < b.stride_bytes; });
   for (size_t d = 0; d < count; ++d) {
     if (piece.step_bytes == 0 && dims[d].stride_bytes <= piece.run_bytes) {
       piece.run_bytes += (dims[d].size - 1) * dims[d].stride_bytes;
@@ -140,7 +139,8 @@ void Arguments::check_memory() const {
 void Arguments::mark_written() const {
   for (const Argument& argument : all_) {
     if (!argument.is_marked) continue;
-    for (size_t at = 0; at < argument.count; ++at) speedtorch::mark_written(op_, argument.first[at]);
+    for (size_t at = 0; at < argument.count; ++at)
+      speedtorch::mark_written(op_, argument.first[at]);
   }
 }
 

@@ -266,8 +266,8 @@ void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, AddendKind k
   with_addend_type<torch::headeronly::Half, torch::headeronly::BFloat16>(kind, [&](auto number) {
     using T = decltype(number);
     const int64_t numbers = src.row_bytes / static_cast<int64_t>(sizeof(T));
-    const auto bits = reinterpret_cast<uint64_t>(table.base) |
-                      static_cast<uint64_t>(table.stride_bytes);
+    const auto bits =
+        reinterpret_cast<uint64_t>(table.base) | static_cast<uint64_t>(table.stride_bytes);
     if (bits % sizeof(T) != 0) {
       return write_rows(table, ids, src, true, [numbers](char* row, const char* from) {
         add_numbers_anywhere<T>(row, from, numbers);

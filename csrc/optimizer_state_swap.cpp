@@ -169,7 +169,8 @@ CpuPlan plan_on_cpu(const char* list, const Ids& ids, const Plan& plan, int64_t 
   return result;
 }
 
-// The rows of both sides on the CPU, as long as the lists of ids; `take` brings a side's rows there.
+// The rows of both sides on the CPU, as long as the lists of ids; `take` brings a side's rows
+// there.
 struct Staged {
   Tensors leaving, arriving;
   std::vector<SwapRows> fields;
@@ -217,11 +218,10 @@ void swap_staged(const Tensors& host, const Tensors& leaving, const Ids& evict,
 
 void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, const Plan& evict_plan,
           const Tensors& arriving, const Tensor& load, const Plan& load_plan) {
-  const Arguments all(
-      kOp, {written("host", host, evict.numel() > 0), read("leaving", leaving),
-            read("evict", evict), read("evict_plan", evict_plan),
-            written("arriving", arriving, load.numel() > 0), read("load", load),
-            read("load_plan", load_plan)});
+  const Arguments all(kOp, {written("host", host, evict.numel() > 0), read("leaving", leaving),
+                            read("evict", evict), read("evict_plan", evict_plan),
+                            written("arriving", arriving, load.numel() > 0), read("load", load),
+                            read("load_plan", load_plan)});
   check_ids_kind(kOp, "evict", evict);
   check_ids_kind(kOp, "load", load);
   const std::vector<SwapRows> fields =
@@ -310,8 +310,8 @@ Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& st
                           .row_bytes = from.row_bytes,
                           .count = places.numel()};
     const Claims checked = check_ids_on_gpu(kOp, as_ids(places), from.count, side, stream.get());
-    check_cuda(
-        launch_gather_direct(work, checked.view, kDeviceBlocks, letter_box(), stream.get()), kOp);
+    check_cuda(launch_gather_direct(work, checked.view, kDeviceBlocks, letter_box(), stream.get()),
+               kOp);
   }
   return rows;
 }
@@ -331,8 +331,8 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
                            .row_bytes = to.row_bytes};
     const Claims claims =
         make_claims(kOp, as_ids(places), Winner::kLast, to.count, side, stream.get());
-    check_cuda(
-        launch_scatter_distinct(work, claims.view, gpu_mover(), letter_box(), stream.get()), kOp);
+    check_cuda(launch_scatter_distinct(work, claims.view, gpu_mover(), letter_box(), stream.get()),
+               kOp);
   }
 }
 
@@ -352,9 +352,9 @@ void swap_placed_staged(const Tensors& host, const Tensors& leaving, const Place
   const Tensor from = copy_to_cpu(kOp, evict.places), to = copy_to_cpu(kOp, load.places);
   placed_ids(kOp, leaves(evict_ids, from, evict.side_rows), comes(load_ids, to, load.side_rows),
              host[0].size(0), evict_ids, nullptr);
-  const Staged staged =
-      stage(host, leaving, evicted, arriving, loaded,
-            [&](const Tensor& side) { return rows_at(side, evict.places, stream); });
+  const Staged staged = stage(host, leaving, evicted, arriving, loaded, [&](const Tensor& side) {
+    return rows_at(side, evict.places, stream);
+  });
   all.mark_written();
   const Tensor evict_turn = ascending(evicted, evict_ids), load_turn = ascending(loaded, load_ids);
   const PlacedViews placed =
@@ -369,11 +369,10 @@ void swap_placed_staged(const Tensors& host, const Tensors& leaving, const Place
 void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                  const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
                  const Tensor& load_places) {
-  const Arguments all(
-      kOp, {written("host", host, evict.numel() > 0), read("leaving", leaving),
-            read("evict", evict), read("evict_places", evict_places),
-            written("arriving", arriving, load.numel() > 0), read("load", load),
-            read("load_places", load_places)});
+  const Arguments all(kOp, {written("host", host, evict.numel() > 0), read("leaving", leaving),
+                            read("evict", evict), read("evict_places", evict_places),
+                            written("arriving", arriving, load.numel() > 0), read("load", load),
+                            read("load_places", load_places)});
   const std::vector<SwapRows> fields = check_swap(kOp, host, leaving, arriving, 0, 0);
   check_side_rows(fields);
   const Tensor& on = arriving[0];

@@ -64,8 +64,8 @@ std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t h
                                std::to_string(sms));
   }
   const auto host = static_cast<uint64_t>(host_bits), other = static_cast<uint64_t>(other_bits);
-  const Mover mover = link_mover(direction_of(kOp, direction), row_bytes, host, other, rows,
-                                 bulk, static_cast<int>(sms));
+  const Mover mover = link_mover(direction_of(kOp, direction), row_bytes, host, other, rows, bulk,
+                                 static_cast<int>(sms));
   if (mover.bulk) {
     const BulkShape shape = bulk_shape(row_bytes, rows, mover.most_blocks);
     return {1,

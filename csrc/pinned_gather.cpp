@@ -156,13 +156,12 @@ void pinned_gather_out(const Tensor& table, const Tensor& index, const Tensor& o
   gather_into(table, index, std::nullopt, out);
 }
 
-Tensor pinned_gather_planned(const Tensor& table, const Tensor& index,
-                             const Tensors& plan) {
+Tensor pinned_gather_planned(const Tensor& table, const Tensor& index, const Tensors& plan) {
   return gather_new(table, index, plan);
 }
 
-void pinned_gather_planned_out(const Tensor& table, const Tensor& index,
-                               const Tensors& plan, const Tensor& out) {
+void pinned_gather_planned_out(const Tensor& table, const Tensor& index, const Tensors& plan,
+                               const Tensor& out) {
   gather_into(table, index, plan, out);
 }
 

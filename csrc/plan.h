@@ -24,8 +24,8 @@ void check_plan(const char* op, const char* list, const std::vector<Tensor>& pla
 // A checked plan; on the CPU its status is checked here. (On a GPU the kernels look at it.)
 PlanView view_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
                    int64_t rows);
-// On the CPU, of one of view_plan: refuses offsets that do not share out all entries, at least one to
-// each distinct id.
+// On the CPU, of one of view_plan: refuses offsets that do not share out all entries, at least one
+// to each distinct id.
 void check_offsets(const char* op, const char* list, const PlanView& view);
 // The same, and refuses a plan that is not that of these ids.
 void check_plan_of(const char* op, const char* list, const PlanView& view, const Ids& ids);

@@ -77,9 +77,9 @@ void sum_on_cpu(SumKind kind, const SumRows& work, const PlanView& plan) {
 // Which rows of the batch, of how many distinct ids.
 void check_counts(int64_t begin, int64_t count, int64_t distinct, int64_t entries) {
   if (begin < 0 || count > entries || begin > entries - count) {
-    const std::string end = begin < 0 ? std::to_string(begin + count)
-                                      : std::to_string(static_cast<uint64_t>(begin) +
-                                                       static_cast<uint64_t>(count));
+    const std::string end =
+        begin < 0 ? std::to_string(begin + count)
+                  : std::to_string(static_cast<uint64_t>(begin) + static_cast<uint64_t>(count));
     throw_value_error(kOp, "rows " + std::to_string(begin) + " to " + end +
                                " are not all among the " + std::to_string(entries) +
                                " ids of the plan");
@@ -132,8 +132,8 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
   if constexpr (kWithCuda) {
     const Tensor scratch =
         new_tensor(kOp, {sum_scratch_bytes(kind, entries, columns)}, ScalarType::Byte, rows);
-    check_cuda(
-        launch_sum_rows(kind, work, view, scratch.data_ptr(), letter_box(), stream.get()), kOp);
+    check_cuda(launch_sum_rows(kind, work, view, scratch.data_ptr(), letter_box(), stream.get()),
+               kOp);
   }
   return out;
 }

@@ -38,7 +38,10 @@ auto ask_torch(const char* op, const What& what, const Call& call, const char* u
     const std::string words = words_of_torch();
     const bool is_memory = words.find("out of memory") != std::string::npos;
     throw std::runtime_error(
-        std::string(op) + ": " + (is_memory ? kOutOfMemory : words.empty() ? unknown : "") +
+        std::string(op) + ": " +
+        (is_memory       ? kOutOfMemory
+         : words.empty() ? unknown
+                         : "") +
         "torch failed at " + what() +
         (words.empty() ? "; its own message is on standard error" : ": " + words));
   }
@@ -109,11 +112,10 @@ Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
   // The driver stages pageable memory before a copy returns. It reads pinned memory later, so that
   // is copied first.
   const bool pageable = static_cast<MemoryKind>(memory_kind(ids.keep)) == MemoryKind::kPlain;
-  const Tensor source =
-      pageable ? ids.keep
-               : ask_torch(
-                     op, [] { return "copying ids"; },
-                     [&] { return torch::stable::clone(ids.keep); });
+  const Tensor source = pageable ? ids.keep
+                                 : ask_torch(
+                                       op, [] { return "copying ids"; },
+                                       [&] { return torch::stable::clone(ids.keep); });
   const Tensor there = new_tensor(op, shape_of(source), source.scalar_type(), on);
   copy_async(op, source, there);
   return there;
@@ -134,10 +136,10 @@ void mark_written(const char* op, const Tensor& tensor) {
                "torch.no_grad()";
       },
       [&] {
-              Tensor whole = tensor.dim() == 0 ? torch::stable::view(tensor, {1}) : tensor;
-              Tensor nothing = torch::stable::narrow(whole, 0, 0, 0);
-              return torch::stable::zero_(nothing);
-            });
+        Tensor whole = tensor.dim() == 0 ? torch::stable::view(tensor, {1}) : tensor;
+        Tensor nothing = torch::stable::narrow(whole, 0, 0, 0);
+        return torch::stable::zero_(nothing);
+      });
 }
 
 }  // namespace speedtorch

@@ -1,7 +1,7 @@
 """Every op of the library with arguments of which any two may share memory.
 
-All tensors hold int64 numbers that are rows of the table, so that whatever comes to lie in the place
-of ids is an id.
+All tensors hold int64 numbers that are rows of the table, so that whatever comes to lie in the
+place of ids is an id.
 """
 
 from __future__ import annotations
@@ -90,11 +90,12 @@ def with_tensors(arguments: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Any
     left = iter(tensors)
 
     def replaced(part: Any) -> Any:
-        if isinstance(part, list):
-            return [replaced(each) for each in part]
         return next(left) if isinstance(part, Tensor) else part
 
-    return tuple(replaced(part) for part in arguments)
+    return tuple(
+        [replaced(each) for each in part] if isinstance(part, list) else replaced(part)
+        for part in arguments
+    )
 
 
 def are_written(op: Any, arguments: tuple[Any, ...]) -> list[bool]:
