@@ -90,6 +90,7 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
   block->bytes = bytes;
   block->base = static_cast<char*>(wanted == MemoryKind::kManaged ? allocate_managed(bytes)
                                                                   : map_pages(bytes));
+  overlaps_books(block->base, bytes);  // forgets what lay here, pinned, before its storage left
   fill_with_zeros(block->base, bytes);
   if (wanted == MemoryKind::kRegistered) {
     if (const int error = register_pieces(block->base, bytes, false); error != 0) {
