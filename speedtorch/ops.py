@@ -76,8 +76,8 @@ def _tells_of_memory(op: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _check_written(op: str, name: str, tensor: Tensor) -> None:
-    """Torch would give the op a copy of what it is to write to."""
-    if tensor.is_conj() or tensor.is_neg():
+    """Torch would give the op a copy of what it is to write to. Not asked for in compiled code."""
+    if not torch.compiler.is_compiling() and (tensor.is_conj() or tensor.is_neg()):
         raise ValueError(
             f"{op}: {name} is a conjugated or negated view, which cannot be written to as bytes; "
             "pass .resolve_conj().resolve_neg(), or the tensor that it is a view of"
