@@ -30,10 +30,10 @@ CLIENTS := .venv-clients
 CLIENT_PACKAGES := einops lightning safetensors sentence-transformers accelerate
 CLIENT_PACKAGES_ALONE := pytorch_optimizer torch_optimizer pytorch_ranger bitsandbytes torchao
 
-.PHONY: help setup demo test clients lint bench clean force
+.PHONY: help setup demo test clients lint sanitize bench clean force
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
 
 setup: $(BUILT) ## .venv with torch and every tool, and the library built; nothing the second time
 
@@ -51,6 +51,22 @@ lint: setup ## format, lint and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict speedtorch
 	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror $(SOURCES)
+
+# A package of its own, whose library has the CPU kernels alone and looks at each access. Python
+# has no sanitizer, so it is loaded before; what Python and torch keep to the end is no leak.
+SANITIZED := build/sanitized
+SANITIZED_TESTS := $(addprefix tests/test_,argument_overlaps.py argument_faults.py \
+    argument_errors.py swap_argument_errors.py index_errors.py pinned_gather.py pinned_scatter.py \
+    pinned_copy.py optimizer_state_swap.py swap_places.py plan.py sum_rows.py memory.py)
+
+sanitize: setup ## the ops' tests with gcc's address and undefined-behaviour sanitizers
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	cp -R speedtorch $(SANITIZED) && rm -f $(SANITIZED)/speedtorch/_C*
+	SPEEDTORCH_CUDA=0 SPEEDTORCH_SANITIZE=address,undefined \
+	    $(PY) setup.py build_ext --build-lib $(SANITIZED)
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
+	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    $(PY) -m pytest -o pythonpath=$(SANITIZED) $(SANITIZED_TESTS) $(ARGS)
 
 bench: setup ## on a GPU: benchmarks/results/ and the tables of README.md
 	$(PY) -m benchmarks $(ARGS)

@@ -8,6 +8,7 @@ neither the driver nor torch's CUDA libraries are linked at all.
     SPEEDTORCH_CUDA=1      stop if nvcc is not found
     SPEEDTORCH_CUDA=0      CPU kernels only
     SPEEDTORCH_CUDA_ARCHS  comma-separated GPU architectures instead of the list below
+    SPEEDTORCH_SANITIZE    gcc's sanitizers for the C++ files: address,undefined (make sanitize)
     MAX_JOBS               how many compilers run at once
 """
 
@@ -39,6 +40,7 @@ ARCHS = (75, 80, 86, 89, 90, 100, 120)
 # The binary uses no symbol newer than this torch and this CPython.
 TORCH_TARGET = "0x020b000000000000"
 PYTHON_TARGET = "0x030A0000"
+SANITIZE = os.environ.get("SPEEDTORCH_SANITIZE")
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 NO_NVCC = (
     "speedtorch: SPEEDTORCH_CUDA=1 but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or "
@@ -94,14 +96,29 @@ def open_toolkit(nvcc: str) -> Toolkit:
     cudart = next((path for path in archives if path.is_file()), None)
     if cudart is None:
         raise SetupError(f"speedtorch: {nvcc} has no libcudart_static.a below {home}; {WITHOUT}")
-    known = {int(number) for number in re.findall(r"_(\d+)\b", output_of(nvcc, "--list-gpu-arch"))}
-    wanted = os.environ.get("SPEEDTORCH_CUDA_ARCHS") or ",".join(map(str, ARCHS))
-    archs = tuple(sorted(known.intersection(int(arch) for arch in wanted.split(","))))
-    if not archs:
-        raise SetupError(f"speedtorch: {nvcc} knows none of the architectures {wanted}")
+    archs = architectures(nvcc)
     release = re.search(r"release [^\n]*", output_of(nvcc, "--version"))
     version = f"nvcc {release[0] if release else 'of unknown release'}"
     return Toolkit(nvcc, version, include.resolve(), cudart.resolve(), archs)
+
+
+def architectures(nvcc: str) -> tuple[int, ...]:
+    """Those of SPEEDTORCH_CUDA_ARCHS, of which nvcc must know each; else what it knows of ARCHS."""
+    known = {int(number) for number in re.findall(r"_(\d+)\b", output_of(nvcc, "--list-gpu-arch"))}
+    asked = os.environ.get("SPEEDTORCH_CUDA_ARCHS")
+    if not asked:
+        archs = known.intersection(ARCHS)
+        if not archs:
+            raise SetupError(f"speedtorch: {nvcc} knows none of the architectures {ARCHS}")
+        return tuple(sorted(archs))
+    names = [name.strip() for name in asked.split(",")]
+    unknown = [name for name in names if not name.isdecimal() or int(name) not in known]
+    if unknown:
+        raise SetupError(
+            f"speedtorch: SPEEDTORCH_CUDA_ARCHS={asked}: {nvcc} knows no architecture "
+            f"{', '.join(unknown)}; allowed are {', '.join(map(str, sorted(known)))}"
+        )
+    return tuple(sorted(set(map(int, names))))
 
 
 def toolkit() -> Toolkit | None:
@@ -166,7 +183,8 @@ class BuildLibrary(BuildExtension):
     def finalize_options(self) -> None:
         """Keeps C++ objects below build/, where an editable install would use a new folder."""
         super().finalize_options()
-        self.build_temp = str(BUILD / f"cpp.{sysconfig.get_platform()}")
+        kind = "-sanitized" if SANITIZE else ""
+        self.build_temp = str(BUILD / f"cpp.{sysconfig.get_platform()}{kind}")
 
     def build_extensions(self) -> None:
         """Compiles the CUDA files, then lets torch compile the C++ files and link all."""
@@ -180,7 +198,7 @@ class BuildLibrary(BuildExtension):
         print(f"speedtorch: {cuda.version if cuda else 'no CUDA: CPU kernels alone'}", flush=True)
         # Without ninja, setuptools looks at dates alone and would keep the objects of other flags.
         command = shlex.join([*extension.extra_compile_args, *extension.extra_objects])
-        record = BUILD / "cpp.command"
+        record = Path(f"{self.build_temp}.command")
         if not record.is_file() or record.read_text() != command:
             self.force = True
         BUILD.mkdir(exist_ok=True)
@@ -200,6 +218,9 @@ def library() -> CppExtension:
     # -I too: only our own files give warnings.
     for path in include_paths():
         flags += ["-isystem", path]
+    if SANITIZE:
+        # Pointers to torch's classes cannot be checked: their type information stays in torch.
+        flags += [f"-fsanitize={SANITIZE}", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1"]
     if LIMITED_API:
         flags += [f"-DPy_LIMITED_API={PYTHON_TARGET}"]
     extension = CppExtension(
@@ -209,7 +230,10 @@ def library() -> CppExtension:
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=flags,
         # The CUDA runtime's symbols stay inside: torch brings a runtime of its own.
-        extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-ldl", "-lrt", "-lpthread"],
+        extra_link_args=[
+            *("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-ldl", "-lrt", "-lpthread"),
+            *([f"-fsanitize={SANITIZE}"] if SANITIZE else ()),
+        ],
         py_limited_api=LIMITED_API,
     )
     # BuildExtension would add torch_python and torch_cuda's wrapper: a program without Python, or a

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "compare_rows_launch.h"
 #include "gpu.h"
 #include "plan_view.h"
@@ -19,27 +20,24 @@ namespace {
 constexpr const char* kOp = "compare_rows";
 constexpr size_t kNamedLists = 4, kLists = 6;  // those that are as long as `named` come first
 
-int64_t* data_of(const Tensor& tensor) {
-  return tensor.numel() == 0 ? nullptr : static_cast<int64_t*>(tensor.data_ptr());
-}
-
-void check_list(const char* name, const Tensor& tensor, const Tensor& on) {
-  if (tensor.scalar_type() != ScalarType::Long || tensor.dim() != 1 || !tensor.is_contiguous()) {
-    throw_value_error(kOp, std::string(name) + " must be a contiguous int64 tensor [n]");
-  }
-  check_same_device(kOp, name, tensor, "named", on);
-}
-
 // The count stands in the status of a plan; without one every entry counts.
-SortedIds sorted_ids(const char* name, const Tensor& ids, const char* status_name,
-                     const Tensor& status, const Tensor& on) {
-  check_list(name, ids, on);
-  check_list(status_name, status, on);
+SortedIds sorted_ids(const Tensor& ids, const Tensor& status) {
   SortedIds list{.ids = data_of(ids), .size = ids.numel(), .count = nullptr};
-  if (status.numel() == 0) return list;
-  check_shape(kOp, status_name, status, {kPlanStatusFields});
-  list.count = &reinterpret_cast<const PlanStatus*>(status.data_ptr())->distinct;
+  if (status.numel() > 0) list.count = &reinterpret_cast<PlanStatus*>(data_of(status))->distinct;
   return list;
+}
+
+void check_sorted_ids(const char* name, const Tensor& ids, const char* status_name,
+                      const Tensor& status, const Tensor& on) {
+  check_list(kOp, name, ids, "named", on);
+  check_list(kOp, status_name, status, "named", on);
+  if (status.numel() > 0) check_shape(kOp, status_name, status, {kPlanStatusFields});
+}
+
+void check_count(const char* name, const SortedIds& list) {
+  if (list.count == nullptr || (*list.count >= 0 && *list.count <= list.size)) return;
+  throw_value_error(kOp, std::string(name) + " says " + std::to_string(*list.count) +
+                             " distinct ids, of " + std::to_string(list.size) + " entries");
 }
 
 void compare_on_cpu(const SortedIds& named, const SortedIds& held, int64_t padding,
@@ -78,11 +76,19 @@ void compare_on_cpu(const SortedIds& named, const SortedIds& held, int64_t paddi
 
 std::vector<Tensor> compare_rows(const Tensor& named, const Tensor& named_status,
                                  const Tensor& held, const Tensor& held_status, int64_t padding) {
-  const SortedIds now = sorted_ids("named", named, "named_status", named_status, named);
-  const SortedIds before = sorted_ids("held", held, "held_status", held_status, named);
+  const Arguments all(kOp, {read("named", named), read("named_status", named_status),
+                            read("held", held), read("held_status", held_status)});
+  check_sorted_ids("named", named, "named_status", named_status, named);
+  check_sorted_ids("held", held, "held_status", held_status, named);
+  all.check_memory();
+  const SortedIds now = sorted_ids(named, named_status), before = sorted_ids(held, held_status);
   if (now.size + before.size > std::numeric_limits<int32_t>::max()) {
     throw_value_error(kOp, "named and held have " + std::to_string(now.size + before.size) +
                                " entries, at most 2^31 - 1 fit");
+  }
+  if (named.is_cpu()) {
+    check_count("named_status", now);
+    check_count("held_status", before);
   }
   std::vector<Tensor> made;
   for (size_t list = 0; list < kLists; ++list) {
@@ -101,8 +107,8 @@ std::vector<Tensor> compare_rows(const Tensor& named, const Tensor& named_status
     compare_on_cpu(now, before, padding, out);
     return made;
   }
+  const CurrentStream stream(kOp, named);
   if constexpr (kWithCuda) {
-    const CurrentStream stream(kOp, named);
     const int64_t bytes = compare_scratch_bytes(now.size, before.size);
     const Tensor scratch = new_tensor(kOp, {bytes}, ScalarType::Byte, named);
     check_cuda(

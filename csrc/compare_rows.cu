@@ -13,8 +13,10 @@ namespace {
 
 constexpr int64_t kAlign = 256;
 
+// A count that is none (of a status that plan_rows did not write) reads nothing out of bounds.
 __device__ int64_t count_of(const SortedIds& list) {
-  return list.count == nullptr ? list.size : *list.count;
+  if (list.count == nullptr) return list.size;
+  return min(max(*list.count, int64_t{0}), list.size);
 }
 
 // The first entry that is not below `id`.

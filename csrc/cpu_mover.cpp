@@ -57,8 +57,20 @@ template <typename T>
   for (int64_t k = 0; k < count; ++k) sum[k] = add(sum[k], addend[k]);
 }
 
+// The same for a table whose numbers begin at any address.
+template <typename T>
+void add_numbers_anywhere(char* sum, const char* addend, int64_t count) {
+  for (int64_t k = 0; k < count; ++k) {
+    T numbers[2];
+    std::memcpy(&numbers[0], sum + k * sizeof(T), sizeof(T));
+    std::memcpy(&numbers[1], addend + k * sizeof(T), sizeof(T));
+    numbers[0] = add(numbers[0], numbers[1]);
+    std::memcpy(sum + k * sizeof(T), &numbers[0], sizeof(T));
+  }
+}
+
 #ifdef __x86_64__
-// The same with wider registers than every x86-64 has: rows of 512 bytes in 0.7 of the time.
+// add_numbers with wider registers than every x86-64 has: rows of 512 bytes in 0.7 of the time.
 template <typename T>
 [[gnu::target("avx2")]] void add_numbers_avx2(T* sum, const T* addend, int64_t count) {
   add_numbers(sum, addend, count);
@@ -254,6 +266,13 @@ void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, AddendKind k
   with_addend_type<torch::headeronly::Half, torch::headeronly::BFloat16>(kind, [&](auto number) {
     using T = decltype(number);
     const int64_t numbers = src.row_bytes / static_cast<int64_t>(sizeof(T));
+    const auto bits =
+        reinterpret_cast<uint64_t>(table.base) | static_cast<uint64_t>(table.stride_bytes);
+    if (bits % sizeof(T) != 0) {
+      return write_rows(table, ids, src, true, [numbers](char* row, const char* from) {
+        add_numbers_anywhere<T>(row, from, numbers);
+      });
+    }
     const auto add_to = best_add_numbers<T>();
     write_rows(table, ids, src, true, [numbers, add_to](char* row, const char* from) {
       add_to(reinterpret_cast<T*>(row), reinterpret_cast<const T*>(from), numbers);

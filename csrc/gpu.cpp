@@ -19,18 +19,18 @@ namespace {
 using CurrentStreamOf = int32_t (*)(int32_t device, void** stream);
 
 // torch's CUDA library is asked for by name, so that this library needs none of its symbols to
-// load.
+// load. A program may load it after a first, failing call.
 CurrentStreamOf current_stream_of() {
-  static const CurrentStreamOf function = [] {
-    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
-    return library == nullptr ? nullptr
-                              : reinterpret_cast<CurrentStreamOf>(
-                                    dlsym(library, "aoti_torch_get_current_cuda_stream"));
-  }();
-  return function;
+  static std::atomic<CurrentStreamOf> known{nullptr};
+  if (const CurrentStreamOf function = known) return function;
+  void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+  if (library == nullptr) return nullptr;
+  known = reinterpret_cast<CurrentStreamOf>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  return known;
 }
 
-constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimizer_state_swap"};
+constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimizer_state_swap",
+                                    "sum_rows"};
 constexpr const char* kListNames[] = {"index", "evict", "load"};
 
 // Asked for once per GPU.
@@ -71,13 +71,7 @@ CurrentStream::CurrentStream(const char* op, const Tensor& tensor) {
     throw std::runtime_error(std::string(op) +
                              ": torch gave no current stream for cuda:" + std::to_string(device_));
   }
-  check_cuda(cuda_calls().get_device(&previous_), op);
-  if (previous_ != device_) check_cuda(cuda_calls().set_device(device_), op);
-}
-
-CurrentStream::~CurrentStream() {
-  if (previous_ == device_) return;
-  if (cuda_calls().set_device(previous_) != 0) cuda_calls().last_error();
+  guard_.emplace(device_);
 }
 
 bool CurrentStream::has_bulk_copies() const {

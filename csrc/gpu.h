@@ -3,6 +3,10 @@
 // that has a bad id moves nothing, and a later call reads the letter and throws.
 #pragma once
 
+#include <torch/csrc/stable/accelerator.h>
+
+#include <optional>
+
 #include "cuda_calls.h"
 #include "letter.h"
 #include "plan_view.h"
@@ -15,7 +19,6 @@ namespace speedtorch {
 class CurrentStream {
  public:
   CurrentStream(const char* op, const Tensor& tensor);
-  ~CurrentStream();
   CurrentStream(const CurrentStream&) = delete;
   CurrentStream& operator=(const CurrentStream&) = delete;
 
@@ -29,7 +32,8 @@ class CurrentStream {
  private:
   void* stream_ = nullptr;
   int device_ = 0;
-  int previous_ = 0;  // device that was current before
+  // torch's own: one of CUDA's calls would open a context on a GPU that nobody uses.
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
 // As CurrentStream::refuse_capture, for the current device and without needing one.

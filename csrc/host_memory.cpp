@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -89,6 +90,7 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
   block->bytes = bytes;
   block->base = static_cast<char*>(wanted == MemoryKind::kManaged ? allocate_managed(bytes)
                                                                   : map_pages(bytes));
+  overlaps_books(block->base, bytes);  // forgets what lay here, pinned, before its storage left
   fill_with_zeros(block->base, bytes);
   if (wanted == MemoryKind::kRegistered) {
     if (const int error = register_pieces(block->base, bytes, false); error != 0) {
@@ -103,14 +105,14 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
                                   [](void* data) { tensor_gone(static_cast<char*>(data)); });
 }
 
-void host_register(const Tensor& tensor) {
+int64_t host_register(const Tensor& tensor) {
   constexpr const char* kOp = "pin_memory_";
   if (!tensor.is_cpu())
     throw_value_error(kOp, "the tensor must be on the CPU, it is on " + device_text(tensor));
   if (tensor.layout() != torch::headeronly::Layout::Strided) {
     throw_value_error(kOp, "the tensor must be dense (strided)");
   }
-  if (tensor.numel() == 0) return;
+  if (tensor.numel() == 0) return 0;
   refuse_during_capture(kOp, kMakeBefore);
   const auto [base, bytes] = span_of(tensor);
   if (overlaps_books(base, bytes)) {
@@ -136,12 +138,15 @@ void host_register(const Tensor& tensor) {
     error = 0;
   }
   if (error != 0) throw std::runtime_error(registration_failure(bytes, error));
+  static std::atomic<int64_t> pins{0};
+  const int64_t pin = ++pins;
+  block->pin = pin;
+  block->pinned = tensor;
   remember(std::move(block));
+  return pin;
 }
 
-void host_unregister(const Tensor& tensor) {
-  if (tensor.numel() > 0) unpin_in_place(tensor.data_ptr());
-}
+void host_unregister(int64_t pin, bool tensor_is_gone) { unpin_in_place(pin, tensor_is_gone); }
 
 int64_t memory_kind(const Tensor& tensor) {
   if (tensor.is_cuda()) return static_cast<int64_t>(MemoryKind::kCuda);

@@ -12,9 +12,10 @@ namespace speedtorch {
 
 // uint8 tensor of `bytes` zeros in host memory of that MemoryKind (plain, registered or managed).
 Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory);
-// Pins the memory of a CPU tensor in place, and undoes it.
-void host_register(const Tensor& tensor);
-void host_unregister(const Tensor& tensor);
+// Pins the memory of a CPU tensor in place; keeps the tensor, so that its memory goes after it is
+// unpinned. Returns a number for host_unregister, 0 for a tensor without elements.
+int64_t host_register(const Tensor& tensor);
+void host_unregister(int64_t pin, bool tensor_is_gone);
 // The MemoryKind of a tensor's memory.
 int64_t memory_kind(const Tensor& tensor);
 

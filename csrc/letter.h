@@ -9,8 +9,9 @@ enum class LetterKind : int32_t {
   kOutOfRange = 1,
   kRepeated = 2,
   kForeignPlan = 3,
-  kUnordered = 4,  // ids that come with places must ascend
-  kBadPlace = 5    // `id` is a place, `rows` are those that it should be among
+  kUnordered = 4,     // ids that come with places must ascend
+  kBadPlace = 5,      // `id` is a place, `rows` are those that it should be among
+  kOtherDistinct = 6  // `id` is what the plan says, `rows` what the call says
 };
 
 // `full` is written last. `op` and `list` are Op and IdList of plan_view.h.

@@ -67,12 +67,13 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
 
   // Ops on memory, for speedtorch/memory.py. Kinds are numbers: see MemoryKind.
   m.def("host_empty(int bytes, int kind, bool check_memory) -> Tensor");
-  m.def("host_register(Tensor tensor) -> ()");
-  m.def("host_unregister(Tensor tensor) -> ()");
+  m.def("host_register(Tensor tensor) -> int");
+  m.def("host_unregister(int pin, bool tensor_is_gone) -> ()");
   m.def("available_bytes() -> int");
   m.def("memory_kind(Tensor tensor) -> int");
   m.def("memory_stats() -> Tensor");
   m.def("let_captured_go(Tensor tensor) -> ()");
+  m.def("let_orphans_go() -> ()");
   m.def("check_owner(Tensor tensor) -> ()");
   m.def("managed_supported() -> bool");
   m.def("built_with_cuda() -> bool");
@@ -116,6 +117,7 @@ STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("memory_kind", TORCH_BOX(&speedtorch::memory_kind));
   m.impl("memory_stats", TORCH_BOX(&speedtorch::memory_stats));
   m.impl("let_captured_go", TORCH_BOX(&speedtorch::let_captured_go));
+  m.impl("let_orphans_go", TORCH_BOX(&speedtorch::let_orphans_go));
   m.impl("check_owner", TORCH_BOX(&speedtorch::check_owner));
   m.impl("managed_supported", TORCH_BOX(&speedtorch::managed_supported));
   m.impl("built_with_cuda", TORCH_BOX(&speedtorch::built_with_cuda));

@@ -6,8 +6,10 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cstring>
+#include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "host_blocks.h"
 #include "torch_calls.h"
 
@@ -21,12 +23,23 @@ Tensor doubles(const double* values, int64_t count) {
   return tensor;
 }
 
+Direction direction_of(const char* op, int64_t direction) {
+  if (direction != 0 && direction != 1) {
+    throw_value_error(op, "direction must be 0 (in) or 1 (out), got " + std::to_string(direction));
+  }
+  return static_cast<Direction>(direction);
+}
+
 // {path, microseconds direct, distinct, ordered, GB/s of the movement, GB/s of the link, reach}.
 Tensor explain_move(const Tensor& table, int64_t ids, int64_t direction, bool accumulate) {
   constexpr const char* kOp = "explain";
+  const Arguments all(kOp, {read("table", table)});
   const Rows rows = as_rows(kOp, "table", table);
+  const Direction way = direction_of(kOp, direction);
+  if (ids < 0) throw_value_error(kOp, "ids must not be negative, got " + std::to_string(ids));
+  all.check_memory();
   const Reach reach = reach_of(kOp, table, rows);
-  Batch batch = batch_of(static_cast<Direction>(direction), reach, rows, ids);
+  Batch batch = batch_of(way, reach, rows, ids);
   batch.accumulate = accumulate;
   const Costs now = costs();
   const Choice choice = choose_path(kOp, batch, now);
@@ -44,9 +57,15 @@ Tensor explain_move(const Tensor& table, int64_t ids, int64_t direction, bool ac
 // bytes per block}: the launch for rows that cross the link.
 std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t host_bits,
                                  int64_t other_bits, int64_t rows, bool bulk, int64_t sms) {
+  constexpr const char* kOp = "link_launch";
+  if (row_bytes < 0 || rows < 0 || sms < 1) {
+    throw_value_error(kOp, "row_bytes and rows must not be negative and sms at least 1, got " +
+                               std::to_string(row_bytes) + ", " + std::to_string(rows) + " and " +
+                               std::to_string(sms));
+  }
   const auto host = static_cast<uint64_t>(host_bits), other = static_cast<uint64_t>(other_bits);
-  const Mover mover = link_mover(static_cast<Direction>(direction), row_bytes, host, other, rows,
-                                 bulk, static_cast<int>(sms));
+  const Mover mover = link_mover(direction_of(kOp, direction), row_bytes, host, other, rows, bulk,
+                                 static_cast<int>(sms));
   if (mover.bulk) {
     const BulkShape shape = bulk_shape(row_bytes, rows, mover.most_blocks);
     return {1,
@@ -67,11 +86,13 @@ Tensor costs_as_tensor() {
 
 void set_costs_from_tensor(const Tensor& values) {
   constexpr const char* kOp = "set_costs";
+  const Arguments arguments(kOp, {read("costs", values)});
   check_shape(kOp, "costs", values, {kCostCount});
   check_contiguous(kOp, "costs", values);
   if (!values.is_cpu() || values.scalar_type() != ScalarType::Double) {
     throw_value_error(kOp, "costs must be float64 on the CPU");
   }
+  arguments.check_memory();
   Costs all;
   std::memcpy(&all, values.data_ptr(), sizeof(all));
   set_costs(all);

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "arguments.h"
 #include "gpu.h"
 #include "host_blocks.h"
 #include "paths.h"
@@ -51,42 +52,37 @@ void copy_on_gpu(const Rows& from, const Rows& to, Reach reach, bool to_host,
 }
 
 void pinned_copy(const Tensor& dst, const Tensor& src) {
-  throw_pending();
+  const Arguments all(kOp, {written("dst", dst), read("src", src)});
   const Rows to = as_writable_rows(kOp, "dst", dst);
   const Rows from = as_rows(kOp, "src", src);
-  check_writable(kOp, "dst", to);
   check_shape(kOp, "src", src, shape_of(dst));
   check_dtype(kOp, "src", src, "dst", dst);
-  if (dst.numel() == 0) return;
-  check_disjoint(kOp, "src", from, "dst", to);
+  all.check_memory();
+  if (dst.numel() == 0) return all.mark_written();
+  if (dst.is_cpu() == src.is_cpu()) {  // nothing crosses the link
+    all.mark_written();
+    return copy_async(kOp, src, dst);
+  }
   const bool to_host = dst.is_cpu();
   const Tensor& host = to_host ? dst : src;
   const Rows& host_rows = to_host ? to : from;
-  if (dst.is_cpu() == src.is_cpu()) {  // nothing crosses the link
-    check_owner(dst);
-    check_owner(src);
-    return copy_async(kOp, src, dst);
-  }
   const CurrentStream stream(kOp, to_host ? src : dst);
   const Reach reach = reach_of(kOp, host, host_rows);
   if (reach == Reach::kNot) {
     stream.refuse_capture(kOp,
                           "the host side is in pageable memory, which takes the host; pin it with "
                           "speedtorch.pin_memory_(tensor) or keep it in a HostTable");
+    all.mark_written();
     return copy_and_wait(kOp, src, dst);
   }
-  copy_on_gpu(from, to, reach, to_host, stream);
-  note_use(host, host_rows, stream.get());
-}
-
-void pinned_copy_and_mark(const Tensor& dst, const Tensor& src) {
-  mark_written(kOp, dst);
-  pinned_copy(dst, src);
+  all.mark_written();
+  queue_and_note(host, host_rows, stream.get(),
+                 [&] { copy_on_gpu(from, to, reach, to_host, stream); });
 }
 
 }  // namespace
 }  // namespace speedtorch
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("pinned_copy", TORCH_BOX(&speedtorch::pinned_copy_and_mark));
+  m.impl("pinned_copy", TORCH_BOX(&speedtorch::pinned_copy));
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "addend.h"
+#include "arguments.h"
 #include "claims.h"
 #include "cpu_mover.h"
 #include "gpu.h"
@@ -25,7 +26,7 @@ namespace {
 constexpr const char* kOp = "pinned_scatter";
 constexpr const char* kIndex = "index";
 
-using Plan = std::optional<std::vector<Tensor>>;
+using Plan = std::optional<Tensors>;
 using Added = std::optional<AddendKind>;  // how to accumulate; none: the last occurrence wins
 
 void scatter_or_add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, const Added& added) {
@@ -37,20 +38,21 @@ void scatter_or_add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, c
 }
 
 void scatter_staged(const Rows& table, const Ids& ids, const Tensor& src, const Plan& plan,
-                    const Added& added, const CurrentStream& stream) {
+                    const Added& added, const CurrentStream& stream, const Arguments& all) {
   stream.refuse_capture(kOp,
                         "the table is in pageable memory, which takes the host; pin it with "
                         "speedtorch.pin_memory_(table) or keep it in a HostTable");
-  const Ids on_cpu = as_ids(kOp, kIndex, copy_to_cpu(kOp, ids.keep));
+  const Ids on_cpu = as_ids(copy_to_cpu(kOp, ids.keep));
   check_ids_on_cpu(kOp, kIndex, on_cpu, table.count);
-  if (plan) check_plan_on_cpu(kOp, kIndex, *plan, ids.count, table.count, src);
+  if (plan) check_plan_on_cpu(kOp, kIndex, *plan, ids.count, table.count);
   const Tensor rows = torch::stable::reshape(copy_to_cpu(kOp, src), {ids.count, -1});
+  all.mark_written();
   scatter_or_add_on_cpu(table, on_cpu, as_rows(kOp, "src", rows), added);
 }
 
-void scatter_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Ids& ids,
-                    const Rows& src, const Tensor& on, const Plan& plan, const Added& added,
-                    const CurrentStream& stream) {
+void scatter_on_gpu(const Rows& rows, Reach reach, const Ids& ids, const Rows& src,
+                    const Tensor& on, const Plan& plan, const Added& added,
+                    const CurrentStream& stream, const Arguments& all) {
   if constexpr (kWithCuda) {
     const ScatterRows work{.table = rows.base,
                            .table_rows = rows.count,
@@ -64,76 +66,89 @@ void scatter_on_gpu(const Tensor& table, const Rows& rows, Reach reach, const Id
     const Path path = plan ? Path::kOrdered : choose_path(kOp, batch, costs()).path;
     if (path == Path::kOrdered) {
       const int add_blocks = reach == Reach::kOnGpu ? kDeviceBlocks : static_cast<int>(num_sms());
-      const std::vector<Tensor> made =
-          plan ? *plan : make_plan(kOp, ids, rows.count, on, stream.get());
-      const PlanView view = view_plan(kOp, kIndex, made, ids.count, rows.count, on);
+      const Tensors made = plan ? *plan : make_plan(kOp, ids, rows.count, on, stream.get());
+      const PlanView view = view_plan(kOp, kIndex, made, ids.count, rows.count);
+      all.mark_written();
       check_cuda(
           added ? launch_scatter_add(work, view, *added, add_blocks, letter_box(), stream.get())
                 : launch_scatter_ordered(work, view, mover, letter_box(), stream.get()),
           kOp);
     } else if (path == Path::kDistinct) {
       const Claims claims = make_claims(kOp, ids, Winner::kLast, rows.count, on, stream.get());
+      all.mark_written();
       check_cuda(launch_scatter_distinct(work, claims.view, mover, letter_box(), stream.get()),
                  kOp);
     } else {
+      all.mark_written();
       check_cuda(launch_scatter_direct(work, unclaimed(ids), mover.most_blocks, letter_box(),
                                        stream.get()),
                  kOp);
     }
   }
-  note_use(table, rows, stream.get());
 }
 
-void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const Plan& plan,
-             bool accumulate) {
-  throw_pending();
+// One row per id, whatever the shape of the index; rows contiguous inside, numbers aligned.
+Tensor row_per_id(const Tensor& src, int64_t ids, int64_t index_dims) {
+  std::vector<int64_t> shape{ids};
+  for (int64_t d = index_dims; d < src.dim(); ++d) shape.push_back(src.size(d));
+  const Tensor flat = torch::stable::reshape(src, shape);
+  if (src.numel() == 0 || (flat.is_contiguous() && is_aligned(flat))) return flat;
+  return flat.is_contiguous() ? torch::stable::clone(flat) : torch::stable::contiguous(flat);
+}
+
+// Shapes, dtypes and devices.
+Rows check_fit(const Tensor& table, const Tensor& index, const Tensor& src, const Plan& plan) {
   const Rows rows = as_writable_rows(kOp, "table", table);
-  check_writable(kOp, "table", rows);
-  Ids ids = as_ids(kOp, kIndex, index);
+  check_ids_kind(kOp, kIndex, index);
   std::vector<int64_t> expected = shape_of(index);
   for (int64_t d = 1; d < table.dim(); ++d) expected.push_back(table.size(d));
   check_shape(kOp, "src", src, expected);
   check_dtype(kOp, "src", src, "table", table);
   check_device(kOp, "table", table, "src", src);
   check_device(kOp, kIndex, index, "src", src);
-  const Added added = accumulate ? std::make_optional(addend_of(kOp, table)) : std::nullopt;
-  if (ids.on_cpu) check_ids_on_cpu(kOp, kIndex, ids, rows.count);
-  if (src.is_cpu()) check_owner(table);
-  if (src.is_cpu() && plan) view_plan(kOp, kIndex, *plan, ids.count, rows.count, src);
-  if (ids.count == 0) return;
+  if (plan) check_plan(kOp, kIndex, *plan, index.numel(), src);
+  return rows;
+}
 
-  // One row per id, whatever the shape of the index.
-  const Tensor flat = torch::stable::reshape(src, [&] {
-    std::vector<int64_t> shape{ids.count};
-    shape.insert(shape.end(), expected.begin() + index.dim(), expected.end());
-    return shape;
-  }());
-  const Tensor whole =
-      src.numel() > 0 && !flat.is_contiguous() ? torch::stable::contiguous(flat) : flat;
-  const Rows source = as_rows(kOp, "src", whole);
-  check_disjoint(kOp, "src", source, "table", rows);
+void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const Plan& plan,
+             bool accumulate) {
+  const Arguments all(
+      kOp, {written("table", table), read(kIndex, index), read("src", src), read("plan", plan)});
+  const Rows rows = check_fit(table, index, src, plan);
+  const Added added = accumulate ? std::make_optional(addend_of(kOp, table)) : std::nullopt;
+  all.check_memory();
   if (src.is_cpu()) {
-    if (src.numel() > 0) scatter_or_add_on_cpu(rows, ids, source, added);
-    return;
+    const Ids ids = as_ids(index);
+    check_ids_on_cpu(kOp, kIndex, ids, rows.count);
+    if (plan) view_plan(kOp, kIndex, *plan, ids.count, rows.count);
+    all.mark_written();
+    if (src.numel() == 0) return;
+    const Tensor whole = row_per_id(src, ids.count, index.dim());
+    return scatter_or_add_on_cpu(rows, ids, as_rows(kOp, "src", whole), added);
   }
   const CurrentStream stream(kOp, src);
-  if (ids.on_cpu) ids = as_ids(kOp, kIndex, ids_to_device(kOp, ids, src, stream));
   const Reach reach = reach_of(kOp, table, rows);
+  Ids ids = as_ids(index);
+  if (ids.on_cpu) check_ids_on_cpu(kOp, kIndex, ids, rows.count);
+  if (ids.count == 0) return all.mark_written();
+  if (ids.on_cpu) ids = as_ids(ids_to_device(kOp, ids, src, stream));
+  const Tensor whole = row_per_id(src, ids.count, index.dim());
   if (src.numel() > 0 && reach == Reach::kNot) {
-    scatter_staged(rows, ids, whole, plan, added, stream);
+    scatter_staged(rows, ids, whole, plan, added, stream, all);
   } else {
-    scatter_on_gpu(table, rows, reach, ids, source, whole, plan, added, stream);
+    const Rows source = as_rows(kOp, "src", whole);
+    queue_and_note(table, rows, stream.get(), [&] {
+      scatter_on_gpu(rows, reach, ids, source, whole, plan, added, stream, all);
+    });
   }
 }
 
 void pinned_scatter(const Tensor& table, const Tensor& index, const Tensor& src, bool accumulate) {
-  mark_written(kOp, table);
   scatter(table, index, src, std::nullopt, accumulate);
 }
 
 void pinned_scatter_planned(const Tensor& table, const Tensor& index, const Tensor& src,
-                            const std::vector<Tensor>& plan, bool accumulate) {
-  mark_written(kOp, table);
+                            const Tensors& plan, bool accumulate) {
   scatter(table, index, src, plan, accumulate);
 }
 

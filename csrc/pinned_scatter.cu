@@ -100,11 +100,32 @@ __device__ __nv_bfloat16 add(__nv_bfloat16 a, __nv_bfloat16 b) {
   return __float2bfloat16_rn(__bfloat162float(a) + __bfloat162float(b));
 }
 
+// Numbers of a table that may begin at any address, as a tensor over bytes of a file does.
+template <typename T>
+__device__ T load_number(const T* from, bool aligned) {
+  if (aligned) return *from;
+  T number;
+  for (size_t b = 0; b < sizeof(T); ++b) {
+    reinterpret_cast<char*>(&number)[b] = reinterpret_cast<const char*>(from)[b];
+  }
+  return number;
+}
+template <typename T>
+__device__ void store_number(T* to, T number, bool aligned) {
+  if (aligned) {
+    *to = number;
+    return;
+  }
+  for (size_t b = 0; b < sizeof(T); ++b) {
+    reinterpret_cast<char*>(to)[b] = reinterpret_cast<const char*>(&number)[b];
+  }
+}
+
 // A warp owns a distinct id, a lane every 32nd number of its row, kNumbersInFlight of them at a
-// time. A row crosses the link twice: once each way.
+// time. A row crosses the link twice: once each way. `aligned` speaks of the table; src is.
 template <typename T>
 __global__ void __launch_bounds__(kMoverThreads)
-    add_rows_kernel(ScatterRows rows, PlanView plan, Complaint complaint) {
+    add_rows_kernel(ScatterRows rows, PlanView plan, Complaint complaint, bool aligned) {
   constexpr int kNumbersInFlight = 16 / sizeof(T);
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (is_blocked(*plan.status, complaint.rows)) {
@@ -121,7 +142,7 @@ __global__ void __launch_bounds__(kMoverThreads)
       T sum[kNumbersInFlight];
 #pragma unroll
       for (int u = 0; u < kNumbersInFlight; ++u) {
-        if (first + 32 * u < numbers) sum[u] = row[first + 32 * u];
+        if (first + 32 * u < numbers) sum[u] = load_number(row + first + 32 * u, aligned);
       }
       for (int64_t i = begin; i < end; ++i) {
         const T* addend =
@@ -133,7 +154,7 @@ __global__ void __launch_bounds__(kMoverThreads)
       }
 #pragma unroll
       for (int u = 0; u < kNumbersInFlight; ++u) {
-        if (first + 32 * u < numbers) row[first + 32 * u] = sum[u];
+        if (first + 32 * u < numbers) store_number(row + first + 32 * u, sum[u], aligned);
       }
     }
   }
@@ -183,9 +204,10 @@ int launch_scatter_add(const ScatterRows& rows, const PlanView& plan, AddendKind
   const int64_t blocks =
       std::clamp<int64_t>((plan.count + warps_per_block - 1) / warps_per_block, 1, most_blocks);
   with_addend_type<__half, __nv_bfloat16>(kind, [&](auto number) {
+    const bool aligned = alignment_bits(table_range(rows)) % sizeof(number) == 0;
     add_rows_kernel<decltype(number)>
         <<<static_cast<int>(blocks), kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            rows, plan, complaint_of(rows, box));
+            rows, plan, complaint_of(rows, box), aligned);
   });
   return cudaGetLastError();
 }

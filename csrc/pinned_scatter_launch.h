@@ -34,7 +34,8 @@ int launch_scatter_distinct(const ScatterRows& rows, const ClaimsView& claims, M
 // The same in address order.
 int launch_scatter_ordered(const ScatterRows& rows, const PlanView& plan, Mover mover, Letter* box,
                            void* stream);
-// table[id] += src of each occurrence, in index order, rounded at each addition.
+// table[id] += src of each occurrence, in index order, rounded at each addition. src is aligned to
+// its numbers.
 int launch_scatter_add(const ScatterRows& rows, const PlanView& plan, AddendKind kind,
                        int most_blocks, Letter* box, void* stream);
 

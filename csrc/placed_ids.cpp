@@ -11,29 +11,16 @@
 namespace speedtorch {
 namespace {
 
-const int64_t* data_of(const Tensor& tensor) {
-  return tensor.numel() == 0 ? nullptr : static_cast<const int64_t*>(tensor.data_ptr());
-}
-
-void check_kind(const char* op, const char* name, const Tensor& tensor, const Tensor& on) {
-  if (tensor.scalar_type() != ScalarType::Long || tensor.dim() != 1 || !tensor.is_contiguous()) {
-    throw_value_error(op, std::string(name) + " must be a contiguous int64 tensor [n]");
-  }
-  check_same_device(op, name, tensor, "arriving[0]", on);
-}
-
-PlanView view_of(const char* op, const PlacedList& list, PlanStatus* status, const Tensor& on) {
-  check_kind(op, list.ids_name, list.ids, on);
-  check_kind(op, list.places_name, list.places, on);
-  const int64_t count = list.ids.numel();
-  check_shape(op, list.places_name, list.places, {count});
-  return {
-      .unique = data_of(list.ids), .order = data_of(list.places), .status = status, .count = count};
+PlanView view_of(const PlacedList& list, PlanStatus* status) {
+  return {.unique = data_of(list.ids),
+          .order = data_of(list.places),
+          .status = status,
+          .count = list.ids.numel()};
 }
 
 void check_on_cpu(const char* op, const PlacedList& list, const PlanView& view, int64_t table_rows,
                   PlanStatus* status) {
-  check_ids_on_cpu(op, list.ids_name, as_ids(op, list.ids_name, list.ids), table_rows);
+  check_ids_on_cpu(op, list.ids_name, as_ids(list.ids), table_rows);
   for (int64_t i = 0; i < view.count; ++i) {
     BadIds bad{.op = op,
                .list = list.ids_name,
@@ -63,13 +50,18 @@ void check_on_cpu(const char* op, const PlacedList& list, const PlanView& view, 
 
 }  // namespace
 
+void check_placed_kinds(const char* op, const PlacedList& list, const Tensor& on) {
+  check_list(op, list.ids_name, list.ids, "arriving[0]", on);
+  check_list(op, list.places_name, list.places, "arriving[0]", on);
+  check_shape(op, list.places_name, list.places, {list.ids.numel()});
+}
+
 PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
                        int64_t table_rows, const Tensor& on, void* stream) {
   const Tensor keep = new_tensor(op, {2 * kPlanStatusFields}, ScalarType::Long, on);
   auto* status = static_cast<PlanStatus*>(keep.data_ptr());
-  PlacedViews made{.evict = view_of(op, evict, status, on),
-                   .load = view_of(op, load, status + 1, on),
-                   .keep = keep};
+  PlacedViews made{
+      .evict = view_of(evict, status), .load = view_of(load, status + 1), .keep = keep};
   if (on.is_cpu()) {
     check_on_cpu(op, evict, made.evict, table_rows, status);
     check_on_cpu(op, load, made.load, table_rows, status + 1);

@@ -24,9 +24,11 @@ struct PlacedViews {
   Tensor keep;
 };
 
-// Refuses anything but contiguous int64 ids and places, equally many, on the device of `on`. On the
-// CPU also ids out of range or order and places beyond the side's rows; on a GPU a kernel finds
-// those, says so in the letter box, and the movers leave everything as it was.
+// Refuses anything but contiguous int64 ids and places, equally many, on the device of `on`.
+void check_placed_kinds(const char* op, const PlacedList& list, const Tensor& on);
+// Of checked kinds. On the CPU refuses ids out of range or order and places beyond the side's rows;
+// on a GPU a kernel finds those, says so in the letter box, and the movers leave everything as it
+// was.
 PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
                        int64_t table_rows, const Tensor& on, void* stream);
 

@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 
+#include "arguments.h"
 #include "gpu.h"
 #include "plan_launch.h"
 #include "torch_calls.h"
@@ -24,10 +25,6 @@ constexpr const char* kPartNames[kParts] = {"unique", "inverse", "order", "offse
 
 int64_t part_length(size_t part, int64_t count) {
   return part == kStatus ? kPlanStatusFields : count + (part == kOffsets ? 1 : 0);
-}
-
-int64_t* data_of(const Tensor& tensor) {
-  return tensor.numel() == 0 ? nullptr : static_cast<int64_t*>(tensor.data_ptr());
 }
 
 // Positions 0..n-1 sorted by id, equal ids in position order. Least significant digit first; ids
@@ -95,6 +92,12 @@ PlanView view_of(const std::vector<Tensor>& plan, int64_t count) {
           .count = count};
 }
 
+[[noreturn]] void throw_not_made_by_plan_rows(const char* op, const char* list) {
+  throw_value_error(op, "the plan of " + std::string(list) +
+                            " does not hold what plan_rows writes; make it with plan_rows(" + list +
+                            ", rows) and leave it as it is");
+}
+
 }  // namespace
 
 std::vector<Tensor> make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on,
@@ -122,8 +125,8 @@ std::vector<Tensor> make_plan(const char* op, const Ids& ids, int64_t rows, cons
   return plan;
 }
 
-PlanView view_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
-                   int64_t rows, const Tensor& on) {
+void check_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+                const Tensor& on) {
   const std::string name = "the plan of " + std::string(list);
   if (plan.size() != kParts) {
     throw_value_error(op, name + " has " + std::to_string(plan.size()) +
@@ -136,37 +139,76 @@ PlanView view_plan(const char* op, const char* list, const std::vector<Tensor>& 
                         part_name + " must be a contiguous int64 tensor as plan_rows returns it");
     }
     check_shape(op, part_name.c_str(), plan[part], {part_length(part, count)});
+    check_aligned(op, part_name.c_str(), plan[part]);
     check_same_device(op, part_name.c_str(), plan[part], "this op's GPU side", on);
   }
+}
+
+PlanView view_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+                   int64_t rows) {
   const PlanView view = view_of(plan, count);
-  if (on.is_cpu() && view.status->rows != rows) {
+  if (!plan[kStatus].is_cpu()) return view;
+  const PlanStatus& status = *view.status;
+  if (status.rows != rows) {
     throw_bad_ids({.kind = LetterKind::kForeignPlan,
                    .op = op,
                    .list = list,
                    .rows = rows,
-                   .id = view.status->rows});
+                   .id = status.rows});
   }
+  const bool fits = status.count == count && status.bad_count == 0 && status.distinct >= 0 &&
+                    status.distinct <= count;
+  if (!fits) throw_not_made_by_plan_rows(op, list);
   return view;
 }
 
+void check_offsets(const char* op, const char* list, const PlanView& view) {
+  const int64_t distinct = view.status->distinct;
+  bool good = view.offsets[0] == 0 && view.offsets[distinct] == view.count;
+  for (int64_t k = 0; good && k < distinct; ++k) good = view.offsets[k] < view.offsets[k + 1];
+  if (!good) throw_not_made_by_plan_rows(op, list);
+}
+
+void check_plan_of(const char* op, const char* list, const PlanView& view, const Ids& ids) {
+  check_offsets(op, list, view);
+  // Positions that rise within each of the distinct ids and name it are all the positions there
+  // are.
+  for (int64_t k = 0; k < view.status->distinct; ++k) {
+    const int64_t id = view.unique[k];
+    bool good = k == 0 || view.unique[k - 1] < id;
+    for (int64_t entry = view.offsets[k], before = -1; good && entry < view.offsets[k + 1];
+         ++entry) {
+      const int64_t position = view.order[entry];
+      good = position > before && position < view.count && ids.at(position) == id;
+      before = position;
+    }
+    if (good) continue;
+    throw_value_error(op, "the plan of " + std::string(list) + " is that of other ids (entry " +
+                              std::to_string(k) + " of its distinct ids is " + std::to_string(id) +
+                              "); plan_rows(" + list + ", rows) makes the right one");
+  }
+}
+
 void check_plan_on_cpu(const char* op, const char* list, const std::vector<Tensor>& plan,
-                       int64_t count, int64_t rows, const Tensor& on) {
-  view_plan(op, list, plan, count, rows, on);
+                       int64_t count, int64_t rows) {
   std::vector<Tensor> on_cpu;
   for (const Tensor& part : plan) on_cpu.push_back(copy_to_cpu(op, part));
-  view_plan(op, list, on_cpu, count, rows, on_cpu[kStatus]);
+  view_plan(op, list, on_cpu, count, rows);
 }
 
 std::vector<Tensor> plan_rows(const Tensor& index, int64_t rows) {
   constexpr const char* kOp = "plan_rows";
-  throw_pending();
+  const Arguments all(kOp, {read("index", index)});
   if (rows < 0) throw_value_error(kOp, "rows must not be negative, got " + std::to_string(rows));
-  const Ids ids = as_ids(kOp, "index", index);
-  if (ids.on_cpu) {
+  check_ids_kind(kOp, "index", index);
+  all.check_memory();
+  if (index.is_cpu()) {
+    const Ids ids = as_ids(index);
     check_ids_on_cpu(kOp, "index", ids, rows);
     return make_plan(kOp, ids, rows, ids.keep, nullptr);
   }
   const CurrentStream stream(kOp, index);
+  const Ids ids = as_ids(index);
   return make_plan(kOp, ids, rows, ids.keep, stream.get());
 }
 

@@ -29,7 +29,7 @@ struct PlanView {
 };
 
 // Which op and which of its id lists a letter speaks of; the values travel through GPU memory.
-enum class Op : int32_t { kGather = 0, kScatter = 1, kSwap = 2 };
+enum class Op : int32_t { kGather = 0, kScatter = 1, kSwap = 2, kSum = 3 };
 enum class IdList : int32_t { kIndex = 0, kEvict = 1, kLoad = 2 };
 
 }  // namespace speedtorch

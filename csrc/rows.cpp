@@ -42,6 +42,16 @@ int64_t element_bytes(const Tensor& tensor) {
   return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
 }
 
+bool is_aligned(const Tensor& tensor) {
+  return tensor.numel() == 0 || reinterpret_cast<uint64_t>(tensor.data_ptr()) %
+                                        static_cast<uint64_t>(element_bytes(tensor)) ==
+                                    0;
+}
+
+int64_t* data_of(const Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<int64_t*>(tensor.data_ptr());
+}
+
 std::vector<int64_t> shape_of(const Tensor& tensor) {
   std::vector<int64_t> shape(static_cast<size_t>(tensor.dim()));
   for (size_t d = 0; d < shape.size(); ++d) shape[d] = tensor.size(static_cast<int64_t>(d));
@@ -64,12 +74,6 @@ const char* dtype_text(const Tensor& tensor) {
 }
 
 Rows as_rows(const char* op, const char* name, const Tensor& tensor) {
-  if (!tensor.is_cpu() && !tensor.is_cuda()) {
-    throw_value_error(op, std::string(name) + " must be on the CPU or on a CUDA device");
-  }
-  if (tensor.layout() != torch::headeronly::Layout::Strided) {
-    throw_value_error(op, std::string(name) + " must be a dense (strided) tensor");
-  }
   const int64_t dims = tensor.dim();
   if (dims == 0) {
     throw_value_error(
@@ -105,7 +109,7 @@ Rows as_writable_rows(const char* op, const char* name, const Tensor& tensor) {
   return rows;
 }
 
-Ids as_ids(const char* op, const char* name, const Tensor& index) {
+void check_ids_kind(const char* op, const char* name, const Tensor& index) {
   const ScalarType dtype = index.scalar_type();
   if (dtype != ScalarType::Long && dtype != ScalarType::Int) {
     throw_value_error(op, std::string(name) + " must be int32 or int64, got " + dtype_text(index));
@@ -114,11 +118,15 @@ Ids as_ids(const char* op, const char* name, const Tensor& index) {
     throw_value_error(op, std::string(name) + " has " + text(index.numel()) + " ids, at most " +
                               text(kMaxIds) + " are allowed in one call");
   }
+}
+
+Ids as_ids(const Tensor& index) {
   Ids ids;
   ids.keep = index.is_contiguous() ? index : torch::stable::contiguous(index);
+  if (!is_aligned(ids.keep)) ids.keep = torch::stable::clone(ids.keep);
   ids.count = index.numel();
   ids.data = ids.count == 0 ? nullptr : ids.keep.data_ptr();
-  ids.wide = dtype == ScalarType::Long;
+  ids.wide = index.scalar_type() == ScalarType::Long;
   ids.on_cpu = index.is_cpu();
   return ids;
 }
@@ -143,12 +151,20 @@ void check_contiguous(const char* op, const char* name, const Tensor& tensor) {
   if (!tensor.is_contiguous()) throw_value_error(op, std::string(name) + " must be contiguous");
 }
 
-void check_disjoint(const char* op, const char* name, const Rows& a, const char* other_name,
-                    const Rows& b) {
-  if (a.base == nullptr || b.base == nullptr) return;
-  if (a.base < b.end() && b.base < a.end()) {
-    throw_value_error(op, std::string(name) + " and " + other_name + " overlap in memory");
+void check_aligned(const char* op, const char* name, const Tensor& tensor) {
+  if (is_aligned(tensor)) return;
+  throw_value_error(op, std::string(name) + " begins at an address that is no multiple of " +
+                            text(element_bytes(tensor)) + " bytes, the size of its numbers; " +
+                            "clone it first");
+}
+
+void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
+                const Tensor& on) {
+  if (tensor.scalar_type() != ScalarType::Long || tensor.dim() != 1 || !tensor.is_contiguous()) {
+    throw_value_error(op, std::string(name) + " must be a contiguous int64 tensor [n]");
   }
+  check_aligned(op, name, tensor);
+  check_same_device(op, name, tensor, on_name, on);
 }
 
 void check_device(const char* op, const char* name, const Tensor& tensor, const char* compute_name,
@@ -175,6 +191,10 @@ void throw_bad_ids(const BadIds& bad) {
   if (bad.kind == LetterKind::kForeignPlan) {
     throw std::out_of_range(head + "the plan of " + bad.list + " was made for a table of " +
                             text(bad.id) + " rows, this table has " + text(bad.rows) + unmoved);
+  }
+  if (bad.kind == LetterKind::kOtherDistinct) {
+    throw_value_error(bad.op, "distinct is " + text(bad.rows) + ", the plan of " + bad.list +
+                                  " has " + text(bad.id) + " distinct ids");
   }
   if (bad.kind == LetterKind::kUnordered) {
     throw std::out_of_range(head + "id " + text(bad.id) + at +

@@ -1,6 +1,6 @@
-// A tensor seen as rows of bytes, and every check of an op's arguments.
-// The ops call these before anything moves; each failure throws with the op, the argument, the rule
-// and the value.
+// A tensor seen as rows of bytes or as ids, and the checks that an op's arguments fit each other.
+// The ops call these once arguments.h has checked the kinds of their tensors; each failure throws
+// with the op, the argument, the rule and the value.
 #pragma once
 
 #include <torch/csrc/stable/device.h>
@@ -46,6 +46,10 @@ struct Ids {
 };
 
 int64_t element_bytes(const Tensor& tensor);
+// Whether its numbers begin at multiples of their size. Not so in tensors over bytes of a file.
+bool is_aligned(const Tensor& tensor);
+// The numbers of an int64 tensor, null if there is none.
+int64_t* data_of(const Tensor& tensor);
 std::string shape_text(const std::vector<int64_t>& shape);
 std::vector<int64_t> shape_of(const Tensor& tensor);
 std::string device_text(const Tensor& tensor);
@@ -54,21 +58,25 @@ const char* dtype_text(const Tensor& tensor);
 [[noreturn]] void throw_value_error(const char* op, const std::string& message);
 
 // Refuses tensors with no dimension and rows that are not contiguous inside (any row stride is
-// fine).
+// fine). Reads no byte of them.
 Rows as_rows(const char* op, const char* name, const Tensor& tensor);
 // As above, and refuses rows that overlap each other (expanded tensors): they cannot be written one
 // by one.
 Rows as_writable_rows(const char* op, const char* name, const Tensor& tensor);
 // int32 or int64, at most 2^31 - 1 of them.
-Ids as_ids(const char* op, const char* name, const Tensor& index);
+void check_ids_kind(const char* op, const char* name, const Tensor& index);
+// Of checked kind. Copies ids that are not contiguous: not before check_memory().
+Ids as_ids(const Tensor& index);
 
 void check_shape(const char* op, const char* name, const Tensor& tensor,
                  const std::vector<int64_t>& expected);
 void check_dtype(const char* op, const char* name, const Tensor& tensor, const char* other_name,
                  const Tensor& other);
 void check_contiguous(const char* op, const char* name, const Tensor& tensor);
-void check_disjoint(const char* op, const char* name, const Rows& a, const char* other_name,
-                    const Rows& b);
+void check_aligned(const char* op, const char* name, const Tensor& tensor);
+// A contiguous int64 tensor [n] on the device of `on`.
+void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
+                const Tensor& on);
 // `tensor` must be on the CPU or on the device of `compute`.
 void check_device(const char* op, const char* name, const Tensor& tensor, const char* compute_name,
                   const Tensor& compute);
@@ -87,7 +95,7 @@ struct BadIds {
   int64_t count = 0;  // ids in all
 };
 
-// IndexError with everything above in one sentence.
+// IndexError with everything above in one sentence; ValueError for a wrong number of distinct ids.
 [[noreturn]] void throw_bad_ids(const BadIds& bad);
 // Checks ids that lie on the CPU.
 void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t rows);

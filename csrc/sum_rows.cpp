@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "gpu.h"
 #include "plan.h"
 #include "rows.h"
@@ -18,6 +19,7 @@ namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "sum_rows";
+constexpr const char* kIndex = "index";  // whose plan it is
 
 SumKind kind_of(const Tensor& rows) {
   switch (rows.scalar_type()) {
@@ -72,22 +74,43 @@ void sum_on_cpu(SumKind kind, const SumRows& work, const PlanView& plan) {
   }
 }
 
-Tensor sum_rows(const Tensor& rows, const std::vector<Tensor>& plan, int64_t table_rows,
-                int64_t begin, int64_t distinct) {
-  throw_pending();
-  const SumKind kind = kind_of(rows);
-  const Rows shape = as_rows(kOp, "rows", rows);
-  check_contiguous(kOp, "rows", rows);
-  const int64_t entries = plan.empty() ? 0 : plan[0].numel();
-  const PlanView view = view_plan(kOp, "rows", plan, entries, table_rows, rows);
-  if (begin < 0 || begin + shape.count > entries) {
-    throw_value_error(kOp, "rows " + std::to_string(begin) + " to " +
-                               std::to_string(begin + shape.count) + " are not all among the " +
-                               std::to_string(entries) + " ids of the plan");
+// Which rows of the batch, of how many distinct ids.
+void check_counts(int64_t begin, int64_t count, int64_t distinct, int64_t entries) {
+  if (begin < 0 || count > entries || begin > entries - count) {
+    const std::string end =
+        begin < 0 ? std::to_string(begin + count)
+                  : std::to_string(static_cast<uint64_t>(begin) + static_cast<uint64_t>(count));
+    throw_value_error(kOp, "rows " + std::to_string(begin) + " to " + end +
+                               " are not all among the " + std::to_string(entries) +
+                               " ids of the plan");
   }
   if (distinct < 0 || distinct > entries) {
     throw_value_error(kOp, "distinct must be 0 to " + std::to_string(entries) +
                                ", the ids of the plan, got " + std::to_string(distinct));
+  }
+}
+
+Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
+                int64_t distinct) {
+  const Arguments all(kOp, {read("rows", rows), read("plan", plan)});
+  const SumKind kind = kind_of(rows);
+  const Rows shape = as_rows(kOp, "rows", rows);
+  check_contiguous(kOp, "rows", rows);
+  check_aligned(kOp, "rows", rows);
+  const int64_t entries = plan.empty() ? 0 : plan[0].numel();
+  check_plan(kOp, kIndex, plan, entries, rows);
+  check_counts(begin, shape.count, distinct, entries);
+  all.check_memory();
+  const PlanView view = view_plan(kOp, kIndex, plan, entries, table_rows);
+  if (rows.is_cpu()) {
+    check_offsets(kOp, kIndex, view);
+    if (view.status->distinct != distinct) {
+      throw_bad_ids({.kind = LetterKind::kOtherDistinct,
+                     .op = kOp,
+                     .list = kIndex,
+                     .rows = distinct,
+                     .id = view.status->distinct});
+    }
   }
   std::vector<int64_t> out_shape = shape_of(rows);
   out_shape[0] = distinct;
@@ -99,20 +122,18 @@ Tensor sum_rows(const Tensor& rows, const std::vector<Tensor>& plan, int64_t tab
                      .count = shape.count,
                      .columns = columns,
                      .out = out.mutable_data_ptr(),
-                     .distinct = distinct};
+                     .distinct = distinct,
+                     .table_rows = table_rows};
   if (rows.is_cpu()) {
-    if (view.status->distinct != distinct) {
-      throw_value_error(kOp, "distinct is " + std::to_string(distinct) + ", the plan has " +
-                                 std::to_string(view.status->distinct) + " distinct ids");
-    }
     sum_on_cpu(kind, work, view);
     return out;
   }
+  const CurrentStream stream(kOp, rows);
   if constexpr (kWithCuda) {
-    const CurrentStream stream(kOp, rows);
     const Tensor scratch =
         new_tensor(kOp, {sum_scratch_bytes(kind, entries, columns)}, ScalarType::Byte, rows);
-    check_cuda(launch_sum_rows(kind, work, view, scratch.data_ptr(), stream.get()), kOp);
+    check_cuda(launch_sum_rows(kind, work, view, scratch.data_ptr(), letter_box(), stream.get()),
+               kOp);
   }
   return out;
 }

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "letter.cuh"
 #include "sum_rows_launch.h"
 
 namespace speedtorch {
@@ -52,12 +53,39 @@ struct Seat {
   }
 };
 
+// Whether the plan is none for these rows.
+__device__ bool is_bad(const SumRows& work, const PlanStatus& status) {
+  return is_blocked(status, work.table_rows) || status.distinct != work.distinct;
+}
+
+// By all threads: no sums, and word of what is wrong.
+template <typename T>
+__device__ void zero_instead(const SumRows& work, const PlanStatus& status,
+                             const Complaint& complaint) {
+  const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+  const int64_t thread = block * blockDim.x + threadIdx.x;
+  const int64_t threads = int64_t{gridDim.x} * gridDim.y * blockDim.x;
+  for (int64_t k = thread; k < work.distinct * work.columns; k += threads) {
+    static_cast<T*>(work.out)[k] = T{};
+  }
+  if (thread != 0) return;
+  if (is_blocked(status, work.table_rows)) {
+    complain_if_blocked(complaint, status);
+  } else {
+    Complaint about = complaint;
+    about.rows = work.distinct;
+    complain(about, LetterKind::kOtherDistinct, status.distinct, 0, 0, status.count);
+  }
+}
+
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads)
-    sum_parts_kernel(SumRows work, PlanView plan, typename SumOf<T>::Type* kept, int lanes) {
+    sum_parts_kernel(SumRows work, PlanView plan, typename SumOf<T>::Type* kept, int lanes,
+                     Complaint complaint) {
   using Sum = typename SumOf<T>::Type;
   using Row = Numbers<T, kVec>;
   using Sums = Numbers<Sum, kVec>;
+  if (is_bad(work, *plan.status)) return zero_instead<T>(work, *plan.status, complaint);
   const Seat<kVec> seat(lanes);
   const int64_t first = seat.group * kEntriesPerPart;
   if (first >= plan.count || seat.column >= work.columns) return;
@@ -119,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
   using Sums = Numbers<Sum, kVec>;
   const Seat<kVec> seat(lanes);
   const int64_t first = seat.group * kEntriesPerPart;
-  if (first >= plan.count || seat.column >= work.columns) return;
+  if (is_bad(work, *plan.status) || first >= plan.count || seat.column >= work.columns) return;
   const int64_t last = min(first + kEntriesPerPart, plan.count);
   const int64_t id = plan.inverse[plan.order[last - 1]];
   const int64_t end = plan.offsets[id + 1];
@@ -150,7 +178,8 @@ __global__ void __launch_bounds__(kThreads)
 int64_t parts_of(int64_t entries) { return (entries + kEntriesPerPart - 1) / kEntriesPerPart; }
 
 template <typename T, int kVec>
-int launch(const SumRows& work, const PlanView& plan, void* scratch, cudaStream_t stream) {
+int launch(const SumRows& work, const PlanView& plan, void* scratch, Letter* box,
+           cudaStream_t stream) {
   using Sum = typename SumOf<T>::Type;
   const int64_t needed = (work.columns + kVec - 1) / kVec;
   int lanes = 1;
@@ -159,19 +188,21 @@ int launch(const SumRows& work, const PlanView& plan, void* scratch, cudaStream_
   const dim3 grid(static_cast<unsigned>((threads + kThreads - 1) / kThreads),
                   static_cast<unsigned>((needed + lanes - 1) / lanes));
   auto* kept = static_cast<Sum*>(scratch);
-  sum_parts_kernel<T, kVec><<<grid, kThreads, 0, stream>>>(work, plan, kept, lanes);
+  const Complaint complaint{box, Op::kSum, IdList::kIndex, work.table_rows};
+  sum_parts_kernel<T, kVec><<<grid, kThreads, 0, stream>>>(work, plan, kept, lanes, complaint);
   sum_kept_kernel<T, kVec><<<grid, kThreads, 0, stream>>>(work, plan, kept, lanes);
   return cudaGetLastError();
 }
 
 template <typename T>
-int launch_of(const SumRows& work, const PlanView& plan, void* scratch, cudaStream_t stream) {
+int launch_of(const SumRows& work, const PlanView& plan, void* scratch, Letter* box,
+              cudaStream_t stream) {
   constexpr int kVec = 16 / sizeof(T);
   const auto bits = reinterpret_cast<uint64_t>(work.rows) | reinterpret_cast<uint64_t>(work.out);
   if (work.columns % kVec == 0 && bits % 16 == 0) {
-    return launch<T, kVec>(work, plan, scratch, stream);
+    return launch<T, kVec>(work, plan, scratch, box, stream);
   }
-  return launch<T, 1>(work, plan, scratch, stream);
+  return launch<T, 1>(work, plan, scratch, box, stream);
 }
 
 }  // namespace
@@ -182,18 +213,18 @@ int64_t sum_scratch_bytes(SumKind kind, int64_t entries, int64_t columns) {
 }
 
 int launch_sum_rows(SumKind kind, const SumRows& work, const PlanView& plan, void* scratch,
-                    void* stream) {
+                    Letter* box, void* stream) {
   if (plan.count == 0 || work.columns == 0) return cudaSuccess;
   auto on = static_cast<cudaStream_t>(stream);
   switch (kind) {
     case SumKind::kHalf:
-      return launch_of<__half>(work, plan, scratch, on);
+      return launch_of<__half>(work, plan, scratch, box, on);
     case SumKind::kBFloat16:
-      return launch_of<__nv_bfloat16>(work, plan, scratch, on);
+      return launch_of<__nv_bfloat16>(work, plan, scratch, box, on);
     case SumKind::kFloat:
-      return launch_of<float>(work, plan, scratch, on);
+      return launch_of<float>(work, plan, scratch, box, on);
     case SumKind::kDouble:
-      return launch_of<double>(work, plan, scratch, on);
+      return launch_of<double>(work, plan, scratch, box, on);
   }
   return cudaErrorInvalidValue;
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "letter.h"
 #include "plan_view.h"
 
 namespace speedtorch {
@@ -21,11 +22,14 @@ struct SumRows {
   int64_t columns;
   void* out;         // [distinct, columns]
   int64_t distinct;  // entries of the plan's `unique` that are ids
+  int64_t table_rows;
 };
 
 // Bytes of scratch for a plan of `entries` ids.
 int64_t sum_scratch_bytes(SumKind kind, int64_t entries, int64_t columns);
+// `out` becomes zeros, and word of it is left in `box`, if the plan is one of bad ids, of another
+// table or of another number of distinct ids.
 int launch_sum_rows(SumKind kind, const SumRows& work, const PlanView& plan, void* scratch,
-                    void* stream);
+                    Letter* box, void* stream);
 
 }  // namespace speedtorch

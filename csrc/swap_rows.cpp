@@ -2,28 +2,13 @@
 
 #include "swap_rows.h"
 
-#include <algorithm>
 #include <string>
-
-#include "host_blocks.h"
 
 namespace speedtorch {
 namespace {
 
 std::string item(const char* list, size_t k) {
   return std::string(list) + "[" + std::to_string(k) + "]";
-}
-
-// Rows of two fields may interleave (fields of one record) but must not overlap.
-void check_fields_apart(const char* op, const std::string& a_name, const Rows& a,
-                        const std::string& b_name, const Rows& b) {
-  if (a.base == nullptr || b.base == nullptr || a.base >= b.end() || b.base >= a.end()) return;
-  if (a.stride_bytes == b.stride_bytes) {
-    const int64_t stride = std::max<int64_t>(a.stride_bytes, 1);
-    const int64_t apart = (((b.base - a.base) % stride) + stride) % stride;
-    if (apart >= a.row_bytes && stride - apart >= b.row_bytes) return;
-  }
-  throw_value_error(op, a_name + " and " + b_name + " overlap in memory");
 }
 
 }  // namespace
@@ -41,7 +26,6 @@ std::vector<SwapRows> check_swap(const char* op, const Tensors& host, const Tens
     const std::string host_name = item("host", k);
     SwapRows field;
     field.host = as_writable_rows(op, host_name.c_str(), host[k]);
-    check_writable(op, host_name.c_str(), field.host);
     if (host[k].size(0) != host[0].size(0)) {
       throw_value_error(op, host_name + " has " + std::to_string(host[k].size(0)) +
                                 " rows, host[0] has " + std::to_string(host[0].size(0)) +
@@ -66,22 +50,6 @@ std::vector<SwapRows> check_swap(const char* op, const Tensors& host, const Tens
     field.leaving = check_side("leaving", leaving[k], evicted);
     field.arriving = check_side("arriving", arriving[k], loaded);
     fields.push_back(field);
-  }
-  for (size_t k = 0; k < fields.size(); ++k) {
-    for (size_t j = 0; j < fields.size(); ++j) {
-      const std::string arriving_name = item("arriving", k);
-      check_disjoint(op, arriving_name.c_str(), fields[k].arriving, item("leaving", j).c_str(),
-                     fields[j].leaving);
-      check_disjoint(op, arriving_name.c_str(), fields[k].arriving, item("host", j).c_str(),
-                     fields[j].host);
-      check_disjoint(op, item("leaving", k).c_str(), fields[k].leaving, item("host", j).c_str(),
-                     fields[j].host);
-      if (j < k) {
-        check_disjoint(op, arriving_name.c_str(), fields[k].arriving, item("arriving", j).c_str(),
-                       fields[j].arriving);
-        check_fields_apart(op, item("host", j), fields[j].host, item("host", k), fields[k].host);
-      }
-    }
   }
   return fields;
 }

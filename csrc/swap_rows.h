@@ -3,18 +3,16 @@
 
 #include <vector>
 
-#include "rows.h"
+#include "arguments.h"
 
 namespace speedtorch {
-
-using Tensors = std::vector<Tensor>;
 
 struct SwapRows {
   Rows host, leaving, arriving;
 };
 
-// One entry for each field. Throws ValueError unless lists, shapes, dtypes and devices fit, there
-// is room for the rows of both lists, and nothing overlaps what is written.
+// One entry for each field. Throws ValueError unless lists, shapes, dtypes and devices fit and
+// there is room for the rows of both lists.
 std::vector<SwapRows> check_swap(const char* op, const Tensors& host, const Tensors& leaving,
                                  const Tensors& arriving, int64_t evicted, int64_t loaded);
 

@@ -2,6 +2,7 @@
 
 #include "torch_calls.h"
 
+#include <dlfcn.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -15,15 +16,34 @@ namespace speedtorch {
 namespace {
 
 constexpr auto kCpu = torch::headeronly::DeviceType::CPU;
+// speedtorch/ops.py knows by it that the error is torch.OutOfMemoryError.
+constexpr const char* kOutOfMemory = "out of memory: ";
+
+// What torch says of its last failure, where it can be asked (newer than what we need at least).
+std::string words_of_torch() {
+  using Ask = const char* (*)();
+  static const Ask ask =
+      reinterpret_cast<Ask>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
+  const char* words = ask == nullptr ? nullptr : ask();
+  return words == nullptr ? "" : words;
+}
 
 // Runs a call into torch; the stable interface tells of a failure only that there was one.
-template <typename Call>
-auto ask_torch(const char* op, const std::string& what, Call call) {
+// `what()` says what failed; `unknown` what went wrong where torch does not say.
+template <typename What, typename Call>
+auto ask_torch(const char* op, const What& what, const Call& call, const char* unknown = "") {
   try {
     return call();
   } catch (const std::runtime_error&) {
-    throw std::runtime_error(std::string(op) + ": torch failed at " + what +
-                             "; its own message is on standard error");
+    const std::string words = words_of_torch();
+    const bool is_memory = words.find("out of memory") != std::string::npos;
+    throw std::runtime_error(
+        std::string(op) + ": " +
+        (is_memory       ? kOutOfMemory
+         : words.empty() ? unknown
+                         : "") +
+        "torch failed at " + what() +
+        (words.empty() ? "; its own message is on standard error" : ": " + words));
   }
 }
 
@@ -51,30 +71,36 @@ Tensor empty_like_device(const std::vector<int64_t>& shape, ScalarType dtype, co
 
 void copy(const char* op, const Tensor& from, const Tensor& to, bool non_blocking) {
   Tensor target = to;
-  ask_torch(op, "copying between " + device_text(from) + " and " + device_text(to),
-            [&] { return torch::stable::copy_(target, from, non_blocking); });
+  ask_torch(
+      op, [&] { return "copying between " + device_text(from) + " and " + device_text(to); },
+      [&] { return torch::stable::copy_(target, from, non_blocking); });
 }
 
 }  // namespace
 
 Tensor new_tensor(const char* op, const std::vector<int64_t>& shape, ScalarType dtype,
                   const Tensor& on) {
-  return ask_torch(op,
-                   "allocating a tensor of " + size_text(shape, dtype) + " on " + device_text(on),
-                   [&] { return empty_like_device(shape, dtype, on); });
+  return ask_torch(
+      op,
+      [&] {
+        return "allocating a tensor of " + size_text(shape, dtype) + " on " + device_text(on);
+      },
+      [&] { return empty_like_device(shape, dtype, on); }, on.is_cuda() ? kOutOfMemory : "");
 }
 
 Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tensor& like) {
   return ask_torch(
-      op, "allocating a pinned tensor of " + size_text(shape, like.scalar_type()), [&] {
+      op, [&] { return "allocating a pinned tensor of " + size_text(shape, like.scalar_type()); },
+      [&] {
         return torch::stable::empty(shape, like.scalar_type(), torch::headeronly::Layout::Strided,
                                     Device(kCpu), true);
       });
 }
 
 Tensor copy_to_cpu(const char* op, const Tensor& tensor) {
-  return ask_torch(op, "copying a tensor to the CPU",
-                   [&] { return torch::stable::to(tensor, Device(kCpu)); });
+  return ask_torch(
+      op, [] { return "copying a tensor to the CPU"; },
+      [&] { return torch::stable::to(tensor, Device(kCpu)); });
 }
 
 Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
@@ -86,9 +112,10 @@ Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
   // The driver stages pageable memory before a copy returns. It reads pinned memory later, so that
   // is copied first.
   const bool pageable = static_cast<MemoryKind>(memory_kind(ids.keep)) == MemoryKind::kPlain;
-  const Tensor source =
-      pageable ? ids.keep
-               : ask_torch(op, "copying ids", [&] { return torch::stable::clone(ids.keep); });
+  const Tensor source = pageable ? ids.keep
+                                 : ask_torch(
+                                       op, [] { return "copying ids"; },
+                                       [&] { return torch::stable::clone(ids.keep); });
   const Tensor there = new_tensor(op, shape_of(source), source.scalar_type(), on);
   copy_async(op, source, there);
   return there;
@@ -101,17 +128,18 @@ void copy_and_wait(const char* op, const Tensor& from, const Tensor& to) {
 }
 
 void mark_written(const char* op, const Tensor& tensor) {
-  // The op's own checks refuse others, in its words.
-  if (tensor.layout() != torch::headeronly::Layout::Strided) return;
   // Views share one version, and writing nothing to an empty view raises it.
-  ask_torch(op,
-            "marking a tensor as written; in-place writes to a leaf that requires grad need "
-            "torch.no_grad()",
-            [&] {
-              Tensor whole = tensor.dim() == 0 ? torch::stable::view(tensor, {1}) : tensor;
-              Tensor nothing = torch::stable::narrow(whole, 0, 0, 0);
-              return torch::stable::zero_(nothing);
-            });
+  ask_torch(
+      op,
+      [] {
+        return "marking a tensor as written; in-place writes to a leaf that requires grad need "
+               "torch.no_grad()";
+      },
+      [&] {
+        Tensor whole = tensor.dim() == 0 ? torch::stable::view(tensor, {1}) : tensor;
+        Tensor nothing = torch::stable::narrow(whole, 0, 0, 0);
+        return torch::stable::zero_(nothing);
+      });
 }
 
 }  // namespace speedtorch

@@ -1,6 +1,6 @@
 // What the ops ask of torch itself: new tensors, copies that kernels cannot make, and word that a
-// tensor was written. A failure inside torch arrives with the op's name; torch's own words are on
-// standard error.
+// tensor was written. A failure inside torch arrives with the op's name and torch's own words,
+// or with those on standard error.
 #pragma once
 
 #include <vector>

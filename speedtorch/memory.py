@@ -43,9 +43,8 @@ KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")
 
 _ops = torch.ops.speedtorch
 # By id() of the tensor object, as tensors do not compare as keys must: what undoes the pinning when
-# the object dies, and an alias that keeps the storage for as long as it is pinned.
-_pinned: dict[int, tuple[weakref.finalize[[int], Tensor], Tensor]] = {}
-_kept_for_graphs: list[Tensor] = []
+# the object dies, and the library's number of it.
+_pinned: dict[int, tuple[weakref.finalize[[int], Tensor], int]] = {}
 
 
 def is_checked() -> bool:
@@ -110,18 +109,16 @@ def empty(
 
 
 def _tensor_died(key: int) -> None:
-    _, alias = _pinned.pop(key)
-    try:
-        _ops.host_unregister(alias)
-    except RuntimeError:  # A captured CUDA graph may still read the memory, now or much later.
-        _kept_for_graphs.append(alias)
+    _, pin = _pinned.pop(key)
+    _ops.host_unregister(pin, True)
 
 
 def pin_memory_(tensor: Tensor) -> Tensor:
     """Pins the memory of a CPU tensor where it is, so that the GPU reaches it; no copy is made.
 
     It stays pinned until `unpin_memory_` or until this tensor object dies; views of it are pinned
-    with it. Read-only mappings of files are pinned read-only, and ops refuse to write to them.
+    with it. Read-only mappings of files are pinned read-only, and ops refuse to write to them. Do
+    not resize it meanwhile: memory that its storage gets then is not pinned.
 
     Args:
         tensor: any CPU tensor with elements.
@@ -135,10 +132,11 @@ def pin_memory_(tensor: Tensor) -> Tensor:
     """
     if id(tensor) in _pinned:
         raise ValueError("pin_memory_: the tensor is pinned already; unpin_memory_ it first")
-    _ops.host_register(tensor)
+    # An alias, which the library keeps: the memory goes after it is unpinned.
+    pin = _ops.host_register(tensor.detach())
     finalizer = weakref.finalize(tensor, _tensor_died, id(tensor))
     finalizer.atexit = False  # no CUDA call while the interpreter ends
-    _pinned[id(tensor)] = finalizer, tensor.detach()
+    _pinned[id(tensor)] = finalizer, pin
     return tensor
 
 
@@ -157,8 +155,8 @@ def unpin_memory_(tensor: Tensor) -> Tensor:
     """
     if id(tensor) not in _pinned:
         raise ValueError("unpin_memory_: the tensor was not pinned with pin_memory_")
-    finalizer, alias = _pinned[id(tensor)]
-    _ops.host_unregister(alias)
+    finalizer, pin = _pinned[id(tensor)]
+    _ops.host_unregister(pin, False)
     finalizer.detach()
     del _pinned[id(tensor)]
     return tensor
@@ -194,9 +192,17 @@ def available_bytes() -> int:
     return int(_ops.available_bytes())
 
 
-def release(tensor: Tensor) -> None:
-    """Says that no captured CUDA graph will use this tensor again: its memory goes with it."""
-    _ops.let_captured_go(tensor)
+def release(tensor: Tensor | None = None) -> None:
+    """Says that no captured CUDA graph will use this tensor again: its memory goes with it.
+
+    Args:
+        tensor: the tensor; None stands for all tensors that are gone, whose memory goes now
+            ("captured" in `memory_stats`).
+    """
+    if tensor is None:
+        _ops.let_orphans_go()
+    else:
+        _ops.let_captured_go(tensor)
 
 
 def check_owner(tensor: Tensor) -> None:

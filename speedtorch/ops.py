@@ -12,8 +12,10 @@ raises `IndexError`, at the latest `synchronize`.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +56,34 @@ _ops = torch.ops.speedtorch
 atexit.register(_ops.stop)
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _tells_of_memory(op: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The library can throw no exception of torch's own: this one makes it."""
+
+    @functools.wraps(op)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return op(*args, **kwargs)
+        except RuntimeError as error:
+            if ": out of memory: " in str(error):
+                raise torch.OutOfMemoryError(str(error)) from None
+            raise
+
+    return call
+
+
+def _check_written(op: str, name: str, tensor: Tensor) -> None:
+    """Torch would give the op a copy of what it is to write to. Not asked for in compiled code."""
+    if not torch.compiler.is_compiling() and (tensor.is_conj() or tensor.is_neg()):
+        raise ValueError(
+            f"{op}: {name} is a conjugated or negated view, which cannot be written to as bytes; "
+            "pass .resolve_conj().resolve_neg(), or the tensor that it is a view of"
+        )
+
+
 def _check_ids(name: str, ids: object) -> None:
     if not isinstance(ids, Tensor):
         raise TypeError(
@@ -62,6 +92,7 @@ def _check_ids(name: str, ids: object) -> None:
         )
 
 
+@_tells_of_memory
 def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
     """Puts the ids of a batch in address order, once for every op on the same ids.
 
@@ -92,6 +123,7 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
     return list(_ops.plan_rows(index, rows))
 
 
+@_tells_of_memory
 def pinned_gather(
     table: Tensor, index: Tensor, *, out: Tensor | None = None, plan: Sequence[Tensor] | None = None
 ) -> Tensor:
@@ -140,6 +172,7 @@ def pinned_gather(
         else:
             rows = _ops.pinned_gather_detached(table, index)
         return rows
+    _check_written("pinned_gather", "out", out)
     with torch.no_grad():
         if plan is None:
             _ops.pinned_gather.out(table, index, out)
@@ -148,6 +181,7 @@ def pinned_gather(
     return out
 
 
+@_tells_of_memory
 def pinned_scatter(
     table: Tensor,
     index: Tensor,
@@ -183,6 +217,7 @@ def pinned_scatter(
         [[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]]
     """
     _check_ids("index", index)
+    _check_written("pinned_scatter", "table", table)
     with torch.no_grad():
         if plan is None:
             _ops.pinned_scatter(table, index, src, accumulate)
@@ -190,6 +225,7 @@ def pinned_scatter(
             _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
 
 
+@_tells_of_memory
 def pinned_copy(dst: Tensor, src: Tensor) -> None:
     """Copies a range of rows, or a whole table, between host memory and a GPU: `dst[:] = src`.
 
@@ -211,10 +247,12 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
         >>> table.tolist()
         [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     """
+    _check_written("pinned_copy", "dst", dst)
     with torch.no_grad():
         _ops.pinned_copy(dst, src)
 
 
+@_tells_of_memory
 def optimizer_state_swap(
     host: Sequence[Tensor],
     leaving: Sequence[Tensor],
@@ -265,6 +303,9 @@ def optimizer_state_swap(
     """
     _check_ids("evict", evict)
     _check_ids("load", load)
+    for name, fields in (("host", host), ("arriving", arriving)):
+        for k, field in enumerate(fields):
+            _check_written("optimizer_state_swap", f"{name}[{k}]", field)
     with torch.no_grad():
         if evict_places is not None or load_places is not None:
             if evict_places is None or load_places is None or evict_plan or load_plan:
@@ -285,18 +326,18 @@ def optimizer_state_swap(
         if evict_plan is None and load_plan is None:
             _ops.optimizer_state_swap(list(host), list(leaving), evict, list(arriving), load)
             return
-        rows = host[0].shape[0]
         _ops.optimizer_state_swap.planned(
             list(host),
             list(leaving),
             evict,
-            list(evict_plan) if evict_plan is not None else plan_rows(evict, rows),
+            list(evict_plan or ()),
             list(arriving),
             load,
-            list(load_plan) if load_plan is not None else plan_rows(load, rows),
+            list(load_plan or ()),
         )
 
 
+@_tells_of_memory
 def sum_rows(
     rows: Tensor,
     plan: Sequence[Tensor],

@@ -149,7 +149,7 @@ def test_rows_to_write_inside_the_table(device: str) -> None:
     index = torch.tensor(IDS, device=device)
     refused(
         lambda: speedtorch.pinned_scatter(table, index, table[2:5]),
-        "pinned_scatter: (src and table|table and src) overlap",
+        "pinned_scatter: table and src overlap",
     )
     assert_same_storage(table, values)
 

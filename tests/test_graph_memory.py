@@ -47,6 +47,19 @@ def test_a_graph_keeps_the_memory_of_its_table(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["managed", "registered"])
+def test_memory_of_dead_tables_goes_when_no_graph_will_use_it(kind: str) -> None:
+    gc.collect()
+    before = speedtorch.memory_stats()
+    kept = capture_gather(Place("cuda", kind).table(random_rows(ROWS, (WIDTH,))))
+    gc.collect()
+    after = speedtorch.memory_stats()
+    assert after["captured"] == before["captured"] + ROWS * WIDTH * 4
+    del kept
+    release()
+    assert speedtorch.memory_stats() == before
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered"])
 def test_released_memory_goes_with_its_table(kind: str) -> None:
     place, nbytes = Place("cuda", kind), ROWS * WIDTH * 4
     gc.collect()

@@ -155,7 +155,7 @@ def test_memory_that_speedtorch_made_is_not_pinned_again(
     with pytest.raises(ValueError, match="overlaps memory that speedtorch has .*allocated"):
         pin_memory_(tensor)
     with pytest.raises(ValueError, match="not pinned with pin_memory_"):
-        torch.ops.speedtorch.host_unregister(tensor)
+        unpin_memory_(tensor)
 
 
 def test_memory_that_others_pinned_is_not_pinned_again(driver: PretendedDriver) -> None:

@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_by_name(place: Place) -> None:
         speedtorch.pinned_copy(table, other_side(place, torch.zeros(2, 4)).t())
     with pytest.raises(ValueError, match="rows of dst overlap"):
         speedtorch.pinned_copy(table[:1].expand(4, 2), other_side(place, torch.ones(4, 2)))
-    with pytest.raises(ValueError, match="src and dst overlap"):
+    with pytest.raises(ValueError, match="dst and src overlap"):
         speedtorch.pinned_copy(table[1:], table[:-1])
     assert not table.any()
 

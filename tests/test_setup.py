@@ -97,9 +97,11 @@ def test_a_toolkit_without_a_part_is_refused(tree: Path, toolkit: Path, file: st
 
 
 def test_architectures_that_nvcc_does_not_know_are_refused(tree: Path, toolkit: Path) -> None:
-    environment = {"CUDA_HOME": str(toolkit), "SPEEDTORCH_CUDA_ARCHS": "35"}
-    line = setup_ends_with(tree, "", **environment)
-    assert line.endswith("knows none of the architectures 35")
+    for asked, unknown in (("35", "35"), ("80,35", "35"), ("90a", "90a"), ("90,", "")):
+        environment = {"CUDA_HOME": str(toolkit), "SPEEDTORCH_CUDA_ARCHS": asked}
+        line = setup_ends_with(tree, "", **environment)
+        assert f"SPEEDTORCH_CUDA_ARCHS={asked}: " in line
+        assert line.endswith(f"knows no architecture {unknown}; allowed are 80, 90")
 
 
 def test_an_nvcc_that_does_not_run_is_refused(tree: Path, toolkit: Path) -> None:

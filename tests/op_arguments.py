@@ -1,0 +1,107 @@
+"""Every op of the library with arguments of which any two may share memory.
+
+All tensors hold int64 numbers that are rows of the table, so that whatever comes to lie in the
+place of ids is an id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import speedtorch
+
+ops = torch.ops.speedtorch
+ROWS, COLUMNS, COUNT = 11, 3, 4
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    """int64 numbers in `[0, ROWS)`."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(ROWS, shape, generator=random)
+
+
+def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Every overload that takes tensors, with arguments that fit it.
+
+    Args:
+        device: where all of them are.
+    """
+
+    def rows(count: int, seed: int) -> Tensor:
+        return numbers(count, COLUMNS, seed=seed).to(device)
+
+    def ids(*values: int) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    table, other = rows(ROWS, 1), numbers(ROWS, 2, seed=2).to(device)
+    host = [table, other]
+    index, up, load = ids(7, 2, 7, 0), ids(2, 3, 7, 9), ids(0, 3, 9)
+    plan, up_plan, load_plan = (speedtorch.plan_rows(each, ROWS) for each in (index, up, load))
+    block = rows(COUNT, 3)
+    leaving = [rows(COUNT, 4), numbers(COUNT, 2, seed=5).to(device)]
+    arriving = [rows(COUNT, 6), numbers(COUNT, 2, seed=7).to(device)]
+    places, load_places = ids(3, 0, 2, 1), ids(2, 0, 3)
+    gather, scatter, swap = ops.pinned_gather, ops.pinned_scatter, ops.optimizer_state_swap
+    sums = block.double()
+    return {
+        "plan_rows": (ops.plan_rows.default, (index, ROWS)),
+        "pinned_gather": (gather.default, (table, index)),
+        "pinned_gather_detached": (ops.pinned_gather_detached.default, (table, index)),
+        "pinned_gather.out": (gather.out, (table, index, block)),
+        "pinned_gather.planned": (gather.planned, (table, index, plan)),
+        "pinned_gather.planned_out": (gather.planned_out, (table, index, plan, block)),
+        "pinned_scatter": (scatter.default, (table, index, block)),
+        "pinned_scatter, adding": (scatter.default, (table, index, block, True)),
+        "pinned_scatter.planned": (scatter.planned, (table, index, block, plan)),
+        "pinned_scatter.planned, adding": (scatter.planned, (table, index, block, plan, True)),
+        "optimizer_state_swap": (swap.default, (host, leaving, up, arriving, load)),
+        "optimizer_state_swap.planned": (
+            swap.planned,
+            (host, leaving, up, up_plan, arriving, load, load_plan),
+        ),
+        "optimizer_state_swap.placed": (
+            swap.placed,
+            (host, leaving, up, places, arriving, load, load_places),
+        ),
+        "pinned_copy": (ops.pinned_copy.default, (table[:COUNT].clone(), block)),
+        "sum_rows": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3)),
+        "compare_rows": (ops.compare_rows.default, (up, up_plan[4], load, load_plan[4], -1)),
+    }
+
+
+# Ops that take a tensor and no second one, nor write to it: see test_every_op_is_here.
+ONE_TENSOR = {
+    *("explain_move", "set_costs", "host_register", "memory_kind"),
+    *("let_captured_go", "check_owner"),
+}
+
+
+def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among arguments, those of lists too."""
+    parts = (part if isinstance(part, list) else [part] for part in arguments)
+    return [each for part in parts for each in part if isinstance(each, Tensor)]
+
+
+def with_tensors(arguments: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Any, ...]:
+    """The arguments with other tensors in the order of tensors_of."""
+    left = iter(tensors)
+
+    def replaced(part: Any) -> Any:
+        return next(left) if isinstance(part, Tensor) else part
+
+    return tuple(
+        [replaced(each) for each in part] if isinstance(part, list) else replaced(part)
+        for part in arguments
+    )
+
+
+def are_written(op: Any, arguments: tuple[Any, ...]) -> list[bool]:
+    """Of each tensor whether the op's schema says that it is written."""
+    written = []
+    for part, declared in zip(arguments, op._schema.arguments, strict=False):
+        count = len(tensors_of((part,)))
+        written += [declared.alias_info is not None and declared.alias_info.is_write] * count
+    return written

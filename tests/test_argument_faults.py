@@ -1,0 +1,378 @@
+"""Memory that is gone, plans that are none, numbers that name nothing: told, and nothing moves."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from cuda_calls import PretendedDriver
+from op_arguments import (
+    COUNT,
+    ROWS,
+    numbers,
+    op_arguments,
+    ops,
+    tensors_of,
+    with_tensors,
+)
+from reference import assert_same_bytes
+from test_argument_errors import refused
+from test_argument_overlaps import NAMES, assert_same
+from torch import Tensor
+
+import speedtorch
+
+# ------------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------------
+
+
+def apart(name: str) -> tuple[Any, tuple[Any, ...], list[Tensor]]:
+    """An op, its other arguments, and its tensors in memory of their own."""
+    op, arguments = op_arguments("cpu")[name]
+    return op, arguments, [tensor.clone() for tensor in tensors_of(arguments)]
+
+
+@pytest.mark.parametrize("left", [0, 8], ids=["freed", "shrunk"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_whose_memory_is_gone_is_refused(name: str, left: int) -> None:
+    for place in range(len(apart(name)[2])):
+        op, arguments, tensors = apart(name)
+        before = [tensor.clone() for tensor in tensors]
+        tensors[place].untyped_storage().resize_(left)
+        with pytest.raises(ValueError, match=f"bytes of storage, which has {left} "):
+            op(*with_tensors(arguments, tensors))
+        assert_same(tensors[:place] + tensors[place + 1 :], before[:place] + before[place + 1 :])
+
+
+def in_a_fork(child: Callable[[], None]) -> int:
+    """The status with which a forked child ends that makes this call."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+        except BaseException as error:
+            print(error, file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_forked_child_may_pass_no_managed_memory_to_any_op(
+    driver: PretendedDriver, name: str
+) -> None:
+    op, arguments, tensors = apart(name)
+    calls = []
+    for place, tensor in enumerate(tensors):
+        managed = speedtorch.empty(tensor.shape, dtype=tensor.dtype, memory="managed")
+        managed.copy_(tensor)
+        calls.append(with_tensors(arguments, [*tensors[:place], managed, *tensors[place + 1 :]]))
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        for call in calls:
+            with pytest.raises(RuntimeError, match="managed memory made in process"):
+                op(*call)
+
+    assert in_a_fork(child) == 0
+
+
+def test_what_is_resized_while_it_is_pinned_is_unpinned(driver: PretendedDriver) -> None:
+    tensor = torch.zeros(1000, 4)
+    speedtorch.pin_memory_(tensor)
+    (address,) = driver.registered
+    tensor.resize_(100_000, 4)
+    assert speedtorch.memory_kind(tensor) == "plain"
+    speedtorch.unpin_memory_(tensor)
+    assert not driver.registered
+    assert driver.named("host_unregister") == [("host_unregister", address)]
+    speedtorch.pin_memory_(tensor)
+    assert speedtorch.memory_kind(tensor) == "registered"
+    del tensor
+    assert not driver.registered
+
+
+def test_memory_that_a_pinned_tensor_left_is_known_as_plain(driver: PretendedDriver) -> None:
+    tensor = torch.zeros(1000, 4)
+    speedtorch.pin_memory_(tensor)
+    (address,) = driver.registered
+    tensor.untyped_storage().resize_(0)
+    others = [torch.zeros(1000, 4) for _ in range(50)]
+    reused = address in (each.data_ptr() for each in others)
+    assert {speedtorch.memory_kind(each) for each in others} == {"plain"}
+    assert not (reused and driver.registered)
+    speedtorch.unpin_memory_(tensor)
+    if not reused:
+        pytest.skip("the allocator gave the place to nobody")
+
+
+# ------------------------------------------------------------------------------------------------
+# What is written
+# ------------------------------------------------------------------------------------------------
+
+BAD_IDS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "scatter": lambda table, rows: speedtorch.pinned_scatter(table, torch.tensor([ROWS]), rows),
+    "gather": lambda table, rows: speedtorch.pinned_gather(table, torch.tensor([ROWS]), out=rows),
+    "swap": lambda table, rows: speedtorch.optimizer_state_swap(
+        [table], [rows.clone()], torch.tensor([0]), [rows], torch.tensor([-1])
+    ),
+}
+
+
+@pytest.mark.parametrize("call", BAD_IDS)
+def test_a_refused_write_lets_a_backward_pass_use_the_old_values(call: str) -> None:
+    table, rows = torch.rand(ROWS, 3), torch.rand(1, 3)
+    factors = torch.ones(3, requires_grad=True)
+    loss = (table * factors).sum() + (rows * factors).sum()
+    with pytest.raises(IndexError, match="no row was moved"):
+        BAD_IDS[call](table, rows)
+    loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["conjugated", "negated"])
+def test_a_view_that_conjugates_or_negates_is_not_written_to(kind: str) -> None:
+    ones = torch.ones(ROWS, 2, dtype=torch.complex64)
+    view = ones.conj() if kind == "conjugated" else ones.conj().imag
+    index, rows, gone = torch.tensor([1, 2]), torch.zeros(2, 2, dtype=view.dtype), view[:2]
+    table = torch.zeros(ROWS, 2, dtype=view.dtype)
+    calls: list[Callable[[], object]] = [
+        lambda: speedtorch.pinned_scatter(view, index, rows),
+        lambda: speedtorch.pinned_gather(table, index, out=gone),
+        lambda: speedtorch.pinned_copy(gone, rows),
+        lambda: speedtorch.optimizer_state_swap([view], [rows], index, [rows.clone()], index),
+        lambda: speedtorch.optimizer_state_swap([table], [rows], index, [gone], index),
+    ]
+    for call in calls:
+        refused(call, "conjugated or negated view.*resolve_conj")
+    assert torch.equal(ones, torch.ones_like(ones))
+
+
+# ------------------------------------------------------------------------------------------------
+# Kinds
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sparse_tensors_are_refused_as_any_argument(name: str) -> None:
+    for place in range(len(apart(name)[2])):
+        op, arguments, tensors = apart(name)
+        tensors[place] = tensors[place].to_sparse()
+        with pytest.raises(ValueError, match=r"must be a dense \(strided\) tensor; call .to_dense"):
+            op(*with_tensors(arguments, tensors))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized")
+def test_quantized_tensors_are_refused() -> None:
+    table, index = torch.zeros(ROWS, 3), torch.tensor([1, 2])
+    quantized = torch.quantize_per_tensor(table, 0.1, 0, torch.qint8)
+    for call in (
+        lambda: speedtorch.pinned_gather(quantized, index),
+        lambda: speedtorch.pinned_gather(table, quantized),
+        lambda: speedtorch.pinned_scatter(quantized, index, table[:2]),
+        lambda: speedtorch.pinned_copy(quantized, quantized),
+    ):
+        refused(call, r"(table|index|dst) has a dtype whose rows cannot be moved.*int_repr")
+
+
+def at_an_odd_address(tensor: Tensor) -> Tensor:
+    """A copy that begins one byte after an address of a number."""
+    memory = bytearray(tensor.numel() * tensor.itemsize + 1)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, offset=1).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32])
+def test_rows_are_added_at_any_address(dtype: torch.dtype) -> None:
+    table, rows = (torch.rand(count, 5).mul(100).to(dtype) for count in (ROWS, 3))
+    index = torch.tensor([4, 0, 4])
+    odd = at_an_odd_address(table)
+    speedtorch.pinned_scatter(table, index, rows, accumulate=True)
+    speedtorch.pinned_scatter(
+        odd, at_an_odd_address(index), at_an_odd_address(rows), accumulate=True
+    )
+    assert_same_bytes(odd, table)
+    assert_same_bytes(speedtorch.pinned_gather(odd, at_an_odd_address(index)), table[index])
+
+
+def test_what_is_read_as_numbers_begins_at_one() -> None:
+    index = torch.tensor([1, 2])
+    plan = speedtorch.plan_rows(index, ROWS)
+    odd = [at_an_odd_address(part) for part in plan]
+    rows, message = torch.ones(2, 3), "no multiple of . bytes.*clone it"
+    refused(lambda: speedtorch.sum_rows(at_an_odd_address(rows), plan, ROWS), message)
+    refused(lambda: ops.sum_rows(rows, odd, ROWS, 0, 2), message)
+    refused(lambda: ops.compare_rows(odd[0], plan[4], plan[0], plan[4], -1), message)
+
+
+# ------------------------------------------------------------------------------------------------
+# Plans and numbers
+# ------------------------------------------------------------------------------------------------
+
+
+def planned_swap(plan: list[Tensor], index: Tensor) -> list[Tensor]:
+    """Swaps with this plan for both lists; the table and what arrives."""
+    table, rows = numbers(ROWS, 3, seed=1), numbers(COUNT, 3, seed=2)
+    arriving = torch.zeros_like(rows)
+    before = table.clone()
+    try:
+        ops.optimizer_state_swap.planned(
+            [table], [rows], index, plan, [arriving], index.clone(), list(plan)
+        )
+    except (ValueError, IndexError):
+        assert torch.equal(table, before)
+        assert not arriving.any()
+        raise
+    return [table, arriving]
+
+
+@pytest.mark.parametrize("number", [-1, -(2**62), 1, 2, 3, 4, 5, 10, ROWS, 2**31, 2**62])
+def test_a_plan_with_any_other_number_in_it_moves_no_row(number: int) -> None:
+    index = torch.tensor([7, 2, 9, 0])
+    right = planned_swap(speedtorch.plan_rows(index, ROWS), index)
+    for part in range(5):
+        for place in range(len(speedtorch.plan_rows(index, ROWS)[part])):
+            plan = speedtorch.plan_rows(index, ROWS)
+            plan[part][place] = number
+            try:
+                result = planned_swap(plan, index)
+            except (ValueError, IndexError) as error:
+                assert "plan" in str(error) or "twice" in str(error)
+            else:
+                assert_same(result, right)
+
+
+@pytest.mark.parametrize("number", [-1, -(2**62), 0, 1, 2, 3, 4, 2**31, 2**62])
+def test_sums_over_a_plan_with_any_other_number_stay_within_the_rows(number: int) -> None:
+    index = torch.tensor([7, 2, 7, 0])
+    for part in range(5):
+        for place in range(len(speedtorch.plan_rows(index, ROWS)[part])):
+            plan = speedtorch.plan_rows(index, ROWS)
+            plan[part][place] = number
+            try:
+                ops.sum_rows(torch.ones(4, 2), plan, ROWS, 0, 3)
+            except (ValueError, IndexError) as error:
+                assert "plan" in str(error)
+
+
+def test_a_plan_of_another_batch_moves_no_row() -> None:
+    plan = speedtorch.plan_rows(torch.tensor([1, 2, 3, 4]), ROWS)
+    with pytest.raises(ValueError, match=r"plan of evict is that of other ids .*plan_rows\(evict"):
+        planned_swap(plan, torch.tensor([1, 2, 3, 5]))
+
+
+@pytest.mark.parametrize("missing", ["evict", "load"])
+def test_bad_ids_are_blamed_on_the_swap_that_had_to_plan_them(missing: str) -> None:
+    ids = {"evict": torch.tensor([1]), "load": torch.tensor([2])}
+    given = {
+        f"{name}_plan": speedtorch.plan_rows(ids[name], ROWS) for name in ids if name != missing
+    }
+    ids[missing][0] = ROWS
+    table, rows = torch.zeros(ROWS, 2), torch.ones(1, 2)
+    with pytest.raises(
+        IndexError, match=f"optimizer_state_swap: id {ROWS} at position 0 of {missing}"
+    ):
+        speedtorch.optimizer_state_swap([table], [rows], arriving=[rows.clone()], **ids, **given)
+    assert not table.any()
+
+
+@pytest.mark.parametrize("distinct", [-1, 5, 2**62])
+def test_lists_are_compared_only_as_far_as_they_go(distinct: int) -> None:
+    ids = torch.tensor([1, 2, 5, 9])
+    status = speedtorch.plan_rows(ids, ROWS)[4]
+    wrong = status.clone()
+    wrong[3] = distinct
+    for lists in ((ids, wrong, ids, status), (ids, status, ids, wrong)):
+        refused(
+            lambda lists=lists: ops.compare_rows(*lists, -1), f"says {distinct} distinct ids, of 4"
+        )  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("begin", [-1, 2, 2**31, 2**63 - 1, -(2**63)])
+def test_sums_begin_within_the_batch(begin: int) -> None:
+    plan = speedtorch.plan_rows(torch.tensor([1, 3, 1]), ROWS)
+    refused(
+        lambda: speedtorch.sum_rows(torch.ones(2, 2), plan, ROWS, begin=begin),
+        f"rows {begin} to {begin + 2} are not all among the 3 ids",
+    )
+
+
+@pytest.mark.parametrize("direction", [-1, 2, 2**40])
+def test_a_direction_is_in_or_out(direction: int) -> None:
+    refused(
+        lambda: ops.explain_move(torch.zeros(3, 2), 5, direction, False), "direction must be 0 .* 1"
+    )
+    refused(lambda: ops.link_launch(direction, 16, 0, 0, 5, False, 16), "direction must be 0 .* 1")
+    refused(lambda: ops.explain_move(torch.zeros(3, 2), -5, 0, False), "ids must not be negative")
+    refused(lambda: ops.link_launch(0, 16, 0, 0, 5, False, 0), "sms at least 1")
+
+
+def test_memory_that_ran_out_on_the_gpu_is_torchs_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full:
+        def plan_rows(self, *_: object) -> None:
+            raise RuntimeError("plan_rows: out of memory: torch failed at allocating a tensor")
+
+        def pinned_copy(self, *_: object) -> None:
+            raise RuntimeError("pinned_copy failed: an illegal memory access (CUDA error 700)")
+
+    monkeypatch.setattr(speedtorch.ops, "_ops", Full())
+    with pytest.raises(torch.OutOfMemoryError, match="plan_rows: out of memory"):
+        speedtorch.plan_rows(torch.tensor([1]), 3)
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+        speedtorch.pinned_copy(torch.zeros(1), torch.zeros(1))
+    assert caught.type is RuntimeError
+
+
+# ------------------------------------------------------------------------------------------------
+# On a GPU
+# ------------------------------------------------------------------------------------------------
+
+
+@NEEDS_GPU
+def test_sums_over_a_plan_that_is_none_are_zeros_and_told() -> None:
+    rows = torch.ones(3, 40, device="cuda")
+    good = torch.tensor([1, 3, 1], device="cuda")
+    for ids, table_rows, distinct, message in (
+        (torch.tensor([1, ROWS, 1], device="cuda"), ROWS, 2, f"id {ROWS} at position 1 of index"),
+        (good, ROWS + 1, 2, f"made for a table of {ROWS} rows"),
+        (good, ROWS, 3, "distinct is 3, the plan of index has 2"),
+        (good, ROWS, 1, "distinct is 1, the plan of index has 2"),
+    ):
+        summed = ops.sum_rows(rows, speedtorch.plan_rows(ids, ROWS), table_rows, 0, distinct)
+        with pytest.raises((ValueError, IndexError), match=f"sum_rows: .*{message}"):
+            speedtorch.synchronize()
+        assert summed.shape == (distinct, 40)
+        assert not summed.any()
+
+
+@NEEDS_GPU
+def test_a_bad_id_of_a_pageable_table_is_told_once() -> None:
+    table, rows = torch.zeros(ROWS, 2), torch.ones(3, 2, device="cuda")
+    arriving, ids = torch.zeros(3, 2, device="cuda"), torch.tensor([1, ROWS], device="cuda")
+    places = torch.tensor([0, 2], device="cuda")
+    with pytest.raises(IndexError, match=f"id {ROWS} at position 1 of evict"):
+        ops.optimizer_state_swap.placed(
+            [table], [rows], ids, places, [arriving], ids[:1], places[:1]
+        )
+    speedtorch.synchronize()
+    assert not table.any()
+    assert not arriving.any()
+
+
+@NEEDS_GPU
+def test_rows_are_added_at_any_address_by_a_gpu() -> None:
+    memory = speedtorch.empty(ROWS * 20 + 1, dtype=torch.uint8, memory="registered")
+    odd = torch.frombuffer(memory.numpy(), dtype=torch.float32, offset=1).view(ROWS, 5)
+    table, rows, index = torch.rand(ROWS, 5), torch.rand(3, 5), torch.tensor([4, 0, 4])
+    odd.copy_(table)
+    speedtorch.pinned_scatter(table, index, rows, accumulate=True)
+    speedtorch.pinned_scatter(odd, index.cuda(), rows.cuda(), accumulate=True)
+    speedtorch.synchronize()
+    assert_same_bytes(odd, table)
