@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from speedtorch.attached_state import AttachedState, attached_to
+from speedtorch.compiling import not_compiled
 from speedtorch.optimizer_copy import settings_of
 from speedtorch.optimizer_state import probe_optimizer
 from speedtorch.table_rows import TableRows
@@ -51,6 +52,7 @@ def _watched_rows(optimizer: Optimizer) -> Iterator[TableRows]:
                 yield rows
 
 
+@not_compiled
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for rows in _watched_rows(optimizer):
         attached = attached_to(rows)
@@ -66,6 +68,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         rows.swapper.before_optimizer()
 
 
+@not_compiled
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for rows in _watched_rows(optimizer):
         stepped = rows.swapper.after_optimizer()
