@@ -42,7 +42,7 @@ def _blocks(field: Tensor) -> Iterator[Tensor]:
     """Consecutive pieces, uint8 `[rows, bytes]`, of at most _BLOCK_BYTES, in the file's order."""
     if field.numel() == 0:
         return
-    rows = _row_bytes(field)
+    rows = _row_bytes(field if field.dim() else field.view(1))
     count, row_bytes = rows.shape
     rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
     for row in range(0, count, rows_per_block):
@@ -180,7 +180,7 @@ def write_safetensors(file: NewFile, fields: Mapping[str, Tensor]) -> None:
 
     Args:
         file: a new one.
-        fields: name to rows, `[rows, ...]`, contiguous within a row.
+        fields: name to rows, `[rows, ...]`, contiguous within a row, or to single numbers.
 
     Raises:
         ValueError: a dtype that the format cannot hold.

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 
 __all__ = ["not_compiled"]
 
@@ -26,7 +27,7 @@ def not_compiled(function: _Function) -> _Function:
         >>> count(torch.tensor([1, 1, 2]))
         2
     """
-    broken = torch._disable_dynamo(function)
+    broken = _disable_dynamo(function)
 
     @wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:
