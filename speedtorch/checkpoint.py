@@ -20,6 +20,7 @@ from torch import Tensor
 
 from speedtorch import files, npy_format, safetensors_format
 from speedtorch.new_files import NewFile, replace_files
+from speedtorch.record_layout import check_span
 from speedtorch.stored_array import StoredArray
 
 __all__ = ["StoredField", "open_fields", "save_fields", "write_safetensors"]
@@ -300,6 +301,8 @@ def _check(stored: Mapping[str, StoredField], expected: tuple[str, ...] | None) 
         raise ValueError(f"it holds the fields {sorted(stored)}, the table {sorted(expected)}")
     if not stored:
         raise ValueError("it holds no field")
+    for name, field in stored.items():
+        check_span(repr(name), field.shape, field.dtype)
     counts = {name: field.shape[:1] for name, field in stored.items()}
     if len(set(counts.values())) > 1 or () in counts.values():
         raise ValueError(f"its fields need the same number of rows, they have {counts}")

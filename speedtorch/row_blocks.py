@@ -15,6 +15,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,8 +93,9 @@ def draw_rows(
         raise TypeError("generator: every block of rows has its own; give seed= instead")
     if seed is None:
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-    elif isinstance(seed, bool) or not isinstance(seed, int):
+    elif isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise TypeError(f"seed: expected an int, got {seed!r}")
+    seed = int(seed)
     if field.numel() == 0:
         return
     # torch has no random float8: drawn as float32, then rounded.
@@ -233,7 +235,7 @@ def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: b
     if field.numel() == 0:
         return
     rows_per_block = max(1, _BLOCK_ELEMENTS // math.prod(field.shape[1:]))
-    blocks = field.detach().split(rows_per_block)
+    blocks = torch.split(field.detach(), rows_per_block)
     waiting = iter(list(enumerate(blocks)))  # Each is taken by one thread.
     counting = Lock()
     with (

@@ -13,8 +13,10 @@ import torch
 from file_faults import Journal, fail, interrupt, snapshot
 from safetensors.torch import save_file
 
-from speedtorch import checkpoint, files, new_files
+from speedtorch import HostTable, checkpoint, files, new_files
 from speedtorch.checkpoint import open_fields, save_fields
+from speedtorch.npy_format import npy_header
+from speedtorch.safetensors_format import safetensors_header
 
 
 @pytest.fixture
@@ -132,6 +134,21 @@ def test_hostile_safetensors_files_are_refused(tmp_path: Path, case: str, messag
         open_fields(tmp_path / "t.safetensors"),
     ):
         pass
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
+def test_a_shape_beyond_all_strides_is_refused_though_it_holds_nothing(
+    tmp_path: Path, suffix: str
+) -> None:
+    shape = (0, 1 << 40, 1 << 40)
+    header = {
+        "safetensors": safetensors_header({"weight": (shape, torch.float32)}),
+        "npy": npy_header(shape, torch.float32),
+    }[suffix]
+    (tmp_path / f"t.{suffix}").write_bytes(header)
+    message = rf"t.{suffix}: 'weight': rows of \[0, 10995.*\] span more than 2\^63 - 1 bytes"
+    with pytest.raises(ValueError, match=message):
+        HostTable.open(tmp_path / f"t.{suffix}", "plain")
 
 
 def test_fields_of_different_row_counts_are_no_table(tmp_path: Path) -> None:
