@@ -1,9 +1,9 @@
-"""How much each benchmark moves: as on a large GPU, or small enough for any CPU."""
+"""How much each benchmark moves: as on a large GPU, less of it, or so little that any CPU can."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,8 @@ class Sizes:
     centres: int
     """Of a word2vec step."""
     headline_rows: tuple[int, int]
+    headline_grows: bool
+    """Whether the headline's tables are widened to what fits."""
 
 
 _FULL = Sizes(
@@ -47,6 +49,17 @@ _FULL = Sizes(
     calls=300,
     centres=512,
     headline_rows=(2_829_853, 14_886_544),
+    headline_grows=True,
+)
+# Most of a full run makes tables ready; these are enough to compare two libraries.
+_QUICK = replace(
+    _FULL,
+    rows=3_000_000,
+    managed_bytes=12 << 30,
+    registered_bytes=6 << 30,
+    calls=100,
+    headline_rows=(700_000, 3_700_000),
+    headline_grows=False,
 )
 _SMALL = Sizes(
     rows=20_000,
@@ -60,5 +73,7 @@ _SMALL = Sizes(
     calls=5,
     centres=16,
     headline_rows=(2_829, 14_886),
+    headline_grows=True,
 )
-SIZES = _SMALL if DEVICE == "cpu" or os.environ.get("SPEEDTORCH_BENCH_SMALL") else _FULL
+_CHOSEN = "small" if DEVICE == "cpu" else os.environ.get("SPEEDTORCH_BENCH_SIZES", "full")
+SIZES = {"full": _FULL, "quick": _QUICK, "small": _SMALL}[_CHOSEN]
