@@ -3,7 +3,7 @@
 #   VENV     the environment that make setup makes; empty: use PYTHON's own as it is
 #   PYTHON   the interpreter that .venv is made from, or that is used where VENV is empty
 #   TORCH    what to install where PYTHON has no torch >= 2.11
-#   ARGS     more arguments for demo, test and bench
+#   ARGS     more arguments for demo, test, soak and bench
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +25,7 @@ SOURCES := $(wildcard csrc/*)
 HAS_TORCH := -c "import re; from importlib.metadata import version; \
 raise SystemExit(tuple(map(int, re.findall(r'\d+', version('torch'))[:2])) < (2, 11))"
 
-.PHONY: help setup demo test lint bench clean force
+.PHONY: help setup demo test soak lint bench clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-6s %s\n", $$1, $$2}' Makefile
@@ -35,8 +35,11 @@ setup: $(BUILT) ## .venv with torch and every tool, and the library built; nothi
 demo: setup ## word2vec on real text with its table in host memory
 	$(PY) -m speedtorch demo word2vec $(ARGS)
 
-test: setup ## the tests; those that need a GPU run where one is
-	$(PY) -m pytest $(ARGS)
+test: setup ## the tests, on all cores; with a GPU one after another, and those that need one too
+	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+soak: setup ## 100,000 random programs against torch.nn.Embedding: hours
+	SPEEDTORCH_PROGRAMS=100000 $(PY) -m pytest -m '' tests/test_embedding_machine.py $(ARGS)
 
 lint: setup ## format, lint and types
 	$(PY) -m ruff check .

@@ -36,7 +36,7 @@ def main() -> None:
     if "OUT" in os.environ:
         run = partial(run, OUT=str(Path(os.environ["OUT"]).resolve()))
     if arguments.small:
-        run = partial(run, SPEEDTORCH_BENCH_SIZES="small")
+        run = partial(run, SPEEDTORCH_BENCH_SIZES="small", OMP_NUM_THREADS="1")
     # A rehearsal measures nothing: its benchmarks may disturb each other.
     with ThreadPoolExecutor(os.cpu_count() if arguments.small else 1) as pool:
         errors = dict(zip(stems, tqdm(pool.map(run, stems), "benchmarks", len(stems)), strict=True))

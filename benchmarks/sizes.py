@@ -24,6 +24,8 @@ class Sizes:
     """Of the largest table."""
     registered_bytes: int
     repetitions: int
+    most_repetitions: int
+    """Where a benchmark asks for its own number of them."""
     run_bytes: int
     """Of a contiguous range."""
     product: int
@@ -44,6 +46,7 @@ _FULL = Sizes(
     managed_bytes=48 << 30,
     registered_bytes=16 << 30,
     repetitions=15,
+    most_repetitions=61,
     run_bytes=1 << 30,
     product=8192,
     calls=300,
@@ -68,6 +71,7 @@ _SMALL = Sizes(
     managed_bytes=48 << 20,
     registered_bytes=16 << 20,
     repetitions=3,
+    most_repetitions=3,
     run_bytes=1 << 20,
     product=64,
     calls=5,
