@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,8 @@ def main() -> None:
     for stem, error in errors.items():
         if error is not None:
             print(f"benchmarks: {stem} failed: {error}", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    print(f"host memory: {peak:.1f} GiB at most were resident for one benchmark")
     print(targets.as_text(report.read_results()))
     plots.draw(report.read_results())
     if failed := [stem for stem, error in errors.items() if error is not None]:
