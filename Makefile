@@ -3,7 +3,7 @@
 #   VENV     the environment that make setup makes; empty: use PYTHON's own as it is
 #   PYTHON   the interpreter that .venv is made from, or that is used where VENV is empty
 #   TORCH    what to install where PYTHON has no torch >= 2.11
-#   ARGS     more arguments for demo, test and bench
+#   ARGS     more arguments for demo, test, soak and bench
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -30,7 +30,7 @@ CLIENTS := .venv-clients
 CLIENT_PACKAGES := einops lightning safetensors sentence-transformers accelerate
 CLIENT_PACKAGES_ALONE := pytorch_optimizer torch_optimizer pytorch_ranger bitsandbytes torchao
 
-.PHONY: help setup demo test clients lint sanitize bench clean force
+.PHONY: help setup demo test soak clients lint sanitize bench clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -40,8 +40,11 @@ setup: $(BUILT) ## .venv with torch and every tool, and the library built; nothi
 demo: setup ## word2vec on real text with its table in host memory
 	$(PY) -m speedtorch demo word2vec $(ARGS)
 
-test: setup ## the tests; those that need a GPU run where one is
-	$(PY) -m pytest $(ARGS)
+test: setup ## the tests, on all cores; with a GPU one after another, and those that need one too
+	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+soak: setup ## 100,000 random programs against torch.nn.Embedding: hours
+	SPEEDTORCH_PROGRAMS=100000 $(PY) -m pytest -m '' tests/test_embedding_machine.py $(ARGS)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
 	$(CLIENTS)/bin/python -m pytest -m clients tests/test_clients_*.py $(ARGS)

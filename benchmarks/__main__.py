@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks import plots, report, tables, targets
+from benchmarks import plots, report, targets
 from benchmarks.harness import RESULTS
+from benchmarks.processes import STEMS, run_stem
 from benchmarks.sizes import DEVICE
 
 
 def main() -> None:
-    """Runs the named benchmarks, all of them if none is named.
+    """Runs the named benchmarks, all of them if none is named, one process after another.
 
     With OUT set the results go to that folder, and README.md stays as it is.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("stems", nargs="*", help=f"of {', '.join(report.STEMS)}; all if none")
+    parser.add_argument("stems", nargs="*", help=f"of {', '.join(STEMS)}; all if none")
     parser.add_argument("--small", action="store_true", help="tiny sizes, on any CPU: a rehearsal")
     arguments = parser.parse_args()
-    stems = arguments.stems or report.STEMS
-    if unknown := set(stems) - set(report.STEMS):
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(report.STEMS)}")
+    stems = arguments.stems or STEMS
+    if unknown := set(stems) - set(STEMS):
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(STEMS)}")
     if DEVICE == "cpu" and not arguments.small:
         raise SystemExit("benchmarks: no GPU here; they measure the link between the host and one")
     if arguments.small and "OUT" not in os.environ:
         raise SystemExit("benchmarks: --small needs a folder for its results in OUT")
-    for stem in tqdm(stems, desc="benchmarks", unit="stem"):
-        importlib.import_module(f"benchmarks.bench_{stem}").main()
-    tables.release()
+    run = run_stem
+    if "OUT" in os.environ:
+        run = partial(run, OUT=str(Path(os.environ["OUT"]).resolve()))
+    if arguments.small:
+        run = partial(run, SPEEDTORCH_BENCH_SIZES="small", OMP_NUM_THREADS="1")
+    # A rehearsal measures nothing: its benchmarks may disturb each other.
+    with ThreadPoolExecutor(os.cpu_count() if arguments.small else 1) as pool:
+        errors = dict(zip(stems, tqdm(pool.map(run, stems), "benchmarks", len(stems)), strict=True))
+    for stem, error in errors.items():
+        if error is not None:
+            print(f"benchmarks: {stem} failed: {error}", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    print(f"host memory: {peak:.1f} GiB at most were resident for one benchmark")
     print(targets.as_text(report.read_results()))
     plots.draw(report.read_results())
+    if failed := [stem for stem, error in errors.items() if error is not None]:
+        raise SystemExit(f"benchmarks: {', '.join(failed)} failed")
     if "OUT" not in os.environ:
         report.write_readme()
         print(f"results: {RESULTS}")

@@ -91,19 +91,23 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 def ours(report: Report) -> None:
     """Rows and state in host memory."""
-    for name, make in OPTIMIZERS.items():
-        model = SkipGram(lambda: speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE))
-        optimizer = make(model.parameters())
-        speedtorch.attach(optimizer, model)
-        for ahead in (False, True):
-            title = f"speedtorch, {name}{', prefetch' if ahead else ''}"
-            loop = loop_of(model, optimizer, ahead=ahead)
-            figure = step_figure(
-                "step", title, loop, batches(), kind="ours", optimizer=name, ahead=ahead
-            )
-            report.add(figure)
-        del model, optimizer
+    for name in OPTIMIZERS:
+        ours_with(name, report)
         gc.collect()
+
+
+def ours_with(name: str, report: Report) -> None:
+    """One optimizer; its tables go with this call, as the loops that hold them do."""
+    model = SkipGram(lambda: speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    speedtorch.attach(optimizer, model)
+    for ahead in (False, True):
+        title = f"speedtorch, {name}{', prefetch' if ahead else ''}"
+        loop = loop_of(model, optimizer, ahead=ahead)
+        figure = step_figure(
+            "step", title, loop, batches(), kind="ours", optimizer=name, ahead=ahead
+        )
+        report.add(figure)
 
 
 def torchs(report: Report) -> None:

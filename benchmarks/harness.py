@@ -157,7 +157,8 @@ def measure(
 
 def turns(repetitions: int | None = None) -> range:
     """Inputs of work that needs none."""
-    return range((repetitions or SIZES.repetitions) + WARM_UPS)
+    wanted = SIZES.repetitions if repetitions is None else repetitions
+    return range(min(wanted, SIZES.most_repetitions) + WARM_UPS)
 
 
 def fresh_ids(rows: int, count: int, repetitions: int | None = None) -> list[torch.Tensor]:

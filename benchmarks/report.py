@@ -8,22 +8,10 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.harness import RESULTS, results_folder
+from benchmarks.processes import STEMS
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
-STEMS = (
-    "pinned_gather",
-    "pinned_scatter",
-    "optimizer_state_swap",
-    "pinned_copy",
-    "plan_rows",
-    "host_memory",
-    "cpu",
-    "embedding",
-    "word2vec",
-    "overlap",
-    "headline",
-)
 
 
 def read_results(folder: Path | None = None) -> dict[str, Any]:

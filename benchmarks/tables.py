@@ -20,11 +20,6 @@ def _buffer(kind: str) -> Tensor:
     return speedtorch.empty(nbytes, dtype=torch.uint8, memory=memory)
 
 
-def release() -> None:
-    """Lets the buffers go."""
-    _buffer.cache_clear()
-
-
 def rows_in(kind: str, row_bytes: int) -> int:
     """Rows of the largest table of this kind."""
     nbytes = SIZES.managed_bytes if kind == "managed" else SIZES.registered_bytes

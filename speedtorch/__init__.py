@@ -2,7 +2,7 @@
 
 from speedtorch import legacy, tracing  # noqa: F401
 from speedtorch.attach import attach, detach
-from speedtorch.calibration import calibrate, load_costs
+from speedtorch.calibration import calibrate, load_costs_with_first_gpu
 from speedtorch.cost_model import explain, get_num_sms, set_num_sms
 from speedtorch.embedding import Embedding
 from speedtorch.embedding_bag import EmbeddingBag
@@ -49,4 +49,4 @@ __all__ = [
     *legacy.__all__,
 ]
 
-load_costs()
+load_costs_with_first_gpu()

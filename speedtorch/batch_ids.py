@@ -42,7 +42,8 @@ def flat_index(positives: Indexes, negatives: Indexes | None, device: torch.devi
         >>> flat_index(np.array([[3, 1], [0, 3]]), [7], torch.device("cpu"))
         tensor([3, 1, 0, 3, 7])
     """
-    parts = [_flat(part) for part in (positives, negatives) if part is not None]
+    given = (positives,) if negatives is None else (positives, negatives)
+    parts = [_flat(part) for part in given]
     if any(part.is_cuda for part in parts):
         # Towards the CPU a copy must be waited for, towards a GPU nothing has to wait.
         parts = [part.to(device, non_blocking=device.type == "cuda") for part in parts]
@@ -51,6 +52,8 @@ def flat_index(positives: Indexes, negatives: Indexes | None, device: torch.devi
 
 def _flat(indexes: Indexes) -> Tensor:
     if isinstance(indexes, Tensor):
+        if indexes.layout != torch.strided or indexes.is_quantized:
+            raise TypeError(f"indexes: expected dense integers, got {indexes.type()}")
         ids = indexes.detach().reshape(-1)
     else:
         array = np.asarray(indexes).reshape(-1)

@@ -1,9 +1,10 @@
 """Measures once per machine what moving a row costs, for the choice of path (cost_model.py).
 
 The figures lie in the user's cache folder, `$XDG_CACHE_HOME/speedtorch` or `~/.cache/speedtorch`,
-in one file for each machine, and are read when the package is imported. The first HostTable of 1
-GiB or more measures them where they are missing. Without them, and without a folder that can be
-written to, the library goes by those of an H200.
+in one file for each machine and GPU, and are read when torch first turns to a GPU: only then do
+paths matter, and only then is it known which GPU it is. The first HostTable of 1 GiB or more
+measures them where they are missing. Without them, and without a folder that can be written to, the
+library goes by those of an H200.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import logging
 import os
 import platform
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,9 +27,10 @@ from tqdm import tqdm
 
 from speedtorch import memory, ops
 from speedtorch.cost_model import forced_path, use_costs
+from speedtorch.files import open_to_read
 from speedtorch.ops import _ops
 
-__all__ = ["calibrate", "calibrate_once", "load_costs"]
+__all__ = ["calibrate", "calibrate_once", "load_costs", "load_costs_with_first_gpu"]
 
 _log = logging.getLogger("speedtorch")
 
@@ -39,14 +42,27 @@ ORDERS = ("distinct", "ordered")
 BATCH = 131_072
 MOST_TABLE_BYTES = 8 << 30
 REPETITIONS = 5
+# What may be believed: nanoseconds for a row, what planning takes, GB/s of a link.
+ROW_NS = (1e-3, 1e6)
+PLANNING = (0.0, 1e6)
+LINK_GBPS = (1e-2, 1e5)
+_MOST_FILE_BYTES = 1 << 16
 # A table of this size is worth the seconds.
 WORTH_BYTES = 1 << 30
 
 
-def cache_file() -> Path:
-    """Where the figures of this machine are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "speedtorch" / f"costs-{platform.node() or 'machine'}.json"
+def cache_file(gpu: str) -> Path | None:
+    """Where the figures of this machine with this GPU are kept; None where nobody has a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    if not os.path.isabs(folder):
+        return None
+    machine = re.sub(r"[^\w.-]+", "-", f"{platform.node() or 'machine'}-{gpu}")
+    return Path(folder) / "speedtorch" / f"costs-{machine}.json"
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name()
 
 
 def calibrate(*, progress: bool = True) -> dict[str, Any]:
@@ -64,7 +80,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
         the cost of planning, and the link's GB/s.
 
     Raises:
-        RuntimeError: there is no GPU.
+        RuntimeError: there is no GPU, or what was measured cannot be.
 
     Example:
         >>> if torch.cuda.is_available():
@@ -77,13 +93,16 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
     steps = tqdm(list(_steps()), desc="calibrating", unit="step", disable=not progress)
     for step in steps:
         step(costs)
-    use_costs(costs, calibrated=True)
     figures = {
         "version": VERSION,
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": _gpu(),
         "torch": torch.__version__,
         "costs": costs.tolist(),
     }
+    try:
+        use_costs(_believable(figures["costs"]), calibrated=True)
+    except ValueError as error:
+        raise RuntimeError(f"calibrate: {error}; measure again on an idle GPU") from error
     _store(figures)
     return figures
 
@@ -97,12 +116,14 @@ def calibrate_once(nbytes: int) -> None:
     Args:
         nbytes: size of the table.
     """
-    path = cache_file()
-    if nbytes < WORTH_BYTES or os.environ.get("SPEEDTORCH_CALIBRATE") == "0" or path.exists():
+    if nbytes < WORTH_BYTES or os.environ.get("SPEEDTORCH_CALIBRATE") == "0":
         return
     if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
         return
     try:
+        path = cache_file(_gpu())
+        if path is None or path.exists():
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,8 +135,10 @@ def calibrate_once(nbytes: int) -> None:
 
 
 def _store(figures: dict[str, Any]) -> None:
-    path = cache_file()
+    path = cache_file(figures["gpu"])
     try:
+        if path is None:
+            raise OSError("there is no home folder; XDG_CACHE_HOME can name another")
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
         fresh.write_text(json.dumps(figures) + "\n", encoding="utf-8")
@@ -126,27 +149,59 @@ def _store(figures: dict[str, Any]) -> None:
         )
 
 
+def load_costs_with_first_gpu() -> None:
+    """Lets load_costs run when torch first turns to a GPU, at once where it has done so."""
+    torch.cuda._lazy_call(load_costs)  # type: ignore[no-untyped-call]
+
+
 def load_costs() -> bool:
-    """Goes by the figures of this machine if there are any; never fails.
+    """Goes by the figures of this machine and its current GPU if there are any; never fails.
 
     Returns:
         Whether there were any.
     """
-    path = cache_file()
+    gpu = _gpu()
+    path = cache_file(gpu)
+    if path is None:
+        return False
     try:
-        figures = json.loads(path.read_text(encoding="utf-8"))
+        figures = _read(path)
         if figures["version"] != VERSION:
             return False
-        costs = torch.tensor(figures["costs"], dtype=torch.float64)
-        if not bool(torch.isfinite(costs).all() & (costs >= 0).all()):
-            raise ValueError("figures below zero")
-        use_costs(costs, calibrated=True)
+        if figures["gpu"] != gpu:
+            raise ValueError(f"it was measured on {figures['gpu']!r:.80}, this GPU is {gpu!r}")
+        use_costs(_believable(figures["costs"]), calibrated=True)
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _log.warning("%s is not used (%s); speedtorch.calibrate() writes it anew", path, error)
         return False
     return True
+
+
+def _read(path: Path) -> Any:
+    """What a file says, which may be anything, and no file at all."""
+    with open_to_read(path) as (read, size):
+        if size > _MOST_FILE_BYTES:
+            raise ValueError(
+                f"{size:,} bytes are no figures; they take {_MOST_FILE_BYTES:,} at most"
+            )
+        text = bytearray(size)
+        read(memoryview(text), 0)
+    return json.loads(text)
+
+
+def _believable(costs: Any) -> Tensor:
+    """Costs as the library takes them; raises ValueError for what no machine can have."""
+    most = len(_ops.costs())
+    if not isinstance(costs, list) or len(costs) != most:
+        raise ValueError(f"costs must be a list of {most} numbers")
+    bounds = [*[ROW_NS] * (most - 6), *[PLANNING] * 4, *[LINK_GBPS] * 2]
+    for at, (cost, (low, high)) in enumerate(zip(costs, bounds, strict=True)):
+        # A comparison with NaN is false.
+        if type(cost) not in (int, float) or not low <= cost <= high:
+            raise ValueError(f"cost {at} must be from {low:g} to {high:g}, got {cost!s:.40}")
+    return torch.tensor(costs, dtype=torch.float64)
 
 
 def _steps() -> Iterator[Callable[[Tensor], None]]:

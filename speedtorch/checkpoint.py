@@ -20,6 +20,7 @@ from torch import Tensor
 
 from speedtorch import files, npy_format, safetensors_format
 from speedtorch.new_files import NewFile, replace_files
+from speedtorch.record_layout import check_span
 from speedtorch.stored_array import StoredArray
 
 __all__ = ["StoredField", "open_fields", "save_fields", "write_safetensors"]
@@ -42,7 +43,7 @@ def _blocks(field: Tensor) -> Iterator[Tensor]:
     """Consecutive pieces, uint8 `[rows, bytes]`, of at most _BLOCK_BYTES, in the file's order."""
     if field.numel() == 0:
         return
-    rows = _row_bytes(field)
+    rows = _row_bytes(field if field.dim() else field.view(1))
     count, row_bytes = rows.shape
     rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
     for row in range(0, count, rows_per_block):
@@ -180,7 +181,7 @@ def write_safetensors(file: NewFile, fields: Mapping[str, Tensor]) -> None:
 
     Args:
         file: a new one.
-        fields: name to rows, `[rows, ...]`, contiguous within a row.
+        fields: name to rows, `[rows, ...]`, contiguous within a row, or to single numbers.
 
     Raises:
         ValueError: a dtype that the format cannot hold.
@@ -300,6 +301,8 @@ def _check(stored: Mapping[str, StoredField], expected: tuple[str, ...] | None) 
         raise ValueError(f"it holds the fields {sorted(stored)}, the table {sorted(expected)}")
     if not stored:
         raise ValueError("it holds no field")
+    for name, field in stored.items():
+        check_span(repr(name), field.shape, field.dtype)
     counts = {name: field.shape[:1] for name, field in stored.items()}
     if len(set(counts.values())) > 1 or () in counts.values():
         raise ValueError(f"its fields need the same number of rows, they have {counts}")

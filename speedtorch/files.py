@@ -40,6 +40,7 @@ class FileCalls:
     """The file calls of tables and checkpoints; tests put failing or recording ones here."""
 
     open: Callable[..., int] = os.open
+    chmod: Callable[[int, int], None] = os.fchmod
     reserve: Callable[[int, int, int], None] = os.posix_fallocate
     write: Callable[[int, memoryview], int] = os.write
     read: Callable[[int, Sequence[memoryview], int], int] = os.preadv

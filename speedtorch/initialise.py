@@ -175,6 +175,7 @@ class Initialisers(Records):
 
         Raises:
             KeyError: There is no such field.
+            TypeError: Neither a number nor a row of them.
             ValueError: A row of another shape, of a dtype that loses its kind (complex to real,
                 floating to integers), or with numbers beyond the field's dtype.
 
@@ -184,7 +185,7 @@ class Initialisers(Records):
             [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
         """
         rows = self[field]
-        given = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+        given = _as_row(value)
         if not isinstance(value, Tensor) and given.dtype in (torch.float32, torch.complex64):
             # Python's numbers have 64 bits; as float32 some would be infinite already.
             wide = torch.complex128 if given.dtype.is_complex else torch.float64
@@ -203,6 +204,16 @@ class Initialisers(Records):
         row_blocks.fill_rows(rows, row.to(rows.device), progress=progress)
         self.settle()
         return self
+
+
+def _as_row(value: Any) -> Tensor:
+    try:
+        given = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(f"fill_: expected a number or a row of them, got {value!r}") from error
+    if given.layout != torch.strided:
+        raise TypeError(f"fill_: expected a dense row, got {given.layout}")
+    return given
 
 
 def _fits(given: Tensor, row: Tensor) -> bool:

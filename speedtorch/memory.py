@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import speedtorch.ops  # noqa: F401  (registers the ops)
+from speedtorch.record_layout import check_dtype, check_span, row_shape
 
 __all__ = [
     "HOST_KINDS",
@@ -93,15 +94,16 @@ def empty(
         MemoryError: the machine has not that many bytes (SPEEDTORCH_MEMORY_CHECK=0 tries all the
             same).
         RuntimeError: the kind of memory cannot be had here.
-        ValueError: `memory` or `size` is not one of those above.
+        TypeError: `size` is not made of integers, or `dtype` is no dtype.
+        ValueError: `memory`, `size` or `dtype` is not one of those above.
 
     Example:
         >>> empty((3, 2), memory="plain").tolist()
         [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
     """
-    shape = (size,) if isinstance(size, int) else tuple(size)
-    if any(length < 0 for length in shape):
-        raise ValueError(f"size must not be negative, got {shape}")
+    shape = row_shape(size, "size")
+    check_dtype("dtype", dtype)
+    check_span("size", shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes > torch.iinfo(torch.int64).max:
         raise MemoryError(f"host memory: {nbytes} bytes asked for, more than can be addressed")
@@ -111,6 +113,13 @@ def empty(
 def _tensor_died(key: int) -> None:
     _, pin = _pinned.pop(key)
     _ops.host_unregister(pin, True)
+
+
+def _check_dense(op: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{op}: the tensor must be dense (strided), got {tensor.layout}")
 
 
 def pin_memory_(tensor: Tensor) -> Tensor:
@@ -127,9 +136,12 @@ def pin_memory_(tensor: Tensor) -> Tensor:
         The same tensor.
 
     Raises:
-        ValueError: the tensor is not on the CPU, or (part of) its memory is pinned already.
+        TypeError: it is no tensor.
+        ValueError: the tensor is not on the CPU or not dense, or (part of) its memory is pinned
+            already.
         RuntimeError: CUDA refused; the message says how many bytes, why, and what to do.
     """
+    _check_dense("pin_memory_", tensor)
     if id(tensor) in _pinned:
         raise ValueError("pin_memory_: the tensor is pinned already; unpin_memory_ it first")
     # An alias, which the library keeps: the memory goes after it is unpinned.
@@ -169,6 +181,7 @@ def memory_kind(tensor: Tensor) -> str:
         >>> memory_kind(torch.zeros(3))
         'plain'
     """
+    _check_dense("memory_kind", tensor)
     return KIND_NAMES[_ops.memory_kind(tensor)]
 
 

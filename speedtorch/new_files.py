@@ -27,7 +27,11 @@ _NO_LOCKS = (*NOT_SUPPORTED, errno.EBADF, errno.ENOLCK)
 
 
 class NewFile:
-    """A file in the making beside the one whose place it is to take."""
+    """A file in the making beside the one whose place it is to take.
+
+    Ctrl-C may come between any call on the disk and the note of it in here, so what has happened
+    already is asked of the disk.
+    """
 
     def __init__(self, path: str, token: str) -> None:
         folder, name = os.path.split(path)
@@ -36,11 +40,17 @@ class NewFile:
         self.path = path
         self.partial = os.path.join(folder, f".{name}.{token}.partial")
         self.previous = os.path.join(folder, f".{name}.{token}.previous")
-        # A file that was private stays so.
-        mode = stat.S_IMODE(os.stat(path).st_mode) & 0o666 if os.path.exists(path) else 0o666
+        self._descriptor = -1
+
+    def open(self) -> None:
+        """Makes it, with the mode of the file that is there now."""
+        there = os.path.exists(self.path)
+        mode = stat.S_IMODE(os.stat(self.path).st_mode) & 0o777 if there else 0o666
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = calls.open(self.partial, flags, mode)
-        self._left: list[str] = [self.partial]
+        if there:
+            with suppress(OSError):  # File systems without modes.
+                calls.chmod(self._descriptor, mode)  # What the umask took away.
 
     def reserve(self, count: int) -> None:
         """Takes the disk space of `count` bytes, where the file system can do that."""
@@ -70,29 +80,26 @@ class NewFile:
         """Gives the file that is there now a second name, to go back to."""
         if os.path.exists(self.path):
             calls.link(self.path, self.previous)
-            self._left.append(self.previous)
 
     def switch(self) -> None:
         """Lets the new file take the place of the old one."""
         calls.rename(self.partial, self.path)
-        self._left.remove(self.partial)
 
     def undo(self) -> None:
-        """Brings the earlier file back, or none if there was none, once switched."""
-        if self.partial in self._left:
-            return
-        if self.previous in self._left:
+        """Brings back the file that keep_previous found, or none if there was none."""
+        if os.path.lexists(self.partial):
+            return  # Not switched yet.
+        if os.path.lexists(self.previous):
             calls.rename(self.previous, self.path)
-            self._left.remove(self.previous)
         else:
             calls.unlink(self.path)
 
     def clean(self) -> None:
         """Removes every name that only served the making."""
         self._close()
-        while self._left:
-            with suppress(FileNotFoundError):  # Ctrl-C just after the switch.
-                calls.unlink(self._left.pop())
+        for left in (self.partial, self.previous):
+            if os.path.lexists(left):
+                calls.unlink(left)
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -140,6 +147,7 @@ def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewF
         for target in targets:
             files.append(NewFile(target, token))
             stack.callback(files[-1].clean)
+            files[-1].open()
         yield files
         for file in files:
             file.finish()
@@ -149,10 +157,12 @@ def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewF
 
 
 def _switch(files: Sequence[NewFile]) -> None:
+    if len(files) == 1:
+        files[0].switch()  # One step of the disk: there is nothing between old and new to undo.
+        return
     try:
-        if len(files) > 1:
-            for file in files:
-                file.keep_previous()
+        for file in files:
+            file.keep_previous()
         for file in files:
             file.switch()
     except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from speedtorch.attached_state import AttachedState, attached_to
+from speedtorch.compiling import not_compiled
 from speedtorch.optimizer_copy import settings_of
 from speedtorch.optimizer_state import probe_optimizer
 from speedtorch.row_weight import as_plain, hide_rows, show_rows
@@ -23,6 +25,7 @@ from speedtorch.trained_rows import TrainedRows, rows_held_by
 
 __all__ = ["watch_steps"]
 
+_PACKAGE = str(Path(__file__).parent)
 _handles: list[RemovableHandle] = []
 
 
@@ -104,6 +107,15 @@ _steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDic
 """The step that each optimizer is in, or was left in by an exception."""
 
 
+def _caller() -> FrameType:
+    """The frame of torch's step(), which has called a hook."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame
+
+
+@not_compiled
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -112,7 +124,7 @@ def _before_step(
     rows = rows_held_by(optimizer)
     if not rows:
         return None
-    step = _steps[optimizer] = OptimizerStep(optimizer, rows, sys._getframe(1))
+    step = _steps[optimizer] = OptimizerStep(optimizer, rows, _caller())
     step.enter()
     if len(args) > 1 and callable(args[1]):
         return (args[0], _by_user(args[1], step), *args[2:]), kwargs
@@ -121,6 +133,7 @@ def _before_step(
     return None
 
 
+@not_compiled
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     step = _steps.pop(optimizer, None)
     if step is not None:

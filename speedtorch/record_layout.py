@@ -10,13 +10,25 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Field", "Record", "lay_out", "row_shape", "weight_and_state"]
+__all__ = [
+    "Field",
+    "Record",
+    "check_dtype",
+    "check_span",
+    "lay_out",
+    "row_shape",
+    "weight_and_state",
+]
+
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -83,12 +95,40 @@ def row_shape(dim: int | Sequence[int], what: str = "dim") -> tuple[int, ...]:
         ((3,), (2, 4))
     """
     parts = dim if isinstance(dim, Sequence) and not isinstance(dim, str) else (dim,)
-    if any(isinstance(part, bool) or not hasattr(part, "__index__") for part in parts):
-        raise TypeError(f"{what}: expected an int or a tuple of ints, got {dim!r}")
-    shape = tuple(operator.index(part) for part in parts)
+    try:
+        if any(isinstance(part, bool) for part in parts):
+            raise TypeError
+        shape = tuple(operator.index(part) for part in parts)
+    except TypeError:
+        raise TypeError(f"{what}: expected an int or a tuple of ints, got {dim!r}") from None
     if any(part < 0 for part in shape):
         raise ValueError(f"{what}: expected sizes of 0 or more, got {dim!r}")
     return shape
+
+
+def check_dtype(what: str, dtype: object) -> None:
+    """Raises unless this is a dtype whose elements stand for themselves.
+
+    Raises:
+        TypeError: It is no dtype.
+        ValueError: A quantized one.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{what}: expected a torch.dtype, got {dtype!r}")
+    if dtype in _QUANTIZED:
+        raise ValueError(f"{what}: quantized dtypes have no rows of their own: {dtype}")
+
+
+def check_span(what: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raises ValueError for a shape without elements whose strides torch cannot count.
+
+    Example:
+        >>> check_span("x", (0, 2**40, 2**40), torch.int8)
+        Traceback (most recent call last):
+        ValueError: x: rows of [0, 1099511627776, 1099511627776] span more than 2^63 - 1 bytes
+    """
+    if 0 in shape and math.prod(max(1, size) for size in shape) * dtype.itemsize > _LARGEST:
+        raise ValueError(f"{what}: rows of {list(shape)} span more than 2^63 - 1 bytes")
 
 
 def weight_and_state(
@@ -118,7 +158,11 @@ def weight_and_state(
     if isinstance(state, str):
         raise TypeError(f"state: expected several names, got one string; write ({state!r},)")
     if isinstance(state, Mapping):
-        listed = [(name, row_shape(s, f"state {name!r}"), d) for name, (s, d) in state.items()]
+        listed = [
+            (name, row_shape(s, f"state {name!r}"), d) for name, s, d in _pairs("state", state)
+        ]
+    elif not isinstance(state, Iterable):
+        raise TypeError(f"state: expected names or a mapping of them, got {state!r}")
     else:
         listed = [(name, shape, dtype) for name in state]
     fields = {"weight": (shape, dtype)}
@@ -151,13 +195,10 @@ def lay_out(fields: Mapping[str, tuple[int | Sequence[int], torch.dtype]]) -> Re
         raise ValueError("fields: a table needs at least one field")
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
-    for name, (shape, dtype) in fields.items():
+    for name, shape, dtype in _pairs("field", fields):
         _check_name(name)
         shapes[name] = row_shape(shape, f"field {name!r}")
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"field {name!r}: expected a torch.dtype, got {dtype!r}")
-        if dtype in (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4):
-            raise ValueError(f"field {name!r}: quantized dtypes have no rows of their own: {dtype}")
+        check_dtype(f"field {name!r}", dtype)
         dtypes[name] = dtype
     offsets: dict[str, int] = {}
     end = 0
@@ -169,6 +210,13 @@ def lay_out(fields: Mapping[str, tuple[int | Sequence[int], torch.dtype]]) -> Re
     shared = next(iter(dtypes.values())) if len(set(dtypes.values())) == 1 else None
     placed = {name: Field(shapes[name], dtypes[name], offsets[name]) for name in shapes}
     return Record(placed, record_bytes, shared)
+
+
+def _pairs(what: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name, pair in fields.items():
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise TypeError(f"{what} {name!r}: expected (row shape, dtype), got {pair!r}")
+        yield name, *pair
 
 
 def _check_name(name: object) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speedtorch.batch_ids import check_ids
+from speedtorch.compiling import not_compiled
 from speedtorch.table import HostTable
 
 __all__ = [
@@ -27,21 +26,6 @@ __all__ = [
 Rows = Tensor | HostTable
 Source = Rows | str | os.PathLike[str]
 Device = str | int | torch.device | None
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def not_compiled(function: _Function) -> _Function:
-    """Breaks a graph that torch.compile makes; costs nothing where none is made."""
-    reason = "the number of held rows changes from step to step"
-    broken = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
-
-    @wraps(function)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        chosen = broken if torch.compiler.is_compiling() else function
-        return chosen(*args, **kwargs)
-
-    return cast(_Function, either)
 
 
 def opened(embeddings: Source, device: Device, memory: str) -> tuple[Rows, tuple[int, int], Device]:

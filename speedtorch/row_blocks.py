@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,8 +93,9 @@ def draw_rows(
         raise TypeError("generator: every block of rows has its own; give seed= instead")
     if seed is None:
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-    elif isinstance(seed, bool) or not isinstance(seed, int):
+    elif isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise TypeError(f"seed: expected an int, got {seed!r}")
+    seed = int(seed)
     if field.numel() == 0:
         return
     # torch has no random float8: drawn as float32, then rounded.
@@ -223,11 +228,16 @@ def _pieces(rows: Tensor) -> Iterator[Tensor]:
 
 
 def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: bool | None) -> None:
-    """Calls work(rows, block number) for every block of rows, in as many threads as torch uses."""
+    """Calls work(rows, block number) for every block of rows, in as many threads as torch uses.
+
+    Where no thread can be had, as in a hook of atexit, this one does it all.
+    """
     if field.numel() == 0:
         return
     rows_per_block = max(1, _BLOCK_ELEMENTS // math.prod(field.shape[1:]))
-    field = field.detach()
+    blocks = torch.split(field.detach(), rows_per_block)
+    waiting = iter(list(enumerate(blocks)))  # Each is taken by one thread.
+    counting = Lock()
     with (
         tqdm(
             total=len(field),
@@ -240,13 +250,22 @@ def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: b
         ) as bar,
         ThreadPoolExecutor(torch.get_num_threads()) as pool,
     ):
-        starts = range(0, len(field), rows_per_block)
-        blocks = [field[start : start + rows_per_block] for start in starts]
-        tasks = {pool.submit(work, rows, block): len(rows) for block, rows in enumerate(blocks)}
+
+        def run() -> None:
+            for block, rows in waiting:
+                work(rows, block)
+                with counting:
+                    bar.update(len(rows))
+
+        tasks: list[Future[None]] = []
         try:
-            for task in as_completed(tasks):
+            with suppress(RuntimeError):  # Those that have begun do the work of the others.
+                for _ in range(min(torch.get_num_threads(), len(blocks))):
+                    tasks.append(pool.submit(run))
+            if not tasks:
+                run()
+            for task in wait(tasks, return_when=FIRST_EXCEPTION).done:
                 task.result()
-                bar.update(tasks[task])
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            deque(waiting, maxlen=0)  # No thread begins another block.
             raise

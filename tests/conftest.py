@@ -29,6 +29,19 @@ os.environ["SPEEDTORCH_CALIBRATE"] = "0"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Beside other processes of the same run each of them takes two threads: more would only wait for a
+# core, and with one no two threads would meet.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "2"
+    torch.set_num_threads(2)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means: a process for each core, but one alone where there is a GPU."""
+    return 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+
+
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # A slow machine is no failure, and the blob repeats a failure elsewhere.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, combinations
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -61,6 +63,40 @@ def fail(
         return real(*args)
 
     monkeypatch.setattr(files.calls, name, call)
+
+
+def interrupt(work: Callable[[], object], number: int, *modules: ModuleType, each: str) -> bool:
+    """Runs `work` with one Ctrl-C in the code of these modules; whether it came to that.
+
+    Args:
+        work: what to run.
+        number: before which of the lines, or of the interpreter's instructions, counted from 0 in
+            the order in which they run.
+        *modules: where they are counted.
+        each: "line" or "opcode".
+    """
+    ours = {module.__file__ for module in modules}
+    left = [number]
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in ours:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = each == "opcode", each == "line"
+        if event == each:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def replace(folder: Path, *names: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
+import pwd
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,37 +18,97 @@ import speedtorch
 from speedtorch import calibration, cost_model
 from speedtorch.ops import _ops
 
+GPU = "a GPU of these tests"
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder of the test's own; the costs that were there come back."""
     before, calibrated = _ops.costs(), cost_model._calibrated
+    monkeypatch.setattr(cost_model, "_calibrated", False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(calibration, "_gpu", lambda: GPU)
     yield tmp_path / "speedtorch"
     cost_model.use_costs(before, calibrated=calibrated)
 
 
-def kept(costs: list[float]) -> Path:
-    path = calibration.cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"version": calibration.VERSION, "costs": costs}))
+def cache_file() -> Path:
+    path = calibration.cache_file(calibration._gpu())
+    assert path is not None
     return path
+
+
+def written(text: str) -> Path:
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def figures(costs: object, **others: object) -> str:
+    known = {"version": calibration.VERSION, "gpu": calibration._gpu(), "costs": costs}
+    return json.dumps(known | others)
+
+
+def assert_not_used(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Told once, and the costs are what they were."""
+    before = _ops.costs()
+    with caplog.at_level(logging.WARNING, logger="speedtorch"):
+        assert not calibration.load_costs()
+    (told,) = caplog.messages
+    assert told.startswith(f"{path} is not used (")
+    assert told.endswith("; speedtorch.calibrate() writes it anew")
+    assert torch.equal(_ops.costs(), before)
+    assert not cost_model._calibrated
 
 
 def test_the_file_lies_in_the_users_cache_folder(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert calibration.cache_file().parent == own_cache
+    assert cache_file().parent == own_cache
+    for relative in (None, "", "cache"):
+        if relative is None:
+            monkeypatch.delenv("XDG_CACHE_HOME")
+        else:
+            monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        monkeypatch.setenv("HOME", "/somewhere")
+        assert cache_file().parent == Path("/somewhere/.cache/speedtorch")
+
+
+def test_each_gpu_of_a_machine_has_a_file_of_its_own() -> None:
+    names = {calibration.cache_file(gpu) for gpu in ("NVIDIA H200", "A/B", "NVIDIA H100 80GB")}
+    assert len(names) == 3
+    assert {path.parent for path in names if path} == {cache_file().parent}
+
+
+def test_without_a_home_nothing_is_kept_or_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/somewhere")
-    assert calibration.cache_file().parent == Path("/somewhere/.cache/speedtorch")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert calibration.cache_file("any") is None
+    assert not calibration.load_costs()
+    assert caplog.messages == []
+    with caplog.at_level(logging.WARNING, logger="speedtorch"):
+        calibration._store({"gpu": "any"})
+    assert "there is no home folder; XDG_CACHE_HOME can name another" in caplog.text
 
 
 def test_kept_costs_are_used() -> None:
-    kept([float(k) for k in range(30)])
+    costs = [float(k + 1) for k in range(30)]
+    written(figures(costs))
     assert calibration.load_costs()
-    assert _ops.costs().tolist() == list(range(30))
+    assert _ops.costs().tolist() == costs
     assert cost_model._calibrated
+
+
+def test_costs_are_read_when_torch_turns_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[object] = []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", queued.append)
+    calibration.load_costs_with_first_gpu()
+    assert queued == [calibration.load_costs]
 
 
 def test_without_a_file_the_defaults_serve() -> None:
@@ -62,28 +124,84 @@ def test_without_a_file_the_defaults_serve() -> None:
         "[]",
         "{}",
         '{"version": 1}',
-        '{"version": 1, "costs": [1, 2]}',
-        '{"version": 1, "costs": "x"}',
-        json.dumps({"version": 1, "costs": [-1.0] * 30}),
-        '{"version": 1, "costs": [' + "NaN, " * 29 + "1]}",
+        "[" * 60_000,
+        '{"version": 1, "gpu": ' + "9" * 5000 + "}",
+        " " * 70_000,
+        "\0" * 100,
+        "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
     ],
+    ids=lambda text: repr(text[:24]),
 )
 def test_a_broken_file_is_told_and_changes_nothing(
     text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = _ops.costs()
-    path = kept([])
-    path.write_text(text)
-    with caplog.at_level(logging.WARNING, logger="speedtorch"):
-        assert not calibration.load_costs()
-    assert f"{path} is not used" in caplog.text
-    assert torch.equal(_ops.costs(), before)
+    assert_not_used(written(text), caplog)
 
 
-def test_a_file_of_another_version_is_left_alone() -> None:
-    path = kept([])
-    path.write_text(json.dumps({"version": calibration.VERSION + 1}))
+@pytest.mark.parametrize(
+    "costs",
+    [
+        "x",
+        [1, 2],
+        [1.0] * 29 + ["1"],
+        [1.0] * 29 + [None],
+        [True] * 30,
+        [0.0] * 30,
+        [-1.0] * 30,
+        [1e308] * 30,
+        [float("nan")] * 30,
+        [float("inf")] * 30,
+        [1.0] * 29 + [10**400],
+        [1.0] * 29 + [0],
+        [1.0] * 23 + [0.0] * 5 + [1.0] * 2,
+        [[1.0]] * 30,
+    ],
+    ids=lambda costs: f"{str(costs[0])[:6]}..{str(costs[-1])[:6]}",
+)
+def test_costs_that_no_machine_has_are_not_believed(
+    costs: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_not_used(written(figures(costs)), caplog)
+
+
+def test_costs_of_another_gpu_are_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    path = written(figures([1.0] * 30, gpu="another"))
+    assert_not_used(path, caplog)
+    assert "measured on 'another', this GPU is" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "folder", "link to itself", "huge file"])
+def test_what_is_no_file_of_figures_neither_hangs_nor_takes_memory(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written("")
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    elif what == "huge file":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        path.symlink_to("/dev/zero" if what == "device" else path)
+    assert_not_used(path, caplog)
+
+
+def test_a_file_of_another_version_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    written(figures([1.0] * 30, version=calibration.VERSION + 1))
     assert not calibration.load_costs()
+    assert caplog.messages == []
+
+
+def test_figures_that_cannot_be_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _ops.costs()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(calibration, "_steps", lambda: iter([lambda costs: costs.zero_()]))
+    with pytest.raises(RuntimeError, match=r"cost 0 must be from 0.001 to 1e\+06, got 0.0; meas"):
+        speedtorch.calibrate(progress=False)
+    assert torch.equal(_ops.costs(), before)
+    assert not cache_file().exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -91,7 +209,7 @@ def test_without_a_gpu_there_is_nothing_to_measure() -> None:
     with pytest.raises(RuntimeError, match="calibrate: there is no GPU"):
         speedtorch.calibrate()
     calibration.calibrate_once(1 << 40)  # says nothing: paths matter only with a GPU
-    assert not calibration.cache_file().exists()
+    assert not cache_file().exists()
 
 
 @NEEDS_GPU
@@ -100,7 +218,7 @@ def test_a_calibration_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None
     figures = speedtorch.calibrate(progress=False)
     assert all(0 < each < 1e6 for each in figures["costs"][:24])
     assert all(1 < gbps < 1000 for gbps in figures["costs"][-2:])
-    assert json.loads(calibration.cache_file().read_text())["costs"] == figures["costs"]
+    assert json.loads(cache_file().read_text())["costs"] == figures["costs"]
     assert _ops.costs().tolist() == figures["costs"]
 
 
@@ -125,12 +243,12 @@ def test_the_first_large_table_calibrates_once(monkeypatch: pytest.MonkeyPatch) 
     assert calls == []
     calibration.calibrate_once(calibration.WORTH_BYTES)
     assert calls == [False]
-    with calibration.cache_file().with_suffix(".lock").open("w") as lock:
+    with cache_file().with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         calibration.calibrate_once(calibration.WORTH_BYTES)  # another process is at it
     monkeypatch.setenv("SPEEDTORCH_CALIBRATE", "0")
     calibration.calibrate_once(calibration.WORTH_BYTES)
-    kept([])
+    written("")
     monkeypatch.setenv("SPEEDTORCH_CALIBRATE", "1")
     calibration.calibrate_once(calibration.WORTH_BYTES)
     assert calls == [False]

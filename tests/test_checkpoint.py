@@ -23,10 +23,11 @@ from reference import (
     random_rows,
 )
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from speedtorch import checkpoint
-from speedtorch.checkpoint import open_fields, save_fields
+from speedtorch.checkpoint import open_fields, save_fields, write_safetensors
+from speedtorch.new_files import replace_files
 from speedtorch.npy_format import NPY_DTYPES
 
 SAFE = [dtype for dtype in DTYPES if dtype != torch.complex128]
@@ -131,6 +132,17 @@ def test_the_weight_comes_first_and_the_others_in_their_order(tmp_path: Path) ->
     save_fields(tmp_path / "t.safetensors", fields)
     with open_fields(tmp_path / "t.safetensors") as stored:
         assert list(stored) == ["weight", "z", "a", "b"]
+
+
+def test_numbers_of_a_state_dict_are_written_beside_its_tensors(tmp_path: Path) -> None:
+    state = nn.BatchNorm1d(3).state_dict() | {"bits": torch.tensor(True), "none": torch.zeros(0)}
+    assert state["num_batches_tracked"].dim() == 0
+    with replace_files([tmp_path / "model.safetensors"]) as (file,):
+        write_safetensors(file, state)
+    read = load_file(tmp_path / "model.safetensors")
+    assert set(read) == set(state)
+    for name, values in state.items():
+        assert read[name].shape == values.shape and torch.equal(read[name], values)
 
 
 def test_a_parameter_is_read_and_written_without_autograd(tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from file_faults import Journal, fail, snapshot
+from file_faults import Journal, fail, interrupt, snapshot
 from safetensors.torch import save_file
 
-from speedtorch import checkpoint
+from speedtorch import HostTable, checkpoint, files, new_files
 from speedtorch.checkpoint import open_fields, save_fields
+from speedtorch.npy_format import npy_header
+from speedtorch.safetensors_format import safetensors_header
 
 
 @pytest.fixture
@@ -54,6 +57,32 @@ def test_a_power_loss_during_a_save_leaves_files_that_load(
             assert all(state[name] in (old[name], new[name]) for name in old)
     for state in journal.after_power_loss(journal.events):
         assert {name: state[name] for name in new} == new
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["old files", "no old files"])
+@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
+def test_an_interrupt_at_any_line_of_a_save_leaves_whole_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, there: bool
+) -> None:
+    monkeypatch.setattr(files.calls, "fsync", lambda descriptor: None)
+    path, states = tmp_path / f"t.{suffix}", []
+    for values in (torch.zeros(4), torch.ones(4)):
+        save_fields(path, {"weight": values, "exp_avg": values})
+        states.append(snapshot(tmp_path))
+    names, new = tuple(states[1]), states[1]
+    old = states[0] if there else {}
+    work = partial(save_fields, path, {"weight": torch.ones(4), "exp_avg": torch.ones(4)})
+    number, interrupted = 0, True
+    while interrupted:
+        for name in names:
+            (tmp_path / name).unlink(missing_ok=True)
+        for name, content in old.items():
+            (tmp_path / name).write_bytes(content)
+        interrupted = interrupt(work, number, new_files, checkpoint, files, each="line")
+        found = {name: data for name, data in snapshot(tmp_path).items() if name[0] != "."}
+        assert found in (old, new), number
+        number += 1
+    assert number > 100
 
 
 def test_a_read_that_fails_half_way_says_so(
@@ -105,6 +134,21 @@ def test_hostile_safetensors_files_are_refused(tmp_path: Path, case: str, messag
         open_fields(tmp_path / "t.safetensors"),
     ):
         pass
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
+def test_a_shape_beyond_all_strides_is_refused_though_it_holds_nothing(
+    tmp_path: Path, suffix: str
+) -> None:
+    shape = (0, 1 << 40, 1 << 40)
+    header = {
+        "safetensors": safetensors_header({"weight": (shape, torch.float32)}),
+        "npy": npy_header(shape, torch.float32),
+    }[suffix]
+    (tmp_path / f"t.{suffix}").write_bytes(header)
+    message = rf"t.{suffix}: 'weight': rows of \[0, 10995.*\] span more than 2\^63 - 1 bytes"
+    with pytest.raises(ValueError, match=message):
+        HostTable.open(tmp_path / f"t.{suffix}", "plain")
 
 
 def test_fields_of_different_row_counts_are_no_table(tmp_path: Path) -> None:

@@ -400,9 +400,7 @@ class Interrupted:
         for call in self.rest(batch):
             call.ours(ours)
         found = ours.numbers()
-        wrong = [
-            differences(found, end) for state in states for end in self.ends(state, batch)
-        ]
+        wrong = [differences(found, end) for state in states for end in self.ends(state, batch)]
         if all(wrong):
             raise AssertionError(f"the training went on with other numbers: {wrong[0]}")
         self._ours = ours

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -221,3 +226,74 @@ def test_a_bar_is_shown_on_demand_and_else_only_when_it_takes_long(
         table().normal_(progress=False)
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+# ------------------------------------------------------------------------------------------------
+# Threads
+# ------------------------------------------------------------------------------------------------
+
+AT_EXIT = """
+import atexit, torch, speedtorch
+embedding = speedtorch.Embedding(10, 2, device="cpu")
+optimizer = torch.optim.Adam(embedding.parameters())
+
+@atexit.register
+def last_words():
+    torch.manual_seed(0)
+    speedtorch.attach(optimizer, embedding)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    embedding.flush()
+    drawn = speedtorch.HostTable(301, 12).normal_(seed=3)["weight"]
+    filled = speedtorch.HostTable(3, 2).fill_(7)["weight"]
+    print(float(drawn.double().sum()), int(filled.sum()))
+"""
+
+
+def test_everything_works_while_the_process_exits() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT],
+        env=os.environ | {"PYTHONPATH": str(Path(row_blocks.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    with mock.patch.object(row_blocks, "_BLOCK_ELEMENTS", 1 << 20):
+        expected = table().normal_(seed=3)["weight"].double().sum()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{float(expected)} 42\n"
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("startable", [0, 1, 2])
+def test_where_threads_cannot_be_had_the_bits_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, startable: int
+) -> None:
+    expected = table().fill_(1).init_(init.xavier_uniform_, seed=5)
+    made = table().fill_(1)
+    torch.set_num_threads(4)
+    real, left = threading.Thread.start, [startable]
+
+    def start(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    made.init_(init.xavier_uniform_, seed=5)
+    monkeypatch.undo()
+    assert_same_storage(made.record, expected.record)
+
+
+def test_after_an_error_no_other_block_is_begun(threads: None) -> None:
+    torch.set_num_threads(2)
+    begun: list[int] = []
+
+    def work(rows: Tensor, block: int) -> None:
+        begun.append(block)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        row_blocks._in_parallel(torch.zeros(50_000, 1), work, False)
+    assert len(begun) <= 2

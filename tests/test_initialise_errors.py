@@ -46,6 +46,17 @@ BAD: dict[str, tuple[Callable[[HostTable], object], type[Exception], str]] = {
         ValueError,
         r"a row of 'weight' has the shape \(12,\), got \(2,\)",
     ),
+    "no row": (lambda t: t.fill_(None), TypeError, "expected a number or a row of them, got None"),
+    "row of text": (
+        lambda t: t.fill_("a"),
+        TypeError,
+        "expected a number or a row of them, got 'a",
+    ),
+    "sparse row": (
+        lambda t: t.fill_(torch.ones(12).to_sparse()),
+        TypeError,
+        "fill_: expected a dense row, got torch.sparse_coo",
+    ),
     "row of complex": (lambda t: t.fill_(1j), ValueError, "complex128 does not go into 'weight'"),
     "arguments": (lambda t: t.init_(init.normal_, 0, 1, 2, 3, 4), TypeError, "argument"),
     "trunc arguments": (lambda t: t.init_(init.trunc_normal_, "a"), TypeError, "not supported"),

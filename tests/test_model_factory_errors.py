@@ -51,6 +51,8 @@ def test_an_id_out_of_range_changes_nothing_and_the_next_call_works(bad: int) ->
         (["a"], "indexes: expected integers, got <U1"),
         (torch.tensor([1.0]), "indexes: expected integers, got torch.float32"),
         (torch.tensor([True]), "indexes: expected integers, got torch.bool"),
+        (torch.tensor([1]).to_sparse(), "indexes: expected dense integers, got torch.sparse"),
+        (None, "indexes: expected integers, got object"),
     ],
 )
 def test_ids_that_are_no_integers_are_refused(ids: Any, message: str) -> None:

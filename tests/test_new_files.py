@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from file_faults import NEW, count_calls, fail, replace, snapshot
+from file_faults import NEW, count_calls, fail, interrupt, replace, snapshot
 
-from speedtorch import files
+from speedtorch import files, new_files
 from speedtorch.new_files import replace_files
 
 LEFT_BEHIND = ".a.4711-0123abcd.partial"
@@ -25,6 +27,14 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "a").write_bytes(b"old a")
     (tmp_path / "b").write_bytes(b"old b")
     return tmp_path
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    """What most users have."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 def test_all_files_are_replaced_and_nothing_else_is_left(folder: Path) -> None:
@@ -97,6 +107,30 @@ def test_an_interrupt_between_two_switches_brings_the_first_file_back(
     assert snapshot(folder) == before
 
 
+@pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=["one file", "two files"])
+@pytest.mark.parametrize("there", [True, False], ids=["old files", "no old files"])
+def test_an_interrupt_at_any_instruction_leaves_all_old_or_all_new_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, names: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(files.calls, "fsync", lambda descriptor: None)
+    old = {name: f"old {name}".encode() for name in names if there}
+    new = {name: NEW[name] for name in names}
+    seen: list[dict[str, bytes]] = []
+    for number in range(100_000):
+        for name in names:
+            (tmp_path / name).unlink(missing_ok=True)
+        for name, content in old.items():
+            (tmp_path / name).write_bytes(content)
+        work = partial(replace, tmp_path, *names)
+        interrupted = interrupt(work, number, new_files, files, each="opcode")
+        found = {name: data for name, data in snapshot(tmp_path).items() if name[0] != "."}
+        assert found in (old, new), number
+        seen.append(found)
+        if not interrupted:
+            break
+    assert old in seen[:-1] and new in seen[:-1]
+
+
 def test_no_descriptor_stays_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.listdir("/proc/self/fd")
     replace(folder, "a", "b")
@@ -164,10 +198,25 @@ def test_the_target_of_a_link_is_replaced_and_the_link_stays(folder: Path) -> No
     assert (folder / "a").read_bytes() == b"new link..."
 
 
-def test_a_private_file_stays_private(folder: Path) -> None:
-    (folder / "a").chmod(0o600)
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o666, 0o775], ids=oct)
+def test_a_file_keeps_who_may_read_and_write_it(folder: Path, usual_umask: None, mode: int) -> None:
+    (folder / "a").chmod(mode)
     replace(folder, "a")
-    assert (folder / "a").stat().st_mode & 0o777 == 0o600
+    assert (folder / "a").stat().st_mode & 0o777 == mode
+
+
+def test_a_file_that_was_not_there_gets_the_usual_mode(tmp_path: Path, usual_umask: None) -> None:
+    replace(tmp_path, "a")
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_system_without_modes_is_written_to_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "a").chmod(0o664)
+    fail(monkeypatch, "chmod", code=errno.EPERM)
+    replace(folder, "a")
+    assert (folder / "a").read_bytes() == NEW["a"]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEEDS_GPU
@@ -203,6 +204,24 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rows of a tuple": ({"rows": (2, 3)}, TypeError, "rows: expected an int"),
     "dim": ({"dim": 1.5}, TypeError, "dim: expected an int or a tuple"),
     "dtype": ({"dtype": "float32"}, TypeError, "expected a torch.dtype, got 'float32'"),
+    "dim of an array": ({"dim": np.array([2, 3])}, TypeError, "dim: expected an int or a tuple"),
+    "no dim": ({"dim": None}, TypeError, "dim: expected an int or a tuple of ints, got None"),
+    "no state": (
+        {"state": None},
+        TypeError,
+        "state: expected names or a mapping of them, got None",
+    ),
+    "a state without a dtype": (
+        {"state": {"a": 3}},
+        TypeError,
+        r"state 'a': expected \(row shape, dtype\), got 3",
+    ),
+    "no rows of endless width": (
+        {"rows": 0, "dim": (2**40, 2**40)},
+        ValueError,
+        r"field 'weight': rows of \[0, 1099511627776, 1099511627776\] span more than 2\^63 - 1",
+    ),
+    "endless rows of no width": ({"rows": 2**70, "dim": 0}, ValueError, "span more than"),
     "state": ({"state": {"a": (-1, torch.int8)}}, ValueError, "state 'a': expected sizes"),
     "too large": ({"rows": 2**62}, ValueError, r"rows: [\d,]+ bytes are more than any memory"),
     "more than there is": ({"rows": 2**50}, MemoryError, ""),
@@ -233,6 +252,25 @@ def test_an_unknown_field_is_answered_with_the_known_ones() -> None:
     ):
         with pytest.raises(KeyError, match="no field 'x' in this table; it has weight, exp_avg"):
             call()
+
+
+def test_no_name_is_no_field() -> None:
+    table = HostTable(3, 2, memory="plain")
+    none: Any = None
+    for call in (
+        lambda: table[none],
+        lambda: table.numpy(none),
+        lambda: table.init_(print, field=none),
+    ):
+        with pytest.raises(KeyError, match="no field None in this table; it has weight"):
+            call()
+
+
+def test_sizes_may_be_numpys_integers() -> None:
+    table = HostTable(np.int64(3), (np.uint8(2), 1), memory="plain").normal_(seed=np.int32(4))
+    assert (table.rows, table.dim, table.nbytes) == (3, (2, 1), 24)
+    assert all(type(size) is int for size in (table.rows, *table["weight"].shape))
+    assert torch.equal(table["weight"], HostTable(3, (2, 1)).normal_(seed=4)["weight"])
 
 
 def test_a_table_is_not_iterated_over() -> None:

@@ -1,0 +1,269 @@
+"""Two checkouts of the library against each other: the same benchmarks, stem by stem, in turns.
+
+    python -m benchmarks.compare --old /path/to/old/checkout --out comparison.json
+
+Each stem runs in every round once with the old and once with the new library, in processes of their
+own that take turns; both see the benchmarks of this checkout. A figure counts as worse where the
+median over the rounds is more than 3 % above the old one's, and above every old round. What is done
+stands in the JSON file at once: cut short, the same call goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import ROOT, STEMS, run_stem
+
+LIBRARIES = ("old", "new")
+TOLERANCE = 1.03
+# Ways of others, and what bounds ours: they tell how much the machine itself has changed.
+PEERS = ("bound", "alone", "torch", "cupy")
+
+Run = dict[str, Any]
+"""What one process did: stem, round, library, seconds, figures by name, error."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A figure of both libraries, over all rounds."""
+
+    stem: str
+    figure: str
+    old_ms: list[float]
+    new_ms: list[float]
+    peer: bool
+
+    @property
+    def ratio(self) -> float:
+        """New to old; NaN where one of them is missing."""
+        if not (self.old_ms and self.new_ms):
+            return float("nan")
+        return statistics.median(self.new_ms) / statistics.median(self.old_ms)
+
+    @property
+    def verdict(self) -> str:
+        """Worse and better only beyond both the tolerance and the old library's own spread."""
+        if not self.old_ms:
+            return "new only"
+        if not self.new_ms:
+            return "MISSING"
+        new = statistics.median(self.new_ms)
+        if self.ratio > TOLERANCE and new > max(self.old_ms):
+            return "not ours: slower" if self.peer else "WORSE"
+        if self.ratio < 1 / TOLERANCE and new < min(self.old_ms):
+            return "not ours: faster" if self.peer else "better"
+        return "as before"
+
+
+def figures_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Milliseconds by a name that no other figure of the result has."""
+    figures: dict[str, dict[str, Any]] = {}
+    for each in result["figures"]:
+        kind = str(each["parameters"].get("kind", "")).lower()
+        # Numbers that were measured cannot name a figure.
+        known = {k: v for k, v in each["parameters"].items() if not isinstance(v, float)}
+        name = f"{each['section']}: {each['name']}"
+        if name in figures or each["section"].startswith("curve"):
+            name += "".join(f", {key} {value}" for key, value in known.items() if key != "kind")
+        figures[name] = {"ms": each["median_ms"], "peer": kind.startswith(PEERS)}
+        if "issued_us" in each["parameters"]:
+            issued = each["parameters"]["issued_us"] / 1e3
+            figures[f"{name}, issued"] = {"ms": issued, "peer": kind.startswith(PEERS)}
+    for name, facts in result["extra"].items():
+        if isinstance(facts, dict) and "seconds" in facts:
+            figures[name] = {"ms": facts["seconds"] * 1e3, "peer": name.startswith(PEERS)}
+    return figures
+
+
+def order(stems: Sequence[str], rounds: int) -> Iterator[tuple[str, int, str]]:
+    """Stem by stem, so that those that are done are done with; who begins alternates."""
+    for stem in stems:
+        for number in range(rounds):
+            for library in LIBRARIES if number % 2 == 0 else LIBRARIES[::-1]:
+                yield stem, number, library
+
+
+def lines_of(runs: Sequence[Run]) -> list[Line]:
+    """Every figure once, those that matter first."""
+    known: dict[tuple[str, str], Line] = {}
+    for run in runs:
+        for figure, told in run["figures"].items():
+            fresh = Line(run["stem"], figure, [], [], told["peer"])
+            line = known.setdefault((run["stem"], figure), fresh)
+            (line.old_ms if run["library"] == "old" else line.new_ms).append(told["ms"])
+    ranks = {"WORSE": 0, "MISSING": 1}
+    return sorted(known.values(), key=lambda line: (ranks.get(line.verdict, 2), line.peer))
+
+
+def as_text(runs: Sequence[Run]) -> str:
+    """A table of all figures, and what to know of the whole."""
+    rows = [
+        "| stem | figure | old, ms | lowest to highest | new, ms | new / old | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines = lines_of(runs)
+    for line in lines:
+        old, new = (
+            f"{statistics.median(each):.4g}" if each else "" for each in (line.old_ms, line.new_ms)
+        )
+        spread = f"{min(line.old_ms):.4g} to {max(line.old_ms):.4g}" if line.old_ms else ""
+        ratio = f"{line.ratio:.3f}" if line.old_ms and line.new_ms else ""
+        rows.append(
+            f"| {line.stem} | {line.figure} | {old} | {spread} | {new} | {ratio} | {line.verdict} |"
+        )
+    failed = [
+        f"{run['library']} {run['stem']}, round {run['round']}: {run['error']}"
+        for run in runs
+        if run["error"]
+    ]
+    told = [line.verdict for line in lines]
+    rows += ["", f"{told.count('WORSE')} of {len(lines)} figures worse, {len(failed)} runs failed."]
+    return "\n".join([*rows, *failed])
+
+
+def folder_of(library: Path, where: Path) -> Path:
+    """A folder in which `speedtorch` is this library and `benchmarks` are those of here."""
+    package = library / "speedtorch"
+    if not list(package.glob("_C*.so")):
+        raise SystemExit(
+            f"compare: {package} has no built library; run `python setup.py build_ext --inplace`"
+            f" in {library}"
+        )
+    where.mkdir()
+    (where / "speedtorch").symlink_to(package.resolve())
+    (where / "benchmarks").symlink_to((ROOT / "benchmarks").resolve())
+    ask = "import speedtorch; print(speedtorch.__file__)"
+    known = {**os.environ, "PYTHONPATH": str(where)}
+    told = subprocess.run(
+        [sys.executable, "-c", ask], cwd=where, env=known, capture_output=True, text=True
+    )
+    if told.stdout.strip() != str(where / "speedtorch" / "__init__.py"):
+        raise SystemExit(f"compare: {library} is not what is imported: {told.stdout}{told.stderr}")
+    return where
+
+
+def commit_of(library: Path) -> str:
+    """What git calls it, if git knows it."""
+    ask = ["git", "-C", str(library), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(ask, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def one_run(folder: Path, stem: str, timeout: float | None, sizes: str) -> dict[str, Any]:
+    """Figures, error and seconds of a stem in a process of its own, with uncalibrated paths."""
+    begin = time.monotonic()
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as out:
+        error = run_stem(
+            stem,
+            folder,
+            timeout=timeout,
+            quiet=True,
+            OUT=out,
+            XDG_CACHE_HOME=out,
+            SPEEDTORCH_CALIBRATE="0",
+            SPEEDTORCH_BENCH_SIZES=sizes,
+        )
+        path = Path(out) / f"{stem}.json"
+        if error is None:
+            figures = figures_of(json.loads(path.read_text()))
+    return {"figures": figures, "error": error, "seconds": time.monotonic() - begin}
+
+
+def store(path: Path, runs: Sequence[Run], about: dict[str, Any]) -> None:
+    """Replaces the file as a whole, and the table beside it."""
+    fresh = path.with_suffix(".partial")
+    fresh.write_text(json.dumps({**about, "runs": list(runs)}, indent=1) + "\n")
+    fresh.replace(path)
+    path.with_suffix(".md").write_text(as_text(runs) + "\n")
+
+
+def compare(
+    path: Path,
+    about: dict[str, Any],
+    wanted: Sequence[tuple[str, int, str]],
+    run: Callable[[str, str, float | None], dict[str, Any]],
+    seconds: float | None = None,
+) -> bool:
+    """Does what is not in the file yet; whether that is all.
+
+    Args:
+        path: the JSON file.
+        about: what stands there beside the runs.
+        wanted: stem, round and library of each run, in order.
+        run: called with stem, library and the seconds that are left.
+        seconds: stop before a run that would last beyond these, by the longest of its stem so far.
+    """
+    begin = time.monotonic()
+    runs: list[Run] = json.loads(path.read_text())["runs"] if path.exists() else []
+    done = {(each["stem"], each["round"], each["library"]) for each in runs}
+    for stem, number, library in wanted:
+        if (stem, number, library) in done:
+            continue
+        spent = time.monotonic() - begin
+        longest = max((each["seconds"] for each in runs if each["stem"] == stem), default=0.0)
+        if seconds is not None and spent + longest > seconds:
+            return False
+        try:
+            told = run(stem, library, None if seconds is None else seconds - spent)
+        except subprocess.TimeoutExpired:
+            if spent > 1:  # It may have all of the time in the next call.
+                return False
+            told = {"figures": {}, "error": f"takes longer than {seconds} s", "seconds": seconds}
+        runs.append({"stem": stem, "round": number, "library": library, **told})
+        store(path, runs, about)
+        print(f"{stem}, round {number + 1}, {library}: {told['seconds']:.1f} s", flush=True)
+    return True
+
+
+def main() -> None:
+    """Compares two libraries, and fails if one figure got worse."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--old", type=Path, required=True, help="a checkout, built in place")
+    parser.add_argument("--new", type=Path, default=ROOT, help="another; this one if not given")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file, of this or of an"
+                        " earlier call that was cut short; a table goes beside it")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stems", nargs="+", choices=STEMS, default=STEMS, metavar="STEM")
+    parser.add_argument("--quick", action="store_true", help="smaller tables; most of a run is"
+                        " making them ready")  # fmt: skip
+    parser.add_argument("--seconds", type=float, help="begin nothing that would end after these")
+    given = parser.parse_args()
+    sizes = "quick" if given.quick else "full"
+    roots = {"old": given.old, "new": given.new}
+    about = {
+        "sizes": sizes,
+        **{name: {"path": str(root), "commit": commit_of(root)} for name, root in roots.items()},
+    }
+    if given.out.exists() and json.loads(given.out.read_text())["sizes"] != sizes:
+        raise SystemExit(f"compare: {given.out} holds runs of other sizes; choose another --out")
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {name: folder_of(root, Path(scratch) / name) for name, root in roots.items()}
+        finished = compare(
+            given.out,
+            about,
+            list(order(given.stems, given.rounds)),
+            lambda stem, library, left: one_run(folders[library], stem, left, sizes),
+            given.seconds,
+        )
+    runs = json.loads(given.out.read_text())["runs"] if given.out.exists() else []
+    print(as_text(runs))
+    if not finished:
+        raise SystemExit("compare: not all is done; the same call goes on")
+    if any(line.verdict in ("WORSE", "MISSING") for line in lines_of(runs)):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

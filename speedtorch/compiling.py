@@ -1,0 +1,37 @@
+"""Functions that stay out of the graphs that torch.compile makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._compile import _disable_dynamo
+
+__all__ = ["not_compiled"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Breaks a graph that torch.compile makes; costs nothing where none is made.
+
+    torch.compiler.disable would load torch's compiler when a function is decorated, which takes
+    longer than all of our own import; this one does so within the first graph that it breaks.
+
+    Example:
+        >>> @not_compiled
+        ... def count(ids: torch.Tensor) -> int:
+        ...     return len(set(ids.tolist()))
+        >>> count(torch.tensor([1, 1, 2]))
+        2
+    """
+    broken = _disable_dynamo(function)
+
+    @wraps(function)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        chosen = broken if torch.compiler.is_compiling() else function
+        return chosen(*args, **kwargs)
+
+    return cast(_Function, either)

@@ -1,0 +1,148 @@
+"""Two libraries measured in turns: which figures count as worse, and calls that are cut short."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import speedtorch
+from benchmarks import compare
+from benchmarks.harness import RESULTS
+from benchmarks.processes import STEMS
+
+ROOT = Path(speedtorch.__file__).parents[1]
+
+
+def runs_of(old: list[float], new: list[float], *, peer: bool = False) -> list[compare.Run]:
+    """Rounds of one figure."""
+    return [
+        {
+            "stem": "cpu",
+            "round": number,
+            "library": library,
+            "seconds": 1.0,
+            "error": None,
+            "figures": {"gather": {"ms": ms, "peer": peer}},
+        }
+        for library, rounds in (("old", old), ("new", new))
+        for number, ms in enumerate(rounds)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ([1.0, 1.0, 1.0], [1.02, 1.03, 1.03], "as before"),
+        ([1.0, 1.0, 1.0], [1.02, 1.05, 1.06], "WORSE"),
+        ([0.9, 1.0, 1.2], [1.0, 1.15, 1.3], "as before"),
+        ([0.9, 1.0, 1.2], [1.1, 1.21, 1.3], "WORSE"),
+        ([0.9, 1.0, 1.2], [0.8, 0.85, 1.3], "better"),
+        ([0.9, 1.0, 1.2], [0.8, 0.91, 1.3], "as before"),
+        ([1.0], [], "MISSING"),
+        ([], [1.0], "new only"),
+    ],
+)
+def test_worse_is_what_is_beyond_three_per_cent_and_beyond_the_old_spread(
+    old: list[float], new: list[float], verdict: str
+) -> None:
+    (line,) = compare.lines_of(runs_of(old, new))
+    assert line.verdict == verdict
+    assert compare.as_text(runs_of(old, new)).splitlines()[2].endswith(f"| {verdict} |")
+
+
+def test_what_others_do_is_told_but_is_not_our_fault() -> None:
+    (line,) = compare.lines_of(runs_of([1.0, 1.0], [2.0, 2.0], peer=True))
+    assert line.verdict == "not ours: slower"
+    assert "0 of 1 figures worse" in compare.as_text(runs_of([1.0], [2.0], peer=True))
+
+
+def test_the_libraries_take_turns_within_a_stem() -> None:
+    assert list(compare.order(("a", "b"), 2)) == [
+        ("a", 0, "old"),
+        ("a", 0, "new"),
+        ("a", 1, "new"),
+        ("a", 1, "old"),
+        ("b", 0, "old"),
+        ("b", 0, "new"),
+        ("b", 1, "new"),
+        ("b", 1, "old"),
+    ]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_every_figure_of_a_benchmark_has_a_name_of_its_own(stem: str) -> None:
+    result: dict[str, Any] = json.loads((RESULTS / f"{stem}.json").read_text())
+    figures = compare.figures_of(result)
+    issued = sum("issued_us" in each["parameters"] for each in result["figures"])
+    timed = sum("seconds" in facts for facts in result["extra"].values() if type(facts) is dict)
+    assert len(figures) == len(result["figures"]) + issued + timed
+    if stem in ("pinned_gather", "embedding", "word2vec"):
+        assert {told["peer"] for told in figures.values()} == {True, False}
+
+
+class Library:
+    """Takes 10 s for each run, and notes them."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def __call__(self, stem: str, library: str, left: float | None) -> dict[str, Any]:
+        self.ran.append(f"{stem} {library}")
+        return {"figures": {}, "error": None, "seconds": 10.0}
+
+
+def test_a_call_that_is_cut_short_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, wanted = tmp_path / "runs.json", list(compare.order(("a", "b"), 2))
+    first, second = Library(), Library()
+    # The first run of a stem may take whatever it takes; the second is known to take 10 s.
+    assert not compare.compare(path, {}, wanted, first, seconds=5)
+    assert first.ran == ["a old"]
+    assert compare.compare(path, {"sizes": "full"}, wanted, second)
+    assert first.ran + second.ran == [f"{stem} {library}" for stem, _, library in wanted]
+    assert len(json.loads(path.read_text())["runs"]) == 8
+    assert path.with_suffix(".md").exists()
+
+
+def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    def run(stem: str, library: str, left: float | None) -> dict[str, Any]:
+        if library == "new":
+            raise subprocess.TimeoutExpired(stem, 3)
+        return {"figures": {}, "error": "out of memory", "seconds": 1.0}
+
+    path = tmp_path / "runs.json"
+    assert compare.compare(path, {}, list(compare.order(("a",), 1)), run, seconds=3)
+    told = path.with_suffix(".md").read_text()
+    assert "2 runs failed" in told
+    assert "old a, round 0: out of memory" in told
+    assert "new a, round 0: takes longer than 3 s" in told
+
+
+def run_compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.compare", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_checkout_without_a_built_library_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "speedtorch").mkdir()
+    done = run_compare("--old", tmp_path, "--out", tmp_path / "runs.json")
+    assert done.returncode == 1
+    assert "has no built library; run `python setup.py build_ext --inplace` in" in done.stderr
+
+
+def test_two_checkouts_are_compared_on_the_benchmarks_of_one(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(ROOT / "speedtorch", old / "speedtorch")
+    # The old library tells itself apart by being unable to plan.
+    (old / "speedtorch" / "__init__.py").open("a").write("\ndel plan_rows\n")
+    out = tmp_path / "runs.json"
+    done = run_compare("--old", old, "--out", out, "--rounds", "1", "--stems", "plan_rows")
+    runs = {run["library"]: run for run in json.loads(out.read_text())["runs"]}
+    assert "has no attribute 'plan_rows'" in runs["old"]["error"]
+    assert runs["new"]["error"] is None and len(runs["new"]["figures"]) > 2
+    assert "new only" in done.stdout and "old plan_rows, round 0: " in done.stdout
