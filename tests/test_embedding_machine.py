@@ -347,25 +347,15 @@ class Programs(RuleBasedStateMachine):
         self.fresh.clear()
 
     @precondition(lambda self: not self.announced)
-    @rule(to_none=st.booleans())
-    def zero_grad(self, to_none: bool) -> None:
-        self.clear_gradients(to_none=to_none)
-
-    @precondition(lambda self: self.waiting and not self.announced)
-    @rule(to_none=st.booleans())
-    def zero_grad_of_new_lookups(self, to_none: bool) -> None:
-        if all(table.gradient is None for world in self.worlds for table in world.tables):
+    @rule(to_none=st.booleans(), keep=st.booleans())
+    def zero_grad(self, to_none: bool, keep: bool) -> None:
+        """Drops the step; or keeps lookups without a backward, where there are no others."""
+        new = all(table.gradient is None for world in self.worlds for table in world.tables)
+        if keep and new and self.waiting:
             self.call(lambda: self.ours.optimizer.zero_grad(set_to_none=to_none))
+        else:
+            self.clear_gradients(to_none=to_none)
 
-    @precondition(lambda self: not self.announced)
-    @rule(
-        number=st.integers(0, 1),
-        ids=st.integers(0, len(IDS) - 1),
-        more=st.sampled_from([None, None, *range(len(IDS))]),
-        factor=st.integers(0, 3),
-        write=st.sampled_from(["", "", "gradients", "rows"]),
-        end=st.sampled_from(["", "step", "None", "zeros"]),
-    )
     def train(
         self, number: int, ids: int, more: int | None, factor: int, write: str, end: str
     ) -> None:
@@ -396,12 +386,35 @@ class Programs(RuleBasedStateMachine):
         if end in ("None", "zeros"):
             self.clear_gradients(to_none=end == "None")
 
+    # More than one rule, so that most programs train several times.
+    train_alone = train_between = train_anew = train_often = precondition(
+        lambda self: not self.announced
+    )(
+        rule(
+            number=st.integers(0, 1),
+            ids=st.integers(0, len(IDS) - 1),
+            more=st.sampled_from([None, None, *range(len(IDS))]),
+            factor=st.integers(0, 3),
+            write=st.sampled_from(["", "", "gradients", "rows"]),
+            end=st.sampled_from(["", "step", "None", "zeros"]),
+        )(train)
+    )
+
     # --------------------------------------------------------------------------------------------
     # Beside the steps
 
-    @rule(number=st.integers(0, 1))
-    def flush(self, number: int) -> None:
-        self.call(self.ours.model[self.table(number)].flush)
+    @rule(
+        number=st.integers(0, 1),
+        how=st.sampled_from(["flush", "flush", "state", "gather", "save", "numpy", "deepcopy"]),
+    )
+    def look(self, number: int, how: str) -> None:
+        number = self.table(number)
+        if how == "flush":
+            self.call(self.ours.model[number].flush)
+        elif how == "state":
+            self.look_at_all()
+        else:
+            self.look_into_the_table(number, how)
 
     @rule(number=st.integers(0, 1), ids=st.integers(0, len(IDS) - 1), every=st.booleans())
     def read(self, number: int, ids: int, every: bool) -> None:
@@ -429,10 +442,9 @@ class Programs(RuleBasedStateMachine):
                 lambda _: "" if torch.equal(next(expected).view_as(result), result) else "read"
             )
 
-    @rule(number=st.integers(0, 1), how=st.sampled_from(["gather", "save", "numpy", "deepcopy"]))
     def look_into_the_table(self, number: int, how: str) -> None:
         """The table's own methods see the last step, without a flush."""
-        module = self.ours.model[self.table(number)]
+        module = self.ours.model[number]
 
         def ours() -> dict[str, Tensor]:
             if how == "gather":
@@ -451,11 +463,10 @@ class Programs(RuleBasedStateMachine):
                 lambda world: "; ".join(
                     f"{how} of {name}"
                     for name, rows in found.items()
-                    if not torch.equal(rows, all_of(world.tables[self.table(number)])[name])
+                    if not torch.equal(rows, all_of(world.tables[number])[name])
                 )
             )
 
-    @rule()
     def look_at_all(self) -> None:
         found = self.ours.numbers()
         self.see(lambda world: differences(found, world.numbers()))

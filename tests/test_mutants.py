@@ -1,0 +1,44 @@
+"""The random programs find every fault of a list of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutants import MUTANTS, Mutant, mutated_copy
+
+# What judges a copy of the package, and how many programs it runs.
+JUDGE = os.environ.get("SPEEDTORCH_JUDGE", "tests/test_embedding_machine.py")
+PROGRAMS = "6000"
+
+
+def judge(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", JUDGE],
+        cwd=folder,
+        env={**os.environ, "SPEEDTORCH_PROGRAMS": PROGRAMS, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_mutants_text_is_in_the_source(mutant: Mutant, tmp_path: Path) -> None:
+    mutated_copy(tmp_path, mutant)
+
+
+@pytest.mark.soak
+def test_the_package_itself_passes_its_judge(tmp_path: Path) -> None:
+    result = judge(mutated_copy(tmp_path, None))
+    assert result.returncode == 0, result.stdout[-4000:]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_mutant_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    result = judge(mutated_copy(tmp_path, mutant))
+    assert result.returncode == 1 and "1 failed" in result.stdout, result.stdout[-4000:]

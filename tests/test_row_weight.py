@@ -1,0 +1,686 @@
+"""weight never lies: it answers for the whole table, or says where to ask."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+
+import speedtorch
+
+ROWS, WIDTH = 12, 4
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+IDS = torch.tensor([3, 1, 3, 11])
+MODULES = [speedtorch.Embedding, speedtorch.EmbeddingBag]
+Module = speedtorch.Embedding | speedtorch.EmbeddingBag
+
+
+def first_rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def untouched(module: Module) -> None:
+    pass
+
+
+def held(module: Module) -> None:
+    """Rows are looked up, and wait for a step."""
+    module(IDS[None].to(module.weight.device)).sum().backward()
+
+
+def stepped(module: Module) -> None:
+    """Rows were trained, and are newer than the table's."""
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    module(IDS[None].to(module.weight.device)).sum().backward()
+    sgd.step()
+
+
+STATES = [untouched, held, stepped]
+
+
+@pytest.fixture(params=DEVICES)
+def module(request: pytest.FixtureRequest) -> speedtorch.Embedding:
+    return speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(), device=request.param)
+
+
+def after(rows: Tensor, steps: int = 1) -> Tensor:
+    """Rows after so many steps of SGD as `stepped` makes."""
+    for _ in range(steps):
+        rows = rows - torch.zeros_like(rows).index_add_(0, IDS, torch.ones(len(IDS), WIDTH))
+    return rows
+
+
+def rows_of(module: Module) -> Tensor:
+    module.flush()
+    return module.table["weight"].cpu().clone()
+
+
+def over_the_states(test: Any) -> Any:
+    return pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)(test)
+
+
+# ------------------------------------------------------------------------------------------------
+# What it is
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_classes_are_those_of_torch(make: type[Module]) -> None:
+    module = make(ROWS, WIDTH)
+    assert isinstance(module, getattr(nn, make.__name__))
+    assert isinstance(module.weight, nn.Parameter)
+    assert isinstance(module.weight, Tensor)
+    assert list(dict(module.named_parameters())) == ["weight"]
+
+
+@over_the_states
+@pytest.mark.parametrize("make", MODULES)
+def test_sizes_are_the_tables(make: type[Module], state: Callable[[Module], None]) -> None:
+    module = make(ROWS, WIDTH)
+    state(module)
+    weight = module.weight
+    assert weight.shape == weight.size() == torch.Size([ROWS, WIDTH])
+    assert (weight.size(0), weight.size(1), weight.size(-1)) == (ROWS, WIDTH, WIDTH)
+    assert (len(weight), weight.numel(), weight.dim(), weight.ndim) == (ROWS, ROWS * WIDTH, 2, 2)
+    assert sum(each.numel() for each in module.parameters()) == ROWS * WIDTH
+
+
+@pytest.mark.parametrize("like", ["zeros_like", "ones_like", "empty_like"])
+def test_likes_have_the_held_rows_shape(module: speedtorch.Embedding, like: str) -> None:
+    make = getattr(torch, like)
+    assert tuple(make(module.weight).shape) == (0, WIDTH)
+    held(module)
+    assert tuple(make(module.weight).shape) == (3, WIDTH)
+    assert tuple(torch.full_like(module.weight, 0.5).shape) == (3, WIDTH)
+    assert tuple(make(module.weight, memory_format=torch.preserve_format).shape) == (3, WIDTH)
+    assert make(module.weight).dtype == module.weight.dtype
+
+
+def test_the_gradient_is_that_of_the_held_rows(module: speedtorch.Embedding) -> None:
+    assert module.weight.grad is None
+    held(module)
+    gradient = module.weight.grad
+    assert gradient is not None and type(gradient) is Tensor
+    assert gradient.tolist() == [[1.0] * WIDTH, [2.0] * WIDTH, [1.0] * WIDTH]
+
+
+def test_what_describes_it_is_right(module: speedtorch.Embedding) -> None:
+    weight = module.weight
+    assert weight.dtype == torch.float32
+    assert weight.requires_grad and weight.is_leaf
+    assert weight.device.type == module(IDS.to(weight.device)).device.type
+    assert weight.element_size() == 4
+    assert bool(weight.is_floating_point())
+
+
+@over_the_states
+def test_its_repr_does_not_lie(
+    module: speedtorch.Embedding, state: Callable[[Module], None]
+) -> None:
+    state(module)
+    text = repr(module.weight)
+    assert str(ROWS) in text and str(WIDTH) in text
+    values = {f"{float(each):.4f}".lstrip("-") for each in rows_of(module)[IDS].flatten()}
+    assert not any(each in text for each in values)  # held rows are not all rows
+    assert repr(module)
+
+
+# ------------------------------------------------------------------------------------------------
+# In an optimizer
+
+
+class Looking(optim.Optimizer):
+    """SGD that notes what its parameters look like within step()."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self.seen: list[tuple[type, torch.Size, int]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.seen.append((type(parameter), parameter.shape, parameter.numel()))
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+        return loss
+
+
+def test_within_a_step_it_is_a_plain_parameter_of_the_held_rows(
+    module: speedtorch.Embedding,
+) -> None:
+    optimizer = Looking(module.parameters())
+    expected = rows_of(module)
+    for _ in range(2):
+        optimizer.zero_grad()
+        held(module)
+        optimizer.step()
+        assert isinstance(module.weight, nn.Parameter)
+        assert tuple(module.weight.shape) == (ROWS, WIDTH)
+        assert optimizer.seen[-1] == (nn.Parameter, torch.Size([3, WIDTH]), 3 * WIDTH)
+    assert {kind for kind, *_ in optimizer.seen} == {nn.Parameter}
+    assert_same_bytes(rows_of(module), after(expected, 2))
+
+
+def test_every_way_to_an_optimizer_gives_it_the_same_object(module: speedtorch.Embedding) -> None:
+    ways = [
+        optim.SGD([module.weight], lr=1.0),
+        optim.SGD(module.parameters(), lr=1.0),
+        optim.SGD(dict(module.named_parameters()).values(), lr=1.0),
+        optim.SGD([{"params": module.weight}], lr=1.0),
+    ]
+    given = [each.param_groups[0]["params"] for each in ways]
+    assert all(len(each) == 1 for each in given)
+    assert len({id(each[0]) for each in given}) == 1
+    before = rows_of(module)
+    held(module)
+    ways[0].step()
+    assert not torch.equal(rows_of(module), before)
+
+
+@pytest.mark.parametrize("make", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
+@pytest.mark.parametrize("device", DEVICES)
+def test_torchs_default_implementation_is_chosen_as_for_a_plain_parameter(
+    device: str, make: Callable[..., optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch runs foreach on a GPU where every parameter's type is exactly Parameter."""
+    from torch.optim import optimizer as torch_optimizer
+
+    types = []
+    real = torch_optimizer._default_to_fused_or_foreach
+
+    def spy(params: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        types.extend(type(each) for each in params)
+        return real(params, *args, **kwargs)
+
+    module = speedtorch.Embedding(ROWS, WIDTH, device=device)
+    optimizer = make(module.parameters(), lr=0.1)
+    if make is not optim.SGD:
+        speedtorch.attach(optimizer, module)
+    held(module)
+    for name in ("sgd", "adam", "adamw", "adagrad"):
+        inside = __import__(f"torch.optim.{name}", fromlist=[name])
+        if hasattr(inside, "_default_to_fused_or_foreach"):
+            monkeypatch.setattr(inside, "_default_to_fused_or_foreach", spy)
+    optimizer.step()
+    assert set(types) == {nn.Parameter}
+
+
+def test_torchs_tools_work_on_it(module: speedtorch.Embedding) -> None:
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    expected = rows_of(module)
+    held(module)
+    norm = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    assert float(norm) == pytest.approx((4 * 1.0 + 4 * 4.0 + 4 * 1.0) ** 0.5)
+    nn.utils.clip_grad_value_(module.parameters(), 0.25)
+    sgd.step()
+    for to_none in (False, True):
+        sgd.zero_grad(set_to_none=to_none)
+    module.zero_grad()
+    assert module.weight.grad is None
+    expected[[1, 3, 11]] -= torch.tensor([[1.0], [2.0], [1.0]]) / (24.0**0.5 + 1e-6) * 1.0
+    found = rows_of(module)
+    unchanged = [row for row in range(ROWS) if row not in (1, 3, 11)]
+    assert_same_bytes(found[unchanged], expected[unchanged])
+    torch.testing.assert_close(found[[1, 11]], expected[[1, 11]])
+
+
+def test_a_grad_scaler_skips_and_takes_steps(module: speedtorch.Embedding) -> None:
+    device = module.weight.device.type
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler(device, init_scale=4.0)
+    expected = rows_of(module)
+    for factor in (1.0, float("inf"), 1.0):
+        sgd.zero_grad()
+        scaler.scale((module(IDS.to(device)) * factor).sum()).backward()
+        scaler.step(sgd)
+        scaler.update()
+    assert_same_bytes(rows_of(module), after(expected, 2))
+
+
+def test_an_optimizers_state_dict_goes_and_comes(module: speedtorch.Embedding) -> None:
+    adam = optim.Adam(module.parameters(), lr=0.1)
+    speedtorch.attach(adam, module)
+    held(module)
+    adam.step()
+    state = copy.deepcopy(adam.state_dict())
+    assert tuple(state["state"][0]["exp_avg"].shape) == (ROWS, WIDTH)
+    adam.load_state_dict(state)
+    adam.zero_grad()
+    held(module)
+    adam.step()
+    assert float(adam.state_dict()["state"][0]["step"]) == 2
+
+
+def test_after_an_error_within_a_step_it_answers_as_before(module: speedtorch.Embedding) -> None:
+    class Broken(Looking):
+        def step(self, closure: Any = None) -> Any:
+            if any(each is module.weight for each in self.param_groups[0]["params"]):
+                raise RuntimeError("broken")
+            return super().step(closure)  # of a copy that is tried out
+
+    optimizer = Broken(module.parameters())
+    held(module)
+    with pytest.raises(RuntimeError, match="broken"):
+        optimizer.step()
+    optimizer.zero_grad()
+    module(IDS.to(module.weight.device))
+    assert tuple(module.weight.shape) == (ROWS, WIDTH)
+    with pytest.raises(RuntimeError, match=r"emb\(ids\)"):
+        module.weight * 2
+    with torch.no_grad():
+        assert_same_bytes(module.weight[11].cpu(), first_rows()[11])
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading rows
+
+
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ids": lambda weight: weight[IDS.to(weight.device)],
+    "ids-of-two-dimensions": lambda weight: weight[IDS.view(2, 2).to(weight.device)],
+    "int32": lambda weight: weight[IDS.to(weight.device, torch.int32)],
+    "one": lambda weight: weight[7],
+    "last": lambda weight: weight[-1],
+    "slice": lambda weight: weight[2:5],
+    "open-slice": lambda weight: weight[9:],
+    "index_select": lambda weight: torch.index_select(weight, 0, IDS.to(weight.device)),
+    "method": lambda weight: weight.index_select(0, IDS.to(weight.device)),
+    "functional": lambda weight: F.embedding(IDS.to(weight.device), weight),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@over_the_states
+def test_rows_that_are_read_are_the_tables(
+    module: speedtorch.Embedding,
+    state: Callable[[Module], None],
+    read: Callable[[Tensor], Tensor],
+) -> None:
+    state(module)
+    expected = read(rows_of(module))
+    with torch.no_grad():
+        rows = read(module.weight)
+    assert_same_bytes(rows.cpu(), expected)
+    assert_same_bytes(read(module.weight.data).cpu(), expected)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_rows_that_are_read_are_trained_as_those_that_are_looked_up(
+    module: speedtorch.Embedding, read: Callable[[Tensor], Tensor]
+) -> None:
+    plain = first_rows().requires_grad_()
+    (read(plain) * 3).sum().backward()
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    rows = read(module.weight)
+    assert_same_bytes(rows.detach().cpu(), read(first_rows()))
+    assert rows.requires_grad
+    (rows * 3).sum().backward()
+    sgd.step()
+    assert plain.grad is not None
+    assert_same_bytes(rows_of(module), first_rows() - plain.grad)
+
+
+def test_lookups_and_reads_are_one_step(module: speedtorch.Embedding) -> None:
+    """A tied head that scores a few candidates by rows of the same table."""
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    plain = nn.Embedding.from_pretrained(first_rows(), freeze=False)
+    reference = optim.SGD(plain.parameters(), lr=1.0)
+    candidates = torch.tensor([5, 1])
+    for each, optimizer in ((module, sgd), (plain, reference)):
+        device = each.weight.device
+        scores = each(IDS.to(device)) @ each.weight[candidates.to(device)].t()
+        scores.sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(rows_of(module), plain.weight.detach())
+
+
+@pytest.mark.parametrize("index", [ROWS, -ROWS - 1], ids=str)
+def test_a_row_that_is_not_there_is_an_index_error(
+    module: speedtorch.Embedding, index: int
+) -> None:
+    with torch.no_grad(), pytest.raises(IndexError):
+        module.weight[index]
+
+
+# ------------------------------------------------------------------------------------------------
+# What it refuses
+
+
+def score(weight: Tensor) -> Tensor:
+    return F.linear(torch.ones(1, WIDTH, device=weight.device), weight)
+
+
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "times": lambda weight: weight * 2,
+    "plus": lambda weight: 1 + weight,
+    "sum": lambda weight: weight.sum(),
+    "torch.sum": lambda weight: torch.sum(weight),
+    "mean": lambda weight: weight.mean(),
+    "norm": lambda weight: weight.norm(),
+    "torch.norm": lambda weight: torch.linalg.vector_norm(weight),
+    "square": lambda weight: weight.square(),
+    "linear": score,
+    "matmul": lambda weight: torch.ones(1, WIDTH, device=weight.device) @ weight.t(),
+    "t": lambda weight: weight.t(),
+    "T": lambda weight: weight.T,
+    "numpy": lambda weight: weight.detach().cpu().numpy(),
+    "equal": lambda weight: torch.equal(weight, weight),
+    "compare": lambda weight: weight == weight,
+    "view": lambda weight: weight.view(-1),
+    "clone": lambda weight: weight.clone(),
+    "tolist": lambda weight: weight.tolist(),
+    "cat": lambda weight: torch.cat([weight, weight]),
+    "data-times": lambda weight: weight.data * 2,
+    "data-norm": lambda weight: weight.data.norm(),
+    "detach-sum": lambda weight: weight.detach().sum(),
+    "save-a-copy": lambda weight: weight.detach().clone(),
+}
+
+
+def assert_refused_by_name(call: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    assert "emb(ids)" in str(caught.value) and "emb.table" in str(caught.value)
+
+
+@pytest.mark.parametrize("read", REFUSED.values(), ids=REFUSED)
+@over_the_states
+def test_reading_the_whole_is_refused_by_name(
+    module: speedtorch.Embedding, state: Callable[[Module], None], read: Callable[[Tensor], object]
+) -> None:
+    state(module)
+    assert_refused_by_name(lambda: read(module.weight))
+    with torch.no_grad():
+        assert_refused_by_name(lambda: read(module.weight))
+    rows_of(module)
+
+
+@pytest.mark.parametrize("read", [score, lambda weight: weight.norm(), lambda weight: weight * 2])
+def test_reading_the_whole_in_a_closure_of_the_step_is_refused_by_name(
+    module: speedtorch.Embedding, read: Callable[[Tensor], object]
+) -> None:
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    asked = []
+
+    def closure() -> Tensor:
+        sgd.zero_grad()
+        assert tuple(module.weight.shape) == (ROWS, WIDTH)
+        assert_refused_by_name(lambda: read(module.weight))
+        asked.append(True)
+        loss = module(IDS.to(module.weight.device)).sum()
+        loss.backward()
+        return loss
+
+    expected = rows_of(module)
+    sgd.step(closure)
+    assert asked == [True]
+    assert_same_bytes(rows_of(module), after(expected))
+
+
+def test_an_error_in_a_closure_leaves_it_as_it_was(module: speedtorch.Embedding) -> None:
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+
+    def closure() -> Tensor:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        sgd.step(closure)
+    assert tuple(module.weight.shape) == (ROWS, WIDTH)
+    assert_refused_by_name(lambda: module.weight * 2)
+    expected = rows_of(module)
+    held(module)
+    sgd.step()
+    assert_same_bytes(rows_of(module), after(expected))
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing
+
+
+def zero_of_data(module: Module) -> None:
+    module.weight.data[2].zero_()
+
+
+def set_of_data(module: Module) -> None:
+    module.weight.data[2] = 0
+
+
+def fill_without_grad(module: Module) -> None:
+    with torch.no_grad():
+        module.weight[2].fill_(0)
+
+
+def set_without_grad(module: Module) -> None:
+    with torch.no_grad():
+        module.weight[2] = torch.zeros(WIDTH)
+
+
+def set_from_the_end(module: Module) -> None:
+    module.weight.data[2 - ROWS] = torch.zeros(WIDTH)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [zero_of_data, set_of_data, fill_without_grad, set_without_grad, set_from_the_end],
+    ids=lambda write: write.__name__,
+)
+@over_the_states
+def test_a_write_to_one_row_changes_the_tables(
+    module: speedtorch.Embedding,
+    state: Callable[[Module], None],
+    write: Callable[[Module], None],
+) -> None:
+    state(module)
+    expected = rows_of(module)
+    write(module)
+    expected[2] = 0
+    with torch.no_grad():
+        looked_up = module(torch.tensor([2], device=module.weight.device))
+    assert_same_bytes(looked_up.cpu(), expected[2:3])
+    assert_same_bytes(rows_of(module), expected)
+
+
+@over_the_states
+def test_a_write_to_a_held_row_is_seen_by_its_next_lookup(
+    module: speedtorch.Embedding, state: Callable[[Module], None]
+) -> None:
+    state(module)
+    with torch.no_grad():
+        module.weight[3].fill_(9)
+    ids = torch.tensor([3], device=module.weight.device)
+    assert_same_bytes(module(ids).detach().cpu(), torch.full((1, WIDTH), 9.0))
+    assert_same_bytes(rows_of(module)[3], torch.full((WIDTH,), 9.0))
+
+
+def whole_uniform(module: Module) -> None:
+    module.weight.data.uniform_(-0.5, -0.25)
+
+
+def whole_normal(module: Module) -> None:
+    module.weight.data.normal_(-100.0, 0.01)
+
+
+def whole_xavier(module: Module) -> None:
+    nn.init.xavier_uniform_(module.weight)
+
+
+def whole_truncated(module: Module) -> None:
+    nn.init.trunc_normal_(module.weight, -50.0, 1.0, -55.0, -45.0)
+
+
+def whole_constant(module: Module) -> None:
+    nn.init.constant_(module.weight, -7.0)
+
+
+def whole_zeros(module: Module) -> None:
+    nn.init.zeros_(module.weight)
+
+
+def whole_zero_of_data(module: Module) -> None:
+    module.weight.data.zero_()
+
+
+def whole_fill(module: Module) -> None:
+    with torch.no_grad():
+        module.weight.fill_(-7.0)
+
+
+def whole_copy(module: Module) -> None:
+    module.weight.data.copy_(torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH))
+
+
+def whole_normal_of_init(module: Module) -> None:
+    nn.init.normal_(module.weight, mean=-100.0, std=0.01)
+
+
+def within(low: float, high: float) -> Callable[[Tensor], bool]:
+    return lambda rows: bool(((rows >= low) & (rows <= high)).all())
+
+
+BOUND = (6 / (ROWS + WIDTH)) ** 0.5
+WHOLES: list[tuple[Callable[[Module], None], Callable[[Tensor], bool], bool]] = [
+    (whole_uniform, within(-0.5, -0.25), True),
+    (whole_normal, within(-101.0, -99.0), True),
+    (whole_normal_of_init, within(-101.0, -99.0), True),
+    (whole_xavier, within(-BOUND, BOUND), True),
+    (whole_truncated, within(-55.0, -45.0), True),
+    (whole_constant, within(-7.0, -7.0), False),
+    (whole_fill, within(-7.0, -7.0), False),
+    (whole_zeros, within(0.0, 0.0), False),
+    (whole_zero_of_data, within(0.0, 0.0), False),
+    (whole_copy, lambda rows: rows.flatten().tolist() == list(range(ROWS * WIDTH)), True),
+]
+
+
+@pytest.mark.parametrize(
+    ("write", "holds", "varies"), WHOLES, ids=[write.__name__ for write, *_ in WHOLES]
+)
+@over_the_states
+def test_initialising_in_place_acts_on_the_whole_table(
+    module: speedtorch.Embedding,
+    state: Callable[[Module], None],
+    write: Callable[[Module], None],
+    holds: Callable[[Tensor], bool],
+    varies: bool,
+) -> None:
+    state(module)
+    write(module)
+    ids = torch.arange(ROWS, device=module.weight.device)
+    with torch.no_grad():
+        looked_up = module(ids).cpu()
+    assert holds(looked_up)
+    assert_same_bytes(rows_of(module), looked_up)
+    assert (len(looked_up.unique()) > ROWS) == varies
+    module.zero_grad()
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    held(module)
+    sgd.step()
+    assert_same_bytes(rows_of(module), after(looked_up))
+
+
+@over_the_states
+def test_multiplying_in_place_acts_on_the_whole_table(
+    module: speedtorch.Embedding, state: Callable[[Module], None]
+) -> None:
+    state(module)
+    expected = rows_of(module) * 0.5
+    module.weight.data.mul_(0.5)
+    assert_same_bytes(rows_of(module), expected)
+    module.weight.data.mul_(2.0).mul_(0.5)
+    assert_same_bytes(rows_of(module), expected)
+
+
+def test_a_copy_of_another_shape_is_refused(module: speedtorch.Embedding) -> None:
+    before = rows_of(module)
+    with pytest.raises(RuntimeError):
+        module.weight.data.copy_(torch.zeros(3, WIDTH))
+    assert_same_bytes(rows_of(module), before)
+
+
+def test_numbers_follow_the_seed() -> None:
+    drawn = []
+    for _ in range(2):
+        module = speedtorch.Embedding(ROWS, WIDTH)
+        torch.manual_seed(5)
+        module.weight.data.uniform_(-1, 1)
+        drawn.append(rows_of(module))
+    assert_same_bytes(drawn[0], drawn[1])
+
+
+def test_the_state_stays_where_the_rows_are_initialised_anew(module: speedtorch.Embedding) -> None:
+    adam = optim.Adam(module.parameters(), lr=0.1)
+    speedtorch.attach(adam, module)
+    held(module)
+    adam.step()
+    state = copy.deepcopy(adam.state_dict()["state"][0])
+    nn.init.zeros_(module.weight)
+    found = adam.state_dict()["state"][0]
+    for name, value in state.items():
+        assert torch.equal(found[name], value)
+    assert not bool(rows_of(module).any())
+
+
+# ------------------------------------------------------------------------------------------------
+# Models
+
+
+def init_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        module.weight.data.normal_(mean=3.0, std=0.01)
+        if module.padding_idx is not None:
+            module.weight.data[module.padding_idx].zero_()
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_a_models_init_function_finds_and_initialises_the_table(make: type[Module]) -> None:
+    model = nn.Sequential(nn.ModuleDict({"rows": make(ROWS, WIDTH, padding_idx=5)}))
+    model.apply(init_weights)
+    rows = rows_of(model[0]["rows"])
+    assert not bool(rows[5].any())
+    others = rows[[row for row in range(ROWS) if row != 5]]
+    assert bool((others > 2.5).all()) and len(others.unique()) > ROWS
+
+
+@pytest.fixture
+def huge() -> speedtorch.Embedding:
+    """A table of 4 GiB, of which nobody has used a row."""
+    return speedtorch.Embedding(1 << 24, 64)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/status") as status:
+        line = next(each for each in status if each.startswith("VmRSS:"))
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        whole_uniform,
+        whole_normal,
+        whole_xavier,
+        whole_truncated,
+        whole_constant,
+        whole_zeros,
+        init_weights,
+    ],
+)
+def test_initialising_an_untouched_table_takes_no_memory(
+    huge: speedtorch.Embedding, write: Callable[[Module], None]
+) -> None:
+    before = resident_bytes()
+    write(huge)
+    write(huge)  # the last one counts
+    assert huge.weight.shape == (1 << 24, 64)
+    assert resident_bytes() - before < 64 << 20
