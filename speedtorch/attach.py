@@ -146,7 +146,8 @@ def _attach_rows(
         raise ValueError(
             f"{type(optimizer).__name__} has the state of {max(counts)} rows of {rows.name}, which"
             f" has {rows.store.rows}: it is a copy of an attached optimizer, which has the state of"
-            " held rows alone; build a new optimizer, attach it, and load the original's state_dict()"
+            " held rows alone; build a new optimizer, attach it, and load the original's"
+            " state_dict()"
         )
     if was_loaded:
         state.check(loaded)
