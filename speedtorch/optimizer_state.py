@@ -19,7 +19,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -120,7 +120,8 @@ def learn_state(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
 def _kept_random(parameter: Tensor) -> Iterator[None]:
     """Random generators stay as they are; a default device of the user's makes no state."""
     devices = [parameter.device] if parameter.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.device("cpu"):
+    on_meta = torch.get_default_device().type == "meta"
+    with torch.random.fork_rng(devices=devices), torch.device("cpu") if on_meta else nullcontext():
         yield
 
 

@@ -119,10 +119,10 @@ class PlannedBatch:
             self._known_counts = self._counted.read()
         counts = self._known_counts
         if counts[_STATUS_BAD]:
+            bad, at, id = (counts[n] for n in (_STATUS_BAD, _STATUS_BAD_POSITION, _STATUS_BAD_ID))
             raise IndexError(
-                f"{self._name}: id {counts[_STATUS_BAD_ID]} at position"
-                f" {counts[_STATUS_BAD_POSITION]} is out of range for a table of {self._rows} rows ({counts[_STATUS_BAD]} of {self._size}"
-                " ids are out of range); no row was moved"
+                f"{self._name}: id {id} at position {at} is out of range for a table of"
+                f" {self._rows} rows ({bad} of {self._size} ids are out of range); no row was moved"
             )
         return counts
 
