@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from speedtorch.batch_ids import check_ids
 from speedtorch.optimizer_steps import watch_steps
-from speedtorch.row_arguments import Device, Rows
+from speedtorch.row_arguments import (
+    Device,
+    Rows,
+    check_device,
+    check_values,
+    check_way,
+    refuse_graph,
+)
 from speedtorch.row_store import Draw, RowStore
 from speedtorch.row_weight import as_plain
 from speedtorch.table import HostTable
@@ -28,6 +35,8 @@ class RowModule(nn.Module):
 
     weight: Any
     sparse: bool
+    _wanted: torch.dtype | None = None
+    """The dtype that somebody has asked the rows to have, which they do not take."""
 
     @torch.inference_mode(False)  # or nothing made here could ever be written to
     def __init__(
@@ -43,6 +52,7 @@ class RowModule(nn.Module):
     ) -> None:
         nn.Module.__init__(self)
         name = type(self).__name__
+        check_device(name, device)
         if padding_idx is not None:
             padding_idx = operator.index(padding_idx)
             if not -num_embeddings <= padding_idx < num_embeddings:
@@ -57,6 +67,8 @@ class RowModule(nn.Module):
         expected = (num_embeddings, embedding_dim)
         if not (source is None or isinstance(source, Tensor | HostTable)):
             raise TypeError(f"_weight: expected a tensor, got {type(source).__name__}")
+        if isinstance(source, Tensor):
+            check_values("_weight", source)
         if isinstance(source, Tensor) and tuple(source.shape) != expected:
             raise ValueError(f"_weight: expected the shape {expected}, got {tuple(source.shape)}")
         if isinstance(source, HostTable):
@@ -165,8 +177,10 @@ class RowModule(nn.Module):
     # --------------------------------------------------------------------------------------------
 
     def _check_ids(self, ids: object) -> None:
+        name = type(self).__name__
+        check_way(name, ids, self._trains())
         self._check_use()
-        check_ids(type(self).__name__, ids)
+        check_ids(name, ids, RuntimeError)  # which torch raises for other numbers
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self.weight.requires_grad
@@ -191,6 +205,13 @@ class RowModule(nn.Module):
     def _check_use(self) -> None:
         parameter = self.trained_rows.parameter
         name = type(self).__name__
+        if self._wanted is not None:
+            raise TypeError(
+                f"{name}: its table stays {self.weight.dtype}, as another dtype would need a second"
+                f" table, and was asked to become {self._wanted}: call emb.to({self.weight.dtype})"
+                f" again (or .float() and the like), or build it with dtype={self._wanted}, and use"
+                " torch.autocast for mixed precision"
+            )
         if self._parameters.get("weight") is not parameter:
             raise RuntimeError(
                 f"{name}: its weight was replaced by another parameter; write to emb.table, or use"
@@ -212,26 +233,23 @@ class RowModule(nn.Module):
                 )
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
-        name = type(self).__name__
+        def move(tensor: Tensor) -> Tensor:
+            return fn(tensor).to(tensor.dtype)
+
+        name, dtype = type(self).__name__, self.weight.dtype
         with as_plain():
-            moved = fn(self.weight.detach()[:0])
+            moved = fn(self.weight.detach()[:0].to(self._wanted or dtype))
             if moved.is_cpu and moved.is_shared():  # type: ignore[no-untyped-call]
                 raise NotImplementedError(
                     f"{name}: its table cannot be shared once it is there; save it with"
                     " emb.table.save(path), and open that in the other processes"
                 )
-            if moved.dtype != self.weight.dtype:
-                raise TypeError(
-                    f"{name}: its table stays {self.weight.dtype}, as another dtype would need a"
-                    f" second table; build it with dtype={moved.dtype}, and use torch.autocast for"
-                    " mixed precision"
-                )
-            if moved.device.type not in ("cpu", "cuda"):
-                raise NotImplementedError(
-                    f"{name}: rows are held on the CPU or a GPU, not {moved.device}"
-                )
+            check_device(name, moved.device)
             if moved.device != self.weight.device:
-                self.trained_rows.moving(lambda: nn.Module._apply(self, fn, recurse))  # type: ignore[no-untyped-call]
+                self.trained_rows.moving(lambda: nn.Module._apply(self, move, recurse))  # type: ignore[no-untyped-call]
+            # torch has converted other layers by now: the next lookup says that this one is not,
+            # unless it is converted back before.
+            self._wanted = None if moved.dtype == dtype else moved.dtype
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -263,6 +281,11 @@ class RowModule(nn.Module):
         if not isinstance(value, Tensor):
             error_msgs.append(f"{key}: expected a tensor, got {type(value).__name__}.")
             return
+        try:
+            check_values(key, value)
+        except ValueError as error:
+            error_msgs.append(f"{error}.")
+            return
         if value.shape != expected:
             error_msgs.append(
                 f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from"
@@ -292,6 +315,9 @@ class RowModule(nn.Module):
             f"{type(self).__name__} is not pickled, as its table is in this process's memory: save"
             " model.state_dict(), or emb.table.save(path)"
         )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_graph(type(self).__name__)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise NotImplementedError(

@@ -41,8 +41,8 @@ _OF_HELD_ROWS = _names(
     " new_zeros new_ones new_full new_tensor new_empty_strided data_ptr untyped_storage"
     " storage_offset stride is_contiguous element_size get_device is_floating_point is_complex"
     " is_signed is_pinned is_shared is_set_to is_conj is_neg requires_grad_ retain_grad"
-    " register_hook register_post_accumulate_grad_hook has_names __hash__ result_type can_cast is_tensor"
-    " is_same_size is_distributed is_coalesced type_as_tensor"
+    " register_hook register_post_accumulate_grad_hook has_names __hash__ result_type can_cast"
+    " is_tensor is_same_size is_distributed is_coalesced type_as_tensor _is_view is_inference"
 )
 # Methods that give every element another value whatever it was, and those that change each by
 # itself: they are noted where the table has no memory yet.
