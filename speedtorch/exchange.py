@@ -132,10 +132,11 @@ class Exchange:
         now = self._now
         if now.ids.device != self.device:
             now = self._now = self._nothing(now.number + 1)  # moved, which lets all rows go first
-        with torch.inference_mode(False):  # or who holds rows next could not train them
-            self.show()
-            if now.owed is not None or (ahead and now.ahead):
-                self._send(ahead)
+        if not self._shown.shows(now) or now.owed is not None or (ahead and now.ahead):
+            with torch.inference_mode(False):  # or who holds rows next could not train them
+                self.show()
+                if now.owed is not None or (ahead and now.ahead):
+                    self._send(ahead)
         self._settle()
         return self._now
 
@@ -323,17 +324,19 @@ class Exchange:
         if batch is not None and told:
             self._extend(told)
 
-    def planned(self, parts: Sequence[Tensor]) -> PlannedBatch:
-        """A batch of these ids."""
-        return PlannedBatch(parts, self._store.rows, self.device, self._padding)
+    def planned(
+        self, parts: Sequence[Tensor], after: PlannedBatch | Tensor | None = None
+    ) -> PlannedBatch:
+        """A batch of these ids; see PlannedBatch."""
+        rows, device, padding = self._store.rows, self.device, self._padding
+        return PlannedBatch(parts, rows, device, padding, after=after, name=self._name)
 
     def _taken(self, batch: PlannedBatch, parts: Sequence[Tensor]) -> PlannedBatch | None:
         """The planned batch, if these are its ids, or parts of what it was planned with."""
         self._planning.join()
         batch.count()
         if any(batch.part_of(part) is None for part in parts):
-            rows, device = self._store.rows, self.device
-            asked = PlannedBatch(parts, rows, device, self._padding, after=batch.ids)
+            asked = self.planned(parts, batch.ids)
             if asked.held != batch.held or len(asked.arriving[0]):
                 return None  # a step holds the rows that its lookups name, and no others
         return batch
@@ -378,9 +381,7 @@ class Exchange:
 
     def _extend(self, parts: Sequence[Tensor]) -> None:
         """Holds more rows beside those that are held already."""
-        batch = PlannedBatch(
-            parts, self._store.rows, self.device, self._padding, after=self._now.ids
-        )
+        batch = self.planned(parts, self._now.ids)
         load, _ = batch.arriving
         if len(load) == 0:
             self._now = self._now._replace(batches=(*self._now.batches, batch))
@@ -497,7 +498,7 @@ class Exchange:
             after: the batch before it.
         """
         with self._planning.after_current(self.device):
-            batch = PlannedBatch(parts, self._store.rows, self.device, self._padding, after=after)
+            batch = self.planned(parts, after)
         if after is not None:
             after.following = batch
         return batch

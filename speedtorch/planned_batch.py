@@ -35,6 +35,7 @@ class PlannedBatch:
         device: where rows are held.
         padding: id of a row that is never trained, or None.
         after: the batch whose rows are held before this one's, or ids of held rows, ascending.
+        name: what errors call who looks them up.
 
     Raises:
         IndexError: rows are held on the CPU and an id is out of range; a GPU's are reported by
@@ -49,7 +50,9 @@ class PlannedBatch:
         padding: int | None = None,
         *,
         after: PlannedBatch | Tensor | None = None,
+        name: str = "ids",
     ) -> None:
+        self._name = name
         self._rows = rows
         self._padding = padding
         parts = parts or [torch.empty(0, dtype=torch.int64)]
@@ -60,7 +63,10 @@ class PlannedBatch:
         self._begins = [0, *accumulate(len(part) for part in flat)]
         # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
         # follows the distinct ids.
-        self.plan = plan_rows(index, rows)
+        try:
+            self.plan = plan_rows(index, rows)
+        except IndexError as error:
+            raise IndexError(str(error).replace("plan_rows", name, 1)) from None
         self.following: PlannedBatch | None = None
         """The batch that was planned after this one."""
         self._place: Tensor | None = None
@@ -114,7 +120,7 @@ class PlannedBatch:
         counts = self._known_counts
         if counts[_STATUS_BAD]:
             raise IndexError(
-                f"id {counts[_STATUS_BAD_ID]} at position {counts[_STATUS_BAD_POSITION]} is out of"
+                f"{self._name}: id {counts[_STATUS_BAD_ID]} at position {counts[_STATUS_BAD_POSITION]} is out of"
                 f" range for a table of {self._rows} rows ({counts[_STATUS_BAD]} of {self._size}"
                 " ids are out of range); no row was moved"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -85,6 +86,7 @@ class RowModule(nn.Module):
         self.trained_rows = TrainedRows(name, store, self.weight, padding_idx)
         if isinstance(source, Tensor):
             store.load("weight", source)
+        _outlive(self)
         watch_steps()
 
     @property
@@ -308,6 +310,7 @@ class RowModule(nn.Module):
             made.weight = nn.Parameter(held, requires_grad=self.weight.requires_grad)
         memo[id(self.weight)] = made.weight
         made.trained_rows = TrainedRows(type(self).__name__, store, made.weight, self.padding_idx)
+        _outlive(made)
         return made
 
     def __getstate__(self) -> NoReturn:
@@ -323,3 +326,8 @@ class RowModule(nn.Module):
         raise NotImplementedError(
             f"{type(self).__name__}: DataParallel would copy its rows to every GPU; use one GPU"
         )
+
+
+def _outlive(module: RowModule) -> None:
+    """Brings rows home when a module goes, whose table may stay with who gave or asked for it."""
+    weakref.finalize(module, module.trained_rows.bring_home).atexit = False
