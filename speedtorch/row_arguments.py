@@ -69,8 +69,9 @@ def check_device(name: str, device: Device) -> None:
     place = torch.get_default_device() if device is None else torch.device(device)
     if place.type not in ("cpu", "cuda"):
         raise NotImplementedError(
-            f"{name}: rows are held on the CPU or a GPU, not {place}; make it there (device='cpu'"
-            " or 'cuda'): its table takes no memory before its first use"
+            f"{name}: rows are held on the CPU or a GPU, not {place}: make it with"
+            " device='cpu' or 'cuda', whatever the other layers' is; its table takes no memory"
+            " before its first use"
         )
 
 

@@ -91,7 +91,10 @@ class RowModule(nn.Module):
 
     @property
     def table(self) -> HostTable:
-        """The HostTable with all rows and their state; it has them as they are now."""
+        """The HostTable with all rows and their state, as they are now.
+
+        Its methods bring held rows home first. Once it is closed, lookups raise ValueError.
+        """
         return self.trained_rows.table
 
     def init_(
@@ -150,7 +153,8 @@ class RowModule(nn.Module):
         """Lets the next lookup bring the rows of all lookups of its step.
 
         A step of several lookups then has one exchange. The optimizer's step changes every row that
-        was announced, as if it had been looked up. With several Embeddings announce to all of them
+        was announced, as if it had been looked up (a sparse gradient has it, too). With several
+        Embeddings announce to all of them
         before the first lookup: their ids are planned while nobody waits. Where lookups train
         nothing (no_grad, frozen rows) it does nothing.
 
@@ -158,7 +162,7 @@ class RowModule(nn.Module):
             *ids: Of any shape, on either device; the tensors that the lookups will be given.
 
         Raises:
-            TypeError: Ids are no tensors of integers.
+            TypeError: Ids are no tensors of integers, or as for a lookup.
             IndexError: An id is out of range; where rows are held on a GPU the next lookup says so.
         """
         self._check_use()
@@ -169,7 +173,7 @@ class RowModule(nn.Module):
                 self.trained_rows.announce(ids)
 
     def flush(self) -> None:
-        """Brings the table up to date, for who has a view of it on the CPU.
+        """Brings the table up to date, for who keeps a view of it; emb.table does so by itself.
 
         Raises:
             IndexError: An id that the GPU found out of range.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import NEEDS_GPU
 from reference import assert_same_bytes
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
@@ -102,7 +103,10 @@ def test_a_device_that_cannot_hold_rows_is_refused_by_the_constructor(
 
 @pytest.mark.parametrize("make", MODULES)
 def test_a_default_device_that_cannot_hold_rows_is_refused_by_the_constructor(make: Any) -> None:
-    with torch.device("meta"), pytest.raises(NotImplementedError, match="not meta; make it there"):
+    with (
+        torch.device("meta"),
+        pytest.raises(NotImplementedError, match="not meta: make it with device="),
+    ):
         make(ROWS, WIDTH)
     with torch.device("meta"):
         assert make(ROWS, WIDTH, device="cpu").weight.is_cpu
@@ -179,6 +183,18 @@ def test_a_model_that_is_converted_back_works_as_before(back: Any) -> None:
     sgd.step()
     changed = (model.words.table["weight"] != before).any(1)
     assert changed.nonzero().flatten().tolist() == [0, 1, 3]
+
+
+@NEEDS_GPU
+def test_a_model_that_moves_and_changes_its_dtype_at_once_moves_and_keeps_its_rows() -> None:
+    model = Model()
+    before = model.words.table["weight"].clone()
+    model.to("cuda", torch.float16)
+    assert model.words.weight.is_cuda and model.words.weight.dtype == torch.float32
+    with pytest.raises(TypeError, match="asked to become torch.float16"):
+        model(BAGS)
+    model.cpu().cuda().float()
+    assert torch.equal(model.words(IDS).detach().cpu(), before[IDS])
 
 
 def test_a_copy_of_a_model_of_a_refused_dtype_is_refused_as_well() -> None:
