@@ -82,7 +82,13 @@ class Lookups:
         return told.parts, told.plan
 
     def _hold(self, ids: Tensor) -> Placed:
-        (found,) = self.exchange.hold([ids], *self._told_now())
+        told = self._told_now()
+        try:
+            (found,) = self.exchange.hold([ids], *told)
+        except IndexError:
+            if told[0]:
+                self._told = None  # whose bad ids have been told now
+            raise
         self.exchange.looked_up()
         return found
 

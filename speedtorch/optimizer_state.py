@@ -19,7 +19,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -116,9 +116,12 @@ def learn_state(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
         return _Probe(optimizer, parameter, parameter.dtype).learn()
 
 
-def _kept_random(parameter: Tensor) -> AbstractContextManager[None]:
+@contextmanager
+def _kept_random(parameter: Tensor) -> Iterator[None]:
+    """Random generators stay as they are; a default device of the user's makes no state."""
     devices = [parameter.device] if parameter.device.type == "cuda" else []
-    return torch.random.fork_rng(devices=devices)
+    with torch.random.fork_rng(devices=devices), torch.device("cpu"):
+        yield
 
 
 def _refuse_unfit(optimizer: Optimizer, parameter: Tensor) -> None:

@@ -120,8 +120,8 @@ class PlannedBatch:
         counts = self._known_counts
         if counts[_STATUS_BAD]:
             raise IndexError(
-                f"{self._name}: id {counts[_STATUS_BAD_ID]} at position {counts[_STATUS_BAD_POSITION]} is out of"
-                f" range for a table of {self._rows} rows ({counts[_STATUS_BAD]} of {self._size}"
+                f"{self._name}: id {counts[_STATUS_BAD_ID]} at position"
+                f" {counts[_STATUS_BAD_POSITION]} is out of range for a table of {self._rows} rows ({counts[_STATUS_BAD]} of {self._size}"
                 " ids are out of range); no row was moved"
             )
         return counts

@@ -143,7 +143,10 @@ class RowModule(nn.Module):
         if "generator" in kwargs:
             raise TypeError("generator: every block of rows has its own; give seed= instead")
         seed = random_seed() if seed is None else seed
-        return Draw((lambda rows: function(rows, *args, **kwargs),), seed, padding)
+        # One that has no arguments is known by itself: no mode of torch has to look what it does.
+        given = args or kwargs
+        drawn = (lambda rows: function(rows, *args, **kwargs)) if given else function
+        return Draw((drawn,), seed, padding)
 
     def reset_parameters(self) -> None:
         """Draws all rows anew from N(0, 1); the padding's row becomes zero."""

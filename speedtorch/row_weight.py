@@ -207,19 +207,18 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
     ids = _looked_up(name, args, kwargs, rows.shape[0])
     if ids is not None and (trains or isinstance(ids, Tensor)):
         return _by_ids(rows, ids, trains)
-    if trains:
+    in_place = name in _OPERATORS or (name.endswith("_") and not name.startswith("__"))
+    if weight is not None and in_place and not trains and _changed(name, args, kwargs, rows):
+        return weight
+    if trains or _is_elsewhere((args, kwargs), weights[0]):
         raise RuntimeError(
             f"{rows.name}: {name}() of its weight would need all {rows.shape[0]:,} rows, of which a"
             " step holds few; use emb(ids), which is differentiable, for the rows of a batch, and"
             ' torch.no_grad() or emb.table["weight"] to read or write the whole table in host'
-            " memory"
+            " memory, with other tensors on the CPU"
         )
-    in_place = name in _OPERATORS or (name.endswith("_") and not name.startswith("__"))
-    if weight is not None and in_place:
-        if not _changed(name, args, kwargs, rows):
-            func(*tree_map(_table_of, args), **tree_map(_table_of, kwargs))
-        return weight
-    return func(*tree_map(_table_of, args), **tree_map(_table_of, kwargs))
+    answer = func(*tree_map(_table_of, args), **tree_map(_table_of, kwargs))
+    return weight if weight is not None and in_place else answer
 
 
 def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str, caller: Any) -> Any:
@@ -290,6 +289,15 @@ def _weights_among(given: Any) -> list[Tensor]:
     return [each for each in tree_leaves(given) if isinstance(each, RowWeight | _Whole)]
 
 
+def _is_elsewhere(given: Any, weight: Tensor) -> bool:
+    """Whether other tensors are on the GPU, where the table is not."""
+    with as_plain():
+        return weight.is_cuda and any(
+            isinstance(each, Tensor) and each.is_cuda and not isinstance(each, RowWeight | _Whole)
+            for each in tree_leaves(given)
+        )
+
+
 def _requires_grad(weight: Tensor) -> bool:
     with as_plain():
         return weight.requires_grad  # that of a _Whole is not
@@ -348,8 +356,8 @@ def _by_ids(rows: TableRows, ids: Any, trains: bool) -> Tensor:
 def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: TableRows) -> bool:
     """Whether a method has changed all rows, or they will be when somebody needs them."""
     numbers = {key: value for key, value in kwargs.items() if value is not None}
-    if name == "copy_" and isinstance(args[1], Tensor) and args[1].shape == rows.shape:
-        rows.load(args[1])
+    if name == "copy_" and isinstance(args[1], Tensor):
+        rows.load(args[1].expand(rows.shape))
         return True
     leaves = (*args[1:], *numbers.values())
     if name in _SUMS and isinstance(args[1], Tensor):

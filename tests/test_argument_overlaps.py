@@ -73,6 +73,8 @@ def test_every_pair_of_arguments_that_overlaps(device: str, name: str, begin: st
     for first, second in pairs_of(name, device):
         op, arguments = op_arguments(device)[name]
         tensors, written = tensors_of(arguments), are_written(op, arguments)
+        if device == "cuda" and not (written[first] or written[second]):
+            continue  # ids and plans that are none, which a GPU checks late, or not at all
         last = (tensors[first].numel() - 1) * 8
         at = {"the same byte": 0, "a number further": min(8, last), "the last number": last}[begin]
         tensors[first], tensors[second] = sharing(tensors[first], tensors[second], at)

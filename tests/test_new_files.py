@@ -107,6 +107,7 @@ def test_an_interrupt_between_two_switches_brings_the_first_file_back(
     assert snapshot(folder) == before
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="settrace tells of no instruction")
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=["one file", "two files"])
 @pytest.mark.parametrize("there", [True, False], ids=["old files", "no old files"])
 def test_an_interrupt_at_any_instruction_leaves_all_old_or_all_new_files(

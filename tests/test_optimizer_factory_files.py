@@ -119,6 +119,7 @@ def test_state_that_is_no_number_cannot_be_saved() -> None:
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for parameter in self.param_groups[0]["params"]:
                 self.state[parameter].setdefault("label", "mine")
+                parameter.sub_(parameter.grad, alpha=0.1)
 
     model, optimizer = build(lambda p: Labelled(p, lr=0.1))
     switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")

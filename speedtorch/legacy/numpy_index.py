@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.batch_ids import Indexes, all_within, flat_index
+from speedtorch.ops import pinned_gather, pinned_scatter
 
 __all__ = ["Index", "parts_of", "put_parts", "row_ids", "rows_around"]
 
@@ -70,7 +71,7 @@ def parts_of(data: Tensor, index: Index) -> Tensor:
     index = _for_numpy(index)
     if data.is_cuda:
         rows, index = rows_around(data, index)
-        data = data[rows].cpu()
+        data = pinned_gather(data, rows).cpu()
     return torch.from_numpy(np.array(_array(data)[index])).view(data.dtype)
 
 
@@ -81,9 +82,9 @@ def put_parts(data: Tensor, index: Index, values: Tensor) -> None:
         _array(data)[index] = held
         return
     rows, index = rows_around(data, index)
-    changed = data[rows].cpu()
+    changed = pinned_gather(data, rows).cpu()
     _array(changed)[index] = held
-    data[rows] = changed.to(data.device)
+    pinned_scatter(data, rows, changed.to(data.device))
 
 
 def rows_around(data: Tensor, index: Any) -> tuple[Tensor, tuple[npt.NDArray[Any], ...]]:
