@@ -157,9 +157,8 @@ class RowModule(nn.Module):
 
         A step of several lookups then has one exchange. The optimizer's step changes every row that
         was announced, as if it had been looked up (a sparse gradient has it, too). With several
-        Embeddings announce to all of them
-        before the first lookup: their ids are planned while nobody waits. Where lookups train
-        nothing (no_grad, frozen rows) it does nothing.
+        Embeddings announce to all of them before the first lookup: their ids are planned while
+        nobody waits. Where lookups train nothing (no_grad, frozen rows) it does nothing.
 
         Args:
             *ids: Of any shape, on either device; the tensors that the lookups will be given.
@@ -199,7 +198,7 @@ class RowModule(nn.Module):
         if self.sparse:
             return True
         # torch adds up the rows of a dense one in a tenth of the time on a GPU, but not in the same
-        # order; the swapper makes it sparse when the optimizer wants that.
+        # order; the step makes it sparse when the optimizer wants that.
         exact = self.weight.is_cpu or torch.are_deterministic_algorithms_enabled()
         return exact and self.trained_rows.takes_sparse
 
