@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
 
 import speedtorch
-from speedtorch import memory
+from speedtorch import memory, row_store
 
 ROWS, WIDTH = 1000, 8
 NBYTES = 4 * ROWS * WIDTH
@@ -17,7 +18,7 @@ NBYTES = 4 * ROWS * WIDTH
 @pytest.fixture
 def room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were memory for one and a half of these tables."""
-    gc.collect()  # modules of other tests, which have taken no memory
+    monkeypatch.setattr(row_store, "_waiting", weakref.WeakSet())  # without those of other tests
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * NBYTES // 2)
 
 
