@@ -26,8 +26,11 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
 
     From here on the optimizer sees the rows of a step and their state, and nothing else changes:
     the same step(), schedulers, scalers and state_dict(), which holds the state of all rows. Attach
-    before the first step and best before anything is loaded: the state becomes part of each row's
-    record, and rows that are there already move to a new table.
+    before the first use and before anything is loaded: the table then takes its memory once, with
+    the state as part of each row's record; rows that are there already move to a new table.
+
+    The module's state_dict() has a contiguous copy of the weight from then on, as safetensors and
+    accelerate need it, or where there is no room for one a strided view of the records.
 
     A step changes the rows that it has looked up, and there is one step count for all rows, as with
     torch.optim.SparseAdam. A momentum buffer starts as zeros (torch's SGD starts it as the first

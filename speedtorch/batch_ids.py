@@ -71,15 +71,15 @@ def _flat(indexes: Indexes) -> Tensor:
     return ids.to(torch.int64)
 
 
-def check_ids(name: str, ids: object) -> None:
-    """Raises TypeError unless these are ids as torch's embeddings take them."""
+def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
+    """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
     if not isinstance(ids, Tensor):
         raise TypeError(
             f"{name}: expected an int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor"
             " makes one"
         )
     if ids.dtype not in (torch.int64, torch.int32) or ids.layout != torch.strided:
-        raise TypeError(
+        raise numbers(
             f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
             f" {list(ids.shape)}"
         )

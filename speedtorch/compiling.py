@@ -13,6 +13,8 @@ __all__ = ["not_compiled"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+_REASON = "the number of held rows changes from step to step"
+
 
 def not_compiled(function: _Function) -> _Function:
     """Breaks a graph that torch.compile makes; costs nothing where none is made.
@@ -28,6 +30,8 @@ def not_compiled(function: _Function) -> _Function:
         2
     """
     broken = _disable_dynamo(function)
+    # What torch.compiler.disable(reason=) sets: who asks for one graph is told.
+    vars(broken).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
 
     @wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:

@@ -32,7 +32,22 @@ class Embedding(RowModule, nn.Embedding):
     for every optimizer: rows that a step does not look up stay, and there is one step count).
 
     Each row of a step is held once on the device, from its first lookup until the lookup that
-    follows the optimizer's step. A gradient that is left over then is dropped with the rows.
+    follows the optimizer's step. A gradient that is left over then is dropped with the rows; so are
+    rows that were looked up before a zero_grad(), if no step has followed. A lookup whose backward
+    has not run counts for the step for as long as Python or a graph keeps its result (a backward
+    that fails on the CPU keeps its graph in torch itself).
+
+    The weight stands for the whole table. C++ code that is given it, and who reaches its memory by
+    data_ptr(), cannot be told so and sees the held rows: give them emb.table["weight"]. For all
+    others its shape, numel() and len() are the table's, weight[ids] is a lookup, and torch.nn.init
+    and in-place methods change all rows, those of an untouched table when they are first needed.
+    Under torch.no_grad() and through weight.data other functions get the whole table, in host
+    memory; where gradients are asked they raise. The weight's grad is that of the held rows, and
+    torch.empty_like and the like give their shape, as optimizers need it: weight.data -= lr *
+    weight.grad steps them.
+
+    The table takes its memory when somebody first needs it. An exception in training (out of
+    memory, Ctrl-C) leaves every row as before the step or as after it, and training can go on.
 
     Args:
         num_embeddings: Rows.
@@ -47,17 +62,20 @@ class Embedding(RowModule, nn.Embedding):
         memory: The table's memory, as for HostTable.
 
     Attributes:
-        weight: The held rows `[n, embedding_dim]`; n changes from step to step.
-        table: The HostTable; current after flush().
+        weight: The parameter, which stands for all rows `[num_embeddings, embedding_dim]`.
+        table: The HostTable, which brings held rows home before it is read or written.
 
     Raises:
-        MemoryError: The machine has too little memory; nothing was taken.
+        MemoryError: The machine has too little memory for this table and those of other modules
+            that have yet to take theirs; nothing was taken.
+        NotImplementedError: Rows cannot be held on the device ("meta").
         ValueError: padding_idx is no row.
 
     Example:
         >>> embedding = Embedding(1_000_000, 8)
-        >>> embedding(torch.tensor([[4, 999_999], [4, 4]])).shape, embedding.weight.shape
-        (torch.Size([2, 2, 8]), torch.Size([2, 8]))
+        >>> embedding(torch.tensor([[4, 999_999], [4, 4]])).sum().backward()
+        >>> embedding.weight.shape, embedding.weight.grad.shape
+        (torch.Size([1000000, 8]), torch.Size([2, 8]))
     """
 
     def __init__(
@@ -103,8 +121,11 @@ class Embedding(RowModule, nn.Embedding):
             `[*input.shape, embedding_dim]` on the module's device.
 
         Raises:
-            TypeError: input is no tensor of integers.
+            TypeError: input is no tensor, or the module was asked to become of another dtype.
+            RuntimeError: input has other numbers than int32 or int64; the weight was replaced.
             IndexError: An id is out of range.
+            NotImplementedError: Within torch.export, torch.jit, ONNX export or torch.func.
+            ValueError: The table is closed.
         """
         with as_plain():
             self._check_ids(input)
@@ -166,7 +187,8 @@ class Embedding(RowModule, nn.Embedding):
             The Embedding.
 
         Raises:
-            ValueError: The rows have no two dimensions, or the file is broken.
+            ValueError: The rows have no two dimensions, are sparse or quantized, or the file is
+                broken.
             MemoryError: As for Embedding.
 
         Example:

@@ -43,11 +43,11 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         memory: The table's memory, as for HostTable.
 
     Attributes:
-        weight: The held rows `[n, embedding_dim]`; n changes from step to step.
-        table: The HostTable; current after flush().
+        weight: As for Embedding: it stands for all rows.
+        table: The HostTable, which brings held rows home before it is read or written.
 
     Raises:
-        MemoryError: The machine has too little memory; nothing was taken.
+        MemoryError, NotImplementedError: As for Embedding.
         ValueError: padding_idx is no row, or there is no such mode.
 
     Example:
@@ -105,16 +105,18 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
 
         Args:
             input: int32 or int64 ids, `[ids]` with offsets, or `[bags, ids]`, on either device.
-            offsets: Where each bag begins, `[bags]` (or one more with include_last_offset).
+            offsets: Where each bag begins, `[bags]` integers (one more with include_last_offset).
             per_sample_weights: A factor for each id, with mode="sum" only.
 
         Returns:
             `[bags, embedding_dim]` on the module's device.
 
         Raises:
-            TypeError: input, offsets or per_sample_weights is no tensor, or not of such numbers.
+            TypeError: input, offsets or per_sample_weights is no tensor, or as for Embedding.
+            ValueError: Shapes do not fit, or offsets are missing; no row has moved.
+            RuntimeError: Dtypes or the values of offsets do not fit; no row has moved.
+            NotImplementedError: per_sample_weights with another mode, or as for Embedding.
             IndexError: An id is out of range.
-            ValueError: Shapes or offsets do not fit; no row has moved.
         """
         with as_plain():
             self._check_ids(input)
@@ -186,7 +188,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             The EmbeddingBag.
 
         Raises:
-            ValueError: The rows have no two dimensions, or the file is broken.
+            ValueError: As for Embedding.from_pretrained.
             MemoryError: As for EmbeddingBag.
 
         Example:

@@ -108,8 +108,9 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     The loader is read two batches ahead: while a batch is trained, the rows of the next come from
     the table and those of the last go back, beside the GPU's other work; rows that the current
     batch changes are taken from their new values. The numbers are the same as without. An error of
-    the loader, or of ids on the CPU, is raised when the batches before it are through. Iterate and
-    train on one stream.
+    the loader, or of ids on the CPU, is raised when the batches before it are through. A loop that
+    is left by a break or an exception brings home what had arrived ahead; another may follow.
+    Iterate and train on one stream.
 
     Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
     but are looked for, and the host waits for that.

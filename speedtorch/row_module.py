@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from speedtorch.batch_ids import check_ids
 from speedtorch.optimizer_steps import watch_steps
-from speedtorch.row_arguments import Device, Rows
+from speedtorch.row_arguments import (
+    Device,
+    Rows,
+    check_device,
+    check_values,
+    check_way,
+    refuse_graph,
+)
 from speedtorch.row_store import Draw, RowStore
 from speedtorch.row_weight import as_plain
 from speedtorch.table import HostTable
@@ -29,6 +36,8 @@ class RowModule(nn.Module):
 
     weight: Any
     sparse: bool
+    _wanted: torch.dtype | None = None
+    """The dtype that somebody has asked the rows to have, which they do not take."""
 
     @torch.inference_mode(False)  # or nothing made here could ever be written to
     def __init__(
@@ -44,6 +53,7 @@ class RowModule(nn.Module):
     ) -> None:
         nn.Module.__init__(self)
         name = type(self).__name__
+        check_device(name, device)
         if padding_idx is not None:
             padding_idx = operator.index(padding_idx)
             if not -num_embeddings <= padding_idx < num_embeddings:
@@ -58,6 +68,8 @@ class RowModule(nn.Module):
         expected = (num_embeddings, embedding_dim)
         if not (source is None or isinstance(source, Tensor | HostTable)):
             raise TypeError(f"_weight: expected a tensor, got {type(source).__name__}")
+        if isinstance(source, Tensor):
+            check_values("_weight", source)
         if isinstance(source, Tensor) and tuple(source.shape) != expected:
             raise ValueError(f"_weight: expected the shape {expected}, got {tuple(source.shape)}")
         if isinstance(source, HostTable):
@@ -79,7 +91,10 @@ class RowModule(nn.Module):
 
     @property
     def table(self) -> HostTable:
-        """The HostTable with all rows and their state; it has them as they are now."""
+        """The HostTable with all rows and their state, as they are now.
+
+        Its methods bring held rows home first. Once it is closed, lookups raise ValueError.
+        """
         return self.trained_rows.table
 
     def init_(
@@ -128,7 +143,10 @@ class RowModule(nn.Module):
         if "generator" in kwargs:
             raise TypeError("generator: every block of rows has its own; give seed= instead")
         seed = random_seed() if seed is None else seed
-        return Draw((lambda rows: function(rows, *args, **kwargs),), seed, padding)
+        # One that has no arguments is known by itself: no mode of torch has to look what it does.
+        given = args or kwargs
+        drawn = (lambda rows: function(rows, *args, **kwargs)) if given else function
+        return Draw((drawn,), seed, padding)
 
     def reset_parameters(self) -> None:
         """Draws all rows anew from N(0, 1); the padding's row becomes zero."""
@@ -138,15 +156,15 @@ class RowModule(nn.Module):
         """Lets the next lookup bring the rows of all lookups of its step.
 
         A step of several lookups then has one exchange. The optimizer's step changes every row that
-        was announced, as if it had been looked up. With several Embeddings announce to all of them
-        before the first lookup: their ids are planned while nobody waits. Where lookups train
-        nothing (no_grad, frozen rows) it does nothing.
+        was announced, as if it had been looked up (a sparse gradient has it, too). With several
+        Embeddings announce to all of them before the first lookup: their ids are planned while
+        nobody waits. Where lookups train nothing (no_grad, frozen rows) it does nothing.
 
         Args:
             *ids: Of any shape, on either device; the tensors that the lookups will be given.
 
         Raises:
-            TypeError: Ids are no tensors of integers.
+            TypeError: Ids are no tensors of integers, or as for a lookup.
             IndexError: An id is out of range; where rows are held on a GPU the next lookup says so.
         """
         self._check_use()
@@ -157,7 +175,7 @@ class RowModule(nn.Module):
                 self.trained_rows.announce(ids)
 
     def flush(self) -> None:
-        """Brings the table up to date, for who has a view of it on the CPU.
+        """Brings the table up to date, for who keeps a view of it; emb.table does so by itself.
 
         Raises:
             IndexError: An id that the GPU found out of range.
@@ -167,8 +185,10 @@ class RowModule(nn.Module):
     # --------------------------------------------------------------------------------------------
 
     def _check_ids(self, ids: object) -> None:
+        name = type(self).__name__
+        check_way(name, ids, self._trains())
         self._check_use()
-        check_ids(type(self).__name__, ids)
+        check_ids(name, ids, RuntimeError)  # which torch raises for other numbers
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self.weight.requires_grad
@@ -178,7 +198,7 @@ class RowModule(nn.Module):
         if self.sparse:
             return True
         # torch adds up the rows of a dense one in a tenth of the time on a GPU, but not in the same
-        # order; the swapper makes it sparse when the optimizer wants that.
+        # order; the step makes it sparse when the optimizer wants that.
         exact = self.weight.is_cpu or torch.are_deterministic_algorithms_enabled()
         return exact and self.trained_rows.takes_sparse
 
@@ -193,6 +213,13 @@ class RowModule(nn.Module):
     def _check_use(self) -> None:
         parameter = self.trained_rows.parameter
         name = type(self).__name__
+        if self._wanted is not None:
+            raise TypeError(
+                f"{name}: its table stays {self.weight.dtype}, as another dtype would need a second"
+                f" table, and was asked to become {self._wanted}: call emb.to({self.weight.dtype})"
+                f" again (or .float() and the like), or build it with dtype={self._wanted}, and use"
+                " torch.autocast for mixed precision"
+            )
         if self._parameters.get("weight") is not parameter:
             raise RuntimeError(
                 f"{name}: its weight was replaced by another parameter; write to emb.table, or use"
@@ -214,26 +241,23 @@ class RowModule(nn.Module):
                 )
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
-        name = type(self).__name__
+        def move(tensor: Tensor) -> Tensor:
+            return fn(tensor).to(tensor.dtype)
+
+        name, dtype = type(self).__name__, self.weight.dtype
         with as_plain():
-            moved = fn(self.weight.detach()[:0])
+            moved = fn(self.weight.detach()[:0].to(self._wanted or dtype))
             if moved.is_cpu and moved.is_shared():  # type: ignore[no-untyped-call]
                 raise NotImplementedError(
                     f"{name}: its table cannot be shared once it is there; save it with"
                     " emb.table.save(path), and open that in the other processes"
                 )
-            if moved.dtype != self.weight.dtype:
-                raise TypeError(
-                    f"{name}: its table stays {self.weight.dtype}, as another dtype would need a"
-                    f" second table; build it with dtype={moved.dtype}, and use torch.autocast for"
-                    " mixed precision"
-                )
-            if moved.device.type not in ("cpu", "cuda"):
-                raise NotImplementedError(
-                    f"{name}: rows are held on the CPU or a GPU, not {moved.device}"
-                )
+            check_device(name, moved.device)
             if moved.device != self.weight.device:
-                self.trained_rows.moving(lambda: nn.Module._apply(self, fn, recurse))  # type: ignore[no-untyped-call]
+                self.trained_rows.moving(lambda: nn.Module._apply(self, move, recurse))  # type: ignore[no-untyped-call]
+            # torch has converted other layers by now: the next lookup says that this one is not,
+            # unless it is converted back before.
+            self._wanted = None if moved.dtype == dtype else moved.dtype
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -265,6 +289,11 @@ class RowModule(nn.Module):
         if not isinstance(value, Tensor):
             error_msgs.append(f"{key}: expected a tensor, got {type(value).__name__}.")
             return
+        try:
+            check_values(key, value)
+        except ValueError as error:
+            error_msgs.append(f"{error}.")
+            return
         if value.shape != expected:
             error_msgs.append(
                 f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from"
@@ -295,6 +324,9 @@ class RowModule(nn.Module):
             f"{type(self).__name__} is not pickled, as its table is in this process's memory: save"
             " model.state_dict(), or emb.table.save(path)"
         )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_graph(type(self).__name__)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise NotImplementedError(

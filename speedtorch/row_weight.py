@@ -28,6 +28,11 @@ _ZERO_GRAD = {
     inspect.unwrap(each).__code__ for each in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
 }
 
+# The one function of torch.nn.init that hands its tensor on without telling a subclass.
+_TRUNCATED = inspect.unwrap(
+    getattr(nn.init, "_no_grad_trunc_normal_", nn.init.trunc_normal_)
+).__code__
+
 
 def _names(listed: str) -> frozenset[str]:
     return frozenset(listed.split())
@@ -42,7 +47,7 @@ _OF_HELD_ROWS = _names(
     " storage_offset stride is_contiguous element_size get_device is_floating_point is_complex"
     " is_signed is_pinned is_shared is_set_to is_conj is_neg requires_grad_ retain_grad"
     " register_hook register_post_accumulate_grad_hook has_names __hash__ result_type can_cast"
-    " is_tensor is_same_size is_distributed is_coalesced type_as_tensor"
+    " is_tensor is_same_size is_distributed is_coalesced type_as_tensor _is_view is_inference"
 )
 # Methods that give every element another value whatever it was, and those that change each by
 # itself: they are noted where the table has no memory yet.
@@ -93,14 +98,14 @@ class TableRows(Protocol):
 class RowWeight(nn.Parameter):
     """A parameter that stands for all rows of a table and has the memory of the held ones.
 
+    What torch does not tell of cannot be caught: C++ code that is given the tensor, and memory
+    that is reached by data_ptr(), are those of the held rows. Give them emb.table["weight"].
+
     shape, size(), numel() and len() are the table's, except within an optimizer's step(); grad is
     the gradient of the held rows; *_like and new_* give tensors for the held rows, as optimizers
     keep them. weight[ids] looks rows up. Functions of torch.nn.init and in-place methods change all
     rows; an untouched table only notes them. Without gradients (torch.no_grad(), weight.data,
     frozen rows) other functions get the table as it is in host memory; with gradients they raise.
-
-    What torch does not tell of cannot be caught: C++ code that is given the tensor, and memory
-    that is reached by data_ptr().
     """
 
     _rows: weakref.ref[Any]
@@ -110,7 +115,7 @@ class RowWeight(nn.Parameter):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answers a function of torch that was given the weight."""
-        return _answer(func, tuple(args), kwargs or {}, sys._getframe(1).f_code)
+        return _answer(func, tuple(args), kwargs or {}, sys._getframe(1))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """The held rows as a parameter of their own; copy the module to copy the table."""
@@ -176,7 +181,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
         func: the function; of a property its __get__ or __set__.
         args: what it was given.
         kwargs: what it was given by name.
-        caller: the code that called it.
+        caller: the frame that called it.
     """
     name = getattr(func, "__name__", str(func))
     if getattr(func, "__module__", "") == nn.init.__name__:
@@ -191,6 +196,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
             return _extent(name, _rows_of(weight).shape, args, kwargs)
         elif name == "detach":
             return _whole(weight)
+    if caller.f_code is _TRUNCATED:
+        return _truncated(func, name, args, kwargs, caller.f_locals)
     weights = _weights_among((args, kwargs))
     if name in _OF_HELD_ROWS or not weights:
         with as_plain():
@@ -232,7 +239,7 @@ def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str, ca
         if attribute == "nbytes":
             return math.prod(rows.shape) * int(weight.element_size())
         if attribute == "grad":
-            zeroes = caller in _ZERO_GRAD
+            zeroes = caller.f_code in _ZERO_GRAD
             rows.before_gradient(to_zero=zeroes)
             with as_plain():
                 gradient = func(*args)
@@ -254,6 +261,19 @@ def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     else:
         _rows_of(weight).draw(lambda tensor: func(tensor, **numbers), anew=True)
     return weight
+
+
+def _truncated(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
+) -> Any:
+    """What trunc_normal_ gets within itself: its first write is that of all rows, its last one."""
+    if isinstance(args[0], RowWeight | _Whole) and name.endswith("_"):
+        if name in ("normal_", "uniform_"):
+            own = {key: given.get(key) for key in ("mean", "std", "a", "b", "generator")}
+            _initialised(nn.init.trunc_normal_, args[:1], own)
+        return args[0]
+    with as_plain():
+        return func(*args, **kwargs)
 
 
 def _extent(name: str, shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

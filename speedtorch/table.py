@@ -28,9 +28,11 @@ class HostTable(Initialisers):
     first. `table["weight"]` is the weight of all rows, `[rows, *dim]`, a strided view of the
     records that shares their memory; `table.record` is everything, `[rows, columns]`.
 
-    The GPU writes to the table on its own time: read a view on the CPU after `flush()`. In a forked
-    child (a DataLoader worker) managed memory cannot be used and every method says so;
-    memory="registered" can, and a spawned process opens a saved table by its name.
+    Rows that a module's step holds come home before any method, `table["weight"]` or `table.record`
+    gives or takes rows. Who keeps a view calls `flush()` before reading it, for that reason and as
+    the GPU writes to the table on its own time. In a forked child (a DataLoader worker) managed
+    memory cannot be used and every method says so; memory="registered" can, and a spawned process
+    opens a saved table by its name.
 
     Args:
         rows: Number of rows.

@@ -537,6 +537,14 @@ def whole_truncated(module: Module) -> None:
     nn.init.trunc_normal_(module.weight, -50.0, 1.0, -55.0, -45.0)
 
 
+def whole_truncated_at_a_tail(module: Module) -> None:
+    nn.init.trunc_normal_(module.weight.data, 0.0, 1.0, 1.0, 1.5)
+
+
+def whole_truncated_often(module: Module) -> None:
+    nn.init.trunc_normal_(module.weight, 0.0, 1.0, -0.5, 0.5)
+
+
 def whole_constant(module: Module) -> None:
     nn.init.constant_(module.weight, -7.0)
 
@@ -573,6 +581,8 @@ WHOLES: list[tuple[Callable[[Module], None], Callable[[Tensor], bool], bool]] = 
     (whole_normal_of_init, within(-101.0, -99.0), True),
     (whole_xavier, within(-BOUND, BOUND), True),
     (whole_truncated, within(-55.0, -45.0), True),
+    (whole_truncated_at_a_tail, within(1.0, 1.5), True),
+    (whole_truncated_often, within(-0.5, 0.5), True),
     (whole_constant, within(-7.0, -7.0), False),
     (whole_fill, within(-7.0, -7.0), False),
     (whole_zeros, within(0.0, 0.0), False),
@@ -689,6 +699,8 @@ def resident_bytes() -> int:
         whole_normal,
         whole_xavier,
         whole_truncated,
+        whole_truncated_at_a_tail,
+        whole_truncated_often,
         whole_constant,
         whole_zeros,
         init_weights,

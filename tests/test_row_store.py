@@ -1,0 +1,68 @@
+"""When a table takes its memory, what is refused before that, and what is saved of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import speedtorch
+from speedtorch import memory, row_store
+
+ROWS, WIDTH = 1000, 8
+NBYTES = 4 * ROWS * WIDTH
+
+
+@pytest.fixture
+def room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were memory for one and a half of these tables."""
+    monkeypatch.setattr(row_store, "_waiting", weakref.WeakSet())  # without those of other tests
+    monkeypatch.setattr(memory, "available_bytes", lambda: 3 * NBYTES // 2)
+
+
+@pytest.mark.usefixtures("room_for_one")
+def test_modules_that_have_yet_to_take_their_memory_count() -> None:
+    first = speedtorch.Embedding(ROWS, WIDTH)
+    with pytest.raises(
+        MemoryError, match=r"EmbeddingBag: .* needs 32,000 bytes .* have yet to be used need 32,000"
+    ):
+        speedtorch.EmbeddingBag(ROWS, WIDTH)
+    del first
+    gc.collect()
+    assert speedtorch.EmbeddingBag(ROWS, WIDTH).table.rows == ROWS
+
+
+@pytest.mark.usefixtures("room_for_one")
+def test_a_table_that_was_refused_counts_no_more() -> None:
+    for _ in range(3):
+        with pytest.raises(MemoryError, match="needs 64,000 bytes .* have yet to be used need 0"):
+            speedtorch.Embedding(2 * ROWS, WIDTH)
+    speedtorch.Embedding(ROWS, WIDTH)
+
+
+def attached() -> speedtorch.Embedding:
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    optimizer = torch.optim.Adam(embedding.parameters())
+    speedtorch.attach(optimizer, embedding)
+    embedding(torch.tensor([3, 7])).sum().backward()
+    optimizer.step()
+    return embedding
+
+
+def test_an_attached_modules_state_dict_has_a_contiguous_copy_of_the_weight() -> None:
+    embedding = attached()
+    saved = embedding.state_dict()["weight"]
+    assert saved.is_contiguous() and torch.equal(saved, embedding.table["weight"])
+    assert saved.untyped_storage().nbytes() == NBYTES
+    saved.zero_()
+    assert bool(embedding.table["weight"].any())
+
+
+@pytest.mark.usefixtures("room_for_one")
+def test_without_room_for_a_copy_it_has_a_view_of_the_records() -> None:
+    embedding = attached()
+    saved = embedding.state_dict()["weight"]
+    assert saved.stride() == (3 * WIDTH, 1)
+    assert saved.data_ptr() == embedding.table["weight"].data_ptr()
