@@ -95,6 +95,7 @@ class Lines:
     def __enter__(self) -> Lines:
         # A device's own thread for backwards is none that Python can trace.
         self._grad = torch.is_grad_enabled()
+        self._functions = torch._C._get_torch_function_state()
         self._one_thread = torch.autograd.set_multithreading_enabled(False)
         self._before = sys.gettrace()
         sys.settrace(self._call)
@@ -109,6 +110,7 @@ class Lines:
         sys.settrace(self._before)
         self._one_thread.__exit__(None, None, None)
         torch.set_grad_enabled(self._grad)  # torch may not have come to that
+        torch._C._set_torch_function_state(self._functions)  # nor to the end of a `with`
         self.came_out = self.raised is not None and error is self.raised
         if self.came_out:
             assert error is not None
