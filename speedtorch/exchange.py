@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -85,12 +85,9 @@ class Exchange:
         self._due: PlannedBatch | None = None
         """The batch of a loop that the next step may take."""
         self._loop: weakref.ref[object] | None = None
-        self._now = self._nothing(0)
-
-    @property
-    def device(self) -> torch.device:
+        self.device = shown.parameter.device
         """Where rows are held."""
-        return self._shown.parameter.device
+        self._now = self._nothing(0)
 
     @property
     def now(self) -> Step:
@@ -130,8 +127,6 @@ class Exchange:
             The step.
         """
         now = self._now
-        if now.ids.device != self.device:
-            now = self._now = self._nothing(now.number + 1)  # moved, which lets all rows go first
         if not self._shown.shows(now) or now.owed is not None or (ahead and now.ahead):
             with torch.inference_mode(False):  # or who holds rows next could not train them
                 self.show()
@@ -158,6 +153,8 @@ class Exchange:
         Returns:
             Whether an optimizer has stepped them.
         """
+        if self._call is None and not self._shown.was_changed():
+            return False
         now, written, stepped = self._now, self._shown.was_written(), False
         left = False
         if self._call is not None:
@@ -431,11 +428,14 @@ class Exchange:
         if now.newer or (changes and not now.stale):
             self._now = now._replace(newer=False, stale=now.stale or changes)
 
-    def let_go(self) -> None:
-        """Brings all rows home and holds none any more."""
-        self.bring_home()
-        self._now = self._nothing(self._now.number + 1)
-        self.complete()
+    def moving(self, move: Callable[[], object]) -> None:
+        """Holds no row while the parameter is moved to another device."""
+        for step in (lambda: None, move):
+            self.bring_home()
+            step()
+            self.device = self._shown.parameter.device
+            self._now = self._nothing(self._now.number + 1)
+            self.complete()
 
     # --------------------------------------------------------------------------------------------
     # Gradients and the optimizer's step
@@ -472,7 +472,7 @@ class Exchange:
             gradient = parameter.grad = None
         state = self._shown.state
         if state is not None and state.sparse and gradient is not None:
-            parameter.grad = sparse_of_all(gradient)
+            parameter.grad = sparse_of_all(gradient, self._store.numbers(now.ids))
         self._call = (call, now.number)
 
     def after_optimizer(self) -> bool:

@@ -73,13 +73,16 @@ def among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
     return more.index_copy_(0, places, gradient[: len(places)])
 
 
-def sparse_of_all(gradient: Tensor) -> Tensor:
-    """A gradient as a sparse one that names every row, also those that got none."""
-    rows = gradient.shape[0]
+def sparse_of_all(gradient: Tensor, every: Tensor) -> Tensor:
+    """A gradient as a sparse one that names every row, also those that got none.
+
+    Args:
+        gradient: of n rows, sparse or not.
+        every: 0 to n - 1.
+    """
     if gradient.is_sparse:
         summed = gradient.coalesce()
-        gradient = among_more(summed._values(), summed._indices()[0], rows)
-    every = torch.arange(rows, device=gradient.device)[None]
+        gradient = among_more(summed._values(), summed._indices()[0], len(every))
     return torch.sparse_coo_tensor(
-        every, gradient, gradient.shape, is_coalesced=True, check_invariants=False
+        every[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
     )

@@ -253,6 +253,22 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
 
 
 @_tells_of_memory
+def swap_placed(
+    host: Sequence[Tensor],
+    leaving: Sequence[Tensor],
+    evict: Tensor,
+    evict_places: Tensor,
+    arriving: Sequence[Tensor],
+    load: Tensor,
+    load_places: Tensor,
+) -> None:
+    """optimizer_state_swap with places, for who makes its arguments itself: lists, no gradients."""
+    _ops.optimizer_state_swap.placed(
+        host, leaving, evict, evict_places, arriving, load, load_places
+    )
+
+
+@_tells_of_memory
 def optimizer_state_swap(
     host: Sequence[Tensor],
     leaving: Sequence[Tensor],

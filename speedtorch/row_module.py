@@ -191,7 +191,7 @@ class RowModule(nn.Module):
         check_ids(name, ids, RuntimeError)  # which torch raises for other numbers
 
     def _trains(self) -> bool:
-        return torch.is_grad_enabled() and self.weight.requires_grad
+        return torch.is_grad_enabled() and self.trained_rows.trains
 
     def _gives_sparse(self) -> bool:
         """Whether autograd makes a sparse gradient."""
@@ -199,7 +199,7 @@ class RowModule(nn.Module):
             return True
         # torch adds up the rows of a dense one in a tenth of the time on a GPU, but not in the same
         # order; the step makes it sparse when the optimizer wants that.
-        exact = self.weight.is_cpu or torch.are_deterministic_algorithms_enabled()
+        exact = self.trained_rows.is_on_cpu or torch.are_deterministic_algorithms_enabled()
         return exact and self.trained_rows.takes_sparse
 
     def _rows_for(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from speedtorch import memory, record_layout
 from speedtorch.ops import (
-    optimizer_state_swap,
     pinned_copy,
     pinned_gather,
     pinned_scatter,
+    swap_placed,
     synchronize,
 )
 from speedtorch.placement import check_kind
@@ -344,17 +344,17 @@ class RowStore:
             evict_places: which rows of `leaving` they are; by default the first, in order.
             load_places: which rows of `arriving` they become; by default the first, in order.
         """
-        optimizer_state_swap(
+        swap_placed(
             [self.field(name) for name in names],
             leaving,
             evict,
+            self.numbers(evict) if evict_places is None else evict_places,
             arriving,
             load,
-            evict_places=self._numbers(evict) if evict_places is None else evict_places,
-            load_places=self._numbers(load) if load_places is None else load_places,
+            self.numbers(load) if load_places is None else load_places,
         )
 
-    def _numbers(self, ids: Tensor) -> Tensor:
+    def numbers(self, ids: Tensor) -> Tensor:
         """0 to n - 1 for n ids, of a tensor that is made once."""
         count = ids.shape[0]
         if self._order.shape[0] < count or self._order.device != ids.device:

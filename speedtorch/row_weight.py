@@ -12,6 +12,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ as_plain = torch._C.DisableTorchFunctionSubclass
 """Within it a RowWeight is the parameter that it is inside."""
 
 # What asks for a gradient that it may fill with zeros.
+_GRADIENT = torch.Tensor.grad
 _ZERO_GRAD = {
     inspect.unwrap(each).__code__ for each in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
 }
@@ -115,6 +117,8 @@ class RowWeight(nn.Parameter):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answers a function of torch that was given the weight."""
+        if getattr(func, "__self__", None) is _GRADIENT:  # what every step asks for
+            return _gradient(func, args, sys._getframe(1).f_code)
         return _answer(func, tuple(args), kwargs or {}, sys._getframe(1))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -238,16 +242,29 @@ def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str, ca
             return len(rows.shape)
         if attribute == "nbytes":
             return math.prod(rows.shape) * int(weight.element_size())
-        if attribute == "grad":
-            zeroes = caller.f_code in _ZERO_GRAD
-            rows.before_gradient(to_zero=zeroes)
-            with as_plain():
-                gradient = func(*args)
-                # A step of no row but the padding's has a gradient that norms cannot be taken of.
-                is_empty = gradient is not None and gradient.shape[0] == 0
-            return None if is_empty and not zeroes else gradient
     with as_plain():
         return func(*args)
+
+
+def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
+    """The gradient of the held rows, or another one for them.
+
+    Args:
+        func: the property's __get__ or __set__.
+        args: what it was given.
+        caller: the code that asks.
+    """
+    if len(args) > 1 and func.__name__ == "__set__":
+        _rows_of(args[0]).before_gradient(to_zero=False)
+        with as_plain():
+            return func(*args)
+    zeroes = caller in _ZERO_GRAD
+    _rows_of(args[0]).before_gradient(to_zero=zeroes)
+    with as_plain():
+        gradient = func(*args)
+        # A step of no row but the padding's has a gradient that norms cannot be taken of.
+        is_empty = gradient is not None and gradient.shape[0] == 0
+    return None if is_empty and not zeroes else gradient
 
 
 def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

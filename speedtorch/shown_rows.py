@@ -100,9 +100,12 @@ class ShownRows:
         self._version, self._pointer = self.parameter._version, self.parameter.data_ptr()
 
     def was_written(self) -> bool:
+        """Whether the parameter was written to since the mark, or given other memory."""
+        return self.was_changed() or self.parameter.data_ptr() != self._pointer
+
+    def was_changed(self) -> bool:
         """Whether the parameter was written to since the mark."""
-        written = self.parameter._version != self._version
-        return written or self.parameter.data_ptr() != self._pointer
+        return self.parameter._version != self._version
 
     # --------------------------------------------------------------------------------------------
     # Gradient

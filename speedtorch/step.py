@@ -112,4 +112,4 @@ def placed(step: Step, number: int, part: int) -> Placed:
 def without_padding(rows: Sequence[Tensor], count: int) -> list[Tensor]:
     """Memory of held rows, but for the padding's place."""
     weight, *state = rows
-    return [weight[:count], *state]
+    return [weight if weight.shape[0] == count else weight[:count], *state]

@@ -48,6 +48,17 @@ class TrainedRows:
         show_rows(parameter, self)
 
     @property
+    def trains(self) -> bool:
+        """Whether the rows are trained, where gradients are."""
+        with as_plain():
+            return self.parameter.requires_grad
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether rows are held on the CPU."""
+        return self._exchange.device.type == "cpu"
+
+    @property
     def table(self) -> HostTable:
         """The table, with its first values; it brings held rows home before it is used."""
         return self.store.table
@@ -131,9 +142,7 @@ class TrainedRows:
 
     def moving(self, move: Callable[[], object]) -> None:
         """Holds no row while the parameter is moved to another device."""
-        self._exchange.let_go()
-        move()
-        self._exchange.complete()
+        self._exchange.moving(move)
 
     @property
     def is_drawn(self) -> bool:
@@ -238,9 +247,11 @@ class TrainedRows:
 
     def before_gradient(self, *, to_zero: bool) -> None:
         """Somebody asks for the gradient, perhaps to fill it with zeros."""
-        with as_plain():
-            self._exchange.show()
-            if to_zero:
+        if not self._shown.shows(self._exchange.now):
+            with as_plain():
+                self._exchange.show()
+        if to_zero:
+            with as_plain():
                 self._shown.note_zero_grad()
 
     def before_optimizer(self, call: OptimizerCall) -> None:

@@ -21,18 +21,12 @@ import speedtorch
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
 
-REFUSES_VIEWS = pytest.mark.xfail(
-    strict=True, reason="safetensors takes no weight that is a view of the rows' records"
-)
-
-
 def trained() -> tuple[Model, optim.Optimizer]:
     _, (ours, adam) = pair()
     step(ours, adam, IDS)
     return ours, adam
 
 
-@REFUSES_VIEWS
 def test_safetensors_saves_an_attached_model(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     ours, _ = trained()
@@ -47,7 +41,6 @@ def test_safetensors_saves_an_attached_model(tmp_path: Path) -> None:
         assert_same_bytes(loaded[name], value)
 
 
-@REFUSES_VIEWS
 def test_accelerate_prepares_saves_and_loads_an_attached_model(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
@@ -164,7 +157,6 @@ class Words(nn.Module):
         safetensors.torch.save_model(self, str(Path(path) / "model.safetensors"))
 
 
-@REFUSES_VIEWS
 def test_sentence_transformers_saves_an_attached_model(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     words = Words()
