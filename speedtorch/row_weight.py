@@ -214,7 +214,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
     in_place = name in _OPERATORS or (name.endswith("_") and not name.startswith("__"))
     if weight is not None and in_place and not trains and _changed(name, args, kwargs, rows):
         return weight
-    if trains or _is_elsewhere((args, kwargs), weights[0]):
+    if trains or _is_elsewhere(name, (args, kwargs), weights[0]):
         raise RuntimeError(
             f"{rows.name}: {name}() of its weight would need all {rows.shape[0]:,} rows, of which a"
             " step holds few; use emb(ids), which is differentiable, for the rows of a batch, and"
@@ -306,12 +306,15 @@ def _weights_among(given: Any) -> list[Tensor]:
     return [each for each in tree_leaves(given) if isinstance(each, RowWeight | _Whole)]
 
 
-def _is_elsewhere(given: Any, weight: Tensor) -> bool:
-    """Whether other tensors are on the GPU, where the table is not."""
+def _is_elsewhere(name: str, given: Any, weight: Tensor) -> bool:
+    """Whether other tensors are, or may come, from the GPU, where the table is not."""
     with as_plain():
-        return weight.is_cuda and any(
-            isinstance(each, Tensor) and each.is_cuda and not isinstance(each, RowWeight | _Whole)
-            for each in tree_leaves(given)
+        if not weight.is_cuda:
+            return False
+        others = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+        held = (RowWeight, _Whole)
+        return name in _ELEMENTS or any(
+            each.is_cuda and not isinstance(each, held) for each in others
         )
 
 

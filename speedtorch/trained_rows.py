@@ -129,16 +129,15 @@ class TrainedRows:
     # The table
 
     def bring_home(self) -> None:
-        """See RowHolder."""
+        """See RowHolder; the CPU sees them, too, after this."""
         with as_plain():
             self._exchange.bring_home()
+            self.store.settle(self._exchange.device)
 
     def flush(self) -> None:
         """Brings the table up to date, until the CPU sees it."""
-        with as_plain():
-            self._check_claim()
-            self._exchange.bring_home()
-            self.store.settle(self._exchange.device)
+        self._check_claim()
+        self.bring_home()
 
     def moving(self, move: Callable[[], object]) -> None:
         """Holds no row while the parameter is moved to another device."""

@@ -670,14 +670,14 @@ def test_300_times_ctrl_c_leave_all_before_or_after_a_call(
 
 
 class FailingSwap:
-    """optimizer_state_swap, wherever the package calls it, that fails once."""
+    """The swap of a step's rows, wherever the package calls it, that fails once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *, after: bool) -> None:
         self.left, self.after, self.failed = number, after, False
-        self.real = speedtorch.optimizer_state_swap
+        self.real = speedtorch.ops.swap_placed
         for name, module in list(sys.modules.items()):
-            if name.split(".")[0] == "speedtorch" and hasattr(module, "optimizer_state_swap"):
-                monkeypatch.setattr(module, "optimizer_state_swap", self)
+            if name.split(".")[0] == "speedtorch" and hasattr(module, "swap_placed"):
+                monkeypatch.setattr(module, "swap_placed", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.left -= 1
