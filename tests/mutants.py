@@ -110,6 +110,8 @@ MUTANTS = [
         "exchange.py",
         "stepped = number == now.number and (has_gradient or written)",
         "stepped = number == now.number",
+        "tests/test_embedding_steps.py"
+        "::test_a_lookup_without_a_gradient_outlives_the_step_of_another_table",
     ),
     Mutant(
         "state of the rows that others join is lost",
@@ -139,7 +141,8 @@ MUTANTS = [
     Mutant(
         "rows that arrived ahead are dropped, not written",
         "exchange.py",
-        "            self._store.exchange(self._shown.names, rows, ids, nothing, ids[:0], places)\n",
+        "            self._store.exchange("
+        "self._shown.names, rows, ids, nothing, ids[:0], places)\n",
         "",
     ),
     Mutant(
