@@ -23,12 +23,14 @@ class Mutant:
         file: of the package, relative to its folder.
         old: text that occurs once there.
         new: what stands there instead.
+        found_by: the test that finds it, where the random programs cannot.
     """
 
     name: str
     file: str
     old: str
     new: str
+    found_by: str | None = None
 
     def apply(self, package: Path) -> None:
         """Changes a copy of the package.
@@ -50,77 +52,243 @@ class Mutant:
 
 
 MUTANTS = [
+    # ---- exchange.py: rows that leave, stay and arrive
     Mutant(
         "rows that join a step make the others clean",
-        "swapper.py",
-        "            self._dirty = dirty\n",
-        "            self._dirty = False\n",
+        "exchange.py",
+        "            whole=None,\n",
+        "            whole=None,\n            newer=False,\n",
     ),
     Mutant(
         "a flush forgets that the step is over",
         "exchange.py",
-        "            self._over |= self._was_written()\n",
+        "_replace(newer=False, stale=now.stale or changes)",
+        "_replace(newer=False, stale=now.stale or changes, over=False)",
+    ),
+    Mutant(
+        "a flush leaves the table stale in silence",
+        "exchange.py",
+        "_replace(newer=False, stale=now.stale or changes)",
+        "_replace(newer=False, stale=now.stale)",
+    ),
+    Mutant(
+        "rows that became others in the table are not read again",
+        "exchange.py",
+        "        if self._now.stale:\n            self.show_anew()\n",
         "",
     ),
     Mutant(
-        "rows that stay in the next step count as the table's",
-        "swapper.py",
-        "self._hold(rows, ids, batch, newer=dirty)",
-        "self._hold(rows, ids, batch, newer=False)",
+        "rows that are read again lose their gradient",
+        "exchange.py",
+        "rows=self._load(now.ids), stale=False, gradient=gradient)",
+        "rows=self._load(now.ids), stale=False, gradient=None)",
     ),
+    Mutant(
+        "rows that stay in the next step count as the table's",
+        "exchange.py",
+        "whole=batch, newer=now.newer, ahead=ahead",
+        "whole=batch, newer=False, ahead=ahead",
+    ),
+    Mutant(
+        "rows that an interrupted step wrote to count as the table's",
+        "exchange.py",
+        "            if not self._now.newer:\n"
+        "                self._now = self._now._replace(newer=True, stale=False)\n"
+        "            self._shown.mark()\n",
+        "            self._shown.mark()\n",
+        "tests/test_embedding_interrupts.py"
+        "::test_an_interrupt_within_torchs_step_leaves_what_it_leaves_of_plain_rows",
+    ),
+    Mutant(
+        "rows that an optimizer stepped are not over",
+        "exchange.py",
+        "now._replace(newer=True, over=True, stale=False)",
+        "now._replace(newer=True, stale=False)",
+    ),
+    Mutant(
+        "a step with no gradient is over all the same",
+        "exchange.py",
+        "stepped = number == now.number and (has_gradient or written)",
+        "stepped = number == now.number",
+        "tests/test_embedding_steps.py"
+        "::test_a_lookup_without_a_gradient_outlives_the_step_of_another_table",
+    ),
+    Mutant(
+        "state of the rows that others join is lost",
+        "exchange.py",
+        "zip(rows, self._shown.rows_of(now), strict=True)",
+        "zip(rows[:1], self._shown.rows_of(now), strict=False)",
+    ),
+    Mutant(
+        "a gradient is lost while rows join",
+        "exchange.py",
+        "gradient=None if gradient is None else among_more(gradient, before, count),",
+        "gradient=None,",
+    ),
+    Mutant(
+        "the padding's row is not fetched behind rows that joined",
+        "exchange.py",
+        "load, None, places)\n        self._fetch_padding(rows, count)\n",
+        "load, None, places)\n",
+    ),
+    # ---- exchange.py: batches that are planned ahead
     Mutant(
         "rows that arrived ahead count as the table's",
         "exchange.py",
-        "self._hold(rows, batch.ids, batch, newer=True)",
-        "self._hold(rows, batch.ids, batch, newer=False)",
+        "            newer=True,\n            ahead=True,\n",
+        "            newer=False,\n            ahead=True,\n",
     ),
     Mutant(
         "rows that arrived ahead are dropped, not written",
         "exchange.py",
-        "        self._exchange.join()\n        self._write_coming()\n",
-        "        self._exchange.join()\n",
+        "            self._store.exchange("
+        "self._shown.names, rows, ids, nothing, ids[:0], places)\n",
+        "",
     ),
     Mutant(
-        "evaluation shortens rows of the table, not those of the step",
-        "swapper.py",
-        "            self._rows.index_copy_(0, places[held], rows[held])\n",
-        "            pass\n",
+        "a flush leaves what arrived ahead",
+        "exchange.py",
+        "        if self._now.coming is not None or self._now.ahead:\n"
+        "            self._drop_coming()\n"
+        "        now = self._now\n",
+        "        now = self._now\n",
     ),
     Mutant(
-        "shortened rows of the step are not written",
-        "swapper.py",
-        "            self._dirty, self._version = True, self.parameter._version\n",
-        "            self._version = self.parameter._version\n",
+        "rows that stay beside those that arrived ahead are taken from other places",
+        "exchange.py",
+        "each.index_select(0, taken_from)",
+        "each.index_select(0, taken_from.flip(0))",
     ),
     Mutant(
-        "the padding's row is shortened for the step only",
-        "swapper.py",
-        "            self.write_padding(rows, count)\n            self._dirty",
-        "            self._dirty",
+        "state of rows that stay beside those that arrived ahead is lost",
+        "exchange.py",
+        "zip(rows, old, strict=True)",
+        "zip(rows[:1], old, strict=False)",
     ),
+    Mutant(
+        "rows that are owed to the table are not written",
+        "exchange.py",
+        "        owed = now.owed or Owed(",
+        "        owed = Owed(",
+    ),
+    Mutant(
+        "rows that are owed are written from the first places",
+        "exchange.py",
+        "                    owed.places,\n",
+        "                    None,\n",
+    ),
+    Mutant(
+        "a planned batch is taken by two steps",
+        "exchange.py",
+        "        planned, self._due = self._due, None  #",
+        "        planned = self._due  #",
+    ),
+    Mutant(
+        "a planned batch is taken for lookups of other ids",
+        "exchange.py",
+        "            if asked.held != batch.held or len(asked.arriving[0]):\n",
+        "            if False:\n",
+    ),
+    # ---- exchange.py: announcements and gradients
     Mutant(
         "announced rows do not join a planned batch",
-        "swapper.py",
-        "        if planned is not None and told:\n            self._extend(told)\n",
+        "exchange.py",
+        "        if batch is not None and told:\n            self._extend(told)\n",
         "",
+    ),
+    Mutant(
+        "announced rows do not begin the step",
+        "exchange.py",
+        "begun = batch or plan or self.planned(told or parts)",
+        "begun = batch or self.planned(parts)",
     ),
     Mutant(
         "zeros of zero_grad move rows",
-        "held_rows.py",
-        "            if not again and not values.count_nonzero():\n",
+        "exchange.py",
+        "if gradient is not None and not self._shown.has_gradient() and now.over:",
+        "if False:",
+    ),
+    Mutant(
+        "an earlier step's gradient is taken for this one's",
+        "exchange.py",
+        "        if number != self._now.number:\n",
+        "        if False:\n",
+    ),
+    # ---- shown_rows.py and trained_rows.py
+    Mutant(
+        "a zero_grad is not noticed",
+        "trained_rows.py",
+        "            if to_zero:\n",
         "            if False:\n",
     ),
     Mutant(
-        "a gradient stays where it was while rows join",
-        "swapper.py",
-        "            self._move_gradient(gradient, moved)\n",
+        "a gradient that follows a zero_grad counts as its zeros",
+        "shown_rows.py",
+        "return asked is not gradient or gradient._version == version",
+        "return False",
+    ),
+    Mutant(
+        "rows in other memory are no change",
+        "shown_rows.py",
+        "return written or self.parameter.data_ptr() != self._pointer",
+        "return written",
+    ),
+    Mutant(
+        "state that is attached in a step takes rows from before it",
+        "trained_rows.py",
+        "            self._exchange.bring_home()\n            has_values",
+        "            has_values",
+    ),
+    # ---- lookups.py: max_norm
+    Mutant(
+        "shortened rows of the step are not written",
+        "lookups.py",
+        "            step = self.exchange.change()\n",
         "",
     ),
     Mutant(
-        "a load forgets the gradient of the step that goes on",
-        "swapper.py",
-        "            if pending and gradient is not None:\n",
+        "the padding's row is shortened for the step only",
+        "lookups.py",
+        "            self._write_padding(rows, step.held)\n",
+        "",
+    ),
+    Mutant(
+        "evaluation shortens rows of the table, not those of the step",
+        "lookups.py",
+        "            self.exchange.bring_home()\n",
+        "",
+    ),
+    Mutant(
+        "rows that evaluation shortens are not written",
+        "lookups.py",
+        "            self._store.write(batch.ids, rows[:count])\n",
+        "",
+    ),
+    Mutant(
+        "a read does not see the step",
+        "lookups.py",
+        "        self.exchange.bring_home(changes=False)\n",
+        "",
+    ),
+    Mutant(
+        "announcements of an earlier step are those of this one",
+        "lookups.py",
+        "        if told is None or told.number != self.exchange.now.number:\n",
+        "        if told is None:\n",
+    ),
+    # ---- gradient_sums.py and planned_batch.py
+    Mutant(
+        "gradients are added up in another order than torch's",
+        "gradient_sums.py",
+        "            if more_to_come:\n",
         "            if False:\n",
+        "tests/test_embedding_steps.py::test_gradients_of_several_lookups_add_up_as_in_torch",
+    ),
+    Mutant(
+        "a sparse gradient names only the rows that got one",
+        "gradient_sums.py",
+        "    rows = gradient.shape[0]\n    if gradient.is_sparse:\n",
+        "    rows = gradient.shape[0]\n    if gradient.is_sparse:\n        return gradient\n",
     ),
     Mutant(
         "the padding has no place behind rows that joined",
@@ -128,11 +296,32 @@ MUTANTS = [
         "            places = torch.where(self.plan[0] == self._padding, len(ids), places)\n",
         "            pass\n",
     ),
+    # ---- row_store.py
     Mutant(
-        "a flush writes the weight of other places",
-        "held_rows.py",
-        "            self._numbers = torch.arange(2 * count, device=self.device)\n",
-        "            self._numbers = torch.arange(2 * count, device=self.device).flip(0)\n",
+        "a flush writes rows of other places",
+        "row_store.py",
+        "            self._order = torch.arange(2 * count, device=ids.device)\n",
+        "            self._order = torch.arange(2 * count, device=ids.device).flip(0)\n",
+    ),
+    # ---- optimizer_steps.py and prefetch.py
+    Mutant(
+        "a closure's lookups count as the optimizer's",
+        "optimizer_steps.py",
+        "        self.paused = True\n        self._show()\n",
+        "        self._show()\n",
+        "tests/test_embedding_rules.py::test_a_closure_that_looks_up_and_goes_back_trains_as_without",
+    ),
+    Mutant(
+        "an interrupt between two tables steps one of them",
+        "optimizer_steps.py",
+        "        self.done = True\n        self._frame = None\n",
+        "        self._frame = None\n",
+    ),
+    Mutant(
+        "a loop does not end for the rows",
+        "prefetch.py",
+        "                end.callback(module.trained_rows.end_loop, loop)\n",
+        "",
     ),
 ]
 

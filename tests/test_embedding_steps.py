@@ -81,6 +81,20 @@ def test_a_second_step_with_the_same_gradient_is_torchs() -> None:
     assert_same_bytes(rows_of(ours), theirs.weight.detach())
 
 
+def test_a_lookup_without_a_gradient_outlives_the_step_of_another_table() -> None:
+    theirs, ours = pair()
+    for module in (theirs, ours):
+        other = module.__class__(ROWS, WIDTH)
+        sgd = optim.SGD([*module.parameters(), *other.parameters()], lr=0.5)
+        early = module(IDS)
+        other(IDS).sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+        (early.square().sum() + module(IDS + 1).square().sum()).backward()
+        sgd.step()
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+
+
 def test_zeros_that_zero_grad_leaves_move_no_row() -> None:
     _, ours = pair()
     adam = optim.Adam(ours.parameters(), lr=0.1)
