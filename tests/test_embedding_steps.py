@@ -124,6 +124,22 @@ def test_zeros_that_zero_grad_leaves_move_no_row() -> None:
     assert_same_bytes(rows_of(ours), before)
 
 
+def test_zeros_that_zero_grad_leaves_before_the_step_move_no_row() -> None:
+    _, ours = pair()
+    adam = optim.Adam(ours.parameters(), lr=0.1)
+    speedtorch.attach(adam, ours)
+    ours(IDS).sum().backward()
+    adam.step()
+    adam.zero_grad()
+    before = rows_of(ours).clone()
+    ours(IDS).sum().backward()
+    adam.zero_grad(set_to_none=False)
+    adam.step()
+    assert_same_bytes(rows_of(ours), before)
+    (state,) = adam.state_dict()["state"].values()
+    assert state["step"] == 1
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_evaluation_shortens_are_short_in_the_step_too(device: str) -> None:
     theirs, ours = pair(device, max_norm=0.5)
