@@ -467,7 +467,7 @@ class Exchange:
         self.complete()
         now, parameter = self._read_again(), self._shown.parameter
         gradient = parameter.grad
-        if gradient is not None and not self._shown.has_gradient() and now.over:
+        if gradient is not None and not self._shown.has_gradient():
             # zero_grad(set_to_none=False) leaves zeros, with which most optimizers move rows.
             gradient = parameter.grad = None
         state = self._shown.state

@@ -95,6 +95,22 @@ def test_a_lookup_without_a_gradient_outlives_the_step_of_another_table() -> Non
     assert_same_bytes(rows_of(ours), theirs.weight.detach())
 
 
+def test_a_closure_sees_the_weight_as_the_table() -> None:
+    _, ours = pair()
+    sgd = optim.SGD(ours.parameters(), lr=0.5)
+    seen = []
+
+    def closure() -> float:
+        seen.append(tuple(ours.weight.shape))
+        loss = ours(IDS).sum()
+        loss.backward()
+        return loss.item()
+
+    ours(IDS).sum().backward()
+    sgd.step(closure)
+    assert seen == [(ROWS, WIDTH)]
+
+
 def test_zeros_that_zero_grad_leaves_move_no_row() -> None:
     _, ours = pair()
     adam = optim.Adam(ours.parameters(), lr=0.1)
@@ -106,6 +122,22 @@ def test_zeros_that_zero_grad_leaves_move_no_row() -> None:
     adam.zero_grad(set_to_none=False)
     adam.step()
     assert_same_bytes(rows_of(ours), before)
+
+
+def test_zeros_that_zero_grad_leaves_before_the_step_move_no_row() -> None:
+    _, ours = pair()
+    adam = optim.Adam(ours.parameters(), lr=0.1)
+    speedtorch.attach(adam, ours)
+    ours(IDS).sum().backward()
+    adam.step()
+    adam.zero_grad()
+    before = rows_of(ours).clone()
+    ours(IDS).sum().backward()
+    adam.zero_grad(set_to_none=False)
+    adam.step()
+    assert_same_bytes(rows_of(ours), before)
+    (state,) = adam.state_dict()["state"].values()
+    assert state["step"] == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
