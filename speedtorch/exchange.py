@@ -395,7 +395,7 @@ class Exchange:
         arriving = without_padding(rows, count)
         self._store.exchange(self._shown.names, nothing, load[:0], arriving, load, None, places)
         self._fetch_padding(rows, count)
-        gradient = self._shown.parameter.grad
+        gradient = self._shown.parameter.grad if self._shown.has_gradient() else None
         self._now = now._replace(
             ids=ids,
             rows=rows,
