@@ -218,8 +218,8 @@ MUTANTS = [
     Mutant(
         "a zero_grad is not noticed",
         "trained_rows.py",
-        "            if to_zero:\n",
-        "            if False:\n",
+        "        if to_zero:\n",
+        "        if False:\n",
     ),
     Mutant(
         "a gradient that follows a zero_grad counts as its zeros",
@@ -230,8 +230,8 @@ MUTANTS = [
     Mutant(
         "rows in other memory are no change",
         "shown_rows.py",
-        "return written or self.parameter.data_ptr() != self._pointer",
-        "return written",
+        "return self.was_changed() or self.parameter.data_ptr() != self._pointer",
+        "return self.was_changed()",
     ),
     Mutant(
         "state that is attached in a step takes rows from before it",
@@ -287,8 +287,8 @@ MUTANTS = [
     Mutant(
         "a sparse gradient names only the rows that got one",
         "gradient_sums.py",
-        "    rows = gradient.shape[0]\n    if gradient.is_sparse:\n",
-        "    rows = gradient.shape[0]\n    if gradient.is_sparse:\n        return gradient\n",
+        "    if gradient.is_sparse:\n        summed = gradient.coalesce()\n",
+        "    if gradient.is_sparse:\n        return gradient\n",
     ),
     Mutant(
         "the padding has no place behind rows that joined",
