@@ -188,13 +188,14 @@ class Exchange:
             self._planning.join()
             try:
                 load, load_places = following.arriving
-                rows = self._memory(following.held)
-                arriving = without_padding(rows, following.held)
             except IndexError:
                 following = None  # who looks up its bad ids is told
         if following is not None or owed.ids.shape[0] > 0:
             self._travel.uses(owed.rows)
             with self._travel.after_current(self.device):
+                if following is not None:  # in memory that only this stream is given again
+                    rows = self._memory(following.held)
+                    arriving = without_padding(rows, following.held)
                 self._store.exchange(
                     self._shown.names,
                     owed.rows,
