@@ -203,12 +203,6 @@ class RowStore:
             if table is not None:
                 table.holder = self._holder
 
-    def close(self) -> None:
-        """Lets the memory of a copy go that nobody uses."""
-        for table in (self._table, self._beside):
-            if table is not None:
-                table.close()
-
     # --------------------------------------------------------------------------------------------
     # Fields
 

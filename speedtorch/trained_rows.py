@@ -149,7 +149,7 @@ class TrainedRows:
         return self.store.is_drawn
 
     def held(self) -> Tensor:
-        """The held rows, which may be changed; those of a step that is over are no more."""
+        """The held rows, which may be changed: they go back to the table as they are then."""
         with as_plain():
             self._exchange.change()
             return self.parameter.detach()
