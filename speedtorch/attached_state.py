@@ -54,7 +54,7 @@ class AttachedState:
         self._entries: dict[str, Any] = {}
         self.counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
-        self._settings = settings_of(optimizer, rows.parameter)
+        self._settings = settings_of(optimizer, group_of(optimizer, rows.parameter))
 
     @property
     def sparse(self) -> bool:
@@ -82,14 +82,16 @@ class AttachedState:
 
     def rows(self) -> list[Tensor]:
         """The state of the held rows, field by field."""
-        entries = self.entries()
+        entries, rows = self.entries(), []
         for name in self.names:
-            if not isinstance(entries.get(name), Tensor):
+            value = entries.get(name)
+            if not isinstance(value, Tensor):
                 raise RuntimeError(
                     f"{self.table_rows.name}: the optimizer has lost its state {name!r} of the held"
                     " rows; detach it before its state is cleared"
                 )
-        return [entries[name].detach() for name in self.names]
+            rows.append(value.detach() if value.requires_grad else value)
+        return rows
 
     def hold(self, rows: Sequence[Tensor]) -> None:
         """Puts the state of other rows in its place."""
@@ -122,7 +124,8 @@ class AttachedState:
                 " to go on as before",
                 stacklevel=4,
             )
-        settings = settings_of(optimizer, parameter)
+        group = group_of(optimizer, parameter)
+        settings = settings_of(optimizer, group)
         if settings != self._settings:
             if _switches(settings) != _switches(self._settings):
                 self._follow(optimizer, probe_optimizer(optimizer, parameter))
@@ -130,7 +133,6 @@ class AttachedState:
                 # Until the first step, rows' state starts as the settings say: Rprop's with its lr.
                 self._follow(optimizer, learn_state(optimizer, parameter))
             self._settings = settings
-        group = group_of(optimizer, parameter)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
             # torch's fused SGD wants all of a group's buffers or none.
             for other in group["params"]:

@@ -128,21 +128,23 @@ class Embedding(RowModule, nn.Embedding):
             ValueError: The table is closed.
         """
         with as_plain():
-            self._check_ids(input)
-            if not self._trains() and self.max_norm is None:
+            trains = self._check_lookup(input)
+            if not trains and self.max_norm is None:
                 return self.trained_rows.read(input)
             if self._sums_by_plan():
                 return self.trained_rows.summed(input)
-            local, rows, padding = self._rows_for(input, self.max_norm, self.norm_type)
+            local, rows, padding = self._rows_for(input, trains, self.max_norm, self.norm_type)
             return F.embedding(
                 local, rows, padding, None, 2.0, self.scale_grad_by_freq, self._gives_sparse()
             )
 
     def _sums_by_plan(self) -> bool:
         """Whether gradients may be added up in an order of our own."""
-        exact = self.weight.is_cpu or torch.are_deterministic_algorithms_enabled()
-        own = self.padding_idx is None and self.max_norm is None and not self.scale_grad_by_freq
-        return own and not exact and not self.sparse and self.weight.dtype in _SUMMED
+        if self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq:
+            return False
+        parameter = self.trained_rows.parameter
+        exact = parameter.is_cpu or torch.are_deterministic_algorithms_enabled()
+        return not exact and not self.sparse and parameter.dtype in _SUMMED
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""

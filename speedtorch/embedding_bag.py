@@ -119,9 +119,9 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             IndexError: An id is out of range.
         """
         with as_plain():
-            self._check_ids(input)
+            trains = self._check_lookup(input)
             check_bags(self, input, offsets, per_sample_weights)
-            local, rows, padding = self._rows_for(input, self.max_norm, self.norm_type)
+            local, rows, padding = self._rows_for(input, trains, self.max_norm, self.norm_type)
             if offsets is not None:
                 offsets = offsets.to(local)
             if per_sample_weights is not None:

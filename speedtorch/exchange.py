@@ -87,24 +87,26 @@ class Exchange:
         self._loop: weakref.ref[object] | None = None
         self.device = shown.parameter.device
         """Where rows are held."""
-        self._now = self._nothing(0)
-
-    @property
-    def now(self) -> Step:
+        self._fields: tuple[tuple[str, ...], list[tuple[tuple[int, ...], torch.dtype]]] = ((), [])
+        """Names of the fields that are held, and the shapes and dtypes of their rows."""
+        self.now = self._nothing(0)
         """The step that holds rows."""
-        return self._now
 
     def _nothing(self, number: int) -> Step:
         return Step.of_nothing(number, self._memory(0), self.device)
 
     def _memory(self, count: int) -> list[Tensor]:
         """Memory for rows of every field; behind those of the weight is place for the padding."""
-        made: list[Tensor] = []
-        for name in self._shown.names:
-            shape, dtype = self._store.row_of(name)
-            rows = count if made else count + int(self._padding is not None)
-            made.append(torch.empty((rows, *shape), dtype=dtype, device=self.device))
-        return made
+        names, device = self._shown.names, self.device
+        if self._fields[0] is not names:
+            self._fields = (names, [self._store.row_of(name) for name in names])
+        (shape, dtype), *state = self._fields[1]
+        padded = count if self._padding is None else count + 1
+        weight = torch.empty((padded, *shape), dtype=dtype, device=device)
+        return [
+            weight,
+            *(torch.empty((count, *row), dtype=kind, device=device) for row, kind in state),
+        ]
 
     def _no_rows(self) -> list[Tensor]:
         """No row of any field."""
@@ -126,25 +128,28 @@ class Exchange:
         Returns:
             The step.
         """
-        now = self._now
-        if not self._shown.shows(now) or now.owed is not None or (ahead and now.ahead):
-            with torch.inference_mode(False):  # or who holds rows next could not train them
-                self.show()
-                if now.owed is not None or (ahead and now.ahead):
-                    self._send(ahead)
-        self._settle()
-        return self._now
+        now, shown = self.now, self._shown
+        if not shown.shows(now) or now.owed is not None or (ahead and now.ahead):
+            if torch.is_inference_mode_enabled():  # who holds rows next could not train them
+                with torch.inference_mode(False):
+                    return self.complete(ahead=ahead)
+            self.show()
+            if now.owed is not None or (ahead and now.ahead):
+                self._send(ahead)
+        if self._call is not None or shown.was_changed():
+            self._settle()
+        return self.now
 
     def show(self) -> None:
         """Makes torch's objects show the step of now, if they do not."""
-        if not self._shown.shows(self._now):
-            self._shown.show(self._now)
+        if not self._shown.shows(self.now):
+            self._shown.show(self.now)
 
     def show_anew(self) -> None:
         """Reads held rows again, all fields that there are now; the table has all of them."""
-        now = self._now
+        now = self.now
         gradient = self._shown.parameter.grad
-        self._now = now._replace(rows=self._load(now.ids), stale=False, gradient=gradient)
+        self.now = now._replace(rows=self._load(now.ids), stale=False, gradient=gradient)
         self.complete()
 
     def _settle(self) -> bool:
@@ -153,9 +158,7 @@ class Exchange:
         Returns:
             Whether an optimizer has stepped them.
         """
-        if self._call is None and not self._shown.was_changed():
-            return False
-        now, written, stepped = self._now, self._shown.was_written(), False
+        now, written, stepped = self.now, self._shown.was_written(), False
         left = False
         if self._call is not None:
             call, number = self._call
@@ -164,13 +167,13 @@ class Exchange:
                 stepped = number == now.number and (has_gradient or written)
                 left = True
                 if stepped:
-                    self._now = now._replace(newer=True, over=True, stale=False)
+                    self.now = now._replace(newer=True, over=True, stale=False)
             elif not call.paused:
                 left = call.leave()
                 written = written or number == now.number
         if written:
-            if not self._now.newer:
-                self._now = self._now._replace(newer=True, stale=False)
+            if not self.now.newer:
+                self.now = self.now._replace(newer=True, stale=False)
             self._shown.mark()
         if left:
             self._call = None
@@ -178,7 +181,7 @@ class Exchange:
 
     def _send(self, ahead: bool) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
-        now = self._now
+        now = self.now
         owed = now.owed or Owed(self._no_rows(), now.ids[:0], now.ids[:0])
         following = None
         if ahead and now.ahead and now.whole is not None:
@@ -206,25 +209,25 @@ class Exchange:
                     load_places,
                 )
         coming = None if following is None or rows is None else Coming(following, rows)
-        self._now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
+        self.now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
 
     def _drop_coming(self) -> None:
         """Rows that arrived for the next batch go back, as some are nowhere else."""
-        coming = self._now.coming
+        coming = self.now.coming
         self._travel.join()
         if coming is not None:
             ids, places = coming.batch.arriving
             rows = without_padding(coming.rows, coming.batch.held)
             nothing = self._no_rows()
             self._store.exchange(self._shown.names, rows, ids, nothing, ids[:0], places)
-        if coming is not None or self._now.ahead:
-            self._now = self._now._replace(coming=None, ahead=False)
+        if coming is not None or self.now.ahead:
+            self.now = self.now._replace(coming=None, ahead=False)
 
     def _read_again(self) -> Step:
         """Held rows are those of the table again, if they may have become others there."""
-        if self._now.stale:
+        if self.now.stale:
             self.show_anew()
-        return self._now
+        return self.now
 
     def _load(self, ids: Tensor) -> list[Tensor]:
         """Rows of all fields as they are in the table, in new memory."""
@@ -264,16 +267,16 @@ class Exchange:
             self._begin(parts, told, plan)
         else:
             self._read_again()
-        found = [place_of(self._now, part) for part in parts]
+        found = [place_of(self.now, part) for part in parts]
         if any(each is None for each in found):
             self._extend(parts)
-            last = len(self._now.batches) - 1
-            found = [placed(self._now, last, part) for part in range(len(parts))]
+            last = len(self.now.batches) - 1
+            found = [placed(self.now, last, part) for part in range(len(parts))]
         return [each for each in found if each is not None]
 
     def is_over(self) -> bool:
         """Whether the next rows that are asked for begin a step of their own."""
-        now = self._now
+        now = self.now
         if now.over:
             return True
         if now.announced or self._requester.expects_gradient():
@@ -291,28 +294,28 @@ class Exchange:
         if self._due is None and self.is_over():
             return False
         self.hold(parts)
-        self._now = self._now._replace(announced=True)
+        self.now = self.now._replace(announced=True)
         return True
 
     def looked_up(self) -> None:
         """Says that lookups have come which were announced."""
-        if self._now.announced:
-            self._now = self._now._replace(announced=False)
+        if self.now.announced:
+            self.now = self.now._replace(announced=False)
 
     def change(self) -> Step:
         """Says that somebody is about to write to the held rows."""
         self.complete()
         self._read_again()
-        if not self._now.newer:
-            self._now = self._now._replace(newer=True)
-        return self._now
+        if not self.now.newer:
+            self.now = self.now._replace(newer=True)
+        return self.now
 
     def _begin(
         self, parts: Sequence[Tensor], told: Sequence[Tensor], plan: PlannedBatch | None
     ) -> None:
         planned, self._due = self._due, None  # two steps of one batch take its plan once
         batch = None if planned is None else self._taken(planned, parts)
-        coming = self._now.coming
+        coming = self.now.coming
         if batch is not None and coming is not None and coming.batch is batch:
             self._advance(coming)
         else:
@@ -342,21 +345,21 @@ class Exchange:
     def _replace(self, batch: PlannedBatch, *, ahead: bool) -> None:
         """The rows of the last step leave while those of the batch arrive."""
         self._drop_coming()
-        now, ids, count = self._now, batch.ids, batch.held
+        now, ids, count = self.now, batch.ids, batch.held
         rows = self._memory(count)
         leaving = self._shown.rows_of(now) if now.newer else self._no_rows()
         evict = now.ids if now.newer else ids[:0]
         self._store.exchange(self._shown.names, leaving, evict, without_padding(rows, count), ids)
         self._fetch_padding(rows, count)
         # Rows that stay have not been in the table in between.
-        self._now = Step(
+        self.now = Step(
             now.number + 1, ids, rows, {}, (batch,), whole=batch, newer=now.newer, ahead=ahead
         )
         self.complete()
 
     def _advance(self, coming: Coming) -> None:
         """Rows that have arrived are held now, with those that stay; the others leave meanwhile."""
-        now, (batch, rows) = self._now, coming
+        now, (batch, rows) = self.now, coming
         self._travel.join()
         old = self._shown.rows_of(now)
         places, taken_from = batch.staying
@@ -364,7 +367,7 @@ class Exchange:
             new.index_copy_(0, places, each.index_select(0, taken_from))
         self._fetch_padding(rows, batch.held)
         owed = Owed(old, *batch.leaving) if now.newer else None
-        self._now = Step(
+        self.now = Step(
             now.number + 1,
             batch.ids,
             rows,
@@ -379,13 +382,13 @@ class Exchange:
 
     def _extend(self, parts: Sequence[Tensor]) -> None:
         """Holds more rows beside those that are held already."""
-        batch = self.planned(parts, self._now.ids)
+        batch = self.planned(parts, self.now.ids)
         load, _ = batch.arriving
         if len(load) == 0:
-            self._now = self._now._replace(batches=(*self._now.batches, batch))
+            self.now = self.now._replace(batches=(*self.now.batches, batch))
             return
         self._drop_coming()
-        now = self._now
+        now = self.now
         ids, _ = torch.sort(torch.cat([now.ids, load]))
         count, before = len(ids), torch.searchsorted(ids, now.ids)
         rows = self._memory(count)
@@ -397,7 +400,7 @@ class Exchange:
         self._store.exchange(self._shown.names, nothing, load[:0], arriving, load, None, places)
         self._fetch_padding(rows, count)
         gradient = self._shown.parameter.grad if self._shown.has_gradient() else None
-        self._now = now._replace(
+        self.now = now._replace(
             ids=ids,
             rows=rows,
             places={},
@@ -418,16 +421,16 @@ class Exchange:
             changes: who asks may change the table: held rows are read again before they are used.
         """
         self.complete(ahead=False)
-        if self._now.coming is not None or self._now.ahead:
+        if self.now.coming is not None or self.now.ahead:
             self._drop_coming()
-        now = self._now
+        now = self.now
         if now.newer:
             nothing = self._no_rows()
             self._store.exchange(
                 self._shown.names, self._shown.rows_of(now), now.ids, nothing, now.ids[:0]
             )
         if now.newer or (changes and not now.stale):
-            self._now = now._replace(newer=False, stale=now.stale or changes)
+            self.now = now._replace(newer=False, stale=now.stale or changes)
 
     def moving(self, move: Callable[[], object]) -> None:
         """Holds no row while the parameter is moved to another device."""
@@ -435,7 +438,7 @@ class Exchange:
             self.bring_home()
             step()
             self.device = self._shown.parameter.device
-            self._now = self._nothing(self._now.number + 1)
+            self.now = self._nothing(self.now.number + 1)
             self.complete()
 
     # --------------------------------------------------------------------------------------------
@@ -456,7 +459,7 @@ class Exchange:
 
     def refuse_earlier(self, number: int) -> None:
         """Raises RuntimeError if the rows of that step have left."""
-        if number != self._now.number:
+        if number != self.now.number:
             raise RuntimeError(
                 f"{self._name}: backward through a lookup of an earlier step, whose rows have gone"
                 " back to the table: call backward before the lookup that follows the optimizer's"
@@ -485,7 +488,7 @@ class Exchange:
         stepped = self._settle()
         if stepped:
             # A backward through what used these rows would compute with other ones.
-            torch.autograd.graph.increment_version(self._now.rows[0])
+            torch.autograd.graph.increment_version(self.now.rows[0])
         return stepped
 
     # --------------------------------------------------------------------------------------------

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from speedtorch.exchange import Exchange
 from speedtorch.gradient_sums import GradientSums, among_more, of_rows
-from speedtorch.ops import pinned_gather, sum_rows
+from speedtorch.ops import gather_detached, sum_rows
 from speedtorch.planned_batch import PlannedBatch
 from speedtorch.row_store import RowStore
 from speedtorch.row_weight import as_plain
@@ -22,7 +22,7 @@ __all__ = ["Lookups"]
 
 
 class _Token:
-    """Lives as long as a graph may still bring a gradient of its lookup."""
+    """Lives as long as a graph may still bring a gradient of a step's lookups."""
 
 
 class _Told(NamedTuple):
@@ -48,7 +48,7 @@ class Lookups:
         self._store = store
         self._shown = shown
         self._padding = padding
-        self._tokens: tuple[int, WeakSet[_Token]] = (0, WeakSet())
+        self._token: tuple[int, ref[_Token] | None] = (0, None)
         """Of the lookups of a step, and its number."""
         self._told: _Told | None = None
         self._sums: tuple[int, GradientSums] = (0, GradientSums())
@@ -150,15 +150,16 @@ class Lookups:
 
     def expects_gradient(self) -> bool:
         """See Requester."""
-        number, tokens = self._tokens
-        return number == self.exchange.now.number and len(tokens) > 0
+        number, token = self._token
+        return token is not None and token() is not None and number == self.exchange.now.number
 
     def token(self, number: int) -> object:
         """What a graph keeps for as long as a gradient of a step's rows may come of it."""
-        if self._tokens[0] != number:
-            self._tokens = (number, WeakSet())
-        token = _Token()
-        self._tokens[1].add(token)
+        known, reference = self._token
+        token = None if reference is None or known != number else reference()
+        if token is None:
+            token = _Token()
+            self._token = (number, ref(token))
         return token
 
     def add_gradient(self, gradient: Tensor, ids: Tensor, number: int) -> None:
@@ -172,7 +173,10 @@ class Lookups:
         Raises:
             RuntimeError: the rows of that step have left.
         """
-        with as_plain(), torch.no_grad():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.add_gradient(gradient, ids, number)
+        with as_plain():
             self.exchange.refuse_earlier(number)
             self.exchange.show()
             step = self.exchange.now
@@ -182,7 +186,7 @@ class Lookups:
             elif gradient.is_sparse:
                 added = of_rows(gradient, gradient._indices(), step.held)
             else:
-                added = gradient[: step.held]
+                added = gradient if gradient.shape[0] == step.held else gradient[: step.held]
             if self._sums[0] != number:
                 self._sums = (number, GradientSums())
             summed = self._sums[1].add(
@@ -283,7 +287,7 @@ class _SummedLookup(torch.autograd.Function):
         """Returns the rows of a part of a batch, `[*ids, ...]`."""
         ctx.batch, ctx.part, ctx.table_rows = found.batch, found.part, table_rows
         ctx.lookups, ctx.number, ctx.token = lookups, number, lookups.token(number)
-        return pinned_gather(rows, found.positions)
+        return gather_detached(rows, found.positions)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:

@@ -182,6 +182,13 @@ def pinned_gather(
 
 
 @_tells_of_memory
+def gather_detached(table: Tensor, index: Tensor) -> Tensor:
+    """pinned_gather for who makes its arguments itself: a tensor of ids, no gradients."""
+    rows: Tensor = _ops.pinned_gather_detached(table, index)
+    return rows
+
+
+@_tells_of_memory
 def pinned_scatter(
     table: Tensor,
     index: Tensor,

@@ -44,15 +44,11 @@ def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 _SETTING = (bool, int, float, str, tuple)
 
 
-def settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """A group's settings; what an optimizer counts or keeps in its group is none.
-
-    Raises:
-        ValueError: no group holds the parameter.
-    """
+def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings; what an optimizer counts or keeps in its group is none."""
     return {
         name: value
-        for name, value in group_of(optimizer, parameter).items()
+        for name, value in group.items()
         if name in optimizer.defaults and isinstance(value, _SETTING)
     }
 

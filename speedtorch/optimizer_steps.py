@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtorch.attached_state import AttachedState, attached_to
 from speedtorch.compiling import not_compiled
-from speedtorch.optimizer_copy import settings_of
+from speedtorch.optimizer_copy import group_of, settings_of
 from speedtorch.optimizer_state import probe_optimizer
 from speedtorch.row_weight import as_plain, hide_rows, show_rows
 from speedtorch.trained_rows import TrainedRows, rows_held_by
@@ -119,8 +119,9 @@ def _caller() -> FrameType:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    for left in list(_steps.values()):
-        left.leave()
+    if _steps:
+        for left in list(_steps.values()):
+            left.leave()
     rows = rows_held_by(optimizer)
     if not rows:
         return None
@@ -176,7 +177,7 @@ def _check(optimizer: Optimizer | None, rows: TrainedRows, step: OptimizerStep) 
 def _check_stateless(optimizer: Optimizer, rows: TrainedRows) -> None:
     """Raises unless the optimizer keeps nothing of the rows, which come and go without it."""
     parameter = rows.parameter
-    settings = settings_of(optimizer, parameter)
+    settings = settings_of(optimizer, group_of(optimizer, parameter))
     settings.pop("lr", None)
     known = _stateless.setdefault(optimizer, {})
     if known.get(id(parameter)) == settings:

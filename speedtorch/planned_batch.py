@@ -8,7 +8,6 @@ which rows it has in common with that one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -60,7 +59,7 @@ class PlannedBatch:
         flat = [seen.flat(device) for seen in self._seen]
         index = flat[0] if len(flat) == 1 else torch.cat(flat)
         self._size = index.numel()
-        self._begins = [0, *accumulate(len(part) for part in flat)]
+        self._begins = [0, *accumulate(part.shape[0] for part in flat)]
         # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
         # follows the distinct ids.
         try:
@@ -72,6 +71,7 @@ class PlannedBatch:
         self._place: Tensor | None = None
         """Of each distinct id, or None where that is its place in the order."""
         self._ids: Tensor | None = None
+        self._held_ids: Tensor | None = None
         self._known_counts: list[int] | None = None
         unique, _, _, _, status = self.plan
         counts = [status]
@@ -134,13 +134,14 @@ class PlannedBatch:
     @property
     def held(self) -> int:
         """Distinct rows."""
-        return self.distinct if self._padding is None else self._counts()[_STATUS_FIELDS]
+        return self._counts()[_STATUS_DISTINCT if self._padding is None else _STATUS_FIELDS]
 
-    @cached_property
+    @property
     def ids(self) -> Tensor:
-        """The rows, ascending: `[held]`."""
-        ids = self.plan[0] if self._ids is None else self._ids
-        return ids[: self.held]
+        """The rows, ascending: `[held]`; always the same tensor."""
+        if self._held_ids is None:
+            self._held_ids = (self.plan[0] if self._ids is None else self._ids)[: self.held]
+        return self._held_ids
 
     @property
     def arriving(self) -> tuple[Tensor, Tensor]:
@@ -180,8 +181,8 @@ class PlannedBatch:
         entries, places = self.plan[1], self._place if places is None else places
         if len(self._seen) > 1:
             entries = entries[self._begins[part] : self._begins[part + 1]]
-        local = entries if places is None else places[entries]
-        return local.view(self._seen[part].shape)
+        local, shape = entries if places is None else places[entries], self._seen[part].shape
+        return local if local.shape == shape else local.view(shape)
 
     def begin(self, part: int) -> int:
         """How many ids come before those of a part."""

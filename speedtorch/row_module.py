@@ -167,11 +167,11 @@ class RowModule(nn.Module):
             TypeError: Ids are no tensors of integers, or as for a lookup.
             IndexError: An id is out of range; where rows are held on a GPU the next lookup says so.
         """
-        self._check_use()
-        for each in ids:
-            check_ids(f"{type(self).__name__}.announce", each)
-        if ids and self._trains():
-            with as_plain():
+        with as_plain():
+            self._check_use()
+            for each in ids:
+                check_ids(f"{type(self).__name__}.announce", each)
+            if ids and self._trains():
                 self.trained_rows.announce(ids)
 
     def flush(self) -> None:
@@ -184,14 +184,18 @@ class RowModule(nn.Module):
 
     # --------------------------------------------------------------------------------------------
 
-    def _check_ids(self, ids: object) -> None:
-        name = type(self).__name__
-        check_way(name, ids, self._trains())
+    # Within as_plain(), all of these.
+
+    def _check_lookup(self, ids: object) -> bool:
+        """Raises what a lookup of ids would, before a row moves; else whether it is for a step."""
+        name, trains = type(self).__name__, self._trains()
+        check_way(name, ids, trains)
         self._check_use()
         check_ids(name, ids, RuntimeError)  # which torch raises for other numbers
+        return trains
 
     def _trains(self) -> bool:
-        return torch.is_grad_enabled() and self.trained_rows.trains
+        return torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad
 
     def _gives_sparse(self) -> bool:
         """Whether autograd makes a sparse gradient."""
@@ -203,10 +207,10 @@ class RowModule(nn.Module):
         return exact and self.trained_rows.takes_sparse
 
     def _rows_for(
-        self, ids: Tensor, max_norm: float | None, norm_type: float
+        self, ids: Tensor, trains: bool, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor, int | None]:
         """Positions of the ids' rows, the rows they are in, and the padding's position."""
-        rows_for = self.trained_rows.rows_of if self._trains() else self.trained_rows.borrow
+        rows_for = self.trained_rows.rows_of if trains else self.trained_rows.borrow
         local, rows = rows_for(ids, max_norm, norm_type)
         return local, rows, None if self.padding_idx is None else len(rows) - 1
 

@@ -84,7 +84,7 @@ class RowStore:
         self._beside: HostTable | None = None
         """State of a table that another owns, or that there was no room to make anew."""
         self._holder: weakref.ref[RowHolder] | None = None
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._numbers = self._order = torch.empty(0, dtype=torch.int64)
         self._table: HostTable | None = None
         if isinstance(table, HostTable):
             self._table, self.owned, self._memory = table, False, table.memory
@@ -108,7 +108,7 @@ class RowStore:
         Raises:
             MemoryError: The machine has too little; nothing was taken.
         """
-        table = self._in_memory()
+        table = self._in_memory() if self._table is None else self._table
         if self._draws:
             with torch.inference_mode(False):
                 for draw in self._draws:
@@ -350,10 +350,13 @@ class RowStore:
 
     def numbers(self, ids: Tensor) -> Tensor:
         """0 to n - 1 for n ids, of a tensor that is made once."""
-        count = ids.shape[0]
-        if self._order.shape[0] < count or self._order.device != ids.device:
-            self._order = torch.arange(2 * count, device=ids.device)
-        return self._order[:count]
+        count, order = ids.shape[0], self._order
+        if order.shape[0] == count and order.device == ids.device:
+            return order
+        if self._numbers.shape[0] < count or self._numbers.device != ids.device:
+            self._numbers = torch.arange(2 * count, device=ids.device)
+        self._order = order = self._numbers[:count]
+        return order
 
     def read(self, ids: Tensor, out: Tensor) -> None:
         """Weights by their ids: `out` is `[*ids.shape, ...]`, on either device."""

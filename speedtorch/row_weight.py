@@ -94,7 +94,7 @@ class TableRows(Protocol):
         """Whether the rows have their first values."""
 
     def before_gradient(self, *, to_zero: bool) -> None:
-        """Somebody asks for the gradient, perhaps to fill it with zeros."""
+        """Somebody asks for the gradient, perhaps to fill it with zeros; within as_plain()."""
 
 
 class RowWeight(nn.Parameter):
@@ -254,17 +254,16 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
         args: what it was given.
         caller: the code that asks.
     """
-    if len(args) > 1 and func.__name__ == "__set__":
-        _rows_of(args[0]).before_gradient(to_zero=False)
-        with as_plain():
-            return func(*args)
-    zeroes = caller in _ZERO_GRAD
-    _rows_of(args[0]).before_gradient(to_zero=zeroes)
     with as_plain():
+        if len(args) > 1 and func.__name__ == "__set__":
+            _rows_of(args[0]).before_gradient(to_zero=False)
+            return func(*args)
+        zeroes = caller in _ZERO_GRAD
+        _rows_of(args[0]).before_gradient(to_zero=zeroes)
         gradient = func(*args)
         # A step of no row but the padding's has a gradient that norms cannot be taken of.
         is_empty = gradient is not None and gradient.shape[0] == 0
-    return None if is_empty and not zeroes else gradient
+        return None if is_empty and not zeroes else gradient
 
 
 def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -45,17 +45,27 @@ class ShownRows:
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
         self.parameter = parameter
-        self.state: HeldState | None = None
         self._name = name
+        self._kept: tuple[HeldState | None, tuple[str, ...]] = (None, ("weight",))
+        """What keeps the state of the rows, and the fields of held rows."""
         self._rows: list[Tensor] | None = None
         self._version = self._pointer = 0
         self._asked: tuple[Tensor, int] | None = None
         """The gradient that a zero_grad() asked for, and its version then."""
 
     @property
+    def state(self) -> HeldState | None:
+        """What keeps the state of the held rows."""
+        return self._kept[0]
+
+    @state.setter
+    def state(self, state: HeldState | None) -> None:
+        self._kept = (state, ("weight",) if state is None else ("weight", *state.names))
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """The fields of held rows."""
-        return ("weight",) if self.state is None else ("weight", *self.state.names)
+        """The fields of held rows; another object when they become others."""
+        return self._kept[1]
 
     def shows(self, step: Step) -> bool:
         """Whether torch's objects show the rows of a step."""
@@ -83,16 +93,17 @@ class ShownRows:
         Raises:
             RuntimeError: who trains them has changed their number or thrown some away.
         """
-        rows = [self.parameter.detach()]
-        if self.state is not None:
-            rows += self.state.rows()
+        rows, state = [self.parameter.detach()], self.state
+        if state is not None:
+            rows += state.rows()
         for each, memory in zip(rows, step.rows, strict=True):
-            expected = (step.held, *memory.shape[1:])
-            if tuple(each.shape) != expected:
-                raise RuntimeError(
-                    f"{self._name}: the held rows have the shape {list(each.shape)}, expected"
-                    f" {list(expected)}; who trains them must not resize them"
-                )
+            if each.shape != memory.shape:  # but for the padding's place
+                expected = (step.held, *memory.shape[1:])
+                if tuple(each.shape) != expected:
+                    raise RuntimeError(
+                        f"{self._name}: the held rows have the shape {list(each.shape)}, expected"
+                        f" {list(expected)}; who trains them must not resize them"
+                    )
         return [each.contiguous() for each in rows]
 
     def mark(self) -> None:

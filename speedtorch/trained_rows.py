@@ -48,12 +48,6 @@ class TrainedRows:
         show_rows(parameter, self)
 
     @property
-    def trains(self) -> bool:
-        """Whether the rows are trained, where gradients are."""
-        with as_plain():
-            return self.parameter.requires_grad
-
-    @property
     def is_on_cpu(self) -> bool:
         """Whether rows are held on the CPU."""
         return self._exchange.device.type == "cpu"
@@ -246,12 +240,9 @@ class TrainedRows:
 
     def before_gradient(self, *, to_zero: bool) -> None:
         """Somebody asks for the gradient, perhaps to fill it with zeros."""
-        if not self._shown.shows(self._exchange.now):
-            with as_plain():
-                self._exchange.show()
+        self._exchange.show()
         if to_zero:
-            with as_plain():
-                self._shown.note_zero_grad()
+            self._shown.note_zero_grad()
 
     def before_optimizer(self, call: OptimizerCall) -> None:
         """Called before an optimizer's step: see Exchange."""

@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "rows that became others in the table are not read again",
         "exchange.py",
-        "        if self._now.stale:\n            self.show_anew()\n",
+        "        if self.now.stale:\n            self.show_anew()\n",
         "",
     ),
     Mutant(
@@ -92,8 +92,8 @@ MUTANTS = [
     Mutant(
         "rows that an interrupted step wrote to count as the table's",
         "exchange.py",
-        "            if not self._now.newer:\n"
-        "                self._now = self._now._replace(newer=True, stale=False)\n"
+        "            if not self.now.newer:\n"
+        "                self.now = self.now._replace(newer=True, stale=False)\n"
         "            self._shown.mark()\n",
         "            self._shown.mark()\n",
         "tests/test_embedding_interrupts.py"
@@ -148,10 +148,10 @@ MUTANTS = [
     Mutant(
         "a flush leaves what arrived ahead",
         "exchange.py",
-        "        if self._now.coming is not None or self._now.ahead:\n"
+        "        if self.now.coming is not None or self.now.ahead:\n"
         "            self._drop_coming()\n"
-        "        now = self._now\n",
-        "        now = self._now\n",
+        "        now = self.now\n",
+        "        now = self.now\n",
     ),
     Mutant(
         "rows that stay beside those that arrived ahead are taken from other places",
@@ -211,7 +211,7 @@ MUTANTS = [
     Mutant(
         "an earlier step's gradient is taken for this one's",
         "exchange.py",
-        "        if number != self._now.number:\n",
+        "        if number != self.now.number:\n",
         "        if False:\n",
     ),
     # ---- shown_rows.py and trained_rows.py
@@ -300,8 +300,8 @@ MUTANTS = [
     Mutant(
         "a flush writes rows of other places",
         "row_store.py",
-        "            self._order = torch.arange(2 * count, device=ids.device)\n",
-        "            self._order = torch.arange(2 * count, device=ids.device).flip(0)\n",
+        "            self._numbers = torch.arange(2 * count, device=ids.device)\n",
+        "            self._numbers = torch.arange(2 * count, device=ids.device).flip(0)\n",
     ),
     # ---- optimizer_steps.py and prefetch.py
     Mutant(
