@@ -54,7 +54,7 @@ class AttachedState:
         self._entries: dict[str, Any] = {}
         self.counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
-        self._settings = settings_of(optimizer, group_of(optimizer, rows.parameter))
+        self._note_settings(optimizer, group_of(optimizer, rows.parameter))
 
     @property
     def sparse(self) -> bool:
@@ -125,14 +125,10 @@ class AttachedState:
                 stacklevel=4,
             )
         group = group_of(optimizer, parameter)
-        settings = settings_of(optimizer, group)
-        if settings != self._settings:
-            if _switches(settings) != _switches(self._settings):
-                self._follow(optimizer, probe_optimizer(optimizer, parameter))
-            elif not self.has_stepped:
-                # Until the first step, rows' state starts as the settings say: Rprop's with its lr.
-                self._follow(optimizer, learn_state(optimizer, parameter))
-            self._settings = settings
+        for name, value in self._noted:
+            if group.get(name) is not value:
+                self._follow_settings(optimizer, group)
+                break
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
             # torch's fused SGD wants all of a group's buffers or none.
             for other in group["params"]:
@@ -140,6 +136,21 @@ class AttachedState:
                     optimizer.state[other]["momentum_buffer"] = torch.zeros_like(other)
 
         self._last = (step, parameter.grad is not None)
+
+    def _note_settings(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        """Remembers the settings, and of all values that may be settings which objects they are."""
+        self._settings = settings_of(optimizer, group)
+        self._noted = [(name, group.get(name)) for name in optimizer.defaults]
+
+    def _follow_settings(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        parameter, settings = self.table_rows.parameter, settings_of(optimizer, group)
+        if settings != self._settings:
+            if _switches(settings) != _switches(self._settings):
+                self._follow(optimizer, probe_optimizer(optimizer, parameter))
+            elif not self.has_stepped:
+                # Until the first step, rows' state starts as the settings say: Rprop's with its lr.
+                self._follow(optimizer, learn_state(optimizer, parameter))
+        self._note_settings(optimizer, group)
 
     def _follow(self, optimizer: Optimizer, probe: OptimizerProbe) -> None:
         """Lets the state start as the optimizer's settings of now say."""

@@ -79,8 +79,9 @@ class OptimizerStep:
         with as_plain():
             for rows in self._rows:
                 rows.after_optimizer()
-                if isinstance(rows.state, AttachedState):
-                    rows.state.after_step()
+                state = rows.state
+                if isinstance(state, AttachedState):
+                    state.after_step()
         self._rows = []
 
     def leave(self) -> bool:
