@@ -108,9 +108,9 @@ class Switcher:
     def _put(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
         """Puts a batch's rows back, of all fields or of none; they are known to fit.
 
-        Repeated, it writes the same rows to the same places: the ids are copied, as they may lie in
-        the caller's memory, where the next batch's come; the rows are in memory that the next
-        exchange leaves alone.
+        Repeated, it writes the same rows to the same places: ids may lie in the caller's memory,
+        where the next batch's come, and are copied, unless a GPU takes the plan in their place; the
+        rows are in memory that the next exchange leaves alone.
 
         Raises:
             IndexError: an id on the CPU is out of range; nothing is changed.
@@ -120,7 +120,8 @@ class Switcher:
         total = next((field.shape[0] for field in fields.values()), 0)
         if plan is None and index.is_cpu and held and not all_within(index, total):
             self._write(index, held, plan)  # the op refuses
-        self._take(partial(self._write, index.clone(), held, plan))
+        ids = index.clone() if plan is None or index.is_cpu else index
+        self._take(partial(self._write, ids, held, plan))
 
     def _write(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
         fields = self._open_fields()
