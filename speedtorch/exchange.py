@@ -283,8 +283,13 @@ class Exchange:
             return False
         return not self._shown.has_gradient()
 
-    def announce(self, parts: Sequence[Tensor]) -> bool:
-        """As hold(), for lookups that are still to come, where a step has begun.
+    def announce(
+        self,
+        parts: Sequence[Tensor],
+        told: Sequence[Tensor] = (),
+        plan: PlannedBatch | None = None,
+    ) -> bool:
+        """As hold(), for lookups that are still to come, where a step has begun or may now.
 
         Returns:
             Whether they are held; if not, the ids are to be given with the step that begins next.
@@ -293,7 +298,7 @@ class Exchange:
         self.complete()
         if self._due is None and self.is_over():
             return False
-        self.hold(parts)
+        self.hold(parts, told, plan)
         self.now = self.now._replace(announced=True)
         return True
 

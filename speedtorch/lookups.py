@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -19,6 +19,8 @@ from speedtorch.shown_rows import ShownRows
 from speedtorch.step import Placed
 
 __all__ = ["Lookups"]
+
+_T = TypeVar("_T")
 
 
 class _Token:
@@ -70,7 +72,7 @@ class Lookups:
             IndexError: rows are held on the CPU and an id is out of range; on a GPU the next lookup
                 says so.
         """
-        if not self.exchange.announce(parts):
+        if not self._with_told(self.exchange.announce, parts):
             parts = [*self._told_now()[0], *parts]
             plan = self.exchange.planned(parts)
             self._told = _Told(self.exchange.now.number, parts, plan)
@@ -81,14 +83,18 @@ class Lookups:
             return [], None
         return told.parts, told.plan
 
-    def _hold(self, ids: Tensor) -> Placed:
+    def _with_told(self, hold: Callable[..., _T], parts: Sequence[Tensor]) -> _T:
+        """Holds rows, and those that were announced for the step if it begins with them."""
         told = self._told_now()
         try:
-            (found,) = self.exchange.hold([ids], *told)
+            return hold(parts, *told)
         except IndexError:
             if told[0]:
                 self._told = None  # whose bad ids have been told now
             raise
+
+    def _hold(self, ids: Tensor) -> Placed:
+        (found,) = self._with_told(self.exchange.hold, [ids])
         self.exchange.looked_up()
         return found
 

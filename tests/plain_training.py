@@ -45,6 +45,8 @@ class PlainTable:
         gradient: of all rows, or None before a backward.
         over: whether the step was stepped, so that the next lookup begins another.
         announced: rows that the next lookup brings too.
+        kept: whether a backward that failed keeps its lookups, in torch, so that they count for the
+            step whatever zero_grad says.
     """
 
     weight: Tensor
@@ -56,6 +58,7 @@ class PlainTable:
     gradient: Tensor | None = None
     over: bool = True
     announced: set[int] = field(default_factory=set)
+    kept: bool = False
 
     def _rows(self, ids: Tensor) -> set[int]:
         return set(ids.flatten().tolist()) - {self.padding}
@@ -67,7 +70,7 @@ class PlainTable:
     def look_up(self, ids: Tensor) -> Tensor:
         """Brings the rows into the step; returns their values."""
         if self.over:
-            self.held, self.gradient, self.over = set(), None, False
+            self.held, self.gradient, self.over, self.kept = set(), None, False, False
         self.held |= self._rows(ids) | self.announced
         self.announced = set()
         return self.read(ids)
@@ -97,7 +100,9 @@ class PlainTable:
 
     def forget(self) -> None:
         """zero_grad when no lookup waits for its backward: the step holds nothing."""
-        self.held, self.gradient, self.over = set(), None, True
+        self.gradient = None
+        if not self.kept:
+            self.held, self.over = set(), True
 
     def taken(self) -> Tensor:
         """The rows of the step, ascending."""
@@ -131,6 +136,13 @@ class PlainTraining:
 
     def copy(self) -> PlainTraining:
         return PlainTraining(self.case, [table.copy() for table in self.tables])
+
+    def keeping(self, numbers: Sequence[int]) -> PlainTraining:
+        """A copy after a backward that failed, where torch keeps lookups of these tables."""
+        training = self.copy()
+        for number in numbers:
+            training.tables[number].kept = not training.tables[number].over
+        return training
 
     def forget_state(self, number: int) -> None:
         """The state is that before the first step."""

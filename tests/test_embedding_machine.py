@@ -9,6 +9,7 @@ number that is seen later must be that of one of the two.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import sys
 import tempfile
@@ -311,9 +312,16 @@ class Programs(RuleBasedStateMachine):
         self.waiting = [each for each in self.waiting if each not in lookups]
         self.fresh |= {each.table for each in lookups}
         if not through:
+            tables = {each.table for each in lookups}
             del total
             lookups.clear()
             self.announced.clear()
+            self.worlds += [
+                world.keeping(kept)
+                for world in self.worlds
+                for count in range(len(tables))
+                for kept in itertools.combinations(tables, count + 1)
+            ]
             self.clear_gradients(to_none=True)
         return through
 

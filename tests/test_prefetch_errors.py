@@ -183,6 +183,22 @@ def test_an_announcement_before_the_loop_is_of_its_first_step(device: str, ahead
     torch.testing.assert_close(trained_rows(embedding), expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_announcements_before_and_within_the_loop_are_of_one_step(device: str) -> None:
+    embedding, _, expected = made(device)
+    sgd = optim.SGD(embedding.parameters(), lr=1.0, weight_decay=0.5)
+    embedding.announce(torch.tensor([17, 18], device=device))
+    given: Any = [ids.to(device) for ids in BATCHES[:1]]
+    for ids in speedtorch.prefetch(given, embedding, ids=lambda b: b):
+        embedding.announce(torch.tensor([18, 19], device=device))
+        step(embedding, sgd, ids)
+    gradient = torch.zeros(ROWS, 1)
+    gradient[BATCHES[0]] = 1
+    changed = [*BATCHES[0].tolist(), 17, 18, 19]
+    expected[changed] -= gradient[changed] + 0.5 * expected[changed]
+    torch.testing.assert_close(trained_rows(embedding), expected)
+
+
 def test_a_batch_may_name_no_row() -> None:
     embedding, sgd, expected = made()
     given = [[], [BATCHES[0]], [], [BATCHES[1]]]
