@@ -124,7 +124,10 @@ class ShownRows:
     def note_zero_grad(self) -> None:
         """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
         gradient = self.parameter.grad
-        self._asked = None if gradient is None else (gradient, gradient._version)
+        if gradient is None:
+            self._asked = None
+        elif self.has_gradient():  # zeros stay zeros, though it may be interrupted now
+            self._asked = (gradient, gradient._version)
 
     def has_gradient(self) -> bool:
         """Whether there is a gradient that no zero_grad() has filled with zeros."""

@@ -45,6 +45,7 @@ class PlainTable:
         gradient: of all rows, or None before a backward.
         over: whether the step was stepped, so that the next lookup begins another.
         announced: rows that the next lookup brings too.
+        due: ids of the batch that a loop gives: a step that begins with them has all of its rows.
         kept: whether a backward that failed keeps its lookups, in torch, so that they count for the
             step whatever zero_grad says.
     """
@@ -58,18 +59,31 @@ class PlainTable:
     gradient: Tensor | None = None
     over: bool = True
     announced: set[int] = field(default_factory=set)
+    due: tuple[Tensor, ...] = ()
     kept: bool = False
 
     def _rows(self, ids: Tensor) -> set[int]:
         return set(ids.flatten().tolist()) - {self.padding}
 
     def announce(self, *parts: Tensor) -> None:
+        self._begin_with(parts)
         for ids in parts:
             self.announced |= self._rows(ids)
+
+    def _begin_with(self, parts: Sequence[Tensor]) -> None:
+        """Takes the batch that is due if a step begins with parts of it, or with all its rows."""
+        if not (self.over and self.due):
+            return
+        due, self.due = self.due, ()
+        rows = set[int]().union(*map(self._rows, due))
+        of_it = all(any(torch.equal(part, each) for each in due) for part in parts)
+        if of_it or rows == set[int]().union(*map(self._rows, parts)):
+            self.announced |= rows
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Brings the rows into the step; returns their values."""
         if self.over:
+            self._begin_with([ids])
             self.held, self.gradient, self.over, self.kept = set(), None, False, False
         self.held |= self._rows(ids) | self.announced
         self.announced = set()
@@ -143,6 +157,11 @@ class PlainTraining:
         for number in numbers:
             training.tables[number].kept = not training.tables[number].over
         return training
+
+    def let_due_go(self, *numbers: int) -> None:
+        """A loop goes on or ends: its batch is not that of now; of these tables, or of all."""
+        for number in numbers or range(len(self.tables)):
+            self.tables[number].due = ()
 
     def forget_state(self, number: int) -> None:
         """The state is that before the first step."""

@@ -177,7 +177,7 @@ def attached(make: Make, steps: list[Tensor], resume_at: int) -> tuple[Trained, 
     embedding = speedtorch.Embedding.from_pretrained(first_weight(), freeze=False)
     optimizer = make([embedding.weight, loss.scale])
     speedtorch.attach(optimizer, embedding)
-    probe = embedding.table_rows.state.probe
+    probe = embedding.trained_rows.state.probe
     for number, ids in enumerate(steps):
         if number == resume_at:
             model_state, state = saved(embedding), saved(optimizer)
@@ -191,7 +191,7 @@ def attached(make: Make, steps: list[Tensor], resume_at: int) -> tuple[Trained, 
         loss(embedding(ids)).backward()
         optimizer.step()
     embedding.flush()
-    fields = {name: embedding.table_rows.field(name).clone() for name in probe.row_state}
+    fields = {name: embedding.trained_rows.store.field(name).clone() for name in probe.row_state}
     starts = {name: row.initial for name, row in probe.row_state.items()}
     weight = embedding.state_dict()["weight"].clone()
     return Trained(weight, loss.scale.detach(), fields), starts
@@ -222,7 +222,7 @@ def outcome(kind: type[optim.Optimizer], *, muon: bool = True) -> str:
     except ValueError as error:
         assert re.match(rf"{kind.__name__} (cannot|needs)", str(error)), error
         assert list(embedding.table.fields) == ["weight"]
-        assert embedding.table_rows.state is None
+        assert embedding.trained_rows.state is None
         assert_same_bytes(embedding.state_dict()["weight"], first_weight())
         return str(error)
     assert_trains_as_plain(make)

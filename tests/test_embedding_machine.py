@@ -248,15 +248,12 @@ class Programs(RuleBasedStateMachine):
     # --------------------------------------------------------------------------------------------
     # Steps
 
-    def look_up(self, number: int, ids: Tensor, *, with_these: tuple[Tensor, ...] = ()) -> bool:
-        """Args: with_these: what the batch names beside, if this lookup begins a step."""
+    def look_up(self, number: int, ids: Tensor) -> bool:
         module, bag = self.ours.model[number], self.kind.modules[number].get("bag", False)
         ids = ids.view(1, -1) if bag else ids
 
         def plain(world: PlainTraining) -> Tensor:
             table = world.tables[number]
-            if table.over:
-                table.announce(*with_these)
             rows = table.look_up(ids)
             return (
                 F.embedding_bag(ids, table.weight, mode="sum", padding_idx=table.padding)
@@ -293,7 +290,9 @@ class Programs(RuleBasedStateMachine):
         parts = (self.ids(ids), self.ids(more))
         module = self.ours.model[number]
         self.call(
-            lambda: module.announce(*parts), lambda world: world.tables[number].announce(*parts)
+            lambda: module.announce(*parts),
+            lambda world: world.tables[number].announce(*parts),
+            lambda world: world.let_due_go(number),
         )
         self.announced.add(number)
 
@@ -323,6 +322,7 @@ class Programs(RuleBasedStateMachine):
                 for kept in itertools.combinations(tables, count + 1)
             ]
             self.clear_gradients(to_none=True)
+            self.ours.programs = PROGRAMS_OF_EACH  # no other program meets what torch keeps
         return through
 
     @precondition(lambda self: self.waiting)
@@ -610,7 +610,7 @@ class Programs(RuleBasedStateMachine):
         assert self.loop is not None
         loop = self.loop
         try:
-            through, batch = self.call(lambda: next(loop, None))
+            through, batch = self.call(lambda: next(loop, None), PlainTraining.let_due_go)
         except BaseException as error:
             if not any(error is each for each in self.deferred):
                 raise
@@ -618,11 +618,14 @@ class Programs(RuleBasedStateMachine):
         if not through or batch is None:
             self.loop = None
             return
+        for world in self.worlds:
+            for table, parts in zip(world.tables, batch.values(), strict=True):
+                table.due = tuple(parts)
         if skip == 0 and all(len(parts) == 1 for parts in batch.values()):
             return
         for number, parts in enumerate(batch.values()):
             for part in parts:
-                if not self.look_up(number, part, with_these=tuple(parts)):
+                if not self.look_up(number, part):
                     self.end_loop()  # what the batch's other parts do is not known
                     self.announced.clear()
                     self.clear_gradients(to_none=True)
@@ -637,7 +640,7 @@ class Programs(RuleBasedStateMachine):
         loop, self.loop = self.loop, None
         close = getattr(loop, "close", None)
         if close is not None:
-            self.call(close)
+            self.call(close, PlainTraining.let_due_go)
 
     @precondition(lambda self: self.armed is None)
     @rule(line=st.integers(1, 200), calls=st.integers(0, 3), memory=st.booleans())

@@ -124,6 +124,27 @@ def test_zeros_that_zero_grad_leaves_move_no_row() -> None:
     assert_same_bytes(rows_of(ours), before)
 
 
+def test_zeros_of_a_zero_grad_whose_repetition_is_interrupted_move_no_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, ours = pair()
+    adam = optim.Adam(ours.parameters(), lr=0.1)
+    speedtorch.attach(adam, ours)
+    ours(IDS).sum().backward()
+    adam.step()
+    before = rows_of(ours).clone()
+    adam.zero_grad(set_to_none=False)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tensor, "zero_", interrupted)
+        adam.zero_grad(set_to_none=False)
+    adam.step()
+    assert_same_bytes(rows_of(ours), before)
+
+
 def test_zeros_that_zero_grad_leaves_before_the_step_move_no_row() -> None:
     _, ours = pair()
     adam = optim.Adam(ours.parameters(), lr=0.1)
