@@ -174,12 +174,17 @@ def _attach_rows(
 
 
 def _refuse_built_with(optimizer: Optimizer, rows: TrainedRows, known: set[str]) -> None:
+    known_by = {
+        len(rows.parameter): f"the rows that {rows.name} held then",
+        rows.store.rows: f"all rows of {rows.name}",
+    }
     for name, value in optimizer.state.get(rows.parameter, {}).items():
-        by_rows = isinstance(value, Tensor) and value.shape[:1] == rows.parameter.shape[:1]
-        if by_rows and name not in known:
+        if name in known or not isinstance(value, Tensor) or value.dim() == 0:
+            continue
+        if len(value) in known_by:
             raise ValueError(
                 f"{type(optimizer).__name__} cannot be used: it was built with a state {name!r} of"
-                f" the rows that {rows.name} held then, and makes none for others"
+                f" {known_by[len(value)]}, and makes none for those of a step"
             )
 
 

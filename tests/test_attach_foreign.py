@@ -297,12 +297,22 @@ def test_state_of_another_dtype_is_saved_and_goes_on() -> None:
     assert_same_bytes(model.state_dict()["words.weight"], ours.state_dict()["words.weight"])
 
 
-def test_state_that_only_the_constructor_makes_of_the_rows_of_then_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("random", "of"),
+    [
+        (torch.rand_like, "the rows that Embedding held then"),
+        (lambda parameter: torch.rand(parameter.shape), "all rows of Embedding"),
+    ],
+    ids=["held", "all"],
+)
+def test_state_that_only_the_constructor_makes_of_the_rows_of_then_is_refused(
+    random: Callable[[Tensor], Tensor], of: str
+) -> None:
     class Masked(Own):
         def __init__(self, params: Any) -> None:
             super().__init__(params)
             for parameter in self.param_groups[0]["params"]:
-                self.state[parameter]["mask"] = torch.rand_like(parameter) < 0.5
+                self.state[parameter]["mask"] = random(parameter) < 0.5
 
         def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
             mask = self.state[parameter].get("mask", 1.0)
@@ -310,7 +320,8 @@ def test_state_that_only_the_constructor_makes_of_the_rows_of_then_is_refused() 
 
     model = Model()
     optimizer = Masked(model.parameters())
-    with pytest.raises(ValueError, match="Masked cannot be used: it was built with a state 'mask'"):
+    said = f"Masked cannot be used: it was built with a state 'mask' of {of}"
+    with pytest.raises(ValueError, match=said):
         speedtorch.attach(optimizer, model)
     assert list(model.words.table.fields) == ["weight"]
     assert not optimizer._optimizer_state_dict_post_hooks
