@@ -296,6 +296,11 @@ class Programs(RuleBasedStateMachine):
         )
         self.announced.add(number)
 
+    def use_up_announcements(self) -> None:
+        """A zero_grad drops no rows that were announced."""
+        for number in sorted(self.announced):
+            self.look_up(number, IDS[0])
+
     def go_back(self, lookups: list[Lookup], factor: int) -> bool:
         """Backward of some lookups. After an interrupt nothing of the step is used any more."""
         total = torch.stack([(gradient_of(each, factor) * each.result).sum() for each in lookups])
@@ -314,7 +319,7 @@ class Programs(RuleBasedStateMachine):
             tables = {each.table for each in lookups}
             del total
             lookups.clear()
-            self.announced.clear()
+            self.use_up_announcements()
             self.worlds += [
                 world.keeping(kept)
                 for world in self.worlds
@@ -627,7 +632,7 @@ class Programs(RuleBasedStateMachine):
             for part in parts:
                 if not self.look_up(number, part):
                     self.end_loop()  # what the batch's other parts do is not known
-                    self.announced.clear()
+                    self.use_up_announcements()
                     self.clear_gradients(to_none=True)
                     return
         if train and not self.announced and self.go_back(list(self.waiting), factor):
