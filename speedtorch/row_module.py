@@ -155,10 +155,12 @@ class RowModule(nn.Module):
     def announce(self, *ids: Tensor) -> None:
         """Lets the next lookup bring the rows of all lookups of its step.
 
-        A step of several lookups then has one exchange. The optimizer's step changes every row that
-        was announced, as if it had been looked up (a sparse gradient has it, too). With several
-        Embeddings announce to all of them before the first lookup: their ids are planned while
-        nobody waits. Where lookups train nothing (no_grad, frozen rows) it does nothing.
+        A step of several lookups then has one exchange; without it each lookup that brings new rows
+        copies those that are held already. The optimizer's step changes every row that was
+        announced, as if it had been looked up (a sparse gradient has it, too); a zero_grad() before
+        their lookups drops none of them. With several Embeddings announce to all of them before the
+        first lookup: their ids are planned while nobody waits. Where lookups train nothing
+        (no_grad, frozen rows) it does nothing.
 
         Args:
             *ids: Of any shape, on either device; the tensors that the lookups will be given.
