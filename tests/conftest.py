@@ -141,6 +141,15 @@ def no_error_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For long tests of small rows: threads that have nothing to share only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def driver() -> Iterator[PretendedDriver]:
     """One pretended GPU; a test must give back all that it took."""
     with PretendedDriver(True) as pretended:
