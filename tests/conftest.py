@@ -42,6 +42,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
 
 
+# The files that take longest begin first: begun last, one would run alone beside idle cores.
+LONGEST = ["embedding_machine", "packaging", "benchmarks", "embedding_exact", "notebooks"]
+LONGEST += ["embedding_interrupts", "skipgram", "memory_processes", "switch_interrupts", "setup"]
+RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))
+
+
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # A slow machine is no failure, and the blob repeats a failure elsewhere.
@@ -138,6 +148,15 @@ def no_error_left_behind() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         speedtorch.synchronize()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For long tests of small rows: threads that have nothing to share only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

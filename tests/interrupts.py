@@ -1,13 +1,8 @@
 """Errors raised at any line of chosen source files, and real Ctrl-C at random moments.
 
 `Lines` counts what a call executes of these files, line by line, and raises an error at one of
-them, as Ctrl-C or a failed allocation there would. A caller goes through all lines of a call:
-
-    for number in count(1):
-        with Lines(PACKAGE, at=number, error=KeyboardInterrupt) as lines:
-            call()
-        if lines.raised is None:
-            break  # it has no more lines
+them, as Ctrl-C or a failed allocation there would; `every_interrupt` goes through all lines of a
+call.
 
 A function's return counts as a line of its own: an interrupt there comes when all that the function
 does is done, and its result is lost. Lines that autograd executes in a backward are among them: it
@@ -23,14 +18,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import speedtorch
 
+T = TypeVar("T")
 Line = tuple[str, int, str]
 """A file's name, the line's number, and whether it is a line or a return."""
 
@@ -147,6 +144,27 @@ def in_step_of_torch(
 ) -> Lines:
     """Lines of torch's optimizers, without those that call the hooks of their steps."""
     return Lines(OPTIMIZERS, at, error, skip=AROUND_STEP)
+
+
+def every_interrupt(
+    prepare: Callable[[], T],
+    call: Callable[[T], object],
+    error: Callable[[], BaseException] = KeyboardInterrupt,
+    *,
+    files: Iterable[str] = PACKAGE,
+) -> Iterator[tuple[T, Lines]]:
+    """Interrupts a call at each of its lines in turn, each time on something newly prepared.
+
+    Yields:
+        What was prepared, and where it was interrupted; the call that comes through ends it.
+    """
+    for number in count(1):
+        prepared = prepare()
+        with Lines(files, number, error) as lines:
+            call(prepared)
+        if lines.raised is None:
+            return
+        yield prepared, lines
 
 
 def first_of_each(seen: list[Any]) -> list[int]:

@@ -21,6 +21,7 @@ from torch import Tensor, optim
 
 import speedtorch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 97
 STEPS = 200
 WIDTH = 8

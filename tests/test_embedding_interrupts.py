@@ -26,6 +26,7 @@ from interrupts import (
     PACKAGE,
     CtrlC,
     Lines,
+    every_interrupt,
     first_of_each,
     in_step_of_torch,
     out_of_memory,
@@ -721,28 +722,20 @@ def test_a_prefetched_loop_that_runs_out_of_memory_loses_no_step(
 @pytest.mark.parametrize("following", [[3, 4], [3, 4, 5]], ids=["as-many", "more"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_ctrl_c_in_the_lookup_after_a_step_loses_no_row(device: str, following: list[int]) -> None:
-    embedding = speedtorch.Embedding(10, 1, _weight=torch.zeros(10, 1), device=device)
-    sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
     first, second = torch.tensor([1, 2], device=device), torch.tensor(following, device=device)
-    wrong = []
-    for number in itertools.count(1):
-        embedding.load_state_dict({"weight": torch.zeros(10, 1)})
+
+    def stepped() -> tuple[speedtorch.Embedding, torch.optim.SGD]:
+        embedding = speedtorch.Embedding(10, 1, _weight=torch.zeros(10, 1), device=device)
+        sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
         embedding(first).sum().backward()
         sgd.step()
         sgd.zero_grad()
-        with Lines(PACKAGE, number) as lines:
-            embedding(second)
-        if lines.raised is None:
-            break
-        try:
-            embedding.flush()
-            rows = embedding.state_dict()["weight"].flatten().tolist()
-            assert rows == [0, -1, -1, *[0] * 7]
-        except Exception as error:
-            wrong.append(f"{lines.where}: {error}".splitlines()[0])
-            embedding = speedtorch.Embedding(10, 1, _weight=torch.zeros(10, 1), device=device)
-            sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
-    report(wrong)
+        return embedding, sgd
+
+    for (embedding, _), lines in every_interrupt(stepped, lambda made: made[0](second)):
+        embedding.flush()
+        rows = embedding.state_dict()["weight"].flatten().tolist()
+        assert rows == [0, -1, -1, *[0] * 7], lines.where
 
 
 @pytest.mark.parametrize("device", DEVICES)

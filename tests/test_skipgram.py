@@ -144,6 +144,7 @@ def test_gradients_of_a_word_that_occurs_twice_add_up(device: str) -> None:
         assert torch.allclose(rows, expected, atol=1e-6)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_training_finds_the_topics(corpus: Corpus, device: str) -> None:
     stream = PairStream(corpus, batch=128, sample=0)
     model, optimizer, _ = ours(len(corpus.words), 16, device=device)
