@@ -95,14 +95,15 @@ class Records:
         """All rows of one field, `[rows, *shape]`: a strided view of the records."""
         memory.check_owner(self._placed().data)
         self.bring_home()
-        return self.rows_of(field)
+        return self._rows_of_field(field)
 
     def rows_of(self, field: str | None) -> Tensor:
         """A field, or (None) all of them, as it is in memory; rows held elsewhere stay there."""
         self._placed()
-        if field is None:
-            return self._record
-        if field not in self._views:
+        return self._record if field is None else self._rows_of_field(field)
+
+    def _rows_of_field(self, field: str) -> Tensor:
+        if field not in self.fields:
             raise KeyError(f"no field {field!r} in this table; it has {', '.join(self.fields)}")
         return self._views[field]
 
