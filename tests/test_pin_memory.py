@@ -88,7 +88,8 @@ def test_a_view_holds_its_tensor_and_keeps_it_pinned(driver: PretendedDriver) ->
 def test_memory_that_a_tensor_gave_up_stays_until_it_is_unpinned(
     driver: PretendedDriver, unpinned: bool
 ) -> None:
-    tensor = pin_memory_(torch.zeros(64 << 20, dtype=torch.uint8))
+    # Not of the heap, which keeps what it is given back.
+    tensor = pin_memory_(torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8))
     address = tensor.data_ptr()
     tensor.data = torch.ones(3, dtype=torch.uint8)
     assert list(driver.registered) == [address]
