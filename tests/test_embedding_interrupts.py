@@ -724,17 +724,17 @@ def test_a_prefetched_loop_that_runs_out_of_memory_loses_no_step(
 @pytest.mark.parametrize("following", [[3, 4], [3, 4, 5]], ids=["as-many", "more"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_ctrl_c_in_the_lookup_after_a_step_loses_no_row(device: str, following: list[int]) -> None:
+    embedding = speedtorch.Embedding(10, 1, _weight=torch.zeros(10, 1), device=device)
+    sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
     first, second = torch.tensor([1, 2], device=device), torch.tensor(following, device=device)
 
-    def stepped() -> tuple[speedtorch.Embedding, torch.optim.SGD]:
-        embedding = speedtorch.Embedding(10, 1, _weight=torch.zeros(10, 1), device=device)
-        sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    def train() -> None:
+        embedding.load_state_dict({"weight": torch.zeros(10, 1)})
         embedding(first).sum().backward()
         sgd.step()
         sgd.zero_grad()
-        return embedding, sgd
 
-    for (embedding, _), lines in every_interrupt(stepped, lambda made: made[0](second)):
+    for _, lines in every_interrupt(train, lambda _: embedding(second)):
         embedding.flush()
         rows = embedding.state_dict()["weight"].flatten().tolist()
         assert rows == [0, -1, -1, *[0] * 7], lines.where
