@@ -1,7 +1,7 @@
 """Where tests run: on the CPU, and on a GPU with the table in each kind of memory.
 
 A test that asks for `place` runs six times, one that asks for `device` twice; without a GPU all but
-the CPU's are skipped. `place.table` puts a table where it belongs, `place.work` everything else.
+the CPU's are deselected. `place.table` puts a table where it belongs, `place.work` everything else.
 """
 
 from __future__ import annotations
@@ -42,17 +42,22 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
 
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 # The files that take longest begin first: begun last, one would run alone beside idle cores.
 LONGEST = ["embedding_machine", "packaging", "benchmarks", "embedding_exact", "notebooks"]
 LONGEST += ["embedding_interrupts", "skipgram", "memory_processes", "switch_interrupts", "setup"]
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Brings tests in order, without those of a GPU where there is none: skips take time, too."""
     items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))
+    if not torch.cuda.is_available():
+        left_out = [item for item in items if NEEDS_GPU.mark in item.iter_markers("skipif")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if NEEDS_GPU.mark not in item.iter_markers("skipif")]
 
-
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # A slow machine is no failure, and the blob repeats a failure elsewhere.
 settings.register_profile(
