@@ -138,9 +138,9 @@ class AttachedState:
         self._last = (step, parameter.grad is not None)
 
     def _note_settings(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-        """Remembers the settings, and of all values that may be settings which objects they are."""
+        """Remembers the settings, and None of what is none: it may refer to the optimizer."""
         self._settings = settings_of(optimizer, group)
-        self._noted = [(name, group.get(name)) for name in optimizer.defaults]
+        self._noted = [(name, self._settings.get(name)) for name in optimizer.defaults]
 
     def _follow_settings(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         parameter, settings = self.table_rows.parameter, settings_of(optimizer, group)

@@ -267,6 +267,8 @@ class Exchange:
             self._begin(parts, told, plan)
         else:
             self._read_again()
+            if any(place_of(self.now, part) is None for part in told):
+                self._extend(told)
         found = [place_of(self.now, part) for part in parts]
         if any(each is None for each in found):
             self._extend(parts)

@@ -28,9 +28,8 @@ class _Token:
 
 
 class _Told(NamedTuple):
-    """Ids that were announced for the step after one."""
+    """Ids that were announced for the step that the next lookup begins."""
 
-    number: int
     parts: list[Tensor]
     plan: PlannedBatch
 
@@ -74,24 +73,32 @@ class Lookups:
         """
         if not self._with_told(self.exchange.announce, parts):
             parts = [*self._told_now()[0], *parts]
-            plan = self.exchange.planned(parts)
-            self._told = _Told(self.exchange.now.number, parts, plan)
+            self._told = _Told(parts, self.exchange.planned(parts))
 
     def _told_now(self) -> tuple[list[Tensor], PlannedBatch | None]:
-        told = self._told
-        if told is None or told.number != self.exchange.now.number:
+        if self._told is None:
             return [], None
-        return told.parts, told.plan
+        parts, plan = self._told
+        return parts, plan if plan.device == self.exchange.device else None
 
     def _with_told(self, hold: Callable[..., _T], parts: Sequence[Tensor]) -> _T:
-        """Holds rows, and those that were announced for the step if it begins with them."""
-        told = self._told_now()
+        """Holds rows, if hold does, and those that were announced before: until then they wait."""
         try:
-            return hold(parts, *told)
+            held = hold(parts, *self._told_now())
         except IndexError:
-            if told[0]:
-                self._told = None  # whose bad ids have been told now
+            self._forget_bad_ids()
             raise
+        if held:
+            self._told = None
+        return held
+
+    def _forget_bad_ids(self) -> None:
+        """Forgets announced ids of which one is bad, which somebody is told now."""
+        if self._told is not None:
+            try:
+                self._told.plan.count()
+            except IndexError:
+                self._told = None
 
     def _hold(self, ids: Tensor) -> Placed:
         (found,) = self._with_told(self.exchange.hold, [ids])

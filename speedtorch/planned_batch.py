@@ -51,6 +51,7 @@ class PlannedBatch:
         after: PlannedBatch | Tensor | None = None,
         name: str = "ids",
     ) -> None:
+        self.device = device
         self._name = name
         self._rows = rows
         self._padding = padding

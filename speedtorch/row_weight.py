@@ -96,6 +96,9 @@ class TableRows(Protocol):
     def before_gradient(self, *, to_zero: bool) -> None:
         """Somebody asks for the gradient, perhaps to fill it with zeros; within as_plain()."""
 
+    def note_gradient(self) -> None:
+        """Somebody has set the gradient."""
+
 
 class RowWeight(nn.Parameter):
     """A parameter that stands for all rows of a table and has the memory of the held ones.
@@ -255,11 +258,13 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
         caller: the code that asks.
     """
     with as_plain():
+        rows = _rows_of(args[0])
         if len(args) > 1 and func.__name__ == "__set__":
-            _rows_of(args[0]).before_gradient(to_zero=False)
-            return func(*args)
+            rows.before_gradient(to_zero=False)
+            func(*args)
+            return rows.note_gradient()
         zeroes = caller in _ZERO_GRAD
-        _rows_of(args[0]).before_gradient(to_zero=zeroes)
+        rows.before_gradient(to_zero=zeroes)
         gradient = func(*args)
         # A step of no row but the padding's has a gradient that norms cannot be taken of.
         is_empty = gradient is not None and gradient.shape[0] == 0

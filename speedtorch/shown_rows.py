@@ -96,14 +96,13 @@ class ShownRows:
         rows, state = [self.parameter.detach()], self.state
         if state is not None:
             rows += state.rows()
+        held = step.held
         for each, memory in zip(rows, step.rows, strict=True):
-            if each.shape != memory.shape:  # but for the padding's place
-                expected = (step.held, *memory.shape[1:])
-                if tuple(each.shape) != expected:
-                    raise RuntimeError(
-                        f"{self._name}: the held rows have the shape {list(each.shape)}, expected"
-                        f" {list(expected)}; who trains them must not resize them"
-                    )
+            if each.shape[0] != held or each.shape[1:] != memory.shape[1:]:
+                raise RuntimeError(
+                    f"{self._name}: the held rows have the shape {list(each.shape)}, expected"
+                    f" {[held, *memory.shape[1:]]}; who trains them must not resize them"
+                )
         return [each.contiguous() for each in rows]
 
     def mark(self) -> None:
@@ -142,6 +141,10 @@ class ShownRows:
     def set_gradient(self, gradient: Tensor) -> None:
         """Gives the parameter a gradient that somebody has computed."""
         self.parameter.grad = gradient
+        self.note_gradient()
+
+    def note_gradient(self) -> None:
+        """Called when somebody has given the parameter another gradient: no zero_grad() has."""
         self._asked = None
 
 

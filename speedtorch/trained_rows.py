@@ -244,6 +244,10 @@ class TrainedRows:
         if to_zero:
             self._shown.note_zero_grad()
 
+    def note_gradient(self) -> None:
+        """Somebody has set the gradient."""
+        self._shown.note_gradient()
+
     def before_optimizer(self, call: OptimizerCall) -> None:
         """Called before an optimizer's step: see Exchange."""
         self._exchange.before_optimizer(call)

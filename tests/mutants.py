@@ -224,7 +224,7 @@ MUTANTS = [
     Mutant(
         "a gradient that follows a zero_grad counts as its zeros",
         "shown_rows.py",
-        "        self.parameter.grad = gradient\n        self._asked = None\n",
+        "        self.parameter.grad = gradient\n        self.note_gradient()\n",
         "        self.parameter.grad = gradient\n",
     ),
     Mutant(
@@ -273,8 +273,8 @@ MUTANTS = [
     Mutant(
         "announcements of an earlier step are those of this one",
         "lookups.py",
-        "        if told is None or told.number != self.exchange.now.number:\n",
-        "        if told is None:\n",
+        "        if held:\n            self._told = None\n",
+        "",
     ),
     # ---- gradient_sums.py and planned_batch.py
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -295,6 +296,25 @@ def test_state_of_another_dtype_is_saved_and_goes_on() -> None:
         each["mean"] = each["mean"].double()
     step(model, optimizer)
     assert_same_bytes(model.state_dict()["words.weight"], ours.state_dict()["words.weight"])
+
+
+def test_an_optimizer_whose_settings_refer_to_it_goes_and_is_detached() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1, momentum=0.9)
+            self.defaults["scale"] = self.param_groups[0]["scale"] = self.scaled
+
+        def scaled(self, gradient: Tensor) -> Tensor:
+            return gradient
+
+    model = Model()
+    optimizer = Own(model.parameters())
+    speedtorch.attach(optimizer, model)
+    step(model, optimizer)
+    del optimizer
+    gc.collect()
+    speedtorch.attach(torch.optim.Adam(model.parameters()), model)
+    assert set(model.words.table.fields) == {"weight", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize(

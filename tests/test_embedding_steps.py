@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +144,40 @@ def test_zeros_of_a_zero_grad_whose_repetition_is_interrupted_move_no_row(
         adam.zero_grad(set_to_none=False)
     adam.step()
     assert_same_bytes(rows_of(ours), before)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_gradient_that_is_set_after_a_zero_grad_is_stepped(set_to_none: bool) -> None:
+    _, ours = pair()
+    sgd = optim.SGD(ours.parameters(), lr=1.0)
+    before = rows_of(ours).clone()
+    ours(torch.tensor([1, 2])).sum().backward()
+    gradient = ours.weight.grad
+    assert gradient is not None
+    sgd.zero_grad(set_to_none=set_to_none)
+    ours.weight.grad = gradient.fill_(0.5)
+    sgd.step()
+    before[1:3] -= 0.5
+    assert_same_bytes(rows_of(ours), before)
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+def test_rows_that_an_optimizer_resizes_are_refused(padding: int | None) -> None:
+    class Grows(optim.SGD):
+        grows = False
+
+        def step(self, closure: Any = None) -> Any:
+            (held,) = self.param_groups[0]["params"]
+            if self.grows:
+                held.data = torch.cat([held.data[:1], held.data])
+
+    ours = speedtorch.Embedding(ROWS, WIDTH, padding)
+    sgd = Grows(ours.parameters())
+    for sgd.grows in (False, True):
+        ours(torch.tensor([1, 2])).sum().backward()
+        sgd.step()
+    with pytest.raises(RuntimeError, match=r"have the shape \[3, .*must not resize them"):
+        ours.flush()
 
 
 def test_zeros_that_zero_grad_leaves_before_the_step_move_no_row() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from interrupts import Lines, source_files
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
@@ -197,6 +199,53 @@ def test_announcements_before_and_within_the_loop_are_of_one_step(device: str) -
     changed = [*BATCHES[0].tolist(), 17, 18, 19]
     expected[changed] -= gradient[changed] + 0.5 * expected[changed]
     torch.testing.assert_close(trained_rows(embedding), expected)
+
+
+def changed_after(announce_more: Callable[[speedtorch.Embedding], object]) -> list[int]:
+    """Rows that a step of a loop's batch changes, with 17 and 18 announced before the loop."""
+    embedding = speedtorch.Embedding(20, 1, _weight=torch.ones(20, 1))
+    sgd = optim.SGD(embedding.parameters(), lr=1.0, weight_decay=0.5)
+    embedding.announce(torch.tensor([17, 18]))
+    for ids in speedtorch.prefetch([torch.tensor([1, 2])], embedding, ids=lambda b: b):
+        announce_more(embedding)
+        embedding(ids).sum().backward()
+        sgd.step()
+    return (embedding.table["weight"] != 1).flatten().nonzero().flatten().tolist()
+
+
+def test_a_refused_announcement_within_the_loop_takes_no_other_with_it() -> None:
+    def refused(embedding: speedtorch.Embedding) -> None:
+        with pytest.raises(IndexError, match="id 999 "):
+            embedding.announce(torch.tensor([999]))
+
+    assert changed_after(refused) == [1, 2, 17, 18]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_announcement_within_the_loop_takes_no_other_with_it() -> None:
+    found = set()
+    for number in itertools.count(1):
+        lines = Lines(source_files("exchange.py", "lookups.py"), number)
+
+        def interrupted(embedding: speedtorch.Embedding, lines: Lines = lines) -> None:
+            with lines:
+                embedding.announce(torch.tensor([19]))
+
+        found.add(tuple(changed_after(interrupted)))
+        if lines.raised is None:
+            break
+    assert found == {(1, 2, 17, 18), (1, 2, 17, 18, 19)}
+
+
+def test_what_is_announced_joins_a_step_that_goes_on_after_all() -> None:
+    embedding = speedtorch.Embedding(20, 1, _weight=torch.ones(20, 1))
+    sgd = optim.SGD(embedding.parameters(), lr=1.0, weight_decay=0.5)
+    embedding(torch.tensor([1, 2]))
+    embedding.announce(torch.tensor([17]))
+    embedding.weight.grad = torch.zeros(2, 1)
+    embedding(torch.tensor([3])).sum().backward()
+    sgd.step()
+    assert (embedding.table["weight"] != 1).flatten().nonzero().flatten().tolist() == [1, 2, 3, 17]
 
 
 def test_a_batch_may_name_no_row() -> None:
