@@ -166,8 +166,10 @@ def test_rows_that_an_optimizer_resizes_are_refused(padding: int | None) -> None
     class Grows(optim.SGD):
         grows = False
 
+        @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
             (held,) = self.param_groups[0]["params"]
+            held.sub_(held.grad)
             if self.grows:
                 held.data = torch.cat([held.data[:1], held.data])
 
