@@ -50,8 +50,8 @@ class ShownRows:
         """What keeps the state of the rows, and the fields of held rows."""
         self._rows: list[Tensor] | None = None
         self._version = self._pointer = 0
-        self._asked: tuple[Tensor, int] | None = None
-        """The gradient that a zero_grad() asked for, and its version then."""
+        self._asked: tuple[Tensor, int, bool] | None = None
+        """The gradient that a zero_grad() asked for, its version then, and whether it was zeros."""
 
     @property
     def state(self) -> HeldState | None:
@@ -123,20 +123,24 @@ class ShownRows:
     def note_zero_grad(self) -> None:
         """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
         gradient = self.parameter.grad
-        if gradient is None:
-            self._asked = None
-        elif self.has_gradient():  # zeros stay zeros, though it may be interrupted now
-            self._asked = (gradient, gradient._version)
+        zeros = not self.has_gradient()
+        self._asked = None if gradient is None else (gradient, gradient._version, zeros)
 
     def has_gradient(self) -> bool:
-        """Whether there is a gradient that no zero_grad() has filled with zeros."""
+        """Whether there is a gradient that no zero_grad() has filled with zeros.
+
+        Who has written to the zeros since is waited for on a GPU: clipping leaves them zeros.
+        """
         gradient = self.parameter.grad
         if gradient is None:
             return False
-        if self._asked is None:
+        if self._asked is None or self._asked[0] is not gradient:
             return True
-        asked, version = self._asked
-        return asked is not gradient or gradient._version == version
+        _, version, zeros = self._asked
+        writes = gradient._version - version
+        if writes > 1:
+            return bool((gradient._values() if gradient.is_sparse else gradient).any())
+        return writes == 0 and not zeros
 
     def set_gradient(self, gradient: Tensor) -> None:
         """Gives the parameter a gradient that somebody has computed."""

@@ -161,6 +161,29 @@ def test_a_gradient_that_is_set_after_a_zero_grad_is_stepped(set_to_none: bool) 
     assert_same_bytes(rows_of(ours), before)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_written_to_the_zeros_of_a_zero_grad_is_stepped_and_zeros_are_not(
+    device: str,
+) -> None:
+    _, ours = pair(device)
+    sgd = optim.SGD(ours.parameters(), lr=1.0, weight_decay=0.5)
+    ours(torch.tensor([1, 2])).sum().backward()
+    sgd.step()
+    before = rows_of(ours).clone()
+    sgd.zero_grad(set_to_none=False)
+    assert ours.weight.grad is not None
+    ours.weight.grad.mul_(2.0)  # as clipping does
+    sgd.step()
+    assert_same_bytes(rows_of(ours), before)
+    ours.weight.grad = None
+    ours(torch.tensor([1, 2])).sum().backward()
+    sgd.zero_grad(set_to_none=False)
+    ours.weight.grad.add_(0.5)
+    sgd.step()
+    before[1:3] -= 0.5 + 0.5 * before[1:3]
+    assert_same_bytes(rows_of(ours), before)
+
+
 @pytest.mark.parametrize("padding", [None, 0])
 def test_rows_that_an_optimizer_resizes_are_refused(padding: int | None) -> None:
     class Grows(optim.SGD):

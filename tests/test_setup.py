@@ -17,6 +17,12 @@ ROOT = Path(__file__).parent.parent
 SetupError = pytest.importorskip("setuptools.errors").SetupError
 
 
+@pytest.fixture(autouse=True)
+def no_choice_of_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have chosen some."""
+    monkeypatch.delenv("SPEEDTORCH_CUDA_ARCHS", raising=False)
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """setup.py beside two CUDA files and a header."""
