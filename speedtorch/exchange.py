@@ -252,7 +252,7 @@ class Exchange:
 
         Args:
             parts: ids of any shape, on either device.
-            told: all ids of the step that begins with them, if it does and they are known.
+            told: ids that were announced for the step, which holds them as well.
             plan: their plan.
 
         Returns:

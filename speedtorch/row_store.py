@@ -108,7 +108,7 @@ class RowStore:
         Raises:
             MemoryError: The machine has too little; nothing was taken.
         """
-        table = self._in_memory() if self._table is None else self._table
+        table = self._in_memory()
         if self._draws:
             with torch.inference_mode(False):
                 for draw in self._draws:

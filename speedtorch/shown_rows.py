@@ -96,12 +96,12 @@ class ShownRows:
         rows, state = [self.parameter.detach()], self.state
         if state is not None:
             rows += state.rows()
-        held = step.held
         for each, memory in zip(rows, step.rows, strict=True):
-            if each.shape[0] != held or each.shape[1:] != memory.shape[1:]:
+            expected = (step.held, *memory.shape[1:])
+            if tuple(each.shape) != expected:
                 raise RuntimeError(
                     f"{self._name}: the held rows have the shape {list(each.shape)}, expected"
-                    f" {[held, *memory.shape[1:]]}; who trains them must not resize them"
+                    f" {list(expected)}; who trains them must not resize them"
                 )
         return [each.contiguous() for each in rows]
 
