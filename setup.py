@@ -8,6 +8,7 @@ neither the driver nor torch's CUDA libraries are linked at all.
     SPEEDTORCH_CUDA=1      stop if nvcc is not found
     SPEEDTORCH_CUDA=0      CPU kernels only
     SPEEDTORCH_CUDA_ARCHS  comma-separated GPU architectures instead of the list below
+    CXXFLAGS               more options for the C++ files, after all of ours
     SPEEDTORCH_SANITIZE    gcc's sanitizers for the C++ files: address,undefined (make sanitize)
     MAX_JOBS               how many compilers run at once
 """
@@ -223,6 +224,7 @@ def library() -> CppExtension:
         flags += [f"-fsanitize={SANITIZE}", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1"]
     if LIMITED_API:
         flags += [f"-DPy_LIMITED_API={PYTHON_TARGET}"]
+    flags += shlex.split(os.environ.get("CXXFLAGS", ""))
     extension = CppExtension(
         "speedtorch._C",
         sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cpp")),

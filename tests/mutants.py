@@ -178,12 +178,6 @@ MUTANTS = [
         "                    None,\n",
     ),
     Mutant(
-        "a planned batch is taken by two steps",
-        "exchange.py",
-        "        planned, self._due = self._due, None  #",
-        "        planned = self._due  #",
-    ),
-    Mutant(
         "a planned batch is taken for lookups of other ids",
         "exchange.py",
         "            if asked.held != batch.held or len(asked.arriving[0]):\n",
@@ -213,6 +207,7 @@ MUTANTS = [
         "exchange.py",
         "        if number != self.now.number:\n",
         "        if False:\n",
+        "tests/test_embedding.py::test_backward_through_rows_that_have_left_is_an_error",
     ),
     # ---- shown_rows.py and trained_rows.py
     Mutant(
@@ -226,18 +221,23 @@ MUTANTS = [
         "shown_rows.py",
         "        self.parameter.grad = gradient\n        self.note_gradient()\n",
         "        self.parameter.grad = gradient\n",
+        "tests/test_embedding_steps.py"
+        "::test_a_gradient_of_zeros_that_follows_a_zero_grad_is_stepped",
     ),
     Mutant(
         "rows in other memory are no change",
         "shown_rows.py",
         "return self.was_changed() or self.parameter.data_ptr() != self._pointer",
         "return self.was_changed()",
+        "tests/test_embedding_steps.py"
+        "::test_rows_that_an_optimizer_puts_in_other_memory_are_changed_without_a_gradient_too",
     ),
     Mutant(
         "state that is attached in a step takes rows from before it",
         "trained_rows.py",
         "            self._exchange.bring_home()\n            has_values",
         "            has_values",
+        "tests/test_embedding_steps.py::test_rows_of_a_step_outlive_an_attach",
     ),
     # ---- lookups.py: max_norm
     Mutant(
@@ -322,6 +322,7 @@ MUTANTS = [
         "prefetch.py",
         "                end.callback(module.trained_rows.end_loop, loop)\n",
         "",
+        "tests/test_prefetch.py::test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead",
     ),
 ]
 

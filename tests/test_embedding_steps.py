@@ -161,6 +161,50 @@ def test_a_gradient_that_is_set_after_a_zero_grad_is_stepped(set_to_none: bool) 
     assert_same_bytes(rows_of(ours), before)
 
 
+def test_a_gradient_of_zeros_that_follows_a_zero_grad_is_stepped() -> None:
+    theirs, ours = pair()
+    optimizers = [optim.SGD(each.parameters(), lr=1.0, momentum=0.5) for each in (theirs, ours)]
+    speedtorch.attach(optimizers[1], ours)
+    for module, sgd in zip((theirs, ours), optimizers, strict=True):
+        for factor in (1.0, 0.0):
+            module(IDS).sum().backward()
+            loss = factor * module(IDS).sum()
+            sgd.zero_grad(set_to_none=False)
+            loss.backward()
+            sgd.step()
+    assert_same_bytes(rows_of(ours)[IDS], theirs.weight.detach()[IDS])
+
+
+def test_rows_that_an_optimizer_puts_in_other_memory_are_changed_without_a_gradient_too() -> None:
+    class Halves(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            (held,) = self.param_groups[0]["params"]
+            held.data = held.data * 0.5
+
+    _, ours = pair()
+    before = rows_of(ours).clone()
+    ours(IDS)
+    Halves(ours.parameters()).step()
+    before[IDS] *= 0.5
+    assert_same_bytes(rows_of(ours), before)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["own", "given"])
+def test_rows_of_a_step_outlive_an_attach(given: bool) -> None:
+    _, ours = pair()
+    if given:
+        ours = speedtorch.Embedding.from_pretrained(ours.table, freeze=False)
+    adam, sgd = optim.Adam(ours.parameters(), lr=0.1), optim.SGD(ours.parameters(), lr=1.0)
+    before = rows_of(ours).clone()
+    ours(IDS).sum().backward()
+    sgd.step()
+    speedtorch.attach(adam, ours)
+    before[IDS] -= 1
+    assert_same_bytes(ours(IDS), before[IDS])
+    assert_same_bytes(rows_of(ours), before)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_written_to_the_zeros_of_a_zero_grad_is_stepped_and_zeros_are_not(
     device: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.step import Coming
 
 ROWS, WIDTH = 30, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -188,6 +190,20 @@ def test_a_loop_that_is_left_and_begun_again(device: str) -> None:
                 training.embedding(torch.arange(ROWS, device=device))
 
     assert_same_with_and_without(device, train)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead(device: str) -> None:
+    def ahead() -> int:
+        return sum(type(each) is Coming for each in gc.get_objects())
+
+    before = ahead()
+    embedding = speedtorch.Embedding(ROWS, WIDTH, device=device)
+    for ids in speedtorch.prefetch(batches(device), embedding, ids=lambda ids: ids):
+        embedding(ids).sum().backward()
+        assert ahead() == before + 1
+        break
+    assert ahead() == before
 
 
 @pytest.mark.parametrize("device", DEVICES)
