@@ -1,4 +1,4 @@
-"""Host memory at the ends of processes: import, fork, limits, exit. Each test runs a new Python."""
+"""Host memory at the ends of processes: import, fork, limits, exit. Each program is a process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def run_python(*parts: str) -> subprocess.CompletedProcess[str]:
     assert source.stdin is not None and source.stdout is not None
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         print(json.dumps([program, out.name, err.name]), file=source.stdin, flush=True)
-        status = int(source.stdout.readline())
+        told = source.stdout.readline()
+        assert told, "the process that all programs are forks of has ended"
+        status = int(told)
         return subprocess.CompletedProcess(program, status, out.read(), err.read())
 
 
