@@ -10,7 +10,7 @@
 
 namespace speedtorch {
 
-// Values are part of the contract with speedtorch/cost_model.py.
+// Values are part of the contract with speedtorch/memory/cost_model.py.
 enum class Path : int64_t {
   kDirect = 0,    // one launch, in the order of the ids
   kDistinct = 1,  // each distinct row once, in the order of the ids

@@ -21,7 +21,7 @@
 namespace speedtorch {
 
 // Order and values are part of the ops' contract (host_empty, memory_kind): see
-// speedtorch/memory.py.
+// speedtorch/memory/host_memory.py.
 enum class MemoryKind : int64_t {
   kPlain = 0,
   kRegistered = 1,

@@ -47,13 +47,13 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
   m.def("pinned_copy(Tensor(a!) dst, Tensor src) -> ()");
 
   m.def("sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct) -> Tensor");
-  // For speedtorch/planned_batch.py.
+  // For speedtorch/step/planned_batch.py.
   m.def(
       "compare_rows(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int "
       "padding) "
       "-> Tensor[]");
 
-  // The choice of path, for speedtorch/cost_model.py.
+  // The choice of path, for speedtorch/memory/cost_model.py.
   m.def("explain_move(Tensor table, int ids, int direction, bool accumulate) -> Tensor");
   m.def(
       "link_launch(int direction, int row_bytes, int host_bits, int other_bits, int rows, bool "
@@ -65,7 +65,7 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
   m.def("num_sms() -> int");
   m.def("set_num_sms(int count) -> ()");
 
-  // Ops on memory, for speedtorch/memory.py. Kinds are numbers: see MemoryKind.
+  // Ops on memory, for speedtorch/memory/host_memory.py. Kinds are numbers: see MemoryKind.
   m.def("host_empty(int bytes, int kind, bool check_memory) -> Tensor");
   m.def("host_register(Tensor tensor) -> int");
   m.def("host_unregister(int pin, bool tensor_is_gone) -> ()");

@@ -16,7 +16,7 @@ namespace speedtorch {
 namespace {
 
 constexpr auto kCpu = torch::headeronly::DeviceType::CPU;
-// speedtorch/ops.py knows by it that the error is torch.OutOfMemoryError.
+// speedtorch/ops/functions.py knows by it that the error is torch.OutOfMemoryError.
 constexpr const char* kOutOfMemory = "out of memory: ";
 
 // What torch says of its last failure, where it can be asked (newer than what we need at least).

@@ -1,14 +1,20 @@
 """Train on rows that live in host memory: tables larger than the GPU, at the speed of its link."""
 
-from speedtorch import legacy, tracing  # noqa: F401
-from speedtorch.attach import attach, detach
-from speedtorch.calibration import calibrate, load_costs_with_first_gpu
-from speedtorch.cost_model import explain, get_num_sms, set_num_sms
-from speedtorch.embedding import Embedding
-from speedtorch.embedding_bag import EmbeddingBag
+from speedtorch import legacy
 from speedtorch.info import info
 from speedtorch.legacy import *  # noqa: F403
-from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
+from speedtorch.memory import (
+    empty,
+    memory_kind,
+    memory_stats,
+    pin_memory_,
+    unpin_memory_,
+)
+from speedtorch.memory.calibration import calibrate, load_costs_with_first_gpu
+from speedtorch.memory.cost_model import explain, get_num_sms, set_num_sms
+from speedtorch.nn.embedding import Embedding
+from speedtorch.nn.embedding_bag import EmbeddingBag
+from speedtorch.nn.prefetch import prefetch
 from speedtorch.ops import (
     optimizer_state_swap,
     pinned_copy,
@@ -17,8 +23,9 @@ from speedtorch.ops import (
     plan_rows,
     sum_rows,
     synchronize,
+    tracing,  # noqa: F401
 )
-from speedtorch.prefetch import prefetch
+from speedtorch.optim.attach import attach, detach
 from speedtorch.table import HostTable
 from speedtorch.version import __version__ as __version__
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from speedtorch.memory import memory_stats
+from speedtorch.memory.host_memory import memory_stats
 from speedtorch.version import __version__
 
 __all__ = ["Info", "info"]

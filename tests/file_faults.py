@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from speedtorch import files
-from speedtorch.new_files import replace_files
+from speedtorch.files import system_calls
+from speedtorch.files.new_files import replace_files
 
 TORN = b"torn"
 
@@ -33,14 +33,14 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> 
     """How often `work` makes each file call."""
     counts: Counter[str] = Counter()
     with monkeypatch.context() as patch:
-        for name in vars(files.calls):
-            patch.setattr(files.calls, name, _counted(counts, name))
+        for name in vars(system_calls.calls):
+            patch.setattr(system_calls.calls, name, _counted(counts, name))
         work()
     return counts
 
 
 def _counted(counts: Counter[str], name: str) -> Callable[..., Any]:
-    real = getattr(files.calls, name)
+    real = getattr(system_calls.calls, name)
 
     def call(*args: Any) -> Any:
         counts[name] += 1
@@ -53,7 +53,7 @@ def fail(
     monkeypatch: pytest.MonkeyPatch, name: str, number: int = 1, code: int = errno.EIO
 ) -> None:
     """Makes one of the next file calls of this name fail, the `number`-th from here."""
-    real = getattr(files.calls, name)
+    real = getattr(system_calls.calls, name)
     left = [number]
 
     def call(*args: Any) -> Any:
@@ -62,7 +62,7 @@ def fail(
             raise OSError(code, os.strerror(code))
         return real(*args)
 
-    monkeypatch.setattr(files.calls, name, call)
+    monkeypatch.setattr(system_calls.calls, name, call)
 
 
 def interrupt(work: Callable[[], object], number: int, *modules: ModuleType, each: str) -> bool:
@@ -121,10 +121,10 @@ class Journal:
         self.events: list[tuple[str, Any]] = []
         self._folder = str(folder)
         for name in ("open", "write", "fsync", "link", "rename", "unlink"):
-            monkeypatch.setattr(files.calls, name, getattr(self, f"_{name}")(name))
+            monkeypatch.setattr(system_calls.calls, name, getattr(self, f"_{name}")(name))
 
     def _open(self, name: str) -> Callable[..., int]:
-        real = getattr(files.calls, name)
+        real = getattr(system_calls.calls, name)
 
         def call(path: str, flags: int, mode: int = 0o777) -> int:
             descriptor: int = real(path, flags, mode)
@@ -135,7 +135,7 @@ class Journal:
         return call
 
     def _write(self, name: str) -> Callable[..., int]:
-        real = getattr(files.calls, name)
+        real = getattr(system_calls.calls, name)
 
         def call(descriptor: int, data: memoryview) -> int:
             written: int = real(descriptor, data)
@@ -145,7 +145,7 @@ class Journal:
         return call
 
     def _fsync(self, name: str) -> Callable[[int], None]:
-        real = getattr(files.calls, name)
+        real = getattr(system_calls.calls, name)
 
         def call(descriptor: int) -> None:
             real(descriptor)
@@ -156,7 +156,7 @@ class Journal:
         return call
 
     def _link(self, name: str) -> Callable[[str, str], None]:
-        real = getattr(files.calls, name)
+        real = getattr(system_calls.calls, name)
 
         def call(source: str, target: str) -> None:
             real(source, target)
@@ -165,7 +165,7 @@ class Journal:
         return call
 
     def _rename(self, name: str) -> Callable[[str, str], None]:
-        real = getattr(files.calls, name)
+        real = getattr(system_calls.calls, name)
 
         def call(source: str, target: str) -> None:
             real(source, target)
@@ -174,7 +174,7 @@ class Journal:
         return call
 
     def _unlink(self, name: str) -> Callable[[str], None]:
-        real = getattr(files.calls, name)
+        real = getattr(system_calls.calls, name)
 
         def call(path: str) -> None:
             real(path)

@@ -55,43 +55,43 @@ MUTANTS = [
     # ---- exchange.py: rows that leave, stay and arrive
     Mutant(
         "rows that join a step make the others clean",
-        "exchange.py",
+        "step/exchange.py",
         "            whole=None,\n",
         "            whole=None,\n            newer=False,\n",
     ),
     Mutant(
         "a flush forgets that the step is over",
-        "exchange.py",
+        "step/exchange.py",
         "_replace(newer=False, stale=now.stale or changes)",
         "_replace(newer=False, stale=now.stale or changes, over=False)",
     ),
     Mutant(
         "a flush leaves the table stale in silence",
-        "exchange.py",
+        "step/exchange.py",
         "_replace(newer=False, stale=now.stale or changes)",
         "_replace(newer=False, stale=now.stale)",
     ),
     Mutant(
         "rows that became others in the table are not read again",
-        "exchange.py",
+        "step/exchange.py",
         "        if self.now.stale:\n            self.show_anew()\n",
         "",
     ),
     Mutant(
         "rows that are read again lose their gradient",
-        "exchange.py",
+        "step/exchange.py",
         "rows=self._load(now.ids), stale=False, gradient=gradient)",
         "rows=self._load(now.ids), stale=False, gradient=None)",
     ),
     Mutant(
         "rows that stay in the next step count as the table's",
-        "exchange.py",
+        "step/exchange.py",
         "whole=batch, newer=now.newer, ahead=ahead",
         "whole=batch, newer=False, ahead=ahead",
     ),
     Mutant(
         "rows that an interrupted step wrote to count as the table's",
-        "exchange.py",
+        "step/exchange.py",
         "            if not self.now.newer:\n"
         "                self.now = self.now._replace(newer=True, stale=False)\n"
         "            self._shown.mark()\n",
@@ -101,13 +101,13 @@ MUTANTS = [
     ),
     Mutant(
         "rows that an optimizer stepped are not over",
-        "exchange.py",
+        "step/exchange.py",
         "now._replace(newer=True, over=True, stale=False)",
         "now._replace(newer=True, stale=False)",
     ),
     Mutant(
         "a step with no gradient is over all the same",
-        "exchange.py",
+        "step/exchange.py",
         "stepped = number == now.number and (has_gradient or written)",
         "stepped = number == now.number",
         "tests/test_embedding_steps.py"
@@ -115,39 +115,39 @@ MUTANTS = [
     ),
     Mutant(
         "state of the rows that others join is lost",
-        "exchange.py",
+        "step/exchange.py",
         "zip(rows, self._shown.rows_of(now), strict=True)",
         "zip(rows[:1], self._shown.rows_of(now), strict=False)",
     ),
     Mutant(
         "a gradient is lost while rows join",
-        "exchange.py",
+        "step/exchange.py",
         "gradient=None if gradient is None else among_more(gradient, before, count),",
         "gradient=None,",
     ),
     Mutant(
         "the padding's row is not fetched behind rows that joined",
-        "exchange.py",
+        "step/exchange.py",
         "load, None, places)\n        self._fetch_padding(rows, count)\n",
         "load, None, places)\n",
     ),
     # ---- exchange.py: batches that are planned ahead
     Mutant(
         "rows that arrived ahead count as the table's",
-        "exchange.py",
+        "step/exchange.py",
         "            newer=True,\n            ahead=True,\n",
         "            newer=False,\n            ahead=True,\n",
     ),
     Mutant(
         "rows that arrived ahead are dropped, not written",
-        "exchange.py",
+        "step/exchange.py",
         "            self._store.exchange("
         "self._shown.names, rows, ids, nothing, ids[:0], places)\n",
         "",
     ),
     Mutant(
         "a flush leaves what arrived ahead",
-        "exchange.py",
+        "step/exchange.py",
         "        if self.now.coming is not None or self.now.ahead:\n"
         "            self._drop_coming()\n"
         "        now = self.now\n",
@@ -155,56 +155,56 @@ MUTANTS = [
     ),
     Mutant(
         "rows that stay beside those that arrived ahead are taken from other places",
-        "exchange.py",
+        "step/exchange.py",
         "each.index_select(0, taken_from)",
         "each.index_select(0, taken_from.flip(0))",
     ),
     Mutant(
         "state of rows that stay beside those that arrived ahead is lost",
-        "exchange.py",
+        "step/exchange.py",
         "zip(rows, old, strict=True)",
         "zip(rows[:1], old, strict=False)",
     ),
     Mutant(
         "rows that are owed to the table are not written",
-        "exchange.py",
+        "step/exchange.py",
         "        owed = now.owed or Owed(",
         "        owed = Owed(",
     ),
     Mutant(
         "rows that are owed are written from the first places",
-        "exchange.py",
+        "step/exchange.py",
         "                    owed.places,\n",
         "                    None,\n",
     ),
     Mutant(
         "a planned batch is taken for lookups of other ids",
-        "exchange.py",
+        "step/exchange.py",
         "            if asked.held != batch.held or len(asked.arriving[0]):\n",
         "            if False:\n",
     ),
     # ---- exchange.py: announcements and gradients
     Mutant(
         "announced rows do not join a planned batch",
-        "exchange.py",
+        "step/exchange.py",
         "        if batch is not None and told:\n            self._extend(told)\n",
         "",
     ),
     Mutant(
         "announced rows do not begin the step",
-        "exchange.py",
+        "step/exchange.py",
         "begun = batch or plan or self.planned(told or parts)",
         "begun = batch or self.planned(parts)",
     ),
     Mutant(
         "zeros of zero_grad move rows",
-        "exchange.py",
+        "step/exchange.py",
         "if gradient is not None and not self._shown.has_gradient():",
         "if False:",
     ),
     Mutant(
         "an earlier step's gradient is taken for this one's",
-        "exchange.py",
+        "step/exchange.py",
         "        if number != self.now.number:\n",
         "        if False:\n",
         "tests/test_embedding.py::test_backward_through_rows_that_have_left_is_an_error",
@@ -212,13 +212,13 @@ MUTANTS = [
     # ---- shown_rows.py and trained_rows.py
     Mutant(
         "a zero_grad is not noticed",
-        "trained_rows.py",
+        "step/trained_rows.py",
         "        if to_zero:\n",
         "        if False:\n",
     ),
     Mutant(
         "a gradient that follows a zero_grad counts as its zeros",
-        "shown_rows.py",
+        "step/shown_rows.py",
         "        self.parameter.grad = gradient\n        self.note_gradient()\n",
         "        self.parameter.grad = gradient\n",
         "tests/test_embedding_steps.py"
@@ -226,7 +226,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows in other memory are no change",
-        "shown_rows.py",
+        "step/shown_rows.py",
         "return self.was_changed() or self.parameter.data_ptr() != self._pointer",
         "return self.was_changed()",
         "tests/test_embedding_steps.py"
@@ -234,7 +234,7 @@ MUTANTS = [
     ),
     Mutant(
         "state that is attached in a step takes rows from before it",
-        "trained_rows.py",
+        "step/trained_rows.py",
         "            self._exchange.bring_home()\n            has_values",
         "            has_values",
         "tests/test_embedding_steps.py::test_rows_of_a_step_outlive_an_attach",
@@ -242,84 +242,84 @@ MUTANTS = [
     # ---- lookups.py: max_norm
     Mutant(
         "shortened rows of the step are not written",
-        "lookups.py",
+        "step/lookups.py",
         "            step = self.exchange.change()\n",
         "",
     ),
     Mutant(
         "the padding's row is shortened for the step only",
-        "lookups.py",
+        "step/lookups.py",
         "            self._write_padding(rows, step.held)\n",
         "",
     ),
     Mutant(
         "evaluation shortens rows of the table, not those of the step",
-        "lookups.py",
+        "step/lookups.py",
         "            self.exchange.bring_home()\n",
         "",
     ),
     Mutant(
         "rows that evaluation shortens are not written",
-        "lookups.py",
+        "step/lookups.py",
         "            self._store.write(batch.ids, rows[:count])\n",
         "",
     ),
     Mutant(
         "a read does not see the step",
-        "lookups.py",
+        "step/lookups.py",
         "        self.exchange.bring_home(changes=False)\n",
         "",
     ),
     Mutant(
         "announcements of an earlier step are those of this one",
-        "lookups.py",
+        "step/lookups.py",
         "        if held:\n            self._told = None\n",
         "",
     ),
     # ---- gradient_sums.py and planned_batch.py
     Mutant(
         "gradients are added up in another order than torch's",
-        "gradient_sums.py",
+        "step/gradient_sums.py",
         "            if more_to_come:\n",
         "            if False:\n",
         "tests/test_embedding_steps.py::test_gradients_of_several_lookups_add_up_as_in_torch",
     ),
     Mutant(
         "a sparse gradient names only the rows that got one",
-        "gradient_sums.py",
+        "step/gradient_sums.py",
         "    if gradient.is_sparse:\n        summed = gradient.coalesce()\n",
         "    if gradient.is_sparse:\n        return gradient\n",
     ),
     Mutant(
         "the padding has no place behind rows that joined",
-        "planned_batch.py",
+        "step/planned_batch.py",
         "            places = torch.where(self.plan[0] == self._padding, len(ids), places)\n",
         "            pass\n",
     ),
     # ---- row_store.py
     Mutant(
         "a flush writes rows of other places",
-        "row_store.py",
+        "step/row_store.py",
         "            self._numbers = torch.arange(2 * count, device=ids.device)\n",
         "            self._numbers = torch.arange(2 * count, device=ids.device).flip(0)\n",
     ),
-    # ---- optimizer_steps.py and prefetch.py
+    # ---- step_hooks.py and prefetch.py
     Mutant(
         "a closure sees the weight as the optimizer does",
-        "optimizer_steps.py",
+        "optim/step_hooks.py",
         "        step.pause()\n",
         "",
         "tests/test_embedding_steps.py::test_a_closure_sees_the_weight_as_the_table",
     ),
     Mutant(
         "an interrupt between two tables steps one of them",
-        "optimizer_steps.py",
+        "optim/step_hooks.py",
         "        self.done = True\n        self._frame = None\n",
         "        self._frame = None\n",
     ),
     Mutant(
         "a loop does not end for the rows",
-        "prefetch.py",
+        "nn/prefetch.py",
         "                end.callback(module.trained_rows.end_loop, loop)\n",
         "",
         "tests/test_prefetch.py::test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead",

@@ -13,9 +13,10 @@ from optimizer_families import filled as filled_state
 from torch import Tensor, nn
 
 import speedtorch
-from speedtorch import HostTable, ModelFactory, OptimizerFactory, plan_memo
+from speedtorch import HostTable, ModelFactory, OptimizerFactory
 from speedtorch.legacy import switcher as switcher_module
-from speedtorch.plan_memo import PlanMemo
+from speedtorch.table import plan_memo
+from speedtorch.table.plan_memo import PlanMemo
 
 CPU = torch.device("cpu")
 
@@ -59,7 +60,7 @@ def check(found: tuple[Tensor, Any], ids: list[int]) -> None:
 def planning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every table makes plans on the CPU too."""
     monkeypatch.setattr(
-        "speedtorch.records.PlanMemo", lambda rows, memory: PlanMemo(rows, memory, always)
+        "speedtorch.table.records.PlanMemo", lambda rows, memory: PlanMemo(rows, memory, always)
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from speedtorch.optimizer_state import OptimizerProbe, probe_optimizer
+from speedtorch.optim.probe import OptimizerProbe, probe_optimizer
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 

@@ -322,7 +322,7 @@ def test_memory_that_ran_out_on_the_gpu_is_torchs_own_error(
         def pinned_copy(self, *_: object) -> None:
             raise RuntimeError("pinned_copy failed: an illegal memory access (CUDA error 700)")
 
-    monkeypatch.setattr(speedtorch.ops, "_ops", Full())
+    monkeypatch.setattr(speedtorch.ops.functions, "_ops", Full())
     with pytest.raises(torch.OutOfMemoryError, match="plan_rows: out of memory"):
         speedtorch.plan_rows(torch.tensor([1]), 3)
     with pytest.raises(RuntimeError, match="illegal memory access") as caught:

@@ -15,8 +15,8 @@ import torch
 from conftest import NEEDS_GPU
 
 import speedtorch
-from speedtorch import calibration, cost_model
-from speedtorch.ops import _ops
+from speedtorch.memory import calibration, cost_model
+from speedtorch.ops.functions import _ops
 
 GPU = "a GPU of these tests"
 

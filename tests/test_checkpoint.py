@@ -25,10 +25,10 @@ from reference import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from speedtorch import checkpoint
-from speedtorch.checkpoint import open_fields, save_fields, write_safetensors
-from speedtorch.new_files import replace_files
-from speedtorch.npy_format import NPY_DTYPES
+from speedtorch.files import table_files
+from speedtorch.files.new_files import replace_files
+from speedtorch.files.npy_format import NPY_DTYPES
+from speedtorch.files.table_files import open_fields, save_fields, write_safetensors
 
 SAFE = [dtype for dtype in DTYPES if dtype != torch.complex128]
 NPY = [dtype for dtype in DTYPES if dtype in NPY_DTYPES.values()]
@@ -44,7 +44,7 @@ def read_into(path: Path, fields: dict[str, Tensor]) -> None:
 @pytest.fixture
 def small_blocks() -> Iterator[None]:
     """Blocks of 24 bytes, so that small tables have many, and wide rows are cut."""
-    with mock.patch.object(checkpoint, "_BLOCK_BYTES", 24):
+    with mock.patch.object(table_files, "_BLOCK_BYTES", 24):
         yield
 
 
@@ -211,7 +211,7 @@ def test_other_endings_are_refused(tmp_path: Path, name: str) -> None:
 
 PEAK = """
 import resource, sys, torch
-from speedtorch.checkpoint import open_fields, save_fields
+from speedtorch.files.table_files import open_fields, save_fields
 data = torch.ones(131072, 128)
 fields = {"weight": data[:, :96], "exp_avg": data[:, 96:]}
 save_fields(sys.argv[2], {"weight": torch.zeros(131072, 2)})  # Everything is loaded now.
@@ -225,7 +225,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)
 
 
 def test_saving_and_loading_take_a_few_mb_whatever_the_size(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(checkpoint.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(table_files.__file__).parents[2])}
     paths = [str(tmp_path / "t.safetensors"), str(tmp_path / "warm.safetensors")]
     result = subprocess.run(
         [sys.executable, "-c", PEAK, *paths],

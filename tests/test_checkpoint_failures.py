@@ -13,16 +13,17 @@ import torch
 from file_faults import Journal, fail, interrupt, snapshot
 from safetensors.torch import save_file
 
-from speedtorch import HostTable, checkpoint, files, new_files
-from speedtorch.checkpoint import open_fields, save_fields
-from speedtorch.npy_format import npy_header
-from speedtorch.safetensors_format import safetensors_header
+from speedtorch import HostTable
+from speedtorch.files import new_files, system_calls, table_files
+from speedtorch.files.npy_format import npy_header
+from speedtorch.files.safetensors_format import safetensors_header
+from speedtorch.files.table_files import open_fields, save_fields
 
 
 @pytest.fixture
 def small_blocks() -> Iterator[None]:
     """Blocks of 24 bytes, so that small tables have many."""
-    with mock.patch.object(checkpoint, "_BLOCK_BYTES", 24):
+    with mock.patch.object(table_files, "_BLOCK_BYTES", 24):
         yield
 
 
@@ -64,7 +65,7 @@ def test_a_power_loss_during_a_save_leaves_files_that_load(
 def test_an_interrupt_at_any_line_of_a_save_leaves_whole_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, there: bool
 ) -> None:
-    monkeypatch.setattr(files.calls, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(system_calls.calls, "fsync", lambda descriptor: None)
     path, states = tmp_path / f"t.{suffix}", []
     for values in (torch.zeros(4), torch.ones(4)):
         save_fields(path, {"weight": values, "exp_avg": values})
@@ -78,7 +79,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_whole_files(
             (tmp_path / name).unlink(missing_ok=True)
         for name, content in old.items():
             (tmp_path / name).write_bytes(content)
-        interrupted = interrupt(work, number, new_files, checkpoint, files, each="line")
+        interrupted = interrupt(work, number, new_files, table_files, system_calls, each="line")
         found = {name: data for name, data in snapshot(tmp_path).items() if name[0] != "."}
         assert found in (old, new), number
         number += 1

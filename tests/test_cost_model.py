@@ -11,8 +11,8 @@ from cuda_calls import PretendedDriver
 from torch import Tensor
 
 import speedtorch
-from speedtorch import cost_model
-from speedtorch.ops import _ops
+from speedtorch.memory import cost_model
+from speedtorch.ops.functions import _ops
 
 GATHER, SCATTER = 0, 1
 DIRECT, DISTINCT, ORDERED, STAGED = range(4)

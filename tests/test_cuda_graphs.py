@@ -12,7 +12,7 @@ from reference import assert_same_bytes, assert_same_storage, layout_copy, rando
 from torch import Tensor
 
 import speedtorch
-from speedtorch.memory import release
+from speedtorch.memory.host_memory import release
 
 pytestmark = NEEDS_GPU
 

@@ -507,7 +507,7 @@ def test_a_read_that_fails_leaves_the_gadget_as_it_was(monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise OSError("pretended")
 
-    monkeypatch.setattr("speedtorch.checkpoint.StoredField.read_into", fail)
+    monkeypatch.setattr("speedtorch.files.table_files.StoredField.read_into", fail)
     with pytest.raises(OSError, match="pretended"):
         gadget.loadCupy("other.npy")
     assert all_rows(gadget).tolist() == [[0, 0]] * 3

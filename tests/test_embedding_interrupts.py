@@ -677,7 +677,7 @@ class FailingSwap:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *, after: bool) -> None:
         self.left, self.after, self.failed = number, after, False
-        self.real = speedtorch.ops.swap_placed
+        self.real = speedtorch.ops.functions.swap_placed
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] == "speedtorch" and hasattr(module, "swap_placed"):
                 monkeypatch.setattr(module, "swap_placed", self)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from file_faults import fail, snapshot
 
-from speedtorch import files
+from speedtorch.files import system_calls
 
 
 def test_a_read_takes_the_bytes_from_its_place(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     part = bytearray(4)
-    with files.open_to_read(tmp_path / "a") as (read, size):
+    with system_calls.open_to_read(tmp_path / "a") as (read, size):
         read(memoryview(part), 3)
     assert (part, size) == (b"3456", 10)
 
@@ -25,10 +25,10 @@ def test_a_read_takes_the_bytes_from_its_place(tmp_path: Path) -> None:
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     monkeypatch.setattr(
-        files.calls, "read", lambda file, views, at: os.preadv(file, [views[0][:3]], at)
+        system_calls.calls, "read", lambda file, views, at: os.preadv(file, [views[0][:3]], at)
     )
     part = bytearray(8)
-    with files.open_to_read(tmp_path / "a") as (read, _):
+    with system_calls.open_to_read(tmp_path / "a") as (read, _):
         read(memoryview(part), 1)
     assert part == b"12345678"
 
@@ -36,7 +36,7 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123")
     with (
-        files.open_to_read(tmp_path / "a") as (read, _),
+        system_calls.open_to_read(tmp_path / "a") as (read, _),
         pytest.raises(ValueError, match="a: ends at byte 4; it was cut off"),
     ):
         read(memoryview(bytearray(8)), 0)
@@ -46,7 +46,7 @@ def test_a_failing_read_names_the_file(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a").write_bytes(b"0123")
     fail(monkeypatch, "read")
     with (
-        files.open_to_read(tmp_path / "a") as (read, _),
+        system_calls.open_to_read(tmp_path / "a") as (read, _),
         pytest.raises(OSError, match=r"Input/output error: '.*/a'"),
     ):
         read(memoryview(bytearray(2)), 0)
@@ -57,13 +57,13 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: object
     make(tmp_path / "a")  # type: ignore[operator]
     with (
         pytest.raises(ValueError, match="is not a regular file"),
-        files.open_to_read(tmp_path / "a"),
+        system_calls.open_to_read(tmp_path / "a"),
     ):
         pass
 
 
 def test_a_mapped_file_takes_its_space_and_holds_what_is_written(tmp_path: Path) -> None:
-    data, descriptor = files.map_new_file(tmp_path / "a", 100_000)
+    data, descriptor = system_calls.map_new_file(tmp_path / "a", 100_000)
     assert os.fstat(descriptor).st_blocks * 512 >= 100_000
     data[99_999] = 7
     os.close(descriptor)
@@ -71,7 +71,7 @@ def test_a_mapped_file_takes_its_space_and_holds_what_is_written(tmp_path: Path)
 
 
 def test_a_mapped_file_may_be_empty(tmp_path: Path) -> None:
-    data, descriptor = files.map_new_file(tmp_path / "a", 0)
+    data, descriptor = system_calls.map_new_file(tmp_path / "a", 0)
     os.close(descriptor)
     assert (data.shape, data.dtype) == ((0,), torch.uint8)
 
@@ -79,7 +79,7 @@ def test_a_mapped_file_may_be_empty(tmp_path: Path) -> None:
 def test_a_file_that_exists_is_never_mapped_over(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"rows")
     with pytest.raises(FileExistsError, match="exists already; delete it or choose another path"):
-        files.map_new_file(tmp_path / "a", 4)
+        system_calls.map_new_file(tmp_path / "a", 4)
     assert snapshot(tmp_path) == {"a": b"rows"}
 
 
@@ -90,7 +90,7 @@ def test_a_mapping_that_fails_leaves_no_file(
     before = os.listdir("/proc/self/fd")
     fail(monkeypatch, call)
     with pytest.raises(OSError, match="Input/output error"):
-        files.map_new_file(tmp_path / "a", 4)
+        system_calls.map_new_file(tmp_path / "a", 4)
     assert snapshot(tmp_path) == {}
     assert set(os.listdir("/proc/self/fd")) <= set(before)
 
@@ -100,7 +100,7 @@ def test_a_mapping_that_the_disk_cannot_hold_is_refused_in_numbers(
 ) -> None:
     fail(monkeypatch, "reserve", code=errno.ENOSPC)
     with pytest.raises(OSError, match=r"No space.*4,096 bytes are needed and [\d,]+ are free"):
-        files.map_new_file(tmp_path / "a", 4096)
+        system_calls.map_new_file(tmp_path / "a", 4096)
 
 
 def test_a_disk_that_is_too_small_is_left_alone(
@@ -110,10 +110,10 @@ def test_a_disk_that_is_too_small_is_left_alone(
     small = SimpleNamespace(f_blocks=10, f_bavail=2, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda folder: small)
     with pytest.raises(OSError, match="No space left on device: 8,193 bytes are needed and 8,192"):
-        files.map_new_file(tmp_path / "a", 8193)
+        system_calls.map_new_file(tmp_path / "a", 8193)
     assert snapshot(tmp_path) == {}
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="the folder does not exist"):
-        files.map_new_file(tmp_path / "missing" / "a", 4)
+        system_calls.map_new_file(tmp_path / "missing" / "a", 4)

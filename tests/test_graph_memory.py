@@ -13,7 +13,7 @@ from test_cuda_graphs import captured
 from torch import Tensor
 
 import speedtorch
-from speedtorch.memory import release
+from speedtorch.memory.host_memory import release
 
 pytestmark = NEEDS_GPU
 

@@ -17,7 +17,8 @@ from conftest import NEEDS_GPU
 from reference import DTYPES, FLOAT8, assert_same_bytes, assert_same_storage, dtype_name
 from torch import Tensor
 
-from speedtorch import HostTable, row_blocks
+from speedtorch import HostTable
+from speedtorch.table import row_blocks
 
 init = torch.nn.init
 ELEMENTWISE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -253,7 +254,7 @@ def last_words():
 def test_everything_works_while_the_process_exits() -> None:
     done = subprocess.run(
         [sys.executable, "-c", AT_EXIT],
-        env=os.environ | {"PYTHONPATH": str(Path(row_blocks.__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(Path(row_blocks.__file__).parents[2])},
         capture_output=True,
         text=True,
         check=False,

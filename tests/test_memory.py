@@ -15,7 +15,7 @@ from cuda_calls import PretendedDriver
 
 import speedtorch
 from speedtorch import empty, memory_kind, memory_stats, pin_memory_
-from speedtorch.memory import check_owner, release
+from speedtorch.memory.host_memory import check_owner, release
 
 KINDS = ["plain", "registered", "managed"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import speedtorch
 from speedtorch import HostTable, memory_kind, memory_stats, unpin_memory_
-from speedtorch.memory import release
+from speedtorch.memory.host_memory import release
 
 pytestmark = NEEDS_GPU
 

@@ -17,12 +17,12 @@ from conftest import NEEDS_GPU
 from safetensors.torch import load_file
 
 import speedtorch
-from speedtorch import checkpoint
 from speedtorch.__main__ import main
 from speedtorch.demo import ncf, neumf
 from speedtorch.demo.neumf import NeuMF, held_out_score, train
 from speedtorch.demo.ranking import BatchStream, Candidates
 from speedtorch.demo.ratings import Ratings, generated_ratings, leave_one_out
+from speedtorch.files import table_files
 
 FILES = ["model.safetensors", "report.json"]
 SMALL = ("--dim", "4", "--batch", "512", "--epochs", "2")
@@ -154,7 +154,7 @@ def test_rows_are_saved_block_by_block(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert demo(file, tmp_path / "whole") == 0
-    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(table_files, "_BLOCK_BYTES", 100)
     assert demo(file, tmp_path / "blocks") == 0
     one, other = ((tmp_path / name / FILES[0]).read_bytes() for name in ("whole", "blocks"))
     assert one == other

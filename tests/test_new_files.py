@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from file_faults import NEW, count_calls, fail, interrupt, replace, snapshot
 
-from speedtorch import files, new_files
-from speedtorch.new_files import replace_files
+from speedtorch.files import new_files, system_calls
+from speedtorch.files.new_files import replace_files
 
 LEFT_BEHIND = ".a.4711-0123abcd.partial"
 
@@ -94,14 +94,14 @@ def test_an_interrupt_between_two_switches_brings_the_first_file_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = snapshot(folder)
-    real = files.calls.rename
+    real = system_calls.calls.rename
 
     def rename(source: str, target: str) -> None:
         if target.endswith("/b"):
             raise KeyboardInterrupt
         real(source, target)
 
-    monkeypatch.setattr(files.calls, "rename", rename)
+    monkeypatch.setattr(system_calls.calls, "rename", rename)
     with pytest.raises(KeyboardInterrupt):
         replace(folder, "a", "b")
     assert snapshot(folder) == before
@@ -113,7 +113,7 @@ def test_an_interrupt_between_two_switches_brings_the_first_file_back(
 def test_an_interrupt_at_any_instruction_leaves_all_old_or_all_new_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, names: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(files.calls, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(system_calls.calls, "fsync", lambda descriptor: None)
     old = {name: f"old {name}".encode() for name in names if there}
     new = {name: NEW[name] for name in names}
     seen: list[dict[str, bytes]] = []
@@ -123,7 +123,7 @@ def test_an_interrupt_at_any_instruction_leaves_all_old_or_all_new_files(
         for name, content in old.items():
             (tmp_path / name).write_bytes(content)
         work = partial(replace, tmp_path, *names)
-        interrupted = interrupt(work, number, new_files, files, each="opcode")
+        interrupted = interrupt(work, number, new_files, system_calls, each="opcode")
         found = {name: data for name, data in snapshot(tmp_path).items() if name[0] != "."}
         assert found in (old, new), number
         seen.append(found)
@@ -142,7 +142,7 @@ def test_no_descriptor_stays_open(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_short_writes_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.calls, "write", lambda file, data: os.write(file, data[:2]))
+    monkeypatch.setattr(system_calls.calls, "write", lambda file, data: os.write(file, data[:2]))
     replace(folder, "a")
     assert snapshot(folder)["a"] == NEW["a"]
 
@@ -150,7 +150,7 @@ def test_short_writes_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_write_that_takes_nothing_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.calls, "write", lambda file, data: 0)
+    monkeypatch.setattr(system_calls.calls, "write", lambda file, data: 0)
     with pytest.raises(OSError, match=r"takes no more bytes.*/a'"):
         replace(folder, "a")
 
@@ -228,13 +228,13 @@ def test_a_file_system_without_modes_is_written_to_all_the_same(
 def test_a_killed_process_leaves_the_old_file_and_the_next_one_cleans_up(folder: Path) -> None:
     script = (
         "import os, signal, sys\n"
-        "from speedtorch import files\n"
-        "from speedtorch.new_files import replace_files\n"
-        "files.calls.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from speedtorch.files import system_calls\n"
+        "from speedtorch.files.new_files import replace_files\n"
+        "system_calls.calls.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
         "with replace_files([sys.argv[1]]) as (file,):\n"
         "    file.write(b'new')\n"
     )
-    root = Path(files.__file__).parents[1]
+    root = Path(system_calls.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", script, str(folder / "a")]
     result = subprocess.run(command, env=environment, timeout=120, check=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from reference import DTYPES, as_bytes, dtype_name, random_rows
 
-from speedtorch.npy_format import NPY_DTYPES, npy_header, read_npy_header
+from speedtorch.files.npy_format import NPY_DTYPES, npy_header, read_npy_header
 
 STORED = [dtype for dtype in DTYPES if dtype in NPY_DTYPES.values()]
 

@@ -10,7 +10,7 @@ from probed_optimizers import LEARNT, Make, Own, probed
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
-from speedtorch.optimizer_state import probe_optimizer
+from speedtorch.optim.probe import probe_optimizer
 
 
 @pytest.mark.parametrize(

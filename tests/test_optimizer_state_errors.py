@@ -10,7 +10,7 @@ import torch
 from probed_optimizers import Make, Noisy, Own, probed
 from torch import Tensor, nn, optim
 
-from speedtorch.optimizer_state import probe_optimizer
+from speedtorch.optim.probe import probe_optimizer
 
 
 class TrustRatio(Own):

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 )
 
 import speedtorch
-from speedtorch.optimizer_state import probe_optimizer
+from speedtorch.optim.probe import probe_optimizer
 
 
 def assert_same_content(actual: Any, expected: Any) -> None:

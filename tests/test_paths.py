@@ -10,7 +10,7 @@ from reference import assert_same_bytes, random_rows
 from torch import Tensor
 
 import speedtorch
-from speedtorch.cost_model import forced_path
+from speedtorch.memory.cost_model import forced_path
 
 # Bytes: narrow, odd, one access short of a line, across lines, bulk copies, several pieces.
 WIDTHS = [1, 3, 4, 12, 16, 47, 64, 94, 188, 256, 376, 512, 514, 1028, 1536, 2048, 4112, 8192]

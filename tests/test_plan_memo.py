@@ -17,8 +17,9 @@ from plan_memos import CPU, Made, always, check, made, memo
 from reference import assert_same_bytes, random_rows
 
 import speedtorch
-from speedtorch import HostTable, ModelFactory, plan_memo
-from speedtorch.plan_memo import PlanMemo, plans_pay
+from speedtorch import HostTable, ModelFactory
+from speedtorch.table import plan_memo
+from speedtorch.table.plan_memo import PlanMemo, plans_pay
 
 __all__ = ["made", "memo"]
 

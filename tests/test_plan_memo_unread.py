@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedtorch import plan_memo
-from speedtorch.plan_memo import PlanMemo
+from speedtorch.table import plan_memo
+from speedtorch.table.plan_memo import PlanMemo
 
 __all__ = ["made", "memo"]
 

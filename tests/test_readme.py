@@ -41,12 +41,21 @@ def test_every_make_target_named_is_one() -> None:
 
 def test_every_file_of_the_map_is_there() -> None:
     tree = TEXT.partition("## Map")[2].partition("```\n")[2].partition("```")[0]
-    folder = ROOT
+    above = place = ROOT
+    named = set()
     for line in tree.splitlines():
-        name = line.split()[0]
-        folder = folder if line.startswith(" ") else ROOT / name
-        path = folder / name if line.startswith(" ") else folder
-        assert path.exists(), name
+        depth, (name, *told) = len(line) - len(line.lstrip()), line.split()
+        if depth > 2:  # more about the line before
+            told.insert(0, name)
+        else:
+            above = above if depth else ROOT / name
+            place = above / name if depth else above
+            assert place.exists(), name
+            named.add(place)
+        for file in re.findall(r"\b\w+\.py\b", " ".join(told)):
+            assert (place / file).exists(), f"{file} is not in {place}"
+    rooms = {file.parent for file in (ROOT / "speedtorch").rglob("*.py")}
+    assert rooms <= named
 
 
 def test_every_function_of_the_ops_block_has_the_signature_shown() -> None:

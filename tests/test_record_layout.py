@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from speedtorch.record_layout import lay_out, row_shape, weight_and_state
+from speedtorch.table.record_layout import lay_out, row_shape, weight_and_state
 
 
 def offsets(fields: dict[str, Any]) -> dict[str, int]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import speedtorch
-from speedtorch import memory, row_store
+from speedtorch.memory import host_memory
+from speedtorch.step import row_store
 
 ROWS, WIDTH = 1000, 8
 NBYTES = 4 * ROWS * WIDTH
@@ -19,7 +20,7 @@ NBYTES = 4 * ROWS * WIDTH
 def room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were memory for one and a half of these tables."""
     monkeypatch.setattr(row_store, "_waiting", weakref.WeakSet())  # without those of other tests
-    monkeypatch.setattr(memory, "available_bytes", lambda: 3 * NBYTES // 2)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * NBYTES // 2)
 
 
 @pytest.mark.usefixtures("room_for_one")

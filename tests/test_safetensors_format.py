@@ -11,7 +11,7 @@ import torch
 from reference import DTYPES, as_bytes, assert_same_bytes, dtype_name, random_rows
 from safetensors.torch import load, save
 
-from speedtorch.safetensors_format import (
+from speedtorch.files.safetensors_format import (
     LARGEST_HEADER,
     in_file_order,
     read_safetensors_header,

@@ -19,7 +19,7 @@ from torch import Tensor, nn, optim
 
 from speedtorch import HostTable, ModelFactory, OptimizerFactory
 from speedtorch.legacy import optimizer_switcher
-from speedtorch.optimizer_state import probe_optimizer
+from speedtorch.optim.probe import probe_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 ROWS, WIDTH = 9, 2
@@ -200,7 +200,7 @@ def at_call(make: Callable[[], Factories], call: str) -> Factories:
     return training
 
 
-SWITCH = source_files("legacy/*.py", "plan_memo.py", "ops.py")
+SWITCH = source_files("legacy/*.py", "table/plan_memo.py", "ops/functions.py")
 
 
 def interrupts(

@@ -16,8 +16,10 @@ from file_faults import fail, snapshot
 from reference import DTYPES, as_bytes, assert_same_bytes, assert_same_storage, dtype_name
 from safetensors.torch import load_file, save_file
 
-from speedtorch import HostTable, checkpoint, files, memory
-from speedtorch.npy_format import NPY_DTYPES
+from speedtorch import HostTable
+from speedtorch.files import system_calls, table_files
+from speedtorch.files.npy_format import NPY_DTYPES
+from speedtorch.memory import host_memory
 
 GPU_KINDS = [pytest.param(kind, marks=NEEDS_GPU) for kind in ("managed", "registered", "cuda")]
 FIELDS = {
@@ -100,7 +102,7 @@ def test_torchs_default_device_plays_no_part(tmp_path: Path) -> None:
 
 def test_saving_flushes_what_the_gpu_still_does(tmp_path: Path) -> None:
     table = small()
-    with mock.patch.object(memory, "check_owner", wraps=memory.check_owner) as checked:
+    with mock.patch.object(host_memory, "check_owner", wraps=host_memory.check_owner) as checked:
         table.save(tmp_path / "t.npy")
         table.load(tmp_path / "t.npy")
     assert checked.called
@@ -186,7 +188,7 @@ def test_a_hostile_file_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     with (
-        mock.patch.object(memory, "empty", side_effect=AssertionError),
+        mock.patch.object(host_memory, "empty", side_effect=AssertionError),
         pytest.raises(ValueError, match=r"describes 4,398,046,511,104 bytes of data, the file has"),
     ):
         HostTable.open(path, "plain")
@@ -267,7 +269,7 @@ def test_opening_that_fails_leaves_no_mapped_file(
     small().save(tmp_path / "t.safetensors")
     before = snapshot(tmp_path)
     with (
-        mock.patch.object(checkpoint.StoredField, "read_into", side_effect=OSError("no more")),
+        mock.patch.object(table_files.StoredField, "read_into", side_effect=OSError("no more")),
         pytest.raises(OSError, match="no more"),
     ):
         HostTable.open(tmp_path / "t.safetensors", "file", path=tmp_path / "rows.bin")
@@ -278,16 +280,16 @@ def test_every_file_call_goes_through_the_table_of_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = set()
-    for name in vars(files.calls):
-        real = getattr(files.calls, name)
+    for name in vars(system_calls.calls):
+        real = getattr(system_calls.calls, name)
         note = lambda *args, real=real, name=name: (used.add(name), real(*args))[1]  # noqa: E731
-        monkeypatch.setattr(files.calls, name, note)
+        monkeypatch.setattr(system_calls.calls, name, note)
     table = small(memory="file", path=tmp_path / "rows.bin")
     table.save(tmp_path / "t.npy")
     table.save(tmp_path / "t.npy")
     table.load(tmp_path / "t.npy")
     table.close()
-    assert used == set(vars(files.calls))
+    assert used == set(vars(system_calls.calls))
 
 
 @pytest.mark.parametrize("beside", ["t.npy", "t.gone.npy"])

@@ -15,7 +15,8 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 
-from speedtorch import HostTable, memory, ops
+from speedtorch import HostTable, memory
+from speedtorch.memory import host_memory, placement
 
 
 def test_numpy_shares_the_rows() -> None:
@@ -64,7 +65,7 @@ def test_the_table_is_closed_also_if_the_flush_fails(monkeypatch: pytest.MonkeyP
         raise IndexError("a bad id on the GPU")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "synchronize", synchronize)
+        patch.setattr(placement, "synchronize", synchronize)
         with pytest.raises(IndexError, match="a bad id on the GPU"):
             table.close()
     with pytest.raises(ValueError, match="this table is closed"):
@@ -84,7 +85,7 @@ def test_every_method_refuses_memory_of_another_process(monkeypatch: pytest.Monk
     def check_owner(tensor: object) -> None:
         raise RuntimeError("made in process 12, used in its fork 15")
 
-    monkeypatch.setattr(memory, "check_owner", check_owner)
+    monkeypatch.setattr(host_memory, "check_owner", check_owner)
     calls = [
         lambda: table["weight"],
         lambda: table.record,
@@ -123,7 +124,7 @@ os.wait()
     ],
 )
 def test_a_forked_child_uses_a_table_or_is_told_why_not(kind: str, answer: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parents[2])}
     result = subprocess.run(
         [sys.executable, "-c", FORK, kind],
         env=environment,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from speedtorch.demo import loop
 from speedtorch.demo.glove_batches import PairBatch, PairBatches
-from speedtorch.embedding import Embedding
-from speedtorch.prefetch import prefetch
+from speedtorch.nn.embedding import Embedding
+from speedtorch.nn.prefetch import prefetch
 
 __all__ = ["GloVe", "Outcome", "train"]
 

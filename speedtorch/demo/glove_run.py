@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from speedtorch.attach import attach
 from speedtorch.demo.cooccurrence import count_cooccurrence
 from speedtorch.demo.corpus import Corpus, builtin_passages, file_passages
 from speedtorch.demo.evaluate import content_words, nearest_neighbours
@@ -26,6 +25,7 @@ from speedtorch.demo.session import (
     make_folder,
 )
 from speedtorch.demo.settings import add_run_arguments, make_optimizer, positive
+from speedtorch.optim.attach import attach
 
 __all__ = ["ABOUT", "HELP", "Settings", "add_arguments", "run"]
 

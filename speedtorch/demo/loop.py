@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from speedtorch.ops import synchronize
+from speedtorch.ops.functions import synchronize
 
 __all__ = ["Outcome", "Steps", "run_steps", "take_step"]
 

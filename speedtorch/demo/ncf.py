@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from speedtorch.attach import attach
-from speedtorch.checkpoint import write_safetensors
 from speedtorch.demo.neumf import NeuMF, held_out_score, train
 from speedtorch.demo.ranking import BatchStream, Candidates
 from speedtorch.demo.ratings import generated_ratings, leave_one_out, read_ratings
@@ -26,7 +24,9 @@ from speedtorch.demo.session import (
     make_folder,
 )
 from speedtorch.demo.settings import add_run_arguments, positive
-from speedtorch.new_files import replace_files
+from speedtorch.files.new_files import replace_files
+from speedtorch.files.table_files import write_safetensors
+from speedtorch.optim.attach import attach
 
 __all__ = ["ABOUT", "HELP", "Settings", "add_arguments", "run"]
 

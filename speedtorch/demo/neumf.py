@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from speedtorch.demo import loop
 from speedtorch.demo.ranking import BatchStream, Candidates, RatingBatch, Score, score
-from speedtorch.embedding import Embedding
-from speedtorch.prefetch import prefetch
+from speedtorch.nn.embedding import Embedding
+from speedtorch.nn.prefetch import prefetch
 
 __all__ = ["NeuMF", "Outcome", "held_out_score", "train"]
 

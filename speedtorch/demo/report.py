@@ -15,9 +15,9 @@ import torch
 from speedtorch.demo.evaluate import Rows, Score, row_blocks
 from speedtorch.demo.loop import Outcome
 from speedtorch.demo.skipgram import SIDES, SkipGram
-from speedtorch.embedding import Embedding
-from speedtorch.new_files import replace_files
-from speedtorch.npy_format import npy_header
+from speedtorch.files.new_files import replace_files
+from speedtorch.files.npy_format import npy_header
+from speedtorch.nn.embedding import Embedding
 
 __all__ = [
     "compare",

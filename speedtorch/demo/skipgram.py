@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speedtorch.demo.pairs import Batch
-from speedtorch.embedding import Embedding
+from speedtorch.nn.embedding import Embedding
 
 __all__ = ["SIDES", "SkipGram", "first_values"]
 

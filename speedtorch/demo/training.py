@@ -13,7 +13,7 @@ from speedtorch.demo import loop
 from speedtorch.demo.pairs import Batch, PairStream
 from speedtorch.demo.plain import RowOptimizer
 from speedtorch.demo.skipgram import SkipGram
-from speedtorch.prefetch import prefetch
+from speedtorch.nn.prefetch import prefetch
 
 __all__ = ["Outcome", "train"]
 

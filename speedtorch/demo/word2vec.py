@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedtorch.attach import attach
 from speedtorch.demo.corpus import Corpus, builtin_passages, file_passages
 from speedtorch.demo.evaluate import content_words, held_out_score, nearest_neighbours
 from speedtorch.demo.pairs import PairStream
@@ -32,7 +31,8 @@ from speedtorch.demo.session import (
 from speedtorch.demo.settings import Settings, add_arguments, make_optimizer
 from speedtorch.demo.skipgram import SIDES, SkipGram, first_values
 from speedtorch.demo.training import train
-from speedtorch.embedding import Embedding
+from speedtorch.nn.embedding import Embedding
+from speedtorch.optim.attach import attach
 
 __all__ = ["ABOUT", "DIFFERENT", "HELP", "STOPPED", "Settings", "add_arguments", "run"]
 

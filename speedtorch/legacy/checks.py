@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from speedtorch.table import HostTable
+from speedtorch.table.host_table import HostTable
 
 __all__ = ["check_held", "check_rows", "check_table"]
 

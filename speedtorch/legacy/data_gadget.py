@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.batch_ids import Indexes, flat_index
-from speedtorch.checkpoint import StoredField, open_fields
+from speedtorch.files.table_files import StoredField, open_fields
 from speedtorch.legacy.numpy_index import Index, parts_of, put_parts, row_ids
 from speedtorch.legacy.switcher import OneField, Stored
 from speedtorch.legacy.switcher_files import (
@@ -32,8 +31,9 @@ from speedtorch.legacy.table_place import (
     in_file,
     of_kind,
 )
-from speedtorch.ops import pinned_scatter
-from speedtorch.table import HostTable
+from speedtorch.ops.batch_ids import Indexes, flat_index
+from speedtorch.ops.functions import pinned_scatter
+from speedtorch.table.host_table import HostTable
 
 __all__ = [
     "CPUPytorchDataGadget",

@@ -14,15 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from speedtorch.batch_ids import Indexes
 from speedtorch.legacy.checks import check_held, check_rows, check_table
 from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
-from speedtorch.ops import pinned_gather, pinned_scatter, plan_rows
-from speedtorch.plan_memo import Plan
-from speedtorch.record_layout import row_shape
-from speedtorch.shown_rows import replace_rows
-from speedtorch.table import HostTable
+from speedtorch.ops.batch_ids import Indexes
+from speedtorch.ops.functions import pinned_gather, pinned_scatter, plan_rows
+from speedtorch.ops.shapes import row_shape
+from speedtorch.step.shown_rows import replace_rows
+from speedtorch.table.host_table import HostTable
+from speedtorch.table.plan_memo import Plan
 
 __all__ = ["Datatype", "ModelSwitcher", "RowShape", "Variable"]
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.batch_ids import Indexes, all_within, flat_index
-from speedtorch.ops import pinned_gather, pinned_scatter
+from speedtorch.ops.batch_ids import Indexes, all_within, flat_index
+from speedtorch.ops.functions import pinned_gather, pinned_scatter
 
 __all__ = ["Index", "parts_of", "put_parts", "row_ids", "rows_around"]
 

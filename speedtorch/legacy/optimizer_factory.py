@@ -21,7 +21,7 @@ from speedtorch.legacy.table_place import (
     in_file,
     of_kind,
 )
-from speedtorch.table import HostTable
+from speedtorch.table.host_table import HostTable
 
 __all__ = [
     "CPUPytorchOptimizerFactory",

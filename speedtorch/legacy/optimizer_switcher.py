@@ -1,6 +1,6 @@
 """What the OptimizerFactory of every family does: exchange the rows of an optimizer's state.
 
-Which state that is, and how it starts, is learnt from the optimizer itself (optimizer_state.py).
+Which state that is, and how it starts, is learnt from the optimizer itself (optim/probe.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.batch_ids import Indexes
 from speedtorch.legacy.checks import check_held, check_rows, check_table
 from speedtorch.legacy.model_switcher import RowShape
 from speedtorch.legacy.switcher import Stored, Switcher
 from speedtorch.legacy.table_place import Datatype, TablePlace, as_dtype
-from speedtorch.optimizer_copy import snapshot
-from speedtorch.optimizer_state import probe_optimizer
-from speedtorch.record_layout import row_shape
-from speedtorch.table import HostTable
+from speedtorch.ops.batch_ids import Indexes
+from speedtorch.ops.shapes import row_shape
+from speedtorch.optim.optimizer_copy import snapshot
+from speedtorch.optim.probe import probe_optimizer
+from speedtorch.table.host_table import HostTable
 
 __all__ = ["OptimizerSwitcher"]
 

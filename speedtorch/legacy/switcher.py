@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.batch_ids import Indexes, all_within, flat_index
-from speedtorch.ops import pinned_gather, pinned_scatter, synchronize
-from speedtorch.plan_memo import Plan
-from speedtorch.table import HostTable
+from speedtorch.ops.batch_ids import Indexes, all_within, flat_index
+from speedtorch.ops.functions import pinned_gather, pinned_scatter, synchronize
+from speedtorch.table.host_table import HostTable
+from speedtorch.table.plan_memo import Plan
 
 __all__ = ["OneField", "Stored", "Switcher"]
 

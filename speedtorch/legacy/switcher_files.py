@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtorch.checkpoint import open_fields, save_fields
+from speedtorch.files.new_files import NewFile, replace_files
+from speedtorch.files.table_files import open_fields, save_fields
 from speedtorch.legacy.switcher import Switcher
-from speedtorch.new_files import NewFile, replace_files
 
 __all__ = ["CupyFiles", "MappedFiles", "TorchFiles", "file_name", "read_tensors"]
 

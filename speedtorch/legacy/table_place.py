@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from speedtorch.table import HostTable
+from speedtorch.table.host_table import HostTable
 
 __all__ = [
     "Datatype",

@@ -1,0 +1,1 @@
+"""Arrays and tables in files: formats, new files that appear whole, every call on a file."""

@@ -1,0 +1,285 @@
+"""Measures once per machine what moving a row costs, for the choice of path (cost_model.py).
+
+The figures lie in the user's cache folder, `$XDG_CACHE_HOME/speedtorch` or `~/.cache/speedtorch`,
+in one file for each machine and GPU, and are read when torch first turns to a GPU: only then do
+paths matter, and only then is it known which GPU it is. The first HostTable of 1 GiB or more
+measures them where they are missing. Without them, and without a folder that can be written to, the
+library goes by those of an H200.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from speedtorch.files.system_calls import open_to_read
+from speedtorch.memory import host_memory
+from speedtorch.memory.cost_model import forced_path, use_costs
+from speedtorch.ops.functions import _ops, pinned_gather, pinned_scatter
+
+__all__ = ["calibrate", "calibrate_once", "load_costs", "load_costs_with_first_gpu"]
+
+_log = logging.getLogger("speedtorch")
+
+# Bumped when the meaning of the figures changes.
+VERSION = 1
+ROW_BYTES = (64, 512, 1536)  # kMeasuredRowBytes in csrc/cost_model.h
+KINDS = ("managed", "registered")
+ORDERS = ("distinct", "ordered")
+BATCH = 131_072
+MOST_TABLE_BYTES = 8 << 30
+REPETITIONS = 5
+# What may be believed: nanoseconds for a row, what planning takes, GB/s of a link.
+ROW_NS = (1e-3, 1e6)
+PLANNING = (0.0, 1e6)
+LINK_GBPS = (1e-2, 1e5)
+_MOST_FILE_BYTES = 1 << 16
+# A table of this size is worth the seconds.
+WORTH_BYTES = 1 << 30
+
+
+def cache_file(gpu: str) -> Path | None:
+    """Where the figures of this machine with this GPU are kept; None where nobody has a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    if not os.path.isabs(folder):
+        return None
+    machine = re.sub(r"[^\w.-]+", "-", f"{platform.node() or 'machine'}-{gpu}")
+    return Path(folder) / "speedtorch" / f"costs-{machine}.json"
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name()
+
+
+def calibrate(*, progress: bool = True) -> dict[str, Any]:
+    """Measures what moving rows costs on this machine, and keeps it in the user's cache folder.
+
+    Takes a few seconds, up to 8 GiB of host memory and 0.5 GiB on the current GPU. From then on, in
+    this process and in later ones, ops choose their paths by these figures. Nothing needs it: the
+    figures of an H200 serve without it.
+
+    Args:
+        progress: show a progress bar.
+
+    Returns:
+        What was measured: nanoseconds per row by kind of memory, direction, order and row length,
+        the cost of planning, and the link's GB/s.
+
+    Raises:
+        RuntimeError: there is no GPU, or what was measured cannot be.
+
+    Example:
+        >>> if torch.cuda.is_available():
+        ...     figures = calibrate()
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("calibrate: there is no GPU to measure; paths matter only with one")
+    # What cannot be measured here (managed memory where it is not supported) stays as it was.
+    costs = _ops.costs()
+    steps = tqdm(list(_steps()), desc="calibrating", unit="step", disable=not progress)
+    for step in steps:
+        step(costs)
+    figures = {
+        "version": VERSION,
+        "gpu": _gpu(),
+        "torch": torch.__version__,
+        "costs": costs.tolist(),
+    }
+    try:
+        use_costs(_believable(figures["costs"]), calibrated=True)
+    except ValueError as error:
+        raise RuntimeError(f"calibrate: {error}; measure again on an idle GPU") from error
+    _store(figures)
+    return figures
+
+
+def calibrate_once(nbytes: int) -> None:
+    """Calibrates before the first large table is made on this machine; never fails.
+
+    Does nothing where figures are there already, where they could not be kept, while another
+    process is at it or a CUDA graph is captured, and with SPEEDTORCH_CALIBRATE=0.
+
+    Args:
+        nbytes: size of the table.
+    """
+    if nbytes < WORTH_BYTES or os.environ.get("SPEEDTORCH_CALIBRATE") == "0":
+        return
+    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return
+    try:
+        path = cache_file(_gpu())
+        if path is None or path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            calibrate(progress=False)
+    except BlockingIOError:
+        _log.info("another process calibrates this machine")
+    except (OSError, RuntimeError, MemoryError) as error:
+        _log.warning("not calibrated (%s); speedtorch.calibrate() tries again", error)
+
+
+def _store(figures: dict[str, Any]) -> None:
+    path = cache_file(figures["gpu"])
+    try:
+        if path is None:
+            raise OSError("there is no home folder; XDG_CACHE_HOME can name another")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(figures) + "\n", encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        _log.warning(
+            "calibrate: %s cannot be written (%s); this process alone uses it", path, error
+        )
+
+
+def load_costs_with_first_gpu() -> None:
+    """Lets load_costs run when torch first turns to a GPU, at once where it has done so."""
+    torch.cuda._lazy_call(load_costs)  # type: ignore[no-untyped-call]
+
+
+def load_costs() -> bool:
+    """Goes by the figures of this machine and its current GPU if there are any; never fails.
+
+    Returns:
+        Whether there were any.
+    """
+    gpu = _gpu()
+    path = cache_file(gpu)
+    if path is None:
+        return False
+    try:
+        figures = _read(path)
+        if figures["version"] != VERSION:
+            return False
+        if figures["gpu"] != gpu:
+            raise ValueError(f"it was measured on {figures['gpu']!r:.80}, this GPU is {gpu!r}")
+        use_costs(_believable(figures["costs"]), calibrated=True)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _log.warning("%s is not used (%s); speedtorch.calibrate() writes it anew", path, error)
+        return False
+    return True
+
+
+def _read(path: Path) -> Any:
+    """What a file says, which may be anything, and no file at all."""
+    with open_to_read(path) as (read, size):
+        if size > _MOST_FILE_BYTES:
+            raise ValueError(
+                f"{size:,} bytes are no figures; they take {_MOST_FILE_BYTES:,} at most"
+            )
+        text = bytearray(size)
+        read(memoryview(text), 0)
+    return json.loads(text)
+
+
+def _believable(costs: Any) -> Tensor:
+    """Costs as the library takes them; raises ValueError for what no machine can have."""
+    most = len(_ops.costs())
+    if not isinstance(costs, list) or len(costs) != most:
+        raise ValueError(f"costs must be a list of {most} numbers")
+    bounds = [*[ROW_NS] * (most - 6), *[PLANNING] * 4, *[LINK_GBPS] * 2]
+    for at, (cost, (low, high)) in enumerate(zip(costs, bounds, strict=True)):
+        # A comparison with NaN is false.
+        if type(cost) not in (int, float) or not low <= cost <= high:
+            raise ValueError(f"cost {at} must be from {low:g} to {high:g}, got {cost!s:.40}")
+    return torch.tensor(costs, dtype=torch.float64)
+
+
+def _steps() -> Iterator[Callable[[Tensor], None]]:
+    yield _measure_link
+    yield _measure_planning
+    for kind in range(len(KINDS)):
+        if kind == 0 and not _ops.managed_supported():
+            continue
+        yield partial(_measure_moves, kind=kind)
+
+
+def _microseconds(run: Callable[[Tensor], object], inputs: list[Tensor]) -> float:
+    """Median time of one call on the GPU, each with an input of its own."""
+    times: list[float] = []
+    for each in inputs:
+        start, stop = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+        start.record()
+        run(each)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return statistics.median(times[1:])
+
+
+def _fresh_ids(rows: int, count: int) -> list[Tensor]:
+    return [torch.randint(rows, (count,), device="cuda") for _ in range(REPETITIONS + 1)]
+
+
+def _measure_link(costs: Tensor) -> None:
+    host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    for at, (target, source) in enumerate(((device, host), (host, device))):
+        copies = [source] * (REPETITIONS + 1)
+        us = _microseconds(partial(target.copy_, non_blocking=True), copies)
+        costs[-2 + at] = host.numel() / us / 1e3
+
+
+def _measure_planning(costs: Tensor) -> None:
+    """What comes before the movement, at two batch sizes: a fixed part and a part for each id."""
+    few, many = 8192, 1 << 20
+    table = torch.zeros(many * 8, 1, dtype=torch.uint8, device="cuda")
+
+    def time_of(path: str, count: int) -> float:
+        with forced_path(path):
+            ids = _fresh_ids(table.shape[0], count)
+            return _microseconds(partial(pinned_gather, table), ids)
+
+    moving = {count: time_of("direct", count) for count in (few, many)}
+    for at, path in ((-6, "distinct"), (-4, "ordered")):
+        cost = {count: max(time_of(path, count) - moving[count], 0.0) for count in (few, many)}
+        per_id_us = max(cost[many] - cost[few], 0.0) / (many - few)
+        costs[at] = max(cost[few] - few * per_id_us, 0.0)
+        costs[at + 1] = per_id_us * 1e3
+
+
+def _scatter(table: Tensor, rows: Tensor, ids: Tensor) -> None:
+    pinned_scatter(table, ids, rows)
+
+
+def _measure_moves(costs: Tensor, kind: int) -> None:
+    claim_us, claim_ns, plan_us, plan_ns = costs[-6:-2].tolist()
+    before_us = (claim_us + BATCH * claim_ns / 1e3, plan_us + BATCH * plan_ns / 1e3)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    whole = host_memory.empty(
+        max(min(MOST_TABLE_BYTES, free // 4), 256 << 20), dtype=torch.uint8, memory=KINDS[kind]
+    )
+    row_ns = costs[: 2 * 2 * 2 * len(ROW_BYTES)].view(2, 2, 2, len(ROW_BYTES))
+    for length, row_bytes in enumerate(ROW_BYTES):
+        table = whole[: whole.numel() // row_bytes * row_bytes].view(-1, row_bytes)
+        rows = torch.zeros(BATCH, row_bytes, dtype=torch.uint8, device="cuda")
+        works: tuple[Callable[[Tensor], object], ...] = (
+            partial(pinned_gather, table, out=rows),
+            partial(_scatter, table, rows),
+        )
+        for direction, work in enumerate(works):
+            for order, path in enumerate(ORDERS):
+                with forced_path(path):
+                    us = _microseconds(work, _fresh_ids(table.shape[0], BATCH))
+                # What comes before takes at most half of it, however badly that was measured.
+                moving_us = max(us - before_us[order], us / 2)
+                row_ns[kind, direction, order, length] = moving_us * 1e3 / BATCH

@@ -1,0 +1,260 @@
+"""Which path an op takes, why, and how fast it should be; and what steers the choice.
+
+The choice itself is made in the library (csrc/cost_model.h) from the times that moving one row
+takes here, which `speedtorch.calibrate` measures once per machine and keeps in the user's cache
+folder.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from speedtorch.ops import functions
+from speedtorch.ops.functions import _ops
+
+__all__ = ["Explanation", "explain", "forced_path", "get_num_sms", "set_num_sms"]
+
+# Values and meaning: Path in csrc/cost_model.h.
+PATHS = ("direct", "distinct", "ordered", "staged", "cpu")
+_MEANINGS = {
+    "direct": "one launch, rows in the order of the ids",
+    "distinct": "each distinct row once, in the order of the ids (repetitions found by hashing)",
+    "ordered": "each distinct row once, in address order (ids sorted)",
+    "staged": "the CPU moves the rows through pinned staging: the GPU cannot reach pageable memory;"
+    " speedtorch.pin_memory_(table) pins it",
+    "cpu": "CPU threads move the rows: nothing lies on a GPU",
+    "one sweep": "both lists in address order, rows leave and arrive in one sweep over the table",
+    "consecutive": "consecutive rows in one launch",
+    "torch": "torch's own copy: nothing crosses the link by kernel",
+}
+_REACHES = ("managed memory", "mapped memory", "memory of the GPU", "pageable memory")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What an op would do with these arguments; prints as a few lines."""
+
+    op: str
+    path: str
+    """direct, distinct, ordered, one sweep, consecutive, staged, torch or cpu."""
+    why: str
+    predicted_us: float | None = None
+    """Time of the movement and of what precedes it, for distinct ids; None where it is not
+    predicted."""
+    predicted_gbps: float | None = None
+    """GB/s of the whole op, counting each row once."""
+    measured_gbps: float | None = None
+    """GB/s of the movement alone, as calibrated here."""
+    link_gbps: float | None = None
+    """GB/s of the link in this direction, by the copy engine."""
+    share_of_link: float | None = None
+    calibrated: bool = False
+    """False: the figures are those of an H200; `speedtorch.calibrate()` has not run here."""
+    alternatives_us: dict[str, float] = field(default_factory=dict)
+    """Predicted time of every path that is possible."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.path} ({_MEANINGS[self.path]})", f"  why: {self.why}"]
+        if self.predicted_us is not None and self.predicted_gbps is not None:
+            lines.append(
+                f"  predicted: {self.predicted_us:,.0f} us, {self.predicted_gbps:.1f} GB/s"
+            )
+        if self.measured_gbps is not None and self.share_of_link is not None:
+            origin = "calibrated here" if self.calibrated else "not calibrated here: of an H200"
+            lines.append(
+                f"  movement alone: {self.measured_gbps:.1f} GB/s ({origin}); link:"
+                f" {self.link_gbps:.1f} GB/s; share of the link: {self.share_of_link:.2f}"
+            )
+        return "\n".join(lines)
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Tells which path an op would take, why, and how fast that should be; runs nothing.
+
+    Args:
+        op: "pinned_gather", "pinned_scatter", "pinned_copy" or "optimizer_state_swap".
+        *args: what the op would be called with.
+        **kwargs: its keywords.
+
+    Returns:
+        The path, the reason, predicted and calibrated GB/s, and the share of the link's peak.
+
+    Raises:
+        ValueError: no such op.
+        TypeError: arguments that the op does not take.
+
+    Example:
+        >>> import torch
+        >>> explain("pinned_gather", torch.zeros(4, 2), torch.tensor([1, 3])).path
+        'cpu'
+    """
+    if op not in _EXPLAINERS:
+        raise ValueError(f"explain: op={op!r}; it knows {', '.join(_EXPLAINERS)}")
+    bound = inspect.signature(getattr(functions, op)).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return _EXPLAINERS[op](**bound.arguments)
+
+
+def _explain_gather(table: Tensor, index: Tensor, out: Tensor | None, plan: Any) -> Explanation:
+    work = index if out is None else out
+    return _explain_move("pinned_gather", table, index, work, 0, False, plan)
+
+
+def _explain_scatter(
+    table: Tensor, index: Tensor, src: Tensor, accumulate: bool, plan: Any
+) -> Explanation:
+    return _explain_move("pinned_scatter", table, index, src, 1, accumulate, plan)
+
+
+def _explain_move(
+    op: str, table: Tensor, index: Tensor, work: Tensor, direction: int, accumulate: bool, plan: Any
+) -> Explanation:
+    if work.device.type == "cpu":
+        return Explanation(op, "cpu", "the rows go to and come from the CPU")
+    count, row_bytes = index.numel(), math.prod(table.shape[1:]) * table.itemsize
+    number, *times, moving, link, reach = _ops.explain_move(
+        table, count, direction, accumulate
+    ).tolist()
+    path = PATHS[int(number)] if plan is None else "ordered"
+    where = f"{count:,} rows of {row_bytes:,} B, {_REACHES[int(reach)]}"
+    if path == "staged":
+        return Explanation(op, path, where)
+    known = dict(zip(PATHS, times, strict=False))
+    possible = {name: us for name, us in known.items() if math.isfinite(us)}
+    if plan is not None:
+        why = f"{where}; the ids are planned already"
+    elif reach == 2:
+        why = f"{where}: nothing crosses the link"
+    else:
+        estimates = ", ".join(f"{name} {us:,.0f} us" for name, us in possible.items())
+        why = f"{where}; estimates: {estimates}"
+    on_link = reach < 2 and known[path] > 0
+    return Explanation(
+        op,
+        path,
+        why,
+        predicted_us=known[path] if on_link else None,
+        predicted_gbps=count * row_bytes / known[path] / 1e3 if on_link else None,
+        measured_gbps=moving if on_link else None,
+        link_gbps=link if on_link else None,
+        share_of_link=moving / link if on_link else None,
+        calibrated=_calibrated,
+        alternatives_us=possible,
+    )
+
+
+def _explain_copy(dst: Tensor, src: Tensor) -> Explanation:
+    if dst.device.type == src.device.type:
+        return Explanation("pinned_copy", "torch", "both sides are on one kind of device")
+    host, direction = (dst, 1) if dst.device.type == "cpu" else (src, 0)
+    return _explain_whole("pinned_copy", host, host.shape[0], direction, "consecutive")
+
+
+def _explain_swap(
+    host: list[Tensor],
+    leaving: list[Tensor],
+    evict: Tensor,
+    arriving: list[Tensor],
+    load: Tensor,
+    evict_plan: Any,
+    load_plan: Any,
+    evict_places: Any,
+    load_places: Any,
+) -> Explanation:
+    if arriving[0].device.type == "cpu":
+        return Explanation("optimizer_state_swap", "cpu", "the rows go to and come from the CPU")
+    explained = [
+        _explain_whole("optimizer_state_swap", each, evict.numel() + load.numel(), 0, "one sweep")
+        for each in host
+    ]
+    staged = [each for each in explained if each.path == "staged"]
+    return (staged or explained)[0]
+
+
+def _explain_whole(op: str, host: Tensor, rows: int, direction: int, path: str) -> Explanation:
+    """Ops that have one path over the link, or the staged one."""
+    reach = int(_ops.explain_move(host, rows, direction, False)[-1].item())
+    where = f"{rows:,} rows of {_REACHES[reach]}"
+    if reach == 3:
+        return Explanation(op, "torch" if op == "pinned_copy" else "staged", where)
+    return Explanation(op, path, f"{where}: the GPU reaches them in place")
+
+
+_EXPLAINERS: dict[str, Callable[..., Explanation]] = {
+    "pinned_gather": _explain_gather,
+    "pinned_scatter": _explain_scatter,
+    "pinned_copy": _explain_copy,
+    "optimizer_state_swap": _explain_swap,
+}
+
+_calibrated = False
+
+
+def use_costs(costs: Tensor, *, calibrated: bool) -> None:
+    """Lets the library go by these costs.
+
+    Args:
+        costs: float64 on the CPU, in the order of `Costs` in csrc/cost_model.h.
+        calibrated: whether they were measured on this machine.
+    """
+    global _calibrated
+    _ops.set_costs(costs)
+    _calibrated = calibrated
+
+
+@contextmanager
+def forced_path(path: str) -> Iterator[None]:
+    """Makes gathers and scatters take one path, for tests and measurements.
+
+    Args:
+        path: "direct", "distinct" or "ordered". An op that cannot take it raises ValueError.
+
+    Example:
+        >>> with forced_path("ordered"):
+        ...     pass
+    """
+    if path not in PATHS[:3]:
+        raise ValueError(f"forced_path: path={path!r}; choose direct, distinct or ordered")
+    _ops.force_path(PATHS.index(path))
+    try:
+        yield
+    finally:
+        _ops.force_path(-1)
+
+
+def get_num_sms() -> int:
+    """How many multiprocessors a kernel over the link may fill at most; 16 until set_num_sms().
+
+    Example:
+        >>> get_num_sms()
+        16
+    """
+    return int(_ops.num_sms())
+
+
+def set_num_sms(count: int) -> None:
+    """Limits the multiprocessors that a kernel over the link may fill, for all GPUs and threads.
+
+    Fewer leave more of the GPU to other work. Results do not change. Batches of rows of 512 bytes
+    and more take 3 at most where the GPU has bulk copies (Hopper, data-centre Blackwell), swaps 8.
+
+    Args:
+        count: at least 1.
+
+    Raises:
+        ValueError: it is not.
+
+    Example:
+        >>> set_num_sms(8)
+        >>> get_num_sms()
+        8
+        >>> set_num_sms(16)
+    """
+    _ops.set_num_sms(count)

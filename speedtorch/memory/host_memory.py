@@ -1,0 +1,227 @@
+"""Host memory for tables: exact size, filled in parallel, pinned in place.
+
+Three kinds, each an ordinary CPU tensor:
+
+- *managed* (CUDA managed memory that prefers the CPU and is accessed by the GPU): kernels read and
+  write it at the link's speed in any order, because the GPU maps it in large pages. It must not be
+  touched in a forked child.
+- *registered* (memory of this process that is pinned with cudaHostRegister): works wherever a GPU
+  is, and is safe to fork (a DataLoader worker whose dataset holds the table, for instance).
+- *plain*: not pinned; what a machine without a GPU uses.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import speedtorch.ops.functions  # noqa: F401  (registers the ops)
+from speedtorch.ops.shapes import check_dtype, check_span, row_shape
+
+__all__ = [
+    "HOST_KINDS",
+    "available_bytes",
+    "check_owner",
+    "empty",
+    "is_checked",
+    "memory_kind",
+    "memory_stats",
+    "pin_memory_",
+    "release",
+    "unpin_memory_",
+]
+
+# The library's numbers for the kinds (MemoryKind in csrc/host_blocks.h).
+KINDS = {"plain": 0, "registered": 1, "managed": 2}
+HOST_KINDS = ("auto", *KINDS)
+KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")
+
+_ops = torch.ops.speedtorch
+# By id() of the tensor object, as tensors do not compare as keys must: what undoes the pinning when
+# the object dies, and the library's number of it.
+_pinned: dict[int, tuple[weakref.finalize[[int], Tensor], int]] = {}
+
+
+def is_checked() -> bool:
+    """Whether memory is asked for before it is taken (SPEEDTORCH_MEMORY_CHECK=0: no)."""
+    return os.environ.get("SPEEDTORCH_MEMORY_CHECK", "1") != "0"
+
+
+def _allocate(nbytes: int, memory: str) -> Tensor:
+    """uint8 tensor of zeros; `auto` takes the fastest kind that this machine has."""
+    if memory in KINDS:
+        made: Tensor = _ops.host_empty(nbytes, KINDS[memory], is_checked())
+        return made
+    if memory != "auto":
+        raise ValueError(
+            f"memory must be 'auto', 'managed', 'registered' or 'plain', got {memory!r}"
+        )
+    if _ops.managed_supported():
+        return _allocate(nbytes, "managed")
+    if not (_ops.built_with_cuda() and torch.cuda.is_available()):
+        return _allocate(nbytes, "plain")
+    try:
+        return _allocate(nbytes, "registered")
+    except RuntimeError as error:
+        warnings.warn(
+            f"this table is not pinned, so the GPU reaches it more slowly: {error}", stacklevel=3
+        )
+        return _allocate(nbytes, "plain")
+
+
+def empty(
+    size: int | Sequence[int], *, dtype: torch.dtype = torch.float32, memory: str = "auto"
+) -> Tensor:
+    """A tensor of zeros in host memory, exactly as many bytes as it needs.
+
+    Args:
+        size: number of elements, or shape.
+        dtype: any torch dtype of whole bytes.
+        memory: "managed", "registered", "plain", or "auto": managed where every GPU can reach it,
+            registered where there is a GPU at all, plain otherwise.
+
+    Returns:
+        A contiguous CPU tensor of that shape. Its memory goes once it dies and the GPU work that
+        used it is done.
+
+    Raises:
+        MemoryError: the machine has not that many bytes (SPEEDTORCH_MEMORY_CHECK=0 tries all the
+            same).
+        RuntimeError: the kind of memory cannot be had here.
+        TypeError: `size` is not made of integers, or `dtype` is no dtype.
+        ValueError: `memory`, `size` or `dtype` is not one of those above.
+
+    Example:
+        >>> empty((3, 2), memory="plain").tolist()
+        [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    """
+    shape = row_shape(size, "size")
+    check_dtype("dtype", dtype)
+    check_span("size", shape, dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes > torch.iinfo(torch.int64).max:
+        raise MemoryError(f"host memory: {nbytes} bytes asked for, more than can be addressed")
+    return _allocate(nbytes, memory).view(dtype).view(shape)
+
+
+def _tensor_died(key: int) -> None:
+    _, pin = _pinned.pop(key)
+    _ops.host_unregister(pin, True)
+
+
+def _check_dense(op: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{op}: the tensor must be dense (strided), got {tensor.layout}")
+
+
+def pin_memory_(tensor: Tensor) -> Tensor:
+    """Pins the memory of a CPU tensor where it is, so that the GPU reaches it; no copy is made.
+
+    It stays pinned until `unpin_memory_` or until this tensor object dies; views of it are pinned
+    with it. Read-only mappings of files are pinned read-only, and ops refuse to write to them. Do
+    not resize it meanwhile: memory that its storage gets then is not pinned.
+
+    Args:
+        tensor: any CPU tensor with elements.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: the tensor is not on the CPU or not dense, or (part of) its memory is pinned
+            already.
+        RuntimeError: CUDA refused; the message says how many bytes, why, and what to do.
+    """
+    _check_dense("pin_memory_", tensor)
+    if id(tensor) in _pinned:
+        raise ValueError("pin_memory_: the tensor is pinned already; unpin_memory_ it first")
+    # An alias, which the library keeps: the memory goes after it is unpinned.
+    pin = _ops.host_register(tensor.detach())
+    finalizer = weakref.finalize(tensor, _tensor_died, id(tensor))
+    finalizer.atexit = False  # no CUDA call while the interpreter ends
+    _pinned[id(tensor)] = finalizer, pin
+    return tensor
+
+
+def unpin_memory_(tensor: Tensor) -> Tensor:
+    """Undoes `pin_memory_`, after the GPU work that uses the memory is done.
+
+    Args:
+        tensor: the tensor object that was pinned.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        ValueError: the tensor was not pinned with `pin_memory_`.
+        RuntimeError: a captured CUDA graph may still use it; see `release`.
+    """
+    if id(tensor) not in _pinned:
+        raise ValueError("unpin_memory_: the tensor was not pinned with pin_memory_")
+    finalizer, pin = _pinned[id(tensor)]
+    _ops.host_unregister(pin, False)
+    finalizer.detach()
+    del _pinned[id(tensor)]
+    return tensor
+
+
+def memory_kind(tensor: Tensor) -> str:
+    """Where a tensor's memory is: "managed", "registered", "pinned" (by others), "plain" or "cuda".
+
+    Example:
+        >>> memory_kind(torch.zeros(3))
+        'plain'
+    """
+    _check_dense("memory_kind", tensor)
+    return KIND_NAMES[_ops.memory_kind(tensor)]
+
+
+def memory_stats() -> dict[str, int]:
+    """Bytes that this process holds through speedtorch, by kind.
+
+    Returns:
+        Bytes under "plain", "registered", "managed", and "captured": memory of dead tensors that a
+        captured CUDA graph may still use.
+
+    Example:
+        >>> sorted(memory_stats())
+        ['captured', 'managed', 'plain', 'registered']
+    """
+    plain, registered, managed, captured = _ops.memory_stats().tolist()
+    return {"plain": plain, "registered": registered, "managed": managed, "captured": captured}
+
+
+def available_bytes() -> int:
+    """Bytes of host memory that can be had: the least of MemAvailable and the cgroup's room."""
+    return int(_ops.available_bytes())
+
+
+def release(tensor: Tensor | None = None) -> None:
+    """Says that no captured CUDA graph will use this tensor again: its memory goes with it.
+
+    Args:
+        tensor: the tensor; None stands for all tensors that are gone, whose memory goes now
+            ("captured" in `memory_stats`).
+    """
+    if tensor is None:
+        _ops.let_orphans_go()
+    else:
+        _ops.let_captured_go(tensor)
+
+
+def check_owner(tensor: Tensor) -> None:
+    """Refuses managed memory in a forked child, where touching it would kill the process.
+
+    Raises:
+        RuntimeError: the memory was made in another process; the message says what to do instead.
+    """
+    _ops.check_owner(tensor)

@@ -1,0 +1,1 @@
+"""Modules: Embedding, EmbeddingBag, and batches ahead of them."""

@@ -1,0 +1,249 @@
+"""Embedding: torch.nn.Embedding with its rows in host memory."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedtorch.nn.row_arguments import (
+    Device,
+    Rows,
+    Source,
+    check_module,
+    described,
+    not_compiled,
+    opened,
+)
+from speedtorch.nn.row_module import RowModule
+from speedtorch.step.row_weight import as_plain
+
+__all__ = ["Embedding"]
+
+# What sum_rows adds up.
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Embedding(RowModule, nn.Embedding):
+    """torch.nn.Embedding with its rows, and what an optimizer keeps of them, in host memory.
+
+    Arguments and results are those of torch.nn.Embedding, and so are the numbers: those that the
+    same optimizer gives when it is stepped with the rows that were looked up (SparseAdam's rule,
+    for every optimizer: rows that a step does not look up stay, and there is one step count).
+
+    Each row of a step is held once on the device, from its first lookup until the lookup that
+    follows the optimizer's step. A gradient that is left over then is dropped with the rows; so are
+    rows that were looked up before a zero_grad(), if no step has followed. A lookup whose backward
+    has not run counts for the step for as long as Python or a graph keeps its result (a backward
+    that fails on the CPU keeps its graph in torch itself).
+
+    The weight stands for the whole table. C++ code that is given it, and who reaches its memory by
+    data_ptr(), cannot be told so and sees the held rows: give them emb.table["weight"]. For all
+    others its shape, numel() and len() are the table's, weight[ids] is a lookup, and torch.nn.init
+    and in-place methods change all rows, those of an untouched table when they are first needed.
+    Under torch.no_grad() and through weight.data other functions get the whole table, in host
+    memory; where gradients are asked they raise. The weight's grad is that of the held rows, and
+    torch.empty_like and the like give their shape, as optimizers need it: weight.data -= lr *
+    weight.grad steps them.
+
+    The table takes its memory when somebody first needs it. An exception in training (out of
+    memory, Ctrl-C) leaves every row as before the step or as after it, and training can go on.
+
+    Args:
+        num_embeddings: Rows.
+        embedding_dim: Columns.
+        padding_idx: Id of a row that is never trained.
+        max_norm: Rows with a larger norm are shortened when they are looked up.
+        norm_type: The p of that norm.
+        scale_grad_by_freq: Divide a row's gradient by how often the lookup names it.
+        sparse: Give the optimizer a sparse gradient of the held rows.
+        device: Where lookups give their rows; the table is in host memory.
+        dtype: The elements of the rows.
+        memory: The table's memory, as for HostTable.
+
+    Attributes:
+        weight: The parameter, which stands for all rows `[num_embeddings, embedding_dim]`.
+        table: The HostTable, which brings held rows home before it is read or written.
+
+    Raises:
+        MemoryError: The machine has too little memory for this table and those of other modules
+            that have yet to take theirs; nothing was taken.
+        NotImplementedError: Rows cannot be held on the device ("meta").
+        ValueError: padding_idx is no row.
+
+    Example:
+        >>> embedding = Embedding(1_000_000, 8)
+        >>> embedding(torch.tensor([[4, 999_999], [4, 4]])).sum().backward()
+        >>> embedding.weight.shape, embedding.weight.grad.shape
+        (torch.Size([1000000, 8]), torch.Size([2, 8]))
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Rows | None = None,
+        _freeze: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        memory: str = "auto",
+    ) -> None:
+        RowModule.__init__(
+            self,
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            _weight,
+            _freeze,
+            device,
+            dtype,
+            memory,
+        )
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
+
+    @not_compiled
+    def forward(self, input: Tensor) -> Tensor:
+        """Looks rows up.
+
+        Args:
+            input: int32 or int64 ids of any shape, on either device.
+
+        Returns:
+            `[*input.shape, embedding_dim]` on the module's device.
+
+        Raises:
+            TypeError: input is no tensor, or the module was asked to become of another dtype.
+            RuntimeError: input has other numbers than int32 or int64; the weight was replaced.
+            IndexError: An id is out of range.
+            NotImplementedError: Within torch.export, torch.jit, ONNX export or torch.func.
+            ValueError: The table is closed.
+        """
+        with as_plain():
+            trains = self._check_lookup(input)
+            if not trains and self.max_norm is None:
+                return self.trained_rows.read(input)
+            if self._sums_by_plan():
+                return self.trained_rows.summed(input)
+            local, rows, padding = self._rows_for(input, trains, self.max_norm, self.norm_type)
+            return F.embedding(
+                local, rows, padding, None, 2.0, self.scale_grad_by_freq, self._gives_sparse()
+            )
+
+    def _sums_by_plan(self) -> bool:
+        """Whether gradients may be added up in an order of our own."""
+        if self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq:
+            return False
+        parameter = self.trained_rows.parameter
+        exact = parameter.is_cpu or torch.are_deterministic_algorithms_enabled()
+        return not exact and not self.sparse and parameter.dtype in _SUMMED
+
+    def extra_repr(self) -> str:
+        """The arguments that differ from their defaults."""
+        return described(
+            self,
+            padding_idx=None,
+            max_norm=None,
+            norm_type=2.0,
+            scale_grad_by_freq=False,
+            sparse=False,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Source,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        *,
+        device: Device = None,
+        memory: str = "auto",
+    ) -> Embedding:
+        """Makes an Embedding of rows that exist.
+
+        Args:
+            embeddings: `[rows, columns]`, copied; a HostTable, used as it is; or
+                the path of a saved one (`*.safetensors`, `*.npy`), read without a second copy.
+            freeze: Do not train them.
+            padding_idx: As for Embedding.
+            max_norm: As for Embedding.
+            norm_type: As for Embedding.
+            scale_grad_by_freq: As for Embedding.
+            sparse: As for Embedding.
+            device: As for Embedding.
+            memory: As for Embedding.
+
+        Returns:
+            The Embedding.
+
+        Raises:
+            ValueError: The rows have no two dimensions, are sparse or quantized, or the file is
+                broken.
+            MemoryError: As for Embedding.
+
+        Example:
+            >>> Embedding.from_pretrained(torch.eye(3))(torch.tensor([2]))
+            tensor([[0., 0., 1.]])
+        """
+        source, shape, device = opened(embeddings, device, memory)
+        made = cls(
+            *shape,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            source,
+            freeze,
+            device,
+            memory=memory,
+        )
+        made.trained_rows.store.owned |= source is not embeddings
+        return made
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Embedding, *, device: Device = None, memory: str = "auto"
+    ) -> Embedding:
+        """Makes an Embedding with the rows and arguments of torch's.
+
+        Args:
+            module: Its rows are copied.
+            device: As for Embedding; by default the module's.
+            memory: As for Embedding.
+
+        Returns:
+            The Embedding.
+
+        Raises:
+            TypeError: It is another module.
+            MemoryError: As for Embedding.
+
+        Example:
+            >>> Embedding.from_module(torch.nn.Embedding(10, 4, padding_idx=0)).padding_idx
+            0
+        """
+        check_module(module, nn.Embedding)
+        return cls.from_pretrained(
+            module.weight,
+            not module.weight.requires_grad,
+            module.padding_idx,
+            module.max_norm,
+            module.norm_type,
+            module.scale_grad_by_freq,
+            module.sparse,
+            device=device,
+            memory=memory,
+        ).train(module.training)

@@ -1,0 +1,151 @@
+"""prefetch: the rows of the next batch travel while the current one is trained."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from speedtorch.nn.row_module import RowModule
+from speedtorch.ops.batch_ids import check_ids
+from speedtorch.step.planned_batch import PlannedBatch
+
+__all__ = ["Prefetch", "prefetch"]
+
+_Batch = TypeVar("_Batch")
+_Ids = Tensor | Sequence[Tensor]
+_IdsOf = Callable[[Any], _Ids | Mapping[nn.Module, _Ids]]
+
+_AHEAD = 2  # batches: one whose rows travel, and one that is planned, so that nobody waits for it
+
+
+_Planned = tuple[Any, dict[RowModule, PlannedBatch]]
+
+
+class _Loop:
+    """A loop that plans ahead, for as long as its generator lives."""
+
+
+class Prefetch(Generic[_Batch]):
+    """A loader's batches, whose rows are brought ahead; see prefetch()."""
+
+    def __init__(self, loader: Iterable[_Batch], modules: list[RowModule], ids: _IdsOf) -> None:
+        self._loader = loader
+        self._modules = modules
+        self._ids = ids
+
+    def __len__(self) -> int:
+        """Batches of the loader, if it knows them."""
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[_Batch]:
+        """The loader's batches, in order, each once those after it are planned."""
+        window: deque[_Planned] = deque()
+        last: dict[RowModule, PlannedBatch] = {}
+        error: Exception | None = None
+        with ExitStack() as end:
+            loop = _Loop()
+            for module in self._modules:
+                end.callback(module.trained_rows.end_loop, loop)
+                module.trained_rows.start_loop(loop)
+            batches = iter(self._loader)
+            while True:
+                try:
+                    batch = next(batches)
+                    parts = dict(self._parts(batch))
+                    for module, ids in parts.items():
+                        last[module] = module.trained_rows.plan_ahead(ids, last.get(module))
+                except StopIteration:
+                    break
+                except Exception as failed:  # raised when the batches before it are through
+                    error = failed
+                    break
+                window.append((batch, {module: last[module] for module in parts}))
+                if len(window) > _AHEAD:
+                    yield from self._next(window)
+            while window:
+                yield from self._next(window)
+            if error is not None:
+                raise error
+
+    def _next(self, window: deque[_Planned]) -> Iterator[_Batch]:
+        """Gives the first batch, whose rows the next steps may take."""
+        batch, planned = window.popleft()
+        for module in self._modules:
+            module.trained_rows.expect(planned.get(module))
+        yield batch
+        for module in self._modules:
+            module.trained_rows.expect(None)
+
+    def _parts(self, batch: _Batch) -> Iterator[tuple[RowModule, list[Tensor]]]:
+        """Each module and the ids that a batch will look up there."""
+        ids = self._ids(batch)
+        if not isinstance(ids, Mapping):
+            if len(self._modules) != 1:
+                raise ValueError(
+                    f"ids: the model has {len(self._modules)} Embeddings; return a dict from each"
+                    " of them to its ids"
+                )
+            ids = {self._modules[0]: ids}
+        for module, parts in ids.items():
+            if not isinstance(module, RowModule) or module not in self._modules:
+                raise ValueError(
+                    f"ids: {type(module).__name__} is no speedtorch.Embedding or EmbeddingBag of"
+                    " the model"
+                )
+            listed: list[Any] = list(parts) if isinstance(parts, list | tuple) else [parts]
+            for part in listed:
+                check_ids("ids", part)
+            yield module, listed
+
+
+def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Prefetch[_Batch]:
+    """Goes through a loader's batches while the rows of the next one travel.
+
+    The loader is read two batches ahead: while a batch is trained, the rows of the next come from
+    the table and those of the last go back, beside the GPU's other work; rows that the current
+    batch changes are taken from their new values. The numbers are the same as without. An error of
+    the loader, or of ids on the CPU, is raised when the batches before it are through. A loop that
+    is left by a break or an exception brings home what had arrived ahead; another may follow.
+    Iterate and train on one stream.
+
+    Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
+    but are looked for, and the host waits for that.
+
+    Args:
+        loader: Batches of any kind.
+        model: Has a speedtorch Embedding or EmbeddingBag, or several.
+        ids: Gives the ids that a batch will look up: a tensor (or a list of them, if there are
+            several lookups), or a dict from each module to its own. Rows that it names and no
+            lookup does are stepped as well; rows that it leaves out cost time.
+
+    Returns:
+        An iterable of the loader's batches, with its len(); every loop over it is a new epoch.
+
+    Raises:
+        TypeError: `ids` or what it gives is of the wrong kind.
+        ValueError: The model has no Embedding of ours, or `ids` names none of its modules.
+        RuntimeError: The model's rows are prefetched already by another loop.
+
+    Example:
+        >>> import torch, speedtorch
+        >>> embedding = speedtorch.Embedding(1000, 4)
+        >>> batches = [torch.tensor([1, 2]), torch.tensor([2, 999])]
+        >>> for batch in prefetch(batches, embedding, ids=lambda batch: batch):
+        ...     print(tuple(embedding(batch).shape))
+        (2, 4)
+        (2, 4)
+    """
+    if not callable(ids):
+        raise TypeError(f"ids: expected a function of a batch, got {type(ids).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    modules = [module for module in model.modules() if isinstance(module, RowModule)]
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag to bring rows for"
+        )
+    return Prefetch(loader, modules, ids)

@@ -1,0 +1,422 @@
+"""The registered ops as Python functions; tracing.py has their fake kernels and gradients.
+
+The kernels are in the library `speedtorch._C`; importing it registers `torch.ops.speedtorch.*`. The
+functions here are those ops with defaults and keywords. They run on torch's current stream and
+synchronise nothing, unless a table lies in pageable memory and the other tensors on a GPU.
+
+Ids that lie on the CPU are checked before anything moves. Ids on a GPU are checked there: an op
+that finds a bad one moves no row (a gather gives zeros), and the first later call that sees it
+raises `IndexError`, at the latest `synchronize`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "optimizer_state_swap",
+    "pinned_copy",
+    "pinned_gather",
+    "pinned_scatter",
+    "plan_rows",
+    "sum_rows",
+    "synchronize",
+]
+
+
+def _load_library() -> None:
+    """Registers the ops, or says what keeps the library from loading."""
+    try:
+        from speedtorch import _C  # type: ignore[attr-defined]  # noqa: F401
+    except ImportError as error:
+        built = sorted(Path(__file__).parents[1].glob("_C*.so"))
+        if not built:
+            raise ImportError(
+                "speedtorch: its library is not built; run `make setup` or `pip install "
+                "--no-build-isolation .` in a checkout"
+            ) from None
+        raise ImportError(
+            f"speedtorch: its library does not load beside torch {torch.__version__} ({error}). "
+            f"Library: {built[0]}. It needs torch >= 2.11; build it with "
+            "`pip install --no-build-isolation .` in a checkout."
+        ) from error
+
+
+_load_library()
+_ops = torch.ops.speedtorch
+# Tensors that go while the interpreter ends must make no CUDA call any more.
+atexit.register(_ops.stop)
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _tells_of_memory(op: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The library can throw no exception of torch's own: this one makes it."""
+
+    @functools.wraps(op)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return op(*args, **kwargs)
+        except RuntimeError as error:
+            if ": out of memory: " in str(error):
+                raise torch.OutOfMemoryError(str(error)) from None
+            raise
+
+    return call
+
+
+def _check_written(op: str, name: str, tensor: Tensor) -> None:
+    """Torch would give the op a copy of what it is to write to. Not asked for in compiled code."""
+    if not torch.compiler.is_compiling() and (tensor.is_conj() or tensor.is_neg()):
+        raise ValueError(
+            f"{op}: {name} is a conjugated or negated view, which cannot be written to as bytes; "
+            "pass .resolve_conj().resolve_neg(), or the tensor that it is a view of"
+        )
+
+
+def _check_ids(name: str, ids: object) -> None:
+    if not isinstance(ids, Tensor):
+        raise TypeError(
+            f"{name}: expected an int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor"
+            " makes one of a list or an array"
+        )
+
+
+@_tells_of_memory
+def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
+    """Puts the ids of a batch in address order, once for every op on the same ids.
+
+    Args:
+        index: int32 or int64 ids of any shape, n in all, on the CPU or a GPU.
+        rows: rows of the table that the ids name.
+
+    Returns:
+        `[unique, inverse, order, offsets, status]` on the device of `index`, all int64. With u
+        distinct ids: `unique` [n] holds them ascending in its first u entries (-1 after them);
+        `inverse` [n] is the entry of `unique` for each position; `order` [n] the positions sorted
+        by id, equal ids in index order; positions `order[offsets[k]:offsets[k + 1]]` name
+        `unique[k]` (`offsets` [n + 1]); `status` [8] holds the number of ids out of range, the
+        first such position (n if none), its id, u, rows, n, the first position whose id stands
+        earlier too (n if none), its id.
+
+    Raises:
+        IndexError: an id on the CPU is not in [0, rows). Ids on a GPU are reported by the op that
+            uses the plan.
+        ValueError: `index` is not int32 or int64, or has 2^31 ids or more.
+
+    Example:
+        >>> unique, inverse, order, offsets, status = plan_rows(torch.tensor([7, 2, 7]), rows=10)
+        >>> unique.tolist(), inverse.tolist(), order.tolist(), offsets.tolist()
+        ([2, 7, -1], [1, 0, 1], [1, 0, 2], [0, 1, 3, 3])
+    """
+    _check_ids("index", index)
+    return list(_ops.plan_rows(index, rows))
+
+
+@_tells_of_memory
+def pinned_gather(
+    table: Tensor, index: Tensor, *, out: Tensor | None = None, plan: Sequence[Tensor] | None = None
+) -> Tensor:
+    """Brings rows of a host table to the device of the ids: `result[i] = table[index[i]]`.
+
+    Rows move as bytes. A GPU reads mapped host memory (managed, registered, pinned) in place; a
+    table in pageable memory goes through a staged copy, which synchronises. Differentiable with
+    respect to `table`: the gradient is a sparse COO tensor on the table's device, as
+    `torch.nn.Embedding(sparse=True)` gives. With `out` nothing is recorded for autograd.
+
+    Args:
+        table: `[rows, ...]` on the CPU, or on the GPU of the result; any dtype and row stride, rows
+            contiguous inside.
+        index: int32 or int64 ids of any shape, on the CPU or on the device of the result.
+        out: contiguous tensor `[*index.shape, *table.shape[1:]]` to write to; ids on the CPU with
+            `out` on a GPU bring rows to that GPU.
+        plan: result of `plan_rows(index, table.shape[0])`, on the device of the result.
+
+    Returns:
+        `out`, or a new tensor `[*index.shape, *table.shape[1:]]` on the device of `index`.
+
+    Raises:
+        IndexError: an id is not in [0, rows); see `synchronize` for ids on a GPU.
+        ValueError: a shape, dtype, device or stride does not fit.
+        NotImplementedError: a forward-mode gradient of the table is asked for.
+        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
+            captured.
+
+    Example:
+        >>> table = torch.arange(12.0).reshape(4, 3)
+        >>> pinned_gather(table, torch.tensor([2, 0])).tolist()
+        [[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]
+    """
+    _check_ids("index", index)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(table).tangent is not None:  # type: ignore[no-untyped-call]
+        raise NotImplementedError(
+            "pinned_gather: forward-mode gradients are not supported; use reverse mode, or "
+            "torch.nn.functional.embedding"
+        )
+    if out is None:
+        rows: Tensor
+        if plan is not None:
+            rows = _ops.pinned_gather.planned(table, index, list(plan))
+        elif table.requires_grad:
+            rows = _ops.pinned_gather(table, index)
+        else:
+            rows = _ops.pinned_gather_detached(table, index)
+        return rows
+    _check_written("pinned_gather", "out", out)
+    with torch.no_grad():
+        if plan is None:
+            _ops.pinned_gather.out(table, index, out)
+        else:
+            _ops.pinned_gather.planned_out(table, index, list(plan), out)
+    return out
+
+
+@_tells_of_memory
+def gather_detached(table: Tensor, index: Tensor) -> Tensor:
+    """pinned_gather for who makes its arguments itself: a tensor of ids, no gradients."""
+    rows: Tensor = _ops.pinned_gather_detached(table, index)
+    return rows
+
+
+@_tells_of_memory
+def pinned_scatter(
+    table: Tensor,
+    index: Tensor,
+    src: Tensor,
+    *,
+    accumulate: bool = False,
+    plan: Sequence[Tensor] | None = None,
+) -> None:
+    """Puts rows into a host table, in place: `table[index[i]] = src[i]`.
+
+    Of several occurrences of an id the last in index order wins, as in NumPy's assignment, on every
+    device. With `accumulate` they add up in index order, rounded at each addition, as
+    `numpy.add.at` does.
+
+    Args:
+        table: `[rows, ...]` on the CPU, or on the GPU of `src`; rows contiguous inside.
+        index: int32 or int64 ids of any shape, on the CPU or on the device of `src`.
+        src: `[*index.shape, *table.shape[1:]]` of the table's dtype; its device does the work.
+        accumulate: add instead of replace; float8 dtypes have no addition.
+        plan: result of `plan_rows(index, table.shape[0])`, on the device of `src`.
+
+    Raises:
+        IndexError: an id is not in [0, rows); no row has changed. See `synchronize` for ids on a
+            GPU.
+        ValueError: a shape, dtype, device or stride does not fit, or the dtype has no addition.
+        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
+            captured.
+
+    Example:
+        >>> table = torch.zeros(3, 2)
+        >>> pinned_scatter(table, torch.tensor([1, 1]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> table.tolist()
+        [[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]]
+    """
+    _check_ids("index", index)
+    _check_written("pinned_scatter", "table", table)
+    with torch.no_grad():
+        if plan is None:
+            _ops.pinned_scatter(table, index, src, accumulate)
+        else:
+            _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
+
+
+@_tells_of_memory
+def pinned_copy(dst: Tensor, src: Tensor) -> None:
+    """Copies a range of rows, or a whole table, between host memory and a GPU: `dst[:] = src`.
+
+    torch's own copies run at the link's speed from pinned memory, but at a fifth of it from managed
+    memory; this op moves every kind at link speed and does not wait. Both tensors on the CPU, both
+    on GPUs, or pageable memory: torch's own copy.
+
+    Args:
+        dst: `[rows, ...]`, on the CPU or a GPU; any row stride, rows contiguous inside.
+        src: the same shape and dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit, the tensors overlap, or dst is read-only.
+        RuntimeError: a CUDA call failed, or pageable memory was met while a CUDA graph is captured.
+
+    Example:
+        >>> table, rows = torch.zeros(4, 2), torch.ones(2, 2)
+        >>> pinned_copy(table[1:3], rows)
+        >>> table.tolist()
+        [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+    """
+    _check_written("pinned_copy", "dst", dst)
+    with torch.no_grad():
+        _ops.pinned_copy(dst, src)
+
+
+@_tells_of_memory
+def swap_placed(
+    host: Sequence[Tensor],
+    leaving: Sequence[Tensor],
+    evict: Tensor,
+    evict_places: Tensor,
+    arriving: Sequence[Tensor],
+    load: Tensor,
+    load_places: Tensor,
+) -> None:
+    """optimizer_state_swap with places, for who makes its arguments itself: lists, no gradients."""
+    _ops.optimizer_state_swap.placed(
+        host, leaving, evict, evict_places, arriving, load, load_places
+    )
+
+
+@_tells_of_memory
+def optimizer_state_swap(
+    host: Sequence[Tensor],
+    leaving: Sequence[Tensor],
+    evict: Tensor,
+    arriving: Sequence[Tensor],
+    load: Tensor,
+    *,
+    evict_plan: Sequence[Tensor] | None = None,
+    load_plan: Sequence[Tensor] | None = None,
+    evict_places: Tensor | None = None,
+    load_places: Tensor | None = None,
+) -> None:
+    """Exchanges the rows of two id lists, weights and optimizer state at once, both ways at once.
+
+    For every field k: `host[k][evict] = leaving[k][:len(evict)]` and `arriving[k][:len(load)] =
+    host[k][load]`. A row in both lists goes from `leaving` to `arriving` and its host copy is left
+    as it was: it is current again once a later swap evicts it.
+
+    Args:
+        host: fields `[rows, ...]` of one table, on the CPU or on the GPU of the other side.
+        leaving: for each field a contiguous tensor `[n, ...]`, n at least `len(evict)`.
+        evict: distinct int32 or int64 ids of the rows that leave.
+        arriving: for each field a contiguous tensor `[m, ...]`, m at least `len(load)`; rows beyond
+            stay as they are.
+        load: distinct int32 or int64 ids of the rows that arrive.
+        evict_plan: result of `plan_rows(evict, rows)`.
+        load_plan: result of `plan_rows(load, rows)`.
+        evict_places: int64 `[len(evict)]` with `load_places`: row i of evict is
+            `leaving[k][evict_places[i]]`, of any number of rows. The ids of both lists are int64
+            and ascend then, on the device of `arriving`, and need no plan.
+        load_places: int64 `[len(load)]`, distinct: row i of load goes to
+            `arriving[k][load_places[i]]`.
+
+    Raises:
+        IndexError: an id is not in [0, rows) or stands twice in its list, or a place is none of the
+            rows; no row has changed.
+        ValueError: lists, shapes, dtypes, devices or strides do not fit, or tensors overlap.
+        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
+            captured.
+
+    Example:
+        >>> weight = torch.arange(4.0).reshape(4, 1)
+        >>> gone, come = torch.tensor([[10.0], [30.0]]), torch.empty(2, 1)
+        >>> evict, load = torch.tensor([1, 3]), torch.tensor([3, 0])
+        >>> optimizer_state_swap([weight], [gone], evict, [come], load)
+        >>> weight.flatten().tolist(), come.flatten().tolist()
+        ([0.0, 10.0, 2.0, 3.0], [30.0, 0.0])
+    """
+    _check_ids("evict", evict)
+    _check_ids("load", load)
+    for name, fields in (("host", host), ("arriving", arriving)):
+        for k, field in enumerate(fields):
+            _check_written("optimizer_state_swap", f"{name}[{k}]", field)
+    with torch.no_grad():
+        if evict_places is not None or load_places is not None:
+            if evict_places is None or load_places is None or evict_plan or load_plan:
+                raise ValueError(
+                    "optimizer_state_swap: evict_places and load_places go together, and with no"
+                    " plan"
+                )
+            _ops.optimizer_state_swap.placed(
+                list(host),
+                list(leaving),
+                evict,
+                evict_places,
+                list(arriving),
+                load,
+                load_places,
+            )
+            return
+        if evict_plan is None and load_plan is None:
+            _ops.optimizer_state_swap(list(host), list(leaving), evict, list(arriving), load)
+            return
+        _ops.optimizer_state_swap.planned(
+            list(host),
+            list(leaving),
+            evict,
+            list(evict_plan or ()),
+            list(arriving),
+            load,
+            list(load_plan or ()),
+        )
+
+
+@_tells_of_memory
+def sum_rows(
+    rows: Tensor,
+    plan: Sequence[Tensor],
+    table_rows: int,
+    *,
+    begin: int = 0,
+    distinct: int | None = None,
+) -> Tensor:
+    """Adds up the rows of each distinct id of a batch: the gradient of looking them up.
+
+    The order of addition depends on the plan alone, so that equal inputs give equal bits on every
+    GPU: an id's rows in index order, in parts of 128 entries of the sorted batch on a GPU. Half
+    precision is added up in float32 and rounded once.
+
+    Args:
+        rows: contiguous `[n, ...]`, float16, bfloat16, float32 or float64: the rows of ids `begin`
+            to `begin + n` of the batch.
+        plan: result of `plan_rows(index, table_rows)`, on the device of `rows`.
+        table_rows: rows of the table that the ids name.
+        begin: how many ids of the batch come before those of `rows`; they count as zeros, as those
+            after them do.
+        distinct: number of distinct ids; None: read from the plan, which waits for a GPU.
+
+    Returns:
+        `[distinct, ...]`: the sum of the rows of each entry of the plan's `unique`.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, or there are not so many ids.
+
+    Example:
+        >>> plan = plan_rows(torch.tensor([7, 2, 7]), 10)
+        >>> sum_rows(torch.tensor([[1.0], [2.0], [4.0]]), plan, 10).tolist()  # of 2 and 7
+        [[2.0], [5.0]]
+    """
+    if distinct is None:
+        distinct = int(plan[4][3])
+    summed: Tensor = _ops.sum_rows(rows, list(plan), table_rows, begin, distinct)
+    return summed
+
+
+def synchronize(device: torch.device | str | int | None = None) -> None:
+    """Waits for the GPU's queued work and reports bad ids that were found on it.
+
+    After this the CPU sees every row that ops have written. Without a GPU it only reports.
+
+    Args:
+        device: the GPU to wait for (none if it is the CPU); the current one if not given.
+
+    Raises:
+        IndexError: an op since the last report was given an id out of range, or one twice where ids
+            must be distinct; that op moved no row.
+
+    Example:
+        >>> synchronize()
+    """
+    on_cpu = device is not None and torch.device(device).type == "cpu"
+    if not on_cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+    _ops.throw_pending()

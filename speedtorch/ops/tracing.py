@@ -1,0 +1,116 @@
+"""What torch.compile, torch.export and autograd know of the ops: fake kernels and gradients.
+
+Importing this registers them; functions.py has loaded the library that holds the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops import functions  # noqa: F401
+
+__all__: list[str] = []
+
+STATUS_FIELDS = 8
+
+
+def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
+    count = index.numel()
+    lengths = (count, count, count, count + 1, STATUS_FIELDS)
+    return [index.new_empty(length, dtype=torch.int64) for length in lengths]
+
+
+def _refuse_meta_mix(tensors: Iterable[Tensor]) -> None:
+    """A meta tensor has no rows to move to or from a real one."""
+    if len({tensor.is_meta for tensor in tensors}) > 1:
+        raise ValueError("speedtorch: meta tensors cannot be mixed with real ones in one op")
+
+
+def _pinned_gather_fake(table: Tensor, index: Tensor) -> Tensor:
+    _refuse_meta_mix((table, index))
+    return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
+
+
+def _pinned_gather_planned_fake(table: Tensor, index: Tensor, plan: list[Tensor]) -> Tensor:
+    return _pinned_gather_fake(table, index)
+
+
+def _sum_rows_fake(
+    rows: Tensor, plan: list[Tensor], table_rows: int, begin: int, distinct: int
+) -> Tensor:
+    return rows.new_empty((distinct, *rows.shape[1:]))
+
+
+def _compare_rows_fake(
+    named: Tensor, named_status: Tensor, held: Tensor, held_status: Tensor, padding: int
+) -> list[Tensor]:
+    lengths = [named.numel()] * 4 + [held.numel()] * 2 + [3]
+    return [named.new_empty(length) for length in lengths]
+
+
+def _writes_its_arguments(*args: Any, **kwargs: object) -> None:
+    """Fake kernel of the ops that return nothing."""
+    parts = (part if isinstance(part, list | tuple) else (part,) for part in args)
+    _refuse_meta_mix(each for part in parts for each in part if isinstance(each, Tensor))
+
+
+_FAKE_KERNELS: dict[str, Callable[..., Any]] = {
+    "plan_rows": _plan_rows_fake,
+    "pinned_gather": _pinned_gather_fake,
+    "pinned_gather_detached": _pinned_gather_fake,
+    "pinned_gather.out": _writes_its_arguments,
+    "pinned_gather.planned": _pinned_gather_planned_fake,
+    "pinned_gather.planned_out": _writes_its_arguments,
+    "sum_rows": _sum_rows_fake,
+    "compare_rows": _compare_rows_fake,
+    "pinned_copy": _writes_its_arguments,
+    "pinned_scatter": _writes_its_arguments,
+    "pinned_scatter.planned": _writes_its_arguments,
+    "optimizer_state_swap": _writes_its_arguments,
+    "optimizer_state_swap.planned": _writes_its_arguments,
+    "optimizer_state_swap.placed": _writes_its_arguments,
+}
+for _name, _kernel in _FAKE_KERNELS.items():
+    torch.library.register_fake(f"speedtorch::{_name}", _kernel)
+
+
+# ------------------------------------------------------------------------------------- autograd
+
+
+def _remember_index(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor
+) -> None:
+    table, index = inputs[:2]
+    ctx.save_for_backward(index)
+    ctx.table_shape = table.shape  # type: ignore[attr-defined]
+    ctx.table_device = table.device  # type: ignore[attr-defined]
+
+
+def _table_gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+    (index,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    shape, device = ctx.table_shape, ctx.table_device  # type: ignore[attr-defined]
+    rows = index.reshape(1, -1).to(device=device, dtype=torch.int64)
+    values = grad.reshape(rows.shape[1], *shape[1:]).to(device)
+    return torch.sparse_coo_tensor(rows, values, shape, check_invariants=False)
+
+
+def _gather_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    return _table_gradient(ctx, grad), None
+
+
+def _planned_gather_backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor
+) -> tuple[Tensor, None, list[None]]:
+    return _table_gradient(ctx, grad), None, [None] * 5
+
+
+torch.library.register_autograd(
+    "speedtorch::pinned_gather", _gather_backward, setup_context=_remember_index
+)
+torch.library.register_autograd(
+    "speedtorch::pinned_gather.planned", _planned_gather_backward, setup_context=_remember_index
+)

@@ -1,0 +1,232 @@
+"""attach: an optimizer's state of an Embedding's rows lives in the table, beside the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtorch.optim.attached_state import AttachedState, attached_to
+from speedtorch.optim.probe import OptimizerProbe, probe_optimizer, refuse_wrapper
+from speedtorch.optim.saved_state import SavedState
+from speedtorch.step.row_weight import as_plain
+from speedtorch.step.trained_rows import TrainedRows, rows_held_by
+
+__all__ = ["attach", "detach"]
+
+# Of accelerate, Lightning and Fabric: they step the optimizer that they wrap, and add no rule.
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
+
+
+def attach(optimizer: Optimizer, module: nn.Module) -> None:
+    """Makes an optimizer keep its state of Embeddings' rows in their tables, beside the rows.
+
+    From here on the optimizer sees the rows of a step and their state, and nothing else changes:
+    the same step(), schedulers, scalers and state_dict(), which holds the state of all rows. Attach
+    before the first use and before anything is loaded: the table then takes its memory once, with
+    the state as part of each row's record; rows that are there already move to a new table.
+
+    The module's state_dict() has a contiguous copy of the weight from then on, as safetensors and
+    accelerate need it, or where there is no room for one a strided view of the records.
+
+    A step changes the rows that it has looked up, and there is one step count for all rows, as with
+    torch.optim.SparseAdam. A momentum buffer starts as zeros (torch's SGD starts it as the first
+    gradient, which is the same unless there is dampening). Other parameters of the optimizer are
+    trained as ever.
+
+    An optimizer is refused by name if it does not treat rows separately (a norm of all rows, a
+    factor of them), keeps something for all rows that depends on which were stepped, starts a row's
+    state from its first gradient, its own value or at random, keeps its state in lists or dicts of
+    tensors or in another kind where a batch has many rows (8-bit optimizers), wraps another
+    optimizer, or needs a closure. A probe of a few rows finds that out.
+
+    Args:
+        optimizer: any torch optimizer that treats rows separately, also one that torch does not
+            define, and one that accelerate, Lightning or Fabric has wrapped. One with a
+            load_state_dict of its own loads as that does, which may take the state of all rows to
+            the parameter's device for a moment.
+        module: an Embedding or EmbeddingBag, or a module that contains some; those are attached
+            whose weight the optimizer holds.
+
+    Raises:
+        TypeError: it is no torch optimizer.
+        ValueError: the optimizer holds no Embedding's weight of the module, it or another is
+            attached to it already, it is a copy of an attached one, or it breaks the rule above.
+            Nothing has changed.
+        MemoryError: there is no room for the state. Nothing has changed.
+
+    Example:
+        >>> import speedtorch, torch
+        >>> embedding = speedtorch.Embedding(1000, 4)
+        >>> optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+        >>> speedtorch.attach(optimizer, embedding)
+        >>> embedding(torch.tensor([7, 7, 999])).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state_dict()["state"][0]["exp_avg"][[6, 7, 999], 0]
+        tensor([0.0000, 0.2000, 0.1000])
+    """
+    with as_plain():
+        _attach(_unwrapped(optimizer), module)
+
+
+def _attach(optimizer: Optimizer, module: nn.Module) -> None:
+    refuse_wrapper(optimizer)
+    if _states_of(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} is attached already: detach it first, and attach it once"
+            " to a module that has all of its Embeddings"
+        )
+    probed = []
+    for rows in _rows_of(module):
+        if not _holds(optimizer, rows.parameter):
+            continue
+        if attached_to(rows) is not None:
+            raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
+        probed.append((rows, probe_optimizer(optimizer, rows.parameter)))
+    if not probed:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds no weight of an Embedding in"
+            f" {type(module).__name__}: build it with module.parameters() first, and attach the"
+            " module that has a speedtorch.Embedding or EmbeddingBag"
+        )
+    before = [
+        (rows, dict(optimizer.state.get(rows.parameter, {})), rows.store.was_read)
+        for rows, _ in probed
+    ]
+    saved = SavedState(optimizer)
+    try:
+        for rows, probe in probed:
+            saved.states.append(_attach_rows(optimizer, rows, probe, saved))
+    except BaseException:
+        saved.remove()
+        for rows, entries, was_read in before:
+            if rows.state is not None:
+                rows.detach()
+                rows.store.was_read = was_read
+                optimizer.state.pop(rows.parameter, None)
+                if entries:
+                    optimizer.state[rows.parameter] = entries
+        raise
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer that a library's wrapper steps."""
+    while any(kind.__name__ in _WRAPPERS for kind in type(optimizer).__mro__):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}: attach the"
+            " torch.optim.Optimizer that it steps, before it is wrapped"
+        )
+    return optimizer
+
+
+def _states_of(optimizer: Optimizer) -> list[AttachedState]:
+    """What an optimizer keeps of each table's rows; empty if it is not attached."""
+    found = (rows.state for rows in rows_held_by(optimizer))
+    return [
+        state
+        for state in found
+        if isinstance(state, AttachedState) and state.optimizer() is optimizer
+    ]
+
+
+def _attach_rows(
+    optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe, saved: SavedState
+) -> AttachedState:
+    """Makes room for the state and puts there what it is so far."""
+    state = AttachedState(optimizer, rows, probe, saved.remove)
+    # What load_state_dict put there before is the state of all rows; what the optimizer's
+    # constructor put there is that of the held ones, before any update.
+    loaded = dict(optimizer.state.get(rows.parameter, {}))
+    found = [loaded[name] for name in state.names if isinstance(loaded.get(name), Tensor)]
+    counts = {len(each) if each.dim() else 1 for each in found}
+    was_loaded = rows.store.rows in counts
+    if not was_loaded and not counts <= {0, len(rows.parameter)}:
+        raise ValueError(
+            f"{type(optimizer).__name__} has the state of {max(counts)} rows of {rows.name}, which"
+            f" has {rows.store.rows}: it is a copy of an attached optimizer, which has the state of"
+            " held rows alone; build a new optimizer, attach it, and load the original's"
+            " state_dict()"
+        )
+    if was_loaded:
+        state.check(loaded)
+    elif any(
+        _differ(loaded[name], first) for name, first in probe.scalar_state.items() if name in loaded
+    ):
+        raise ValueError(
+            f"{type(optimizer).__name__} has stepped {rows.name} with the state of a few rows only,"
+            " or is a copy of an attached optimizer: build a new optimizer, attach it, and load the"
+            " original's state_dict()"
+        )
+    else:
+        _refuse_built_with(optimizer, rows, set(probe.row_state) | set(probe.scalar_state))
+    fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
+    has_values = rows.attach(state, fields)
+    if was_loaded or not has_values:
+        state.take(loaded if was_loaded else None)
+    state.has_stepped = was_loaded or has_values
+    state.counts_anew = has_values and not was_loaded and bool(probe.scalar_state)
+    return state
+
+
+def _refuse_built_with(optimizer: Optimizer, rows: TrainedRows, known: set[str]) -> None:
+    known_by = {
+        len(rows.parameter): f"the rows that {rows.name} held then",
+        rows.store.rows: f"all rows of {rows.name}",
+    }
+    for name, value in optimizer.state.get(rows.parameter, {}).items():
+        if name in known or not isinstance(value, Tensor) or value.dim() == 0:
+            continue
+        if len(value) in known_by:
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot be used: it was built with a state {name!r} of"
+                f" {known_by[len(value)]}, and makes none for those of a step"
+            )
+
+
+def detach(optimizer: Optimizer) -> None:
+    """Undoes attach: the rows go back to the table, and the optimizer forgets their state.
+
+    Args:
+        optimizer: an attached one.
+
+    Raises:
+        ValueError: it is not attached.
+
+    Example:
+        >>> import speedtorch, torch
+        >>> embedding = speedtorch.Embedding(10, 4)
+        >>> optimizer = torch.optim.Adam(embedding.parameters())
+        >>> speedtorch.attach(optimizer, embedding)
+        >>> speedtorch.detach(optimizer)
+        >>> optimizer.state_dict()["state"]
+        {}
+    """
+    with as_plain():
+        optimizer = _unwrapped(optimizer)
+        states = _states_of(optimizer)
+        if not states:
+            raise ValueError(f"{type(optimizer).__name__} is not attached")
+        for state in states:
+            state.table_rows.detach()
+            optimizer.state.pop(state.table_rows.parameter, None)
+            state.release()
+
+
+def _differ(value: Any, first: Any) -> bool:
+    return bool((torch.as_tensor(value).cpu() != torch.as_tensor(first).cpu()).any())
+
+
+def _rows_of(module: nn.Module) -> Iterator[TrainedRows]:
+    for each in module.modules():
+        rows = getattr(each, "trained_rows", None)
+        if isinstance(rows, TrainedRows):
+            yield rows
+
+
+def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
+    return any(held is parameter for group in optimizer.param_groups for held in group["params"])

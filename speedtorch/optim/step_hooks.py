@@ -1,0 +1,193 @@
+"""Hooks of every optimizer's step: the rows that it changes must go back to their table."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from speedtorch.ops.compiling import not_compiled
+from speedtorch.optim.attached_state import AttachedState, attached_to
+from speedtorch.optim.optimizer_copy import group_of, settings_of
+from speedtorch.optim.probe import probe_optimizer
+from speedtorch.step.row_weight import as_plain, hide_rows, show_rows
+from speedtorch.step.trained_rows import TrainedRows, rows_held_by
+
+__all__ = ["watch_steps"]
+
+_PACKAGE = str(Path(__file__).parent)
+_handles: list[RemovableHandle] = []
+
+
+def watch_steps() -> None:
+    """Lets rows know of the steps of whichever optimizer holds their parameter."""
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+        _handles.append(register_optimizer_step_post_hook(_after_step))
+
+
+class OptimizerStep:
+    """One call of an optimizer's step(), from the first hook to the last.
+
+    Args:
+        optimizer: the optimizer.
+        rows: those that it holds the parameters of.
+        frame: of torch's step(), which calls the hooks.
+    """
+
+    def __init__(self, optimizer: Optimizer, rows: list[TrainedRows], frame: FrameType) -> None:
+        self.done = False
+        """Whether all rows have been stepped: one assignment for all tables of the call."""
+        self.paused = False
+        self.has_begun = False
+        self._optimizer = weakref.ref(optimizer)
+        self._rows = rows
+        self._frame: FrameType | None = frame
+
+    def enter(self) -> None:
+        """From here on the optimizer's own code sees the held rows."""
+        optimizer = self._optimizer()
+        with as_plain():
+            for rows in self._rows:
+                _check(optimizer, rows, self)
+            for rows in self._rows:
+                rows.before_optimizer(self)
+            self.paused, self.has_begun = False, True
+            for rows in self._rows:
+                hide_rows(rows.parameter)
+
+    def pause(self) -> None:
+        """Code of the user runs within the step."""
+        self.paused = True
+        self._show()
+
+    def finish(self) -> None:
+        """The optimizer has stepped all rows."""
+        self.done = True
+        self._frame = None
+        self._show()
+        with as_plain():
+            for rows in self._rows:
+                rows.after_optimizer()
+                state = rows.state
+                if isinstance(state, AttachedState):
+                    state.after_step()
+        self._rows = []
+
+    def leave(self) -> bool:
+        """See OptimizerCall."""
+        if self._runs():
+            return False
+        self._show()
+        self._frame, self._rows = None, []
+        return True
+
+    def _show(self) -> None:
+        for rows in self._rows:
+            show_rows(rows.parameter, rows)
+
+    def _runs(self) -> bool:
+        """Whether torch's step() has not been left: another hook is the next one in then."""
+        frame: FrameType | None = None if self._frame is None else sys._getframe()
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+_steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDictionary()
+"""The step that each optimizer is in, or was left in by an exception."""
+
+
+def _caller() -> FrameType:
+    """The frame of torch's step(), which has called a hook."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame
+
+
+@not_compiled
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if _steps:
+        for left in list(_steps.values()):
+            left.leave()
+    rows = rows_held_by(optimizer)
+    if not rows:
+        return None
+    step = _steps[optimizer] = OptimizerStep(optimizer, rows, _caller())
+    step.enter()
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _by_user(args[1], step), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _by_user(kwargs["closure"], step)}
+    return None
+
+
+@not_compiled
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    step = _steps.pop(optimizer, None)
+    if step is not None:
+        step.finish()
+
+
+def _by_user(closure: Callable[..., Any], step: OptimizerStep) -> Callable[..., Any]:
+    """A closure, which is the user's code within the optimizer's."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        step.pause()
+        result = closure(*args, **kwargs)
+        step.enter()
+        return result
+
+    return called
+
+
+# ------------------------------------------------------------------------------------------------
+
+_stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Any]]]
+_stateless = weakref.WeakKeyDictionary()
+
+
+def _check(optimizer: Optimizer | None, rows: TrainedRows, step: OptimizerStep) -> None:
+    """Raises unless the optimizer may step the rows: nothing has been stepped then."""
+    assert optimizer is not None  # its step runs
+    attached = attached_to(rows)
+    if attached is None:
+        _check_stateless(optimizer, rows)
+    elif attached is not optimizer:
+        raise ValueError(
+            f"{rows.name} is attached to another optimizer than this"
+            f" {type(optimizer).__name__}: detach that first"
+        )
+    elif isinstance(rows.state, AttachedState):
+        rows.state.before_step(optimizer, step)
+
+
+def _check_stateless(optimizer: Optimizer, rows: TrainedRows) -> None:
+    """Raises unless the optimizer keeps nothing of the rows, which come and go without it."""
+    parameter = rows.parameter
+    settings = settings_of(optimizer, group_of(optimizer, parameter))
+    settings.pop("lr", None)
+    known = _stateless.setdefault(optimizer, {})
+    if known.get(id(parameter)) == settings:
+        return
+    kept = probe_optimizer(optimizer, parameter).row_state
+    if kept:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} keeps {', '.join(kept)} of each row of {rows.name}, whose"
+            " rows come and go: call speedtorch.attach(optimizer, model) once before the first"
+            " step; nothing was stepped"
+        )
+    known[id(parameter)] = settings

@@ -1,0 +1,375 @@
+"""RowStore: the one way by which a step reaches the rows of a table and the state kept of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtorch.memory import host_memory
+from speedtorch.memory.placement import check_kind
+from speedtorch.ops.functions import (
+    pinned_copy,
+    pinned_gather,
+    pinned_scatter,
+    swap_placed,
+    synchronize,
+)
+from speedtorch.ops.shapes import row_shape
+from speedtorch.table.host_table import HostTable
+from speedtorch.table.record_layout import lay_out
+from speedtorch.table.records import RowHolder
+
+__all__ = ["Draw", "RowStore"]
+
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+_BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
+
+# Tables that have yet to take their memory.
+_waiting: weakref.WeakSet[RowStore] = weakref.WeakSet()
+
+
+class Draw(NamedTuple):
+    """First values of all rows, which are drawn when somebody needs them."""
+
+    functions: tuple[Callable[[Tensor], object], ...]
+    """Called one after another as function(tensor), in place."""
+    seed: int
+    zero: int | None
+    """Id of a row that is zero whatever they give."""
+
+    def __call__(self, table: HostTable) -> None:
+        """Gives all rows of a table their values."""
+        if len(self.functions) == 1:
+            table.init_(self.functions[0], seed=self.seed)
+        else:
+            table.init_(lambda rows: [each(rows) for each in self.functions], seed=self.seed)
+        if self.zero is not None:
+            table["weight"][self.zero].zero_()
+
+
+class RowStore:
+    """All rows of a table, and what an optimizer keeps of them, in host memory.
+
+    A step knows rows by their ids and fields by their names: "weight", and those of the state. What
+    it may rely on, wherever a store has its rows:
+
+    - `exchange` writes the rows that leave and reads those that arrive, bit for bit. A row in both
+      lists goes from the one block to the other and may stay as it was here, until it leaves
+      again. Called again with the same rows it gives the same, so that what was interrupted can be
+      repeated; one that raises has changed nothing.
+    - `read`, `write`, `load` and `fill` see what `exchange` wrote before on the current stream, and
+      it sees what they wrote.
+    - `settle` waits until `table` shows all of it.
+    - Nothing is taken before the first need; what cannot fit is refused before that, in numbers.
+
+    Args:
+        name: what errors call it.
+        table: the rows, or the number of rows and columns and the dtype of a table to be made.
+        memory: the kind of memory of a table to be made.
+        draws: first values of a table to be made.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        table: HostTable | tuple[int, int, torch.dtype],
+        memory: str = "auto",
+        draws: Sequence[Draw] = (),
+    ) -> None:
+        self.name = name
+        self._draws = tuple(draws)
+        self._beside: HostTable | None = None
+        """State of a table that another owns, or that there was no room to make anew."""
+        self._holder: weakref.ref[RowHolder] | None = None
+        self._numbers = self._order = torch.empty(0, dtype=torch.int64)
+        self._table: HostTable | None = None
+        if isinstance(table, HostTable):
+            self._table, self.owned, self._memory = table, False, table.memory
+            self.rows, (self.row_shape, self.dtype) = table.rows, table.fields["weight"]
+            return
+        rows, columns, self.dtype = table
+        self.owned, self._memory = True, memory
+        check_kind(memory)
+        (self.rows,) = row_shape(rows, "rows")
+        self.row_shape = row_shape(columns)
+        self._refuse_if_short()
+        _waiting.add(self)
+
+    # --------------------------------------------------------------------------------------------
+    # Memory
+
+    @property
+    def table(self) -> HostTable:
+        """The table, with its first values; it takes its memory now if it has none yet.
+
+        Raises:
+            MemoryError: The machine has too little; nothing was taken.
+        """
+        table = self._in_memory()
+        if self._draws:
+            with torch.inference_mode(False):
+                for draw in self._draws:
+                    draw(table)
+            self._draws = ()
+        return table
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the rows have their first values."""
+        return self._table is not None and not self._draws
+
+    def _in_memory(self, state: Fields = MappingProxyType({})) -> HostTable:
+        """The table, perhaps without its first values; made now, if it is to be, with a state."""
+        if self._table is None:
+            _waiting.discard(self)
+            try:
+                made = self._made({"weight": (self.row_shape, self.dtype), **state})
+            except BaseException:
+                _waiting.add(self)
+                raise
+            self._adopt(made)
+            return made
+        return self._table
+
+    def draw(self, draw: Draw, *, anew: bool) -> None:
+        """Gives all rows other values: when somebody needs them, if nobody has yet.
+
+        Args:
+            draw: What gives them.
+            anew: Whether values of before do not matter.
+        """
+        if self.is_drawn:
+            draw(self.table)
+            return
+        *others, last = [draw] if anew else [*self._draws, draw]
+        if others and others[-1].zero is None and last.zero is None:
+            before = others.pop()
+            last = Draw((*before.functions, *last.functions), before.seed, None)
+        self._draws = (*others, last)
+
+    def _needed_bytes(self) -> int:
+        return self.rows * lay_out({"weight": (self.row_shape, self.dtype)}).record_bytes
+
+    def _refuse_if_short(self) -> None:
+        """Raises MemoryError if this table and those that wait for their memory do not fit."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if (
+            distributed
+            or self._memory not in host_memory.HOST_KINDS
+            or not host_memory.is_checked()
+        ):
+            return
+        needed, waiting = self._needed_bytes(), list(_waiting)
+        others = sum(each._needed_bytes() for each in waiting)
+        available = host_memory.available_bytes()
+        if needed + others > available:
+            raise MemoryError(
+                f"{self.name}: a table of {self.rows:,} rows needs {needed:,} bytes of host memory,"
+                f" and {len(waiting)} others that have yet to be used need {others:,}; available"
+                f" are {available:,}: free memory, use fewer or narrower rows, or set"
+                " SPEEDTORCH_MEMORY_CHECK=0 to try all the same"
+            )
+
+    def _made(self, fields: Fields) -> HostTable:
+        device = None
+        kind = "auto" if self._memory == "file" else self._memory
+        if self._table is not None and kind == "cuda":
+            device = self._table.device
+        with torch.inference_mode(False):  # or nothing could ever be written to it
+            return HostTable.from_fields(self.rows, fields, kind, device=device)
+
+    def _adopt(self, table: HostTable) -> None:
+        table.holder, self._table = self._holder, table
+
+    def bring_others_home(self) -> None:
+        """Rows that another module trains are in the table, too, after this."""
+        table = self._table
+        if table is not None and table.holder is not self._holder:
+            table.bring_home()
+
+    @property
+    def holder(self) -> RowHolder | None:
+        """Who holds rows of the table, whichever module that belongs to."""
+        reference = self._holder if self._table is None else self._table.holder
+        return None if reference is None else reference()
+
+    @holder.setter
+    def holder(self, holder: RowHolder) -> None:
+        if self._table is not None:
+            self._table.bring_home()
+        self._holder = weakref.ref(holder)
+        for table in (self._table, self._beside):
+            if table is not None:
+                table.holder = self._holder
+
+    # --------------------------------------------------------------------------------------------
+    # Fields
+
+    def field(self, name: str) -> Tensor:
+        """All rows of a field `[rows, ...]`, where they are now."""
+        return self._home_of(name).rows_of(name)
+
+    def _home_of(self, name: str) -> HostTable:
+        beside = self._beside
+        if beside is not None and name in beside:
+            return beside
+        return self.table if name == "weight" else self._in_memory()
+
+    def row_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a row of a field."""
+        return (
+            (self.row_shape, self.dtype) if name == "weight" else self._home_of(name).fields[name]
+        )
+
+    def make_room(self, fields: Fields) -> bool:
+        """Makes room for the state of every row beside the weight.
+
+        Args:
+            fields: name to (row shape, dtype).
+
+        Returns:
+            Whether they have values already, because the table was read from a file with them.
+
+        Raises:
+            MemoryError: there is no room for them; nothing has changed.
+        """
+        table = self._in_memory(fields)
+        if all(table.fields.get(name) == field for name, field in fields.items()):
+            return table.was_read
+        if not self.owned:
+            self._keep_beside(fields)
+            return False
+        try:
+            made = self._made({"weight": table.fields["weight"], **fields})
+        except MemoryError:
+            self._keep_beside(fields)  # there may be room for this beside the old one
+            return False
+        if not self._draws:
+            made.rows_of("weight").copy_(table.rows_of("weight"))
+        made.was_read = table.was_read
+        self._adopt(made)
+        table.holder = None
+        table.close()
+        return False
+
+    def _keep_beside(self, fields: Fields) -> None:
+        beside = self._made(fields)
+        beside.holder, self._beside = self._holder, beside
+
+    @property
+    def was_read(self) -> bool:
+        """Whether the rows' state has values from a file."""
+        return self._table is not None and self._table.was_read
+
+    @was_read.setter
+    def was_read(self, was_read: bool) -> None:
+        if self._table is not None:
+            self._table.was_read = was_read
+
+    def fill(self, name: str, row: Tensor) -> None:
+        """Copies one row to all rows of a field."""
+        self._home_of(name).fill_(row, name)
+
+    def load(self, name: str, value: Tensor) -> None:
+        """Copies all rows of a field, without taking memory for another copy of them.
+
+        Args:
+            name: which field.
+            value: `[rows, ...]` on any device, of any dtype that torch converts to the field's.
+        """
+        home = self._in_memory() if name == "weight" else self._home_of(name)
+        home.settle()
+        field, value = home.rows_of(name), value.detach()
+        if value.is_cuda and not field.is_cuda:
+            row_bytes = max(1, value[:1].numel() * value.element_size())
+            rows = max(1, _BLOCK_BYTES // row_bytes)
+            for begin in range(0, len(field), rows):
+                block = value[begin : begin + rows].to(field.dtype).contiguous()
+                pinned_copy(field[begin : begin + rows], block)
+        else:
+            field.copy_(value)
+        home.settle()
+        if name == "weight":
+            self._draws = ()  # which these values replace
+
+    def saved(self, name: str) -> Tensor:
+        """All rows of a field as other libraries save them: contiguous, in memory of their own.
+
+        A field that is alone in its table is that already. Where there is no room for a copy, it is
+        the strided view of the records, which torch.save takes.
+        """
+        field = self.field(name)
+        nbytes = field.numel() * field.element_size()
+        if field.is_contiguous() or field.is_cuda or nbytes > host_memory.available_bytes() // 2:
+            return field
+        return field.contiguous()
+
+    def copied(self) -> RowStore:
+        """A store of its own with the same weights, or the same values to come."""
+        kind = "auto" if self._memory == "file" else self._memory
+        (columns,) = self.row_shape
+        made = RowStore(self.name, (self.rows, columns, self.dtype), kind, self._draws)
+        if self.is_drawn:
+            made.load("weight", self.table["weight"])
+        return made
+
+    # --------------------------------------------------------------------------------------------
+    # Rows
+
+    def exchange(
+        self,
+        names: Sequence[str],
+        leaving: Sequence[Tensor],
+        evict: Tensor,
+        arriving: Sequence[Tensor],
+        load: Tensor,
+        evict_places: Tensor | None = None,
+        load_places: Tensor | None = None,
+    ) -> None:
+        """Rows leave for the table while others arrive from it, all fields of each at once.
+
+        Args:
+            names: the fields, in the order of the blocks.
+            leaving: for each field `[n, ...]`; may have no rows if none leave.
+            evict: ids of the rows that leave, ascending.
+            arriving: for each field memory `[m, ...]` for those that arrive.
+            load: ids of the rows that arrive, ascending.
+            evict_places: which rows of `leaving` they are; by default the first, in order.
+            load_places: which rows of `arriving` they become; by default the first, in order.
+        """
+        swap_placed(
+            [self.field(name) for name in names],
+            leaving,
+            evict,
+            self.numbers(evict) if evict_places is None else evict_places,
+            arriving,
+            load,
+            self.numbers(load) if load_places is None else load_places,
+        )
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        """0 to n - 1 for n ids, of a tensor that is made once."""
+        count, order = ids.shape[0], self._order
+        if order.shape[0] == count and order.device == ids.device:
+            return order
+        if self._numbers.shape[0] < count or self._numbers.device != ids.device:
+            self._numbers = torch.arange(2 * count, device=ids.device)
+        self._order = order = self._numbers[:count]
+        return order
+
+    def read(self, ids: Tensor, out: Tensor) -> None:
+        """Weights by their ids: `out` is `[*ids.shape, ...]`, on either device."""
+        pinned_gather(self.field("weight"), ids, out=out)
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Puts weights `[*ids.shape, ...]` in the place of those of the ids."""
+        pinned_scatter(self.field("weight"), ids, rows)
+
+    def settle(self, device: torch.device) -> None:
+        """Waits until the CPU sees what a device has written; raises what it found wrong."""
+        synchronize(device)

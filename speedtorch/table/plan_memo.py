@@ -1,0 +1,215 @@
+"""One plan per batch: the address order of its ids, kept for the ops that follow on the same ids.
+
+A batch is gathered and scattered once for the weight and once for each field of the optimizer's
+state. All of these need the same plan, whoever asks: a table holds the memo, so that whoever shares
+the table shares the plans. A plan is used again only if its ids are known to be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.batch_ids import Indexes, Unread, all_within, flat_index, private_copy
+from speedtorch.ops.functions import plan_rows
+
+__all__ = ["Plan", "PlanMemo", "plans_pay"]
+
+Plan = list[Tensor]
+_Place = tuple[torch.device, int | None]
+
+_BATCHES = 2  # remembered at most, so that the next one can be fetched ahead
+_MOST_IDS = 2**31  # from so many on the ops refuse, in their own words
+_MAPPED = ("managed", "registered")
+
+
+def plans_pay(memory: str, device: torch.device) -> bool:
+    """Whether the ops on a table are faster with a plan that is made before.
+
+    Only kernels that cross the link use the order of a plan; staged copies and the CPU do not. The
+    ids of a CUDA graph change between its replays, so that a plan must be made within it.
+
+    Args:
+        memory: the table's kind of memory.
+        device: where the rows are worked on.
+
+    Returns:
+        True for a GPU that reaches the table in host memory, while no CUDA graph is captured.
+
+    Example:
+        >>> plans_pay("plain", torch.device("cuda")), plans_pay("managed", torch.device("cpu"))
+        (False, False)
+    """
+    return device.type == "cuda" and memory in _MAPPED and not _captures(device)
+
+
+def _captures(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _stream(device: torch.device) -> int | None:
+    """The stream whose work sees a plan that is made now: only there may it be used again."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+def _on_gpu(ids: Indexes) -> bool:
+    return isinstance(ids, Tensor) and ids.is_cuda
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A plan, and how to know its ids again.
+
+    Attributes:
+        place: device and stream that the plan was made on.
+        index: the ids, on that device.
+        plan: their plan.
+        content: ids that came from the CPU; None if they came from a GPU.
+        tensors: ids that came from a GPU, as they were given.
+        steps: what has been done with it: the last step of each who asked.
+    """
+
+    place: _Place
+    index: Tensor
+    plan: Plan
+    content: Tensor | None
+    tensors: tuple[Unread, ...]
+    steps: dict[Hashable, int] = field(default_factory=dict)
+
+    def is_of(self, place: _Place, parts: Sequence[Indexes], flat: Tensor | None) -> bool:
+        """Whether these are its ids: flattened, or if they all are on a GPU as they were given."""
+        if place != self.place:
+            return False
+        if flat is None:
+            return len(parts) == len(self.tensors) and all(
+                tensor.is_still(part) for tensor, part in zip(self.tensors, parts, strict=True)
+            )
+        if self.content is None or not flat.is_cpu or self.content.dtype != flat.dtype:
+            return False
+        return torch.equal(self.content, flat)
+
+    def serves(self, asker: Hashable, step: int) -> bool:
+        """Whether it may be used for this step.
+
+        Not every write to a tensor makes a new version of it: a replayed CUDA graph's does not, nor
+        one through `.data` or another library. Who asks for an earlier step has come to another
+        batch, which may lie in the same tensors.
+        """
+        return self.content is not None or step > self.steps.get(asker, -1)
+
+
+class PlanMemo:
+    """The plans of the last two batches of a table.
+
+    Args:
+        rows: rows of the table.
+        memory: the table's kind of memory.
+        wanted: says for a kind of memory and a device whether plans are to be made.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        memory: str,
+        wanted: Callable[[str, torch.device], bool] = plans_pay,
+    ) -> None:
+        self.wanted = wanted
+        self._rows = rows
+        self._memory = memory
+        self._closed = False
+        self._batches: tuple[_Batch, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def find(
+        self,
+        positives: Indexes,
+        negatives: Indexes | None,
+        device: torch.device,
+        asker: Hashable = None,
+        step: int = 0,
+    ) -> tuple[Tensor, Plan | None]:
+        """The ids of a batch and their plan, which is made if it is not known yet.
+
+        Ids from the CPU are compared by content with a copy of the last ones. Ids on a GPU are
+        never waited for: they must be the same tensors, of the same version. Bad ids get no plan if
+        they are from the CPU, so that the op that is called next refuses them, and a plan that
+        makes it refuse them if they are on the GPU.
+
+        Args:
+            positives: ids in any form that flat_index takes.
+            negatives: more of them, or None.
+            device: where the rows are worked on.
+            asker: who asks. One plan of ids on a GPU serves each asker with rising steps only: the
+                next batch may lie in the same tensors, written in a way that torch does not see.
+            step: 0 for the first use of a batch, 1 for the next.
+
+        Returns:
+            The flattened ids and the plan, both on `device`; or what flat_index gives, and None
+            where a plan is not wanted or not possible.
+
+        Raises:
+            TypeError: the ids are not integers.
+
+        Example:
+            >>> memo = PlanMemo(10, "plain", wanted=lambda memory, device: True)
+            >>> index, plan = memo.find([7, 2], [7], torch.device("cpu"))
+            >>> index.tolist(), plan[2].tolist()
+            ([7, 2, 7], [1, 0, 2])
+            >>> memo.find([7, 2, 7], None, torch.device("cpu"))[1] is plan
+            True
+        """
+        if self._closed or not self.wanted(self._memory, device):
+            return flat_index(positives, negatives, device), None
+        parts = [part for part in (positives, negatives) if part is not None]
+        on_gpu = bool(parts) and all(_on_gpu(part) for part in parts)
+        flat = None if on_gpu else flat_index(positives, negatives, device)
+        place = (device, _stream(device))
+        known = [each for each in self._batches if each.is_of(place, parts, flat)]
+        for batch in known:
+            if batch.serves(asker, step):
+                batch.steps[asker] = step
+                return batch.index, batch.plan
+        index = flat_index(positives, negatives, device) if flat is None else flat
+        if not self._can_plan(index):
+            return index, None
+        content = None
+        tensors: tuple[Unread, ...] = ()
+        if on_gpu:
+            tensors = _unread(parts)
+        elif index.is_cpu:
+            content = private_copy(index, device)
+            index = content.to(device, non_blocking=True)
+        plan = plan_rows(index, self._rows)
+        if content is not None or tensors:  # something to know these ids again by
+            made = _Batch(place, index, plan, content, tensors, {asker: step})
+            others = [each for each in self._batches if each not in known]
+            self._batches = (made, *others)[:_BATCHES]
+        return index, plan
+
+    def _can_plan(self, index: Tensor) -> bool:
+        if not 0 < index.numel() < _MOST_IDS:
+            return False
+        return all_within(index, self._rows) if index.is_cpu else index.is_cuda
+
+    def close(self) -> None:
+        """Forgets all plans and makes no more.
+
+        Example:
+            >>> PlanMemo(10, "plain").close()
+        """
+        self._closed = True
+        self._batches = ()
+
+
+def _unread(parts: Sequence[Indexes]) -> tuple[Unread, ...]:
+    """The tensors, or none if one of them has no version."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if any(tensor.is_inference() for tensor in tensors):
+        return ()
+    return tuple(Unread(tensor) for tensor in tensors)

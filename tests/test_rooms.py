@@ -1,0 +1,72 @@
+"""The package's folders stand above each other: imports go down, and none goes in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import speedtorch
+
+PACKAGE = Path(speedtorch.__file__).parent
+# From the ground up. Of two that know nothing of each other either may come first.
+ROOMS = ["ops", "files", "memory", "table", "step", "optim", "nn", "legacy", "demo"]
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of the package, if it is one."""
+    first, *parts = module.split(".")
+    path = PACKAGE.joinpath(*parts)
+    found = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return found if first == "speedtorch" and found.is_file() else None
+
+
+def imports_of(file: Path) -> Iterator[Path]:
+    """The files of the package that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found = [file_of(each.name) for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module is not None, f"{file}: a relative import"
+            found = [file_of(f"{node.module}.{each.name}") for each in node.names]
+            if None in found and node.module != "speedtorch":  # where the library is
+                found.append(file_of(node.module))
+        else:
+            continue
+        yield from (each for each in found if each is not None)
+
+
+def floor_of(file: Path) -> int:
+    """0 for the version, the rooms' own, and one above all for what stands in none."""
+    if file.name == "version.py":
+        return 0
+    parts = file.relative_to(PACKAGE).parts
+    return ROOMS.index(parts[0]) + 1 if len(parts) > 1 else len(ROOMS) + 1
+
+
+def test_every_folder_is_a_room() -> None:
+    folders = {file.parent for file in FILES} - {PACKAGE}
+    assert folders == {PACKAGE / room for room in ROOMS}
+
+
+def test_the_library_alone_is_no_file_of_python() -> None:
+    assert file_of("speedtorch.step.exchange") == PACKAGE / "step" / "exchange.py"
+    assert file_of("speedtorch.step") == PACKAGE / "step" / "__init__.py"
+    assert file_of("speedtorch._C") is None and file_of("torch.nn") is None
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_go_down(file: Path) -> None:
+    above = [each for each in imports_of(file) if floor_of(each) > floor_of(file)]
+    assert above == []
+
+
+def test_no_file_imports_in_a_circle() -> None:
+    # A folder's face names what is in the folder, and is no part of it.
+    graph = {file: set(imports_of(file)) for file in FILES if file.name != "__init__.py"}
+    order = list(TopologicalSorter(graph).static_order())
+    assert order.index(PACKAGE / "step" / "step.py") < order.index(PACKAGE / "step" / "exchange.py")
