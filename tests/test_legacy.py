@@ -202,3 +202,25 @@ def test_every_method_of_2019_is_there(name: str) -> None:
     for method in methods:
         documented = inspect.getdoc(getattr(getattr(SpeedTorch, name), method))
         assert documented, method
+
+
+def test_arguments_that_are_missing_or_too_many_are_told_with_the_class() -> None:
+    layer = nn.Embedding(3, 2)
+    missing = (
+        r"^ModelFactory: missing a required argument: 'total_classes'; it takes \(model_variable"
+    )
+    with pytest.raises(TypeError, match=missing):
+        SpeedTorch.ModelFactory(layer)
+    with pytest.raises(TypeError, match=r"^GPUPytorchModelFactory: .*'CPUPinn'"):
+        SpeedTorch.GPUPytorchModelFactory(layer, 3, 2, CPUPinn=True)
+
+
+def test_a_class_of_the_users_has_a_constructor_of_its_own() -> None:
+    class Counts(SpeedTorch.COM):
+        def __init__(self, classes: int) -> None:
+            super().__init__(classes, "int64")
+
+    assert list(inspect.signature(Counts).parameters) == ["classes"]
+    counts = Counts(3)
+    counts.comInit()
+    assert counts.getNumpyVersion().dtype == "int64"

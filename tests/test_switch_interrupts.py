@@ -18,7 +18,7 @@ from plan_memos import always
 from torch import Tensor, nn, optim
 
 from speedtorch import HostTable, ModelFactory, OptimizerFactory
-from speedtorch.legacy import optimizer_switcher
+from speedtorch.legacy import optimizer_factory
 from speedtorch.optim.probe import probe_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -179,7 +179,7 @@ def probed_once() -> Iterator[None]:
     model = Model()
     found = probe_optimizer(optim.Adam(model.parameters()), model.rows.weight)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_switcher, "probe_optimizer", lambda *_: found)
+        patch.setattr(optimizer_factory, "probe_optimizer", lambda *_: found)
         yield
 
 

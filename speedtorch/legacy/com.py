@@ -1,23 +1,26 @@
 """COM: a table of counts, classes by classes, such as a co-occurrence matrix.
 
-Five families with one implementation; table_place.py says what they differ in.
+Five families with one implementation; families.py says what they differ in.
 """
 
 from __future__ import annotations
 
 import torch
 
-from speedtorch.legacy.switcher import OneField
-from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
-from speedtorch.legacy.table_place import (
+from speedtorch.legacy.families import (
     Datatype,
     TablePlace,
     as_dtype,
     default_device,
     host_or_variable,
     in_file,
+    in_host_memory,
+    of_family,
     of_kind,
+    with_variable,
 )
+from speedtorch.legacy.switcher import OneField
+from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
 
 __all__ = ["COM", "COMMM", "CPUPytorchCOM", "GPUPytorchCOM", "PytorchCOM"]
 
@@ -27,7 +30,9 @@ class CountSwitcher(OneField):
 
     _how_to_start = "comInit() or a load method first"
 
-    def __init__(self, place: TablePlace, total_classes: int, datatype: Datatype) -> None:
+    def _start(
+        self, place: TablePlace, total_classes: int, datatype: Datatype = torch.int32
+    ) -> None:
         """Checks the arguments; comInit makes the table."""
         super().__init__()
         self.total_classes = total_classes
@@ -52,6 +57,7 @@ class CountSwitcher(OneField):
         return super()._to_load()
 
 
+@of_family(host_or_variable, datatype="uint32")
 class COM(CupyFiles, CountSwitcher):
     """Counts of pairs of classes.
 
@@ -70,12 +76,6 @@ class COM(CupyFiles, CountSwitcher):
         (3, 3)
     """
 
-    def __init__(
-        self, total_classes: int, datatype: Datatype = "uint32", CPUPinn: bool = False
-    ) -> None:
-        """See the class."""
-        super().__init__(host_or_variable(CPUPinn), total_classes, datatype)
-
     def comInit(self, CPUPinn: bool = False) -> None:
         """Makes the table `[total_classes, total_classes]`, all zeros.
 
@@ -85,48 +85,24 @@ class COM(CupyFiles, CountSwitcher):
         self._make(host_or_variable(True) if CPUPinn else self._place)
 
 
+@of_family(with_variable)
 class GPUPytorchCOM(TorchFiles, CountSwitcher):
     """COM with the table on the GPU, if there is one, and torch's files."""
 
-    def __init__(self, total_classes: int, datatype: Datatype = torch.int32) -> None:
-        """See COM."""
-        super().__init__(TablePlace("variable"), total_classes, datatype)
 
-
+@of_family(in_host_memory)
 class CPUPytorchCOM(TorchFiles, CountSwitcher):
     """COM with the table in host memory, and torch's files."""
 
-    def __init__(self, total_classes: int, datatype: Datatype = torch.int32) -> None:
-        """See COM."""
-        super().__init__(TablePlace("auto"), total_classes, datatype)
 
-
+@of_family(of_kind)
 class PytorchCOM(TorchFiles, CountSwitcher):
     """COM with the table where deviceType and pinType say, and torch's files."""
 
-    def __init__(
-        self,
-        total_classes: int,
-        datatype: Datatype = torch.int32,
-        deviceType: str | torch.device = "cuda",
-        pinType: bool = False,
-    ) -> None:
-        """See COM."""
-        super().__init__(of_kind(deviceType, pinType), total_classes, datatype)
 
-
+@of_family(in_file, diskname="COM", datatype="uint32")
 class COMMM(MappedFiles, CountSwitcher):
     """COM with the table in a memory-mapped file, `<diskname><number>.memmap`."""
-
-    def __init__(
-        self,
-        total_classes: int,
-        diskname: str = "COM",
-        datatype: Datatype = "uint32",
-        CPUPinn: bool = False,
-    ) -> None:
-        """See COM."""
-        super().__init__(in_file(diskname, CPUPinn), total_classes, datatype)
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Makes the table `[total_classes, total_classes]`, all zeros.

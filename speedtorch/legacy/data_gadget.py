@@ -1,12 +1,13 @@
 """DataGadget: rows of a file or an array, brought to where they are trained on.
 
-Five families with one implementation; table_place.py says what they differ in.
+Five families with one implementation; families.py says what they differ in.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -15,6 +16,16 @@ import torch
 from torch import Tensor
 
 from speedtorch.files.table_files import StoredField, open_fields
+from speedtorch.legacy.families import (
+    TablePlace,
+    default_device,
+    host_or_variable,
+    in_file,
+    in_host_memory,
+    of_family,
+    of_kind,
+    with_variable,
+)
 from speedtorch.legacy.numpy_index import Index, parts_of, put_parts, row_ids
 from speedtorch.legacy.switcher import OneField, Stored
 from speedtorch.legacy.switcher_files import (
@@ -23,13 +34,6 @@ from speedtorch.legacy.switcher_files import (
     TorchFiles,
     file_name,
     read_tensors,
-)
-from speedtorch.legacy.table_place import (
-    TablePlace,
-    default_device,
-    host_or_variable,
-    in_file,
-    of_kind,
 )
 from speedtorch.ops.batch_ids import Indexes, flat_index
 from speedtorch.ops.functions import pinned_scatter
@@ -51,7 +55,7 @@ class GadgetSwitcher(OneField):
 
     _how_to_start = "gadgetInit() first"
 
-    def __init__(self, place: TablePlace, fileName: Source, field: str | None) -> None:
+    def _start(self, place: TablePlace, fileName: Source, *, field: str | None = None) -> None:
         """Checks the source; its rows are read by gadgetInit or at their first use."""
         super().__init__()
         self._place = place
@@ -239,6 +243,7 @@ class _TorchGadget(TorchFiles, GadgetSwitcher):
         self._copy_in(content["weight"])
 
 
+@of_family(host_or_variable)
 class DataGadget(_CupyGadget):
     """Holds data of any number of dimensions and brings rows of it to the GPU.
 
@@ -261,44 +266,23 @@ class DataGadget(_CupyGadget):
         [[1.0, 1.0, 1.0], [0.0, 1.0, 2.0]]
     """
 
-    def __init__(
-        self, fileName: Source, CPUPinn: bool = False, *, field: str | None = None
-    ) -> None:
-        """See the class."""
-        super().__init__(host_or_variable(CPUPinn), fileName, field)
 
-
+@of_family(with_variable)
 class GPUPytorchDataGadget(_TorchGadget):
     """DataGadget with the rows on the GPU, if there is one, and torch's files."""
 
-    def __init__(self, fileName: Source, *, field: str | None = None) -> None:
-        """See DataGadget."""
-        super().__init__(TablePlace("variable"), fileName, field)
 
-
+@of_family(in_host_memory)
 class CPUPytorchDataGadget(_TorchGadget):
     """DataGadget with the rows in host memory, and torch's files."""
 
-    def __init__(self, fileName: Source, *, field: str | None = None) -> None:
-        """See DataGadget."""
-        super().__init__(TablePlace("auto"), fileName, field)
 
-
+@of_family(of_kind)
 class PytorchDataGadget(_TorchGadget):
     """DataGadget with the rows where deviceType and pinType say, and torch's files."""
 
-    def __init__(
-        self,
-        fileName: Source,
-        deviceType: str | torch.device = "cuda",
-        pinType: bool = False,
-        *,
-        field: str | None = None,
-    ) -> None:
-        """See DataGadget."""
-        super().__init__(of_kind(deviceType, pinType), fileName, field)
 
-
+@of_family(partial(in_file, ""))
 class DataGadgetMM(MappedFiles, _CupyGadget):
     """DataGadget whose rows stay in their file, mapped into memory: inserting changes the file.
 
@@ -336,13 +320,10 @@ class DataGadgetMM(MappedFiles, _CupyGadget):
             raise ValueError(f"{target} is the file that this gadget maps: it is saved already")
         super().saveCupy(saveFileName)
 
-    def __init__(
-        self, fileName: str | os.PathLike[str], CPUPinn: bool = False, *, field: str | None = None
-    ) -> None:
-        """See DataGadget."""
+    def _start(self, place: TablePlace, fileName: Source, *, field: str | None = None) -> None:
         if isinstance(fileName, np.ndarray | Tensor):
             raise TypeError("fileName: DataGadgetMM maps a file; DataGadget takes arrays")
-        super().__init__(in_file("", CPUPinn), fileName, field)
+        super()._start(place, fileName, field=field)
 
     @property
     def table(self) -> NoReturn:

@@ -1,24 +1,36 @@
-"""ModelFactory: all rows of a model's variable, whose weight holds those of one batch only.
-
-Five families with one implementation; table_place.py says what they differ in.
-"""
+"""ModelFactory: all rows of a model's variable, whose weight holds those of one batch only."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 
-from speedtorch.legacy.model_switcher import ModelSwitcher, RowShape, Variable
-from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
-from speedtorch.legacy.table_place import (
+from speedtorch.legacy.checks import check_held, check_rows, check_table
+from speedtorch.legacy.families import (
     Datatype,
     TablePlace,
+    as_dtype,
     host_or_variable,
     in_file,
+    in_host_memory,
+    of_family,
     of_kind,
+    with_variable,
 )
+from speedtorch.legacy.switcher import OneField
+from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
+from speedtorch.ops.batch_ids import Indexes
+from speedtorch.ops.functions import pinned_gather, pinned_scatter, plan_rows
+from speedtorch.ops.shapes import row_shape
+from speedtorch.step.shown_rows import replace_rows
 from speedtorch.table.host_table import HostTable
+from speedtorch.table.plan_memo import Plan
 
 __all__ = [
     "CPUPytorchModelFactory",
@@ -26,9 +38,181 @@ __all__ = [
     "ModelFactory",
     "ModelFactoryMM",
     "PytorchModelFactory",
+    "RowShape",
 ]
 
+Variable = nn.Module | nn.Parameter
+RowShape = int | tuple[int, ...]
 
+
+class ModelSwitcher(OneField):
+    """What the ModelFactory of every family does."""
+
+    _how_to_start = (
+        "zerosInit(), uniformDistributionInit(low, high), normalDistributionInit(mean, stdDev),"
+        " customInit(initFunction, *args) or a load method first"
+    )
+
+    def _start(
+        self,
+        place: TablePlace,
+        model_variable: Variable,
+        total_classes: int,
+        embed_dimension: RowShape,
+        datatype: Datatype = torch.float32,
+        *,
+        sumDuplicates: bool = False,
+        table: HostTable | None = None,
+    ) -> None:
+        """Checks everything that can be checked before the table is made."""
+        super().__init__()
+        self.model_variable = model_variable
+        self.total_classes = total_classes
+        self.embed_dimension = embed_dimension
+        self.sumDuplicates = sumDuplicates
+        self._place = place
+        self._shape = row_shape(embed_dimension, "embed_dimension")
+        self._dtype = as_dtype(datatype, "datatype")
+        self._before: Tensor | None = None  # with sumDuplicates: the rows as they were gathered
+        check_rows(self._parameter(), self._shape, self._dtype, "model_variable", "datatype")
+        if table is not None:
+            check_table(table, total_classes, {"weight": (self._shape, self._dtype)})
+            self._use_table(table, ("weight",))
+
+    def _parameter(self) -> Tensor:
+        variable = self.model_variable
+        parameter = variable if isinstance(variable, Tensor) else getattr(variable, "weight", None)
+        if not isinstance(parameter, Tensor):
+            raise TypeError(
+                "model_variable: expected a module with a weight, such as nn.Embedding, or an"
+                f" nn.Parameter, got {type(variable).__name__}"
+            )
+        return parameter
+
+    def _started(self) -> HostTable:
+        self._finish()
+        if self._stored is None:
+            fields = {"weight": (self._shape, self._dtype)}
+            device = self._parameter().device
+            made = self._place.make_table(self.total_classes, fields, device)
+            self._use_table(made, ("weight",))
+        return self.table
+
+    def _layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"weight": ((self.total_classes, *self._shape), self._dtype)}
+
+    def _to_load(self) -> dict[str, Tensor]:
+        self._started()
+        return super()._to_load()
+
+    def zerosInit(self) -> None:
+        """Sets all rows to zero."""
+        self._started().zeros_("weight")
+
+    def uniformDistributionInit(self, low: float, high: float) -> None:
+        """Draws all rows from [low, high); torch.manual_seed makes it repeatable."""
+        self._started().uniform_(low, high, field="weight")
+
+    def normalDistributionInit(self, mean: float, stdDev: float) -> None:
+        """Draws all rows from a normal distribution; torch.manual_seed makes it repeatable."""
+        self._started().normal_(mean, stdDev, field="weight")
+
+    def customInit(self, initFunction: Callable[..., object], *args: Any) -> None:
+        """Runs `initFunction(rows, *args)`, such as one of torch.nn.init, over all rows."""
+        self._started().init_(initFunction, *args, field="weight")
+
+    def variableTransformer(
+        self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None
+    ) -> npt.NDArray[np.int64] | tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """What to call the model with in place of ids: where the variable holds their rows.
+
+        Args:
+            batchSize: how many examples.
+            posPerBatch: positive ids per example.
+            negPerBatch: negative ids per example, if there are any.
+
+        Returns:
+            Positions `[batchSize, posPerBatch]` or, with negatives, these and
+            `[batchSize, negPerBatch]`, which continue them.
+        """
+        end = batchSize * posPerBatch
+        positives = np.arange(end).reshape(batchSize, posPerBatch)
+        if negPerBatch is None:
+            return positives
+        negatives = np.arange(end, end + batchSize * negPerBatch)
+        return positives, negatives.reshape(batchSize, negPerBatch)
+
+    def beforeForwardPass(
+        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
+    ) -> None:
+        """Makes the variable hold the rows of a batch, one for each id in order.
+
+        Args:
+            retrievedPosIndexes: ids of any shape; NumPy, list, or a tensor on either device.
+            retrievedNegIndexes: more of them, whose rows follow.
+
+        Raises:
+            IndexError: an id out of range; the variable is as it was.
+        """
+        parameter = self._parameter()
+        device = parameter.device
+        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
+        rows = self._gather("weight", index, device, plan)
+        before = rows.clone() if self.sumDuplicates else None
+        self._take(partial(self._show, parameter, rows, before))
+
+    def _show(self, parameter: Tensor, rows: Tensor, before: Tensor | None) -> None:
+        replace_rows(parameter, rows)
+        self._before = before
+
+    def afterOptimizerStep(
+        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
+    ) -> None:
+        """Puts the variable's rows back into the table.
+
+        Of an id that occurs several times the last row stays; with sumDuplicates the change of each
+        is added, in order. After an exception the call can be made again.
+
+        Args:
+            retrievedPosIndexes: what beforeForwardPass got.
+            retrievedNegIndexes: what beforeForwardPass got.
+
+        Raises:
+            IndexError: an id out of range; the table is as it was.
+            ValueError: another number of ids than the variable has rows.
+            RuntimeError: with sumDuplicates, no beforeForwardPass came before, or the changes are
+                added already: an exception came after that.
+        """
+        device = self._parameter().device
+        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
+        rows = self._parameter().detach()
+        check_held(index, rows, self._rows()["weight"], "the variable")
+        if self.sumDuplicates:
+            rows = self._added(index, rows, plan)
+        self._put(index, {"weight": rows}, plan)
+
+    def _added(self, index: Tensor, rows: Tensor, plan: Plan | None) -> Tensor:
+        """What each id's row is after all of its changes, at the last place of the id.
+
+        Writing these can be repeated, adding to the table could not.
+        """
+        if self._before is None or self._before.shape != rows.shape:
+            raise RuntimeError(
+                "afterOptimizerStep with sumDuplicates needs a beforeForwardPass with the same ids"
+                " just before the step"
+            )
+        result = self._gather("weight", index, rows.device, plan)
+        _, inverse, order, offsets, _ = plan or plan_rows(index, self.total_classes)
+        last = pinned_gather(order, pinned_gather(offsets, inverse + 1) - 1)
+        pinned_scatter(result, last, rows - self._before, accumulate=True)
+        return result
+
+    def _write(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
+        super()._write(index, rows, plan)
+        self._before = None
+
+
+@of_family(host_or_variable, datatype="float32")
 class ModelFactory(CupyFiles, ModelSwitcher):
     """Keeps all rows of a variable; the model holds and trains those of one batch.
 
@@ -59,90 +243,22 @@ class ModelFactory(CupyFiles, ModelSwitcher):
         [[3.0, 3.0], [2.0, 2.0]]
     """
 
-    def __init__(
-        self,
-        model_variable: Variable,
-        total_classes: int,
-        embed_dimension: RowShape,
-        datatype: Datatype = "float32",
-        CPUPinn: bool = False,
-        *,
-        sumDuplicates: bool = False,
-        table: HostTable | None = None,
-    ) -> None:
-        """See the class."""
-        place = host_or_variable(CPUPinn)
-        row = (model_variable, total_classes, embed_dimension, datatype)
-        super().__init__(place, *row, sumDuplicates, table)
 
-
-class OneMemoryModelFactory(TorchFiles, ModelSwitcher):
-    """ModelFactory with the table in one kind of memory, and torch's files."""
-
-    _memory: ClassVar[str]
-
-    def __init__(
-        self,
-        model_variable: Variable,
-        total_classes: int,
-        embed_dimension: RowShape,
-        datatype: Datatype = torch.float32,
-        *,
-        sumDuplicates: bool = False,
-        table: HostTable | None = None,
-    ) -> None:
-        """See ModelFactory."""
-        row = (model_variable, total_classes, embed_dimension, datatype)
-        super().__init__(TablePlace(self._memory), *row, sumDuplicates, table)
-
-
-class GPUPytorchModelFactory(OneMemoryModelFactory):
+@of_family(with_variable)
+class GPUPytorchModelFactory(TorchFiles, ModelSwitcher):
     """ModelFactory with the table on the variable's device, and torch's files."""
 
-    _memory = "variable"
 
-
-class CPUPytorchModelFactory(OneMemoryModelFactory):
+@of_family(in_host_memory)
+class CPUPytorchModelFactory(TorchFiles, ModelSwitcher):
     """ModelFactory with the table in host memory, and torch's files."""
 
-    _memory = "auto"
 
-
+@of_family(of_kind)
 class PytorchModelFactory(TorchFiles, ModelSwitcher):
     """ModelFactory with the table where deviceType and pinType say, and torch's files."""
 
-    def __init__(
-        self,
-        model_variable: Variable,
-        total_classes: int,
-        embed_dimension: RowShape,
-        datatype: Datatype = torch.float32,
-        deviceType: str | torch.device = "cuda",
-        pinType: bool = False,
-        *,
-        sumDuplicates: bool = False,
-        table: HostTable | None = None,
-    ) -> None:
-        """See ModelFactory."""
-        row = (model_variable, total_classes, embed_dimension, datatype)
-        super().__init__(of_kind(deviceType, pinType), *row, sumDuplicates, table)
 
-
+@of_family(in_file, diskname="variable", datatype="float32")
 class ModelFactoryMM(MappedFiles, ModelSwitcher):
     """ModelFactory with the table in a memory-mapped file, `<diskname><number>.memmap`."""
-
-    def __init__(
-        self,
-        model_variable: Variable,
-        total_classes: int,
-        embed_dimension: RowShape,
-        diskname: str = "variable",
-        datatype: Datatype = "float32",
-        CPUPinn: bool = False,
-        *,
-        sumDuplicates: bool = False,
-        table: HostTable | None = None,
-    ) -> None:
-        """See ModelFactory."""
-        row = (model_variable, total_classes, embed_dimension, datatype)
-        super().__init__(in_file(diskname, CPUPinn), *row, sumDuplicates, table)

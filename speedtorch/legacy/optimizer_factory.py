@@ -1,26 +1,39 @@
 """OptimizerFactory: an optimizer's state of all rows, while the optimizer holds that of one batch.
 
-Five families with one implementation; table_place.py says what they differ in.
+Which state that is, and how it starts, is learnt from the optimizer itself (optim/probe.py).
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.legacy.model_switcher import RowShape
-from speedtorch.legacy.optimizer_switcher import OptimizerSwitcher
-from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
-from speedtorch.legacy.table_place import (
+from speedtorch.legacy.checks import check_held, check_rows, check_table
+from speedtorch.legacy.families import (
     Datatype,
     TablePlace,
+    as_dtype,
     host_or_variable,
     in_file,
+    in_host_memory,
+    of_family,
     of_kind,
+    with_variable,
 )
+from speedtorch.legacy.model_factory import RowShape
+from speedtorch.legacy.switcher import Stored, Switcher
+from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
+from speedtorch.ops.batch_ids import Indexes
+from speedtorch.ops.shapes import row_shape
+from speedtorch.optim.optimizer_copy import snapshot
+from speedtorch.optim.probe import probe_optimizer
 from speedtorch.table.host_table import HostTable
 
 __all__ = [
@@ -32,6 +45,203 @@ __all__ = [
 ]
 
 
+class OptimizerSwitcher(Switcher):
+    """What the OptimizerFactory of every family does."""
+
+    _how_to_start = "optInit() or a load method first"
+
+    def _start(
+        self,
+        place: TablePlace,
+        given_optimizer: Optimizer,
+        total_classes: int,
+        embed_dimension: RowShape,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Datatype = torch.float32,
+        *,
+        table: HostTable | None = None,
+    ) -> None:
+        """Finds the variable, probes the optimizer, and checks that everything fits."""
+        super().__init__()
+        self.given_optimizer = given_optimizer
+        self.total_classes = total_classes
+        self.embed_dimension = embed_dimension
+        self.model = model
+        self.variable_name = variable_name
+        name = f"{variable_name}{type(given_optimizer).__name__}"
+        self._place = replace(place, diskname=name)  # where the place is a file
+        self._parameter = _find_parameter(model, variable_name)
+        shape = row_shape(embed_dimension, "embed_dimension")
+        check_rows(self._parameter, shape, as_dtype(dtype, "dtype"), repr(variable_name), "dtype")
+        self._probe = probe_optimizer(given_optimizer, self._parameter)
+        self._given_table = table
+        if table is not None:
+            check_table(table, total_classes, self._row_fields())
+
+    def _row_fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (row.shape, row.dtype) for name, row in self._probe.row_state.items()}
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.given_optimizer.state.get(self._parameter, {})
+        return state
+
+    def _show(self, entries: Mapping[str, Any]) -> None:
+        """Gives the optimizer entries of the variable's state, at once, and what it lacks yet."""
+        held = self._state()
+        scalars = self._probe.scalar_state.items()
+        missing = {name: snapshot(value) for name, value in scalars if name not in held}
+        self.given_optimizer.state.setdefault(self._parameter, {}).update({**missing, **entries})
+
+    def _started(self) -> Stored:
+        """Where the rows are, or where they are to be."""
+        self._finish()
+        if self._stored is not None:
+            return self._stored
+        fields = self._row_fields()
+        if not fields:  # plain SGD: there is nothing to keep
+            return Stored(None, {})
+        table = self._given_table
+        if table is None:
+            table = self._place.make_table(self.total_classes, fields, self._parameter.device)
+        return Stored(table, {name: table[name] for name in fields})
+
+    def _rows(self) -> dict[str, Tensor]:
+        # State that was read from a file needs no optInit, which would put initial values over it.
+        if self._given_table is not None and self._given_table.was_read:
+            self._stored = self._started()
+        return super()._rows()
+
+    def optInit(self) -> None:
+        """Makes the table; every row's state is as the optimizer creates it, before any update.
+
+        The step count, of which the optimizer keeps one for the whole variable, goes on.
+        """
+        self._take(partial(self._begin, self._started()))
+
+    def _begin(self, stored: Stored) -> None:
+        if stored.table is not None:
+            for name, row in self._probe.row_state.items():
+                stored.table.fill_(row.initial.cpu(), name)
+        self._stored = stored
+
+    def beforeForwardPass(
+        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
+    ) -> None:
+        """Makes the optimizer hold the state of a batch's rows, one for each id in order.
+
+        Args:
+            retrievedPosIndexes: ids of any shape; NumPy, list, or a tensor on either device.
+            retrievedNegIndexes: more of them, whose rows follow.
+
+        Raises:
+            IndexError: an id out of range; the optimizer's rows are as they were.
+        """
+        device = self._parameter.device
+        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
+        rows = {name: self._gather(name, index, device, plan) for name in self._rows()}
+        self._show(rows)
+
+    def afterOptimizerStep(
+        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
+    ) -> None:
+        """Puts the state of a batch's rows back; of an id named several times the last row stays.
+
+        After an exception the call can be made again.
+
+        Args:
+            retrievedPosIndexes: what beforeForwardPass got.
+            retrievedNegIndexes: what beforeForwardPass got.
+
+        Raises:
+            IndexError: an id out of range; the table is as it was.
+            ValueError: another number of ids than the optimizer has rows.
+            RuntimeError: the optimizer has no rows: no beforeForwardPass came before.
+        """
+        device = self._parameter.device
+        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
+        state = self._state()
+        rows = {}
+        for name, field in self._rows().items():
+            held = state.get(name)
+            if not isinstance(held, Tensor):
+                raise RuntimeError(
+                    f"the optimizer has no state {name!r} of {self.variable_name!r}: call"
+                    " beforeForwardPass before its step"
+                )
+            check_held(index, held, field, f"the optimizer's {name!r}")
+            rows[name] = held.detach()
+        self._put(index, rows, plan)
+
+    def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:
+        """The state of all rows as NumPy arrays by name, current when this returns.
+
+        Returns:
+            Views of the table where it is in host memory, copies where it is on the GPU.
+        """
+        return self._to_numpy()
+
+    # --------------------------------------------------------------------------------------------
+    # Files hold the state of each row in full: what the optimizer keeps once (the step count) is
+    # repeated for each row, so that one file, switched in one step, is all there is to resume from.
+
+    def _scalars(self) -> dict[str, Tensor]:
+        """The state that is not kept by rows, as tensors on the CPU."""
+        state = self._state()
+        known = {name: state.get(name, value) for name, value in self._probe.scalar_state.items()}
+        if not known and not self._probe.row_state:
+            raise ValueError(
+                f"{type(self.given_optimizer).__name__} with these settings keeps no state: there"
+                " is nothing to save or load"
+            )
+        for name, value in known.items():
+            if not isinstance(value, Tensor | int | float):
+                raise ValueError(
+                    f"the optimizer's state {name!r} is a {type(value).__name__}, which files of"
+                    " rows cannot hold: save optimizer.state_dict() beside the table"
+                )
+        return {name: torch.as_tensor(value).detach().cpu() for name, value in known.items()}
+
+    def _to_save(self) -> dict[str, Tensor]:
+        scalars = self._scalars()
+        repeated = {name: v.expand(self.total_classes, *v.shape) for name, v in scalars.items()}
+        return self._rows() | repeated
+
+    def _layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        rows = self._row_fields()
+        scalars = {name: (tuple(v.shape), v.dtype) for name, v in self._scalars().items()}
+        layout = (rows | scalars).items()
+        return {name: ((self.total_classes, *shape), dtype) for name, (shape, dtype) in layout}
+
+    def _to_load(self) -> dict[str, Tensor]:
+        self._stored = self._started()
+        scalars = self._scalars().items()
+        empty = {name: v.new_empty((self.total_classes, *v.shape)) for name, v in scalars}
+        return self._rows() | empty
+
+    def _loaded(self, content: dict[str, Tensor]) -> None:
+        scalars: dict[str, Any] = {}
+        for name, value in self._probe.scalar_state.items():
+            if self.total_classes:
+                first = content[name][0]
+                is_tensor = isinstance(value, Tensor)
+                scalars[name] = first.to(value.device, copy=True) if is_tensor else first.item()
+        self._show(scalars)
+
+
+def _find_parameter(model: nn.Module, variable_name: str) -> Tensor:
+    """The parameter of that name, with or without `.weight` at its end."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in (f"{variable_name}.weight", variable_name):
+        if name in parameters:
+            return parameters[name]
+    valid = ", ".join(sorted(name.removesuffix(".weight") for name in parameters))
+    raise ValueError(
+        f"variable_name={variable_name!r} is no variable of {type(model).__name__}; it has: {valid}"
+    )
+
+
+@of_family(host_or_variable, dtype="float32")
 class OptimizerFactory(CupyFiles, OptimizerSwitcher):
     """Keeps the optimizer's state of all rows; the optimizer holds that of one batch.
 
@@ -66,93 +276,22 @@ class OptimizerFactory(CupyFiles, OptimizerSwitcher):
         [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     """
 
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: RowShape,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Datatype = "float32",
-        CPUPinn: bool = False,
-        *,
-        table: HostTable | None = None,
-    ) -> None:
-        """See the class."""
-        row = (total_classes, embed_dimension, model, variable_name, dtype)
-        super().__init__(host_or_variable(CPUPinn), given_optimizer, *row, table)
 
-
-class OneMemoryOptimizerFactory(TorchFiles, OptimizerSwitcher):
-    """OptimizerFactory with the table in one kind of memory, and torch's files."""
-
-    _memory: ClassVar[str]
-
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: RowShape,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Datatype = torch.float32,
-        *,
-        table: HostTable | None = None,
-    ) -> None:
-        """See OptimizerFactory."""
-        row = (total_classes, embed_dimension, model, variable_name, dtype)
-        super().__init__(TablePlace(self._memory), given_optimizer, *row, table)
-
-
-class GPUPytorchOptimizerFactory(OneMemoryOptimizerFactory):
+@of_family(with_variable)
+class GPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
     """OptimizerFactory with the table on the variable's device, and torch's files."""
 
-    _memory = "variable"
 
-
-class CPUPytorchOptimizerFactory(OneMemoryOptimizerFactory):
+@of_family(in_host_memory)
+class CPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
     """OptimizerFactory with the table in host memory, and torch's files."""
 
-    _memory = "auto"
 
-
+@of_family(of_kind)
 class PytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
     """OptimizerFactory with the table where deviceType and pinType say, and torch's files."""
 
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: RowShape,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Datatype = torch.float32,
-        deviceType: str | torch.device = "cuda",
-        pinType: bool = False,
-        *,
-        table: HostTable | None = None,
-    ) -> None:
-        """See OptimizerFactory."""
-        row = (total_classes, embed_dimension, model, variable_name, dtype)
-        super().__init__(of_kind(deviceType, pinType), given_optimizer, *row, table)
 
-
+@of_family(partial(in_file, ""), dtype="float32")
 class OptimizerFactoryMM(MappedFiles, OptimizerSwitcher):
     """OptimizerFactory with the table in a memory-mapped file, `<variable><optimizer>...`."""
-
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: RowShape,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Datatype = "float32",
-        CPUPinn: bool = False,
-        *,
-        table: HostTable | None = None,
-    ) -> None:
-        """See OptimizerFactory."""
-        name = f"{variable_name}{type(given_optimizer).__name__}"
-        row = (total_classes, embed_dimension, model, variable_name, dtype)
-        super().__init__(in_file(name, CPUPinn), given_optimizer, *row, table)

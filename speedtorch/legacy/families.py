@@ -1,4 +1,4 @@
-"""Where a SpeedTorch class keeps its table, which is all that its families differ in.
+"""The families of SpeedTorch's classes, which differ in where the table is and in their files.
 
 | family                         | where the table is                                    |
 |--------------------------------|-------------------------------------------------------|
@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +31,13 @@ __all__ = [
     "default_device",
     "host_or_variable",
     "in_file",
+    "in_host_memory",
+    "of_family",
     "of_kind",
+    "with_variable",
 ]
 
+_Class = TypeVar("_Class", bound=type)
 
 Datatype = str | torch.dtype | npt.DTypeLike
 
@@ -83,12 +89,72 @@ def _unused_name(start: str) -> str:
     return f"{start}{number}.memmap"
 
 
-def host_or_variable(CPUPinn: bool) -> TablePlace:
+def of_family(place: Callable[..., TablePlace], **defaults: Any) -> Callable[[_Class], _Class]:
+    """Gives a class the constructor of its family.
+
+    It takes what the class's method `_start(self, place, ...)` takes behind the place, and what
+    `place` takes: `diskname` before the first argument that may be left out, the others after the
+    last that goes by position.
+
+    Args:
+        place: makes the place from what is given for it.
+        **defaults: of arguments, where the family has its own.
+    """
+
+    def decorate(made: _Class) -> _Class:
+        known: Any = made
+        start = known._start
+        every = [*inspect.signature(start).parameters.values()][2:]
+        every = [each.replace(default=defaults.get(each.name, each.default)) for each in every]
+        of_place = [
+            each.replace(default=defaults.get(each.name, each.default))
+            for each in inspect.signature(place).parameters.values()
+        ]
+        for each in of_place:
+            first = each.name == "diskname"
+            behind = (
+                one.default is not one.empty if first else one.kind is one.KEYWORD_ONLY
+                for one in every
+            )
+            every.insert([*behind, True].index(True), each)
+        signature = inspect.Signature(every)
+        names = [each.name for each in of_place]
+
+        def constructor(self: Any, *args: Any, **settings: Any) -> None:
+            try:
+                given = signature.bind(*args, **settings)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}: {error}; it takes {signature}") from None
+            given.apply_defaults()
+            chosen = {name: given.arguments.pop(name) for name in names}
+            start(self, place(**chosen), **given.arguments)
+
+        told: Any = constructor
+        told.__name__, told.__doc__ = "__init__", "See the class."
+        of_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        told.__signature__ = signature.replace(parameters=[of_self, *every])
+        known.__init__ = told
+        return made
+
+    return decorate
+
+
+def with_variable() -> TablePlace:
+    """The device of the variable that the table serves."""
+    return TablePlace("variable")
+
+
+def in_host_memory() -> TablePlace:
+    """Host memory that the GPU reaches by itself, where there is one."""
+    return TablePlace("auto")
+
+
+def host_or_variable(CPUPinn: bool = False) -> TablePlace:
     """Host memory that the GPU reaches by itself, or the variable's own device."""
-    return TablePlace("auto" if CPUPinn else "variable")
+    return in_host_memory() if CPUPinn else with_variable()
 
 
-def in_file(diskname: str, CPUPinn: bool) -> TablePlace:
+def in_file(diskname: str = "", CPUPinn: bool = False) -> TablePlace:
     """A memory-mapped file; its pages cannot be pinned, which is said if it was asked for."""
     if CPUPinn:
         warnings.warn(
@@ -99,7 +165,7 @@ def in_file(diskname: str, CPUPinn: bool) -> TablePlace:
     return TablePlace("file", diskname)
 
 
-def of_kind(deviceType: str | torch.device, pinType: bool) -> TablePlace:
+def of_kind(deviceType: str | torch.device = "cuda", pinType: bool = False) -> TablePlace:
     """What torch.zeros(device=deviceType, pin_memory=pinType) means for a table.
 
     Raises:
