@@ -20,7 +20,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 LIBRARY := speedtorch/_C.abi3.so
 INSTALLED := $(if $(VENV),$(VENV)/.speedtorch-installed)
 BUILT := build/.built-$(SPEEDTORCH_CUDA)
-SOURCES := $(wildcard csrc/*)
+SOURCES := $(wildcard csrc/*.cpp csrc/*/*)
 
 HAS_TORCH := -c "import re; from importlib.metadata import version; \
 raise SystemExit(tuple(map(int, re.findall(r'\d+', version('torch'))[:2])) < (2, 11))"
@@ -94,7 +94,7 @@ $(CLIENTS)/.installed: pyproject.toml Makefile
 	$(CLIENTS)/bin/python -m pip install --no-deps $(CLIENT_PACKAGES_ALONE)
 	touch $@
 
-$(BUILT): setup.py pyproject.toml csrc $(SOURCES) $(INSTALLED) $(if $(wildcard $(LIBRARY)),,force)
+$(BUILT): setup.py pyproject.toml $(sort $(dir $(SOURCES))) $(SOURCES) $(INSTALLED) $(if $(wildcard $(LIBRARY)),,force)
 	$(PY) setup.py build_ext --inplace
 	@rm -f build/.built-*
 	@touch $@

@@ -142,12 +142,12 @@ def outdated(target: Path, record: Path, command: str, inputs: list[Path]) -> bo
 
 def headers() -> list[Path]:
     """The headers that any source may include."""
-    return sorted([*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/*.cuh")])
+    return sorted([*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cuh")])
 
 
 def compile_cuda(cuda: Toolkit) -> list[str]:
-    """Compiles every csrc/*.cu that is out of date, several at once; returns the object files."""
-    sources = sorted(ROOT.glob("csrc/*.cu"))
+    """Compiles every .cu of csrc that is out of date, several at once; returns the object files."""
+    sources = sorted(ROOT.glob("csrc/**/*.cu"))
     folder = BUILD / "cuda"
     folder.mkdir(parents=True, exist_ok=True)
     # Paths are relative to the root: a space in its path does not survive nvcc's call of gcc.
@@ -170,7 +170,7 @@ def compile_cuda(cuda: Toolkit) -> list[str]:
             record.unlink(missing_ok=True)
             print(shlex.join([*command, threads]), flush=True)
             if subprocess.run([*command, threads], cwd=ROOT).returncode:
-                raise CompileError(f"speedtorch: nvcc failed on csrc/{source.name}; {WITHOUT}")
+                raise CompileError(f"speedtorch: nvcc failed on {names[0]}; {WITHOUT}")
             record.write_text(text)
         return str(target)
 
@@ -227,8 +227,8 @@ def library() -> CppExtension:
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))
     extension = CppExtension(
         "speedtorch._C",
-        sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cpp")),
-        depends=[str(path.relative_to(ROOT)) for path in [*headers(), *ROOT.glob("csrc/*.cu")]],
+        sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
+        depends=[str(path.relative_to(ROOT)) for path in [*headers(), *ROOT.glob("csrc/**/*.cu")]],
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=flags,
         # The CUDA runtime's symbols stay inside: torch brings a runtime of its own.

@@ -4,11 +4,11 @@
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 
-#include "cuda_calls.h"
-#include "gpu.h"
-#include "host_blocks.h"
-#include "host_memory.h"
-#include "host_pages.h"
+#include "core/cuda_calls.h"
+#include "core/gpu.h"
+#include "memory/host_blocks.h"
+#include "memory/host_memory.h"
+#include "memory/host_pages.h"
 
 // Without Python (in a C++ program) this symbol is missing, and nobody calls the module's
 // initialiser.

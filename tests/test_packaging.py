@@ -92,7 +92,7 @@ def test_the_source_archive_holds_every_file_that_the_build_and_the_tests_read(
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     patterns = [
-        "csrc/*",
+        "csrc/**/*.*",
         "speedtorch/**/*.py",
         "tests/*.py",
         "notebooks/*.ipynb",

@@ -54,8 +54,8 @@ def test_every_file_of_the_map_is_there() -> None:
             named.add(place)
         for file in re.findall(r"\b\w+\.py\b", " ".join(told)):
             assert (place / file).exists(), f"{file} is not in {place}"
-    rooms = {file.parent for file in (ROOT / "speedtorch").rglob("*.py")}
-    assert rooms <= named
+    sources = [*(ROOT / "speedtorch").rglob("*.py"), *(ROOT / "csrc").rglob("*.*")]
+    assert {file.parent for file in sources} <= named
 
 
 def test_every_function_of_the_ops_block_has_the_signature_shown() -> None:

@@ -1,8 +1,9 @@
-"""The package's folders stand above each other: imports go down, and none goes in a circle."""
+"""Folders stand above each other: imports and includes go down, and none goes in a circle."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -15,6 +16,9 @@ PACKAGE = Path(speedtorch.__file__).parent
 # From the ground up. Of two that know nothing of each other either may come first.
 ROOMS = ["ops", "files", "memory", "table", "step", "optim", "nn", "legacy", "demo"]
 FILES = sorted(PACKAGE.rglob("*.py"))
+CSRC = PACKAGE.parent / "csrc"
+CSRC_ROOMS = ["core", "memory", "call", "move", "plan", "ops"]
+CSRC_FILES = sorted(file for file in CSRC.rglob("*") if file.is_file())
 
 
 def file_of(module: str) -> Path | None:
@@ -70,3 +74,18 @@ def test_no_file_imports_in_a_circle() -> None:
     graph = {file: set(imports_of(file)) for file in FILES if file.name != "__init__.py"}
     order = list(TopologicalSorter(graph).static_order())
     assert order.index(PACKAGE / "step" / "step.py") < order.index(PACKAGE / "step" / "exchange.py")
+
+
+def test_every_folder_of_csrc_is_a_room() -> None:
+    assert {file.parent for file in CSRC_FILES} == {CSRC, *(CSRC / room for room in CSRC_ROOMS)}
+
+
+@pytest.mark.parametrize("file", CSRC_FILES, ids=lambda file: str(file.relative_to(CSRC)))
+def test_includes_go_down(file: Path) -> None:
+    included = re.findall(r'^#include "(.+)"$', file.read_text(), re.MULTILINE)
+    assert [name for name in included if not (CSRC / name).is_file()] == []
+    own = [*CSRC_ROOMS, CSRC.name].index(file.parent.name)
+    rooms = [Path(name).parent.name for name in included]
+    assert [room for room in rooms if CSRC_ROOMS.index(room) > own] == []
+    if file.suffix in (".cu", ".cuh"):  # nvcc compiles them beside any torch
+        assert re.findall(r"#include <(torch|ATen|c10)", file.read_text()) == []

@@ -1,6 +1,6 @@
 """Which path an op takes, why, and how fast it should be; and what steers the choice.
 
-The choice itself is made in the library (csrc/cost_model.h) from the times that moving one row
+The choice itself is made in the library (csrc/move/cost_model.h) from the times that moving one row
 takes here, which `speedtorch.calibrate` measures once per machine and keeps in the user's cache
 folder.
 """
@@ -21,7 +21,7 @@ from speedtorch.ops.functions import _ops
 
 __all__ = ["Explanation", "explain", "forced_path", "get_num_sms", "set_num_sms"]
 
-# Values and meaning: Path in csrc/cost_model.h.
+# Values and meaning: Path in csrc/move/cost_model.h.
 PATHS = ("direct", "distinct", "ordered", "staged", "cpu")
 _MEANINGS = {
     "direct": "one launch, rows in the order of the ids",
@@ -201,7 +201,7 @@ def use_costs(costs: Tensor, *, calibrated: bool) -> None:
     """Lets the library go by these costs.
 
     Args:
-        costs: float64 on the CPU, in the order of `Costs` in csrc/cost_model.h.
+        costs: float64 on the CPU, in the order of `Costs` in csrc/move/cost_model.h.
         calibrated: whether they were measured on this machine.
     """
     global _calibrated

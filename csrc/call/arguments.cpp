@@ -1,0 +1,147 @@
+// The protocol of arguments; see arguments.h.
+
+#include "call/arguments.h"
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "call/torch_calls.h"
+#include "core/gpu.h"
+#include "memory/host_blocks.h"
+
+namespace speedtorch {
+namespace {
+
+std::string name_of(const Argument& argument, size_t at) {
+  const std::string name = argument.name;
+  return argument.of_list ? name + "[" + std::to_string(at) + "]" : name;
+}
+
+[[noreturn]] void refuse(const char* op, const Argument& argument, size_t at,
+                         const std::string& rule) {
+  throw_value_error(op, name_of(argument, at) + " " + rule);
+}
+
+void check_kind(const char* op, const Argument& argument, size_t at) {
+  const Tensor& tensor = argument.first[at];
+  if (!tensor.is_cpu() && !tensor.is_cuda()) {
+    refuse(op, argument, at, "must be on the CPU or on a CUDA device");
+  }
+  if (tensor.layout() != torch::headeronly::Layout::Strided) {
+    refuse(op, argument, at, "must be a dense (strided) tensor; call .to_dense()");
+  }
+  try {
+    tensor.scalar_type();
+  } catch (const std::runtime_error&) {
+    refuse(op, argument, at,
+           "has a dtype whose rows cannot be moved (a quantized one?); pass .int_repr(), or "
+           "dequantize it");
+  }
+}
+
+// A dimension of more than one element.
+struct Dimension {
+  int64_t size;
+  int64_t stride_bytes;
+};
+
+constexpr size_t kMostDimensions = 64;  // of a torch tensor
+
+}  // namespace
+
+std::string Arguments::Piece::name() const { return name_of(*argument, at); }
+
+Arguments::Piece Arguments::piece_of(const Argument& argument, size_t at) const {
+  const Tensor& tensor = argument.first[at];
+  const int64_t item = element_bytes(tensor);
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  std::array<Dimension, kMostDimensions> dims{};
+  size_t count = 0;
+  int64_t last = 0;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    last += (sizes[d] - 1) * strides[d] * item;
+    if (sizes[d] > 1 && count < dims.size()) dims[count++] = {sizes[d], strides[d] * item};
+  }
+  int64_t storage_bytes = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &storage_bytes));
+  const int64_t needed = tensor.storage_offset() * item + last + item;
+  if (storage_bytes < needed) {
+    refuse(op_, argument, at,
+           "needs " + std::to_string(needed) + " bytes of storage, which has " +
+               std::to_string(storage_bytes) +
+               " (freed or shrunk by untyped_storage().resize_()); give it its memory back");
+  }
+  Piece piece{.argument = &argument,
+              .at = at,
+              .begin = static_cast<const char*>(tensor.data_ptr()),
+              .end = nullptr,
+              .run_bytes = item,
+              .step_bytes = 0};
+  piece.end = piece.begin + last + item;
+  // The dimensions that make up one run, from the smallest stride on; all others only step.
+  std::sort(dims.begin(), dims.begin() + count,
+            [](const Dimension& a, const Dimension& b) { return a.stride_bytes < b.stride_bytes; });
+  for (size_t d = 0; d < count; ++d) {
+    if (piece.step_bytes == 0 && dims[d].stride_bytes <= piece.run_bytes) {
+      piece.run_bytes += (dims[d].size - 1) * dims[d].stride_bytes;
+    } else {
+      piece.step_bytes = std::gcd(piece.step_bytes, dims[d].stride_bytes);
+    }
+  }
+  return piece;
+}
+
+// Runs of two tensors begin apart by a constant plus multiples of their steps' greatest common
+// divisor: exact for fields of one record and for rows taken at regular distances.
+bool Arguments::share_a_byte(const Piece& a, const Piece& b) {
+  if (a.begin >= b.end || b.begin >= a.end) return false;
+  const int64_t step = std::gcd(a.step_bytes, b.step_bytes);
+  if (step == 0) return true;
+  const int64_t apart = (((b.begin - a.begin) % step) + step) % step;
+  return apart < a.run_bytes || step - apart < b.run_bytes;
+}
+
+Arguments::Arguments(const char* op, std::initializer_list<Argument> all) : op_(op), all_(all) {
+  throw_pending();
+  size_t tensors = 0;
+  for (const Argument& argument : all_) tensors += argument.count;
+  pieces_.reserve(tensors);
+  for (const Argument& argument : all_) {
+    for (size_t at = 0; at < argument.count; ++at) check_kind(op, argument, at);
+  }
+  for (const Argument& argument : all_) {
+    for (size_t at = 0; at < argument.count; ++at) {
+      if (argument.first[at].numel() > 0) pieces_.push_back(piece_of(argument, at));
+    }
+  }
+}
+
+void Arguments::check_memory() const {
+  for (const Piece& mine : pieces_) {
+    if (!mine.argument->is_written) continue;
+    for (const Piece& other : pieces_) {
+      // Of two that are written the first is compared with the second.
+      if (other.argument->is_written && &other <= &mine) continue;
+      if (!share_a_byte(mine, other)) continue;
+      throw_value_error(op_, mine.name() + " and " + other.name() +
+                                 " overlap in memory; pass a .clone() of one of them");
+    }
+  }
+  if (!books_have_rules()) return;
+  for (const Piece& piece : pieces_) {
+    if (!piece.tensor().is_cpu()) continue;
+    check_access(op_, [&] { return piece.name(); }, piece.begin, piece.argument->is_written);
+  }
+}
+
+void Arguments::mark_written() const {
+  for (const Argument& argument : all_) {
+    if (!argument.is_marked) continue;
+    for (size_t at = 0; at < argument.count; ++at)
+      speedtorch::mark_written(op_, argument.first[at]);
+  }
+}
+
+}  // namespace speedtorch

@@ -1,0 +1,82 @@
+// The protocol by which every op checks its tensors before the first byte moves. An op names all of
+// them once, with what it does to them, and goes through these steps in this order:
+//   1. kinds: the constructor (dense, on the CPU or a GPU, a dtype that moves, storage that is
+//      there); shapes, dtypes and devices that must fit each other: rows.h
+//   2. aliases: nothing that is written shares a byte with anything else   check_memory()
+//   3. owner: no managed memory of the process that forked this one        check_memory()
+//   4. reach: how a GPU gets at host memory                                reach_of()
+//   5. ids on the CPU, and plans there (those on a GPU are checked by the kernels)
+//   6. marking as written, so that a refused write leaves autograd alone   mark_written()
+//   7. the first byte
+#pragma once
+
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/rows.h"
+
+namespace speedtorch {
+
+using Tensors = std::vector<Tensor>;
+
+// One tensor of an op, or a list of them; `of_list` says which, for the names in messages.
+struct Argument {
+  const char* name;
+  const Tensor* first;
+  size_t count;
+  bool of_list;
+  bool is_written;
+  bool is_marked;  // some of its contents will change
+};
+
+inline Argument read(const char* name, const Tensor& tensor) {
+  return {name, &tensor, 1, false, false, false};
+}
+inline Argument read(const char* name, const Tensors& list) {
+  return {name, list.data(), list.size(), true, false, false};
+}
+inline Argument read(const char* name, const std::optional<Tensors>& list) {
+  return list ? read(name, *list) : Argument{name, nullptr, 0, true, false, false};
+}
+inline Argument written(const char* name, const Tensor& tensor) {
+  return {name, &tensor, 1, false, true, true};
+}
+// `changes`: whether any of them will be written to in this call.
+inline Argument written(const char* name, const Tensors& list, bool changes) {
+  return {name, list.data(), list.size(), true, true, changes};
+}
+
+// The tensors must outlive this.
+class Arguments {
+ public:
+  // Raises what an earlier op on the GPU left word of, then checks the kinds.
+  Arguments(const char* op, std::initializer_list<Argument> all);
+
+  void check_memory() const;
+  void mark_written() const;
+
+ private:
+  // Bytes that a tensor reaches: runs of `run_bytes` that begin at `begin` plus multiples of
+  // `step_bytes` (0: one run).
+  struct Piece {
+    const Argument* argument;
+    size_t at;
+    const char* begin;
+    const char* end;
+    int64_t run_bytes;
+    int64_t step_bytes;
+
+    const Tensor& tensor() const { return argument->first[at]; }
+    std::string name() const;
+  };
+  Piece piece_of(const Argument& argument, size_t at) const;
+  static bool share_a_byte(const Piece& a, const Piece& b);
+
+  const char* op_;
+  std::vector<Argument> all_;
+  std::vector<Piece> pieces_;  // of the tensors that have elements
+};
+
+}  // namespace speedtorch

@@ -1,0 +1,145 @@
+// Calls into torch; see torch_calls.h.
+
+#include "call/torch_calls.h"
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "memory/host_blocks.h"
+#include "memory/host_memory.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr auto kCpu = torch::headeronly::DeviceType::CPU;
+// speedtorch/ops/functions.py knows by it that the error is torch.OutOfMemoryError.
+constexpr const char* kOutOfMemory = "out of memory: ";
+
+// What torch says of its last failure, where it can be asked (newer than what we need at least).
+std::string words_of_torch() {
+  using Ask = const char* (*)();
+  static const Ask ask =
+      reinterpret_cast<Ask>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
+  const char* words = ask == nullptr ? nullptr : ask();
+  return words == nullptr ? "" : words;
+}
+
+// Runs a call into torch; the stable interface tells of a failure only that there was one.
+// `what()` says what failed; `unknown` what went wrong where torch does not say.
+template <typename What, typename Call>
+auto ask_torch(const char* op, const What& what, const Call& call, const char* unknown = "") {
+  try {
+    return call();
+  } catch (const std::runtime_error&) {
+    const std::string words = words_of_torch();
+    const bool is_memory = words.find("out of memory") != std::string::npos;
+    throw std::runtime_error(
+        std::string(op) + ": " +
+        (is_memory       ? kOutOfMemory
+         : words.empty() ? unknown
+                         : "") +
+        "torch failed at " + what() +
+        (words.empty() ? "; its own message is on standard error" : ": " + words));
+  }
+}
+
+std::string size_text(const std::vector<int64_t>& shape, ScalarType dtype) {
+  return "shape " + shape_text(shape) + " and dtype " + torch::headeronly::toString(dtype);
+}
+
+// torch::stable::empty goes through the dispatcher, at three times the cost of this call.
+Tensor empty_like_device(const std::vector<int64_t>& shape, ScalarType dtype, const Tensor& on) {
+  std::vector<int64_t> strides(shape.size());
+  int64_t stride = 1;
+  for (size_t d = shape.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(shape[d], 1);
+  }
+  int32_t device_type = 0, device_index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(on.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(on.get(), &device_index));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+                               static_cast<int32_t>(dtype), device_type, device_index, &made));
+  return Tensor(made);
+}
+
+void copy(const char* op, const Tensor& from, const Tensor& to, bool non_blocking) {
+  Tensor target = to;
+  ask_torch(
+      op, [&] { return "copying between " + device_text(from) + " and " + device_text(to); },
+      [&] { return torch::stable::copy_(target, from, non_blocking); });
+}
+
+}  // namespace
+
+Tensor new_tensor(const char* op, const std::vector<int64_t>& shape, ScalarType dtype,
+                  const Tensor& on) {
+  return ask_torch(
+      op,
+      [&] {
+        return "allocating a tensor of " + size_text(shape, dtype) + " on " + device_text(on);
+      },
+      [&] { return empty_like_device(shape, dtype, on); }, on.is_cuda() ? kOutOfMemory : "");
+}
+
+Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tensor& like) {
+  return ask_torch(
+      op, [&] { return "allocating a pinned tensor of " + size_text(shape, like.scalar_type()); },
+      [&] {
+        return torch::stable::empty(shape, like.scalar_type(), torch::headeronly::Layout::Strided,
+                                    Device(kCpu), true);
+      });
+}
+
+Tensor copy_to_cpu(const char* op, const Tensor& tensor) {
+  return ask_torch(
+      op, [] { return "copying a tensor to the CPU"; },
+      [&] { return torch::stable::to(tensor, Device(kCpu)); });
+}
+
+Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
+                     const CurrentStream& stream) {
+  stream.refuse_capture(
+      op,
+      "the ids are on the CPU, and the graph would keep those of this call; keep them in a tensor "
+      "on the GPU");
+  // The driver stages pageable memory before a copy returns. It reads pinned memory later, so that
+  // is copied first.
+  const bool pageable = static_cast<MemoryKind>(memory_kind(ids.keep)) == MemoryKind::kPlain;
+  const Tensor source = pageable ? ids.keep
+                                 : ask_torch(
+                                       op, [] { return "copying ids"; },
+                                       [&] { return torch::stable::clone(ids.keep); });
+  const Tensor there = new_tensor(op, shape_of(source), source.scalar_type(), on);
+  copy_async(op, source, there);
+  return there;
+}
+
+void copy_async(const char* op, const Tensor& from, const Tensor& to) { copy(op, from, to, true); }
+
+void copy_and_wait(const char* op, const Tensor& from, const Tensor& to) {
+  copy(op, from, to, false);
+}
+
+void mark_written(const char* op, const Tensor& tensor) {
+  // Views share one version, and writing nothing to an empty view raises it.
+  ask_torch(
+      op,
+      [] {
+        return "marking a tensor as written; in-place writes to a leaf that requires grad need "
+               "torch.no_grad()";
+      },
+      [&] {
+        Tensor whole = tensor.dim() == 0 ? torch::stable::view(tensor, {1}) : tensor;
+        Tensor nothing = torch::stable::narrow(whole, 0, 0, 0);
+        return torch::stable::zero_(nothing);
+      });
+}
+
+}  // namespace speedtorch

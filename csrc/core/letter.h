@@ -1,0 +1,34 @@
+// Word of bad ids, left by a kernel in host memory for a later call to read. No torch here.
+#pragma once
+
+#include <cstdint>
+
+namespace speedtorch {
+
+enum class LetterKind : int32_t {
+  kOutOfRange = 1,
+  kRepeated = 2,
+  kForeignPlan = 3,
+  kUnordered = 4,     // ids that come with places must ascend
+  kBadPlace = 5,      // `id` is a place, `rows` are those that it should be among
+  kOtherDistinct = 6  // `id` is what the plan says, `rows` what the call says
+};
+
+// Which op and which of its id lists a letter speaks of; the values travel through GPU memory.
+enum class Op : int32_t { kGather = 0, kScatter = 1, kSwap = 2, kSum = 3 };
+enum class IdList : int32_t { kIndex = 0, kEvict = 1, kLoad = 2 };
+
+// `full` is written last. `op` and `list` are an Op and an IdList.
+struct Letter {
+  int32_t full;
+  int32_t kind;
+  int32_t op;
+  int32_t list;
+  int64_t rows;
+  int64_t id;
+  int64_t position;
+  int64_t bad_count;
+  int64_t count;
+};
+
+}  // namespace speedtorch

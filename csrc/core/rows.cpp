@@ -1,0 +1,243 @@
+// Argument checks shared by all ops; see rows.h.
+
+#include "core/rows.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+#include <limits>
+#include <stdexcept>
+
+namespace speedtorch {
+namespace {
+
+constexpr int64_t kMaxIds = std::numeric_limits<int32_t>::max();
+// Checking takes a fraction of a ns for each id: smaller tasks cost more than they save.
+constexpr int64_t kIdsPerTask = 1 << 18;
+
+std::string text(int64_t value) { return std::to_string(value); }
+
+template <typename Id>
+bool all_within(const Id* ids, int64_t begin, int64_t end, int64_t rows) {
+  // The sign bit of either shows an id below 0 or above the last row; no branch, so that compilers
+  // use vectors.
+  const uint64_t last = static_cast<uint64_t>(rows) - 1;
+  uint64_t signs = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    const uint64_t id = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
+    signs |= id | (last - id);
+  }
+  return static_cast<int64_t>(signs) >= 0;
+}
+
+}  // namespace
+
+void throw_value_error(const char* op, const std::string& message) {
+  throw std::invalid_argument(std::string(op) + ": " + message);
+}
+
+int64_t element_bytes(const Tensor& tensor) {
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+}
+
+bool is_aligned(const Tensor& tensor) {
+  return tensor.numel() == 0 || reinterpret_cast<uint64_t>(tensor.data_ptr()) %
+                                        static_cast<uint64_t>(element_bytes(tensor)) ==
+                                    0;
+}
+
+int64_t* data_of(const Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<int64_t*>(tensor.data_ptr());
+}
+
+std::vector<int64_t> shape_of(const Tensor& tensor) {
+  std::vector<int64_t> shape(static_cast<size_t>(tensor.dim()));
+  for (size_t d = 0; d < shape.size(); ++d) shape[d] = tensor.size(static_cast<int64_t>(d));
+  return shape;
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string result = "[";
+  for (size_t d = 0; d < shape.size(); ++d) result += (d ? ", " : "") + text(shape[d]);
+  return result + "]";
+}
+
+std::string device_text(const Tensor& tensor) {
+  if (tensor.is_cpu()) return "cpu";
+  return (tensor.is_cuda() ? "cuda:" : "device ") + text(tensor.get_device_index());
+}
+
+const char* dtype_text(const Tensor& tensor) {
+  return torch::headeronly::toString(tensor.scalar_type());
+}
+
+Rows as_rows(const char* op, const char* name, const Tensor& tensor) {
+  const int64_t dims = tensor.dim();
+  if (dims == 0) {
+    throw_value_error(
+        op, std::string(name) + " must have at least one dimension [rows, ...], got a scalar");
+  }
+  const int64_t item = element_bytes(tensor);
+  int64_t columns = 1;
+  for (int64_t d = dims - 1; d >= 1; --d) {
+    if (tensor.numel() > 0 && tensor.size(d) != 1 && tensor.stride(d) != columns) {
+      throw_value_error(
+          op, "the rows of " + std::string(name) + " must be contiguous inside: dimension " +
+                  text(d) + " has stride " + text(tensor.stride(d)) + ", expected " +
+                  text(columns) + " (call .contiguous(), or pass a tensor whose rows are whole)");
+    }
+    columns *= tensor.size(d);
+  }
+  Rows rows;
+  rows.count = tensor.size(0);
+  rows.row_bytes = columns * item;
+  rows.stride_bytes = tensor.stride(0) * item;
+  rows.base = tensor.numel() == 0 ? nullptr : static_cast<char*>(tensor.data_ptr());
+  return rows;
+}
+
+Rows as_writable_rows(const char* op, const char* name, const Tensor& tensor) {
+  const Rows rows = as_rows(op, name, tensor);
+  if (rows.count > 1 && rows.stride_bytes < rows.row_bytes) {
+    throw_value_error(
+        op, "the rows of " + std::string(name) + " overlap (row stride " + text(rows.stride_bytes) +
+                " bytes, row " + text(rows.row_bytes) +
+                " bytes): an expanded tensor cannot be written row by row, clone it first");
+  }
+  return rows;
+}
+
+void check_ids_kind(const char* op, const char* name, const Tensor& index) {
+  const ScalarType dtype = index.scalar_type();
+  if (dtype != ScalarType::Long && dtype != ScalarType::Int) {
+    throw_value_error(op, std::string(name) + " must be int32 or int64, got " + dtype_text(index));
+  }
+  if (index.numel() > kMaxIds) {
+    throw_value_error(op, std::string(name) + " has " + text(index.numel()) + " ids, at most " +
+                              text(kMaxIds) + " are allowed in one call");
+  }
+}
+
+Ids as_ids(const Tensor& index) {
+  Ids ids;
+  ids.keep = index.is_contiguous() ? index : torch::stable::contiguous(index);
+  if (!is_aligned(ids.keep)) ids.keep = torch::stable::clone(ids.keep);
+  ids.count = index.numel();
+  ids.data = ids.count == 0 ? nullptr : ids.keep.data_ptr();
+  ids.wide = index.scalar_type() == ScalarType::Long;
+  ids.on_cpu = index.is_cpu();
+  return ids;
+}
+
+void check_shape(const char* op, const char* name, const Tensor& tensor,
+                 const std::vector<int64_t>& expected) {
+  if (shape_of(tensor) != expected) {
+    throw_value_error(op, std::string(name) + " has shape " + shape_text(shape_of(tensor)) +
+                              ", expected " + shape_text(expected));
+  }
+}
+
+void check_dtype(const char* op, const char* name, const Tensor& tensor, const char* other_name,
+                 const Tensor& other) {
+  if (tensor.scalar_type() != other.scalar_type()) {
+    throw_value_error(op, std::string(name) + " has dtype " + dtype_text(tensor) + ", expected " +
+                              dtype_text(other) + " as " + other_name);
+  }
+}
+
+void check_contiguous(const char* op, const char* name, const Tensor& tensor) {
+  if (!tensor.is_contiguous()) throw_value_error(op, std::string(name) + " must be contiguous");
+}
+
+void check_aligned(const char* op, const char* name, const Tensor& tensor) {
+  if (is_aligned(tensor)) return;
+  throw_value_error(op, std::string(name) + " begins at an address that is no multiple of " +
+                            text(element_bytes(tensor)) + " bytes, the size of its numbers; " +
+                            "clone it first");
+}
+
+void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
+                const Tensor& on) {
+  if (tensor.scalar_type() != ScalarType::Long || tensor.dim() != 1 || !tensor.is_contiguous()) {
+    throw_value_error(op, std::string(name) + " must be a contiguous int64 tensor [n]");
+  }
+  check_aligned(op, name, tensor);
+  check_same_device(op, name, tensor, on_name, on);
+}
+
+void check_device(const char* op, const char* name, const Tensor& tensor, const char* compute_name,
+                  const Tensor& compute) {
+  if (!tensor.is_cpu()) check_same_device(op, name, tensor, compute_name, compute);
+}
+
+void check_same_device(const char* op, const char* name, const Tensor& tensor,
+                       const char* compute_name, const Tensor& compute) {
+  const bool same = tensor.is_cpu() ? compute.is_cpu()
+                                    : tensor.is_cuda() && compute.is_cuda() &&
+                                          tensor.get_device_index() == compute.get_device_index();
+  if (!same) {
+    throw_value_error(op, std::string(name) + " is on " + device_text(tensor) + " but " +
+                              compute_name + " is on " + device_text(compute) +
+                              "; move one of them with .to()");
+  }
+}
+
+void throw_bad_ids(const BadIds& bad) {
+  const std::string head = std::string(bad.op) + ": ";
+  const std::string at = " at position " + text(bad.position) + " of " + bad.list;
+  const std::string unmoved = "; no row was moved";
+  if (bad.kind == LetterKind::kForeignPlan) {
+    throw std::out_of_range(head + "the plan of " + bad.list + " was made for a table of " +
+                            text(bad.id) + " rows, this table has " + text(bad.rows) + unmoved);
+  }
+  if (bad.kind == LetterKind::kOtherDistinct) {
+    throw_value_error(bad.op, "distinct is " + text(bad.rows) + ", the plan of " + bad.list +
+                                  " has " + text(bad.id) + " distinct ids");
+  }
+  if (bad.kind == LetterKind::kUnordered) {
+    throw std::out_of_range(head + "id " + text(bad.id) + at +
+                            " is not above the one before it; ids that come with places must "
+                            "ascend, each once" +
+                            unmoved);
+  }
+  if (bad.kind == LetterKind::kBadPlace) {
+    throw std::out_of_range(head + "place " + text(bad.id) + " of the row at position " +
+                            text(bad.position) + " of " + bad.list + " is out of range for " +
+                            text(bad.rows) + " rows" + unmoved);
+  }
+  if (bad.kind == LetterKind::kRepeated) {
+    throw std::out_of_range(head + "id " + text(bad.id) + at + " appears twice (" +
+                            text(bad.bad_count) + " of " + text(bad.count) +
+                            " ids are repeated); the ids of one list must be distinct" + unmoved);
+  }
+  throw std::out_of_range(head + "id " + text(bad.id) + at + " is out of range for a table of " +
+                          text(bad.rows) + " rows (" + text(bad.bad_count) + " of " +
+                          text(bad.count) + " ids are out of range)" + unmoved);
+}
+
+void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t rows) {
+  std::atomic<bool> all_good{true};
+  torch::stable::parallel_for(0, ids.count, kIdsPerTask, [&](int64_t begin, int64_t end) {
+    const bool good = ids.wide
+                          ? all_within(static_cast<const int64_t*>(ids.data), begin, end, rows)
+                          : all_within(static_cast<const int32_t*>(ids.data), begin, end, rows);
+    if (!good) all_good = false;
+  });
+  if (all_good) return;
+  auto is_bad = [&](int64_t i) {
+    return static_cast<uint64_t>(ids.at(i)) >= static_cast<uint64_t>(rows);
+  };
+  BadIds bad{
+      .kind = LetterKind::kOutOfRange, .op = op, .list = list, .rows = rows, .count = ids.count};
+  for (int64_t i = ids.count - 1; i >= 0; --i) {
+    if (!is_bad(i)) continue;
+    ++bad.bad_count;
+    bad.position = i;
+    bad.id = ids.at(i);
+  }
+  throw_bad_ids(bad);
+}
+
+}  // namespace speedtorch

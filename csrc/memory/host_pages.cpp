@@ -1,0 +1,160 @@
+// Mapping and filling of host pages; see host_pages.h.
+
+#include "memory/host_pages.h"
+
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <new>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace speedtorch {
+namespace {
+
+constexpr int64_t kLargePage = int64_t{2} << 20;
+constexpr int64_t kBytesPerThread = int64_t{32}
+                                    << 20;  // a thread starts in 30 us, fills this in 5 ms
+
+class MemoryError : public std::bad_alloc {
+ public:
+  explicit MemoryError(std::string message) : message_(std::move(message)) {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
+
+int64_t page_bytes() { return sysconf(_SC_PAGESIZE); }
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+int usable_cpus() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+  return std::max(1, CPU_COUNT(&set));
+}
+
+constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+
+// A number of a file with nothing else in it; kUnlimited if the file is missing or says "max".
+int64_t number_in(const std::string& path) {
+  std::ifstream file(path);
+  int64_t value = 0;
+  return (file >> value) ? value : kUnlimited;
+}
+
+// The number after `key` in a file of such lines, times `unit`.
+std::optional<int64_t> number_after(const std::string& key, const std::string& path, int64_t unit) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream words(line);
+    std::string name;
+    int64_t value = 0;
+    if (words >> name >> value && name == key) return value * unit;
+  }
+  return std::nullopt;
+}
+
+int64_t mem_available() {
+  return number_after("MemAvailable:", "/proc/meminfo", 1024).value_or(kUnlimited);
+}
+
+// Room under the limits of this process's cgroup and of every cgroup above it (version 2, then
+// version 1). What is cached of files and not in use counts as room, as in MemAvailable.
+int64_t cgroup_room() {
+  int64_t room = kUnlimited;
+  auto consider = [&](const std::string& folder, const char* limit_file, const char* used_file,
+                      const char* cache_key) {
+    const int64_t limit = number_in(folder + "/" + limit_file);
+    const int64_t used = number_in(folder + "/" + used_file);
+    if (limit == kUnlimited || used == kUnlimited) return;
+    const int64_t cache = number_after(cache_key, folder + "/memory.stat", 1).value_or(0);
+    room = std::min(room, std::max<int64_t>(0, limit - used + cache));
+  };
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    const size_t first = line.find(':');
+    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const bool unified = line.compare(0, 3, "0::") == 0;
+    if (!unified && line.substr(first + 1, second - first - 1).find("memory") == std::string::npos)
+      continue;
+    const std::string root = unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+    for (std::string path = line.substr(second + 1);; path = path.substr(0, path.rfind('/'))) {
+      const std::string folder = root + (path == "/" ? "" : path);
+      if (unified) {
+        consider(folder, "memory.max", "memory.current", "inactive_file");
+      } else {
+        consider(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file");
+      }
+      if (path.empty() || path == "/") break;
+    }
+  }
+  return room;
+}
+
+}  // namespace
+
+void* map_pages(int64_t bytes) {
+  const int64_t size = round_up(bytes, page_bytes());
+  const int64_t slack = size >= kLargePage ? kLargePage : 0;
+  void* mapped =
+      mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) {
+    throw MemoryError("host memory: mapping " + std::to_string(bytes) +
+                      " bytes failed: " + std::strerror(errno));
+  }
+  char* begin = static_cast<char*>(mapped);
+  if (slack != 0) {
+    char* aligned = reinterpret_cast<char*>(round_up(reinterpret_cast<int64_t>(begin), kLargePage));
+    if (aligned != begin) munmap(begin, aligned - begin);
+    char* mapped_end = begin + size + slack;
+    if (mapped_end != aligned + size) munmap(aligned + size, mapped_end - (aligned + size));
+    begin = aligned;
+    madvise(begin, size, MADV_HUGEPAGE);  // advice only: refused where large pages are switched off
+  }
+  return begin;
+}
+
+void unmap_pages(void* address, int64_t bytes) { munmap(address, round_up(bytes, page_bytes())); }
+
+void fill_with_zeros(void* address, int64_t bytes) {
+  char* begin = static_cast<char*>(address);
+  const int64_t threads = std::clamp<int64_t>(bytes / kBytesPerThread, 1, usable_cpus());
+  const int64_t share = round_up((bytes + threads - 1) / threads, kLargePage);
+  std::vector<std::jthread> others;  // joins when it goes
+  int64_t start = share;
+  try {
+    for (; start < bytes; start += share) {
+      others.emplace_back([=] { std::memset(begin + start, 0, std::min(share, bytes - start)); });
+    }
+  } catch (const std::system_error&) {  // no more threads: this one does what is left
+    std::memset(begin + start, 0, bytes - start);
+  }
+  std::memset(begin, 0, std::min(share, bytes));
+}
+
+int64_t available_bytes() { return std::min(mem_available(), cgroup_room()); }
+
+void refuse_if_short(int64_t bytes) {
+  const int64_t available = available_bytes();
+  if (bytes <= available) return;
+  throw MemoryError("host memory: " + std::to_string(bytes) + " bytes asked for, " +
+                    std::to_string(available) +
+                    " bytes available (the least of MemAvailable and the cgroup's room); free "
+                    "memory, use fewer or "
+                    "narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to try all the same");
+}
+
+}  // namespace speedtorch

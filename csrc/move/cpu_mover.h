@@ -1,0 +1,20 @@
+// Moves rows on the CPU by lists of checked ids, on torch's threads.
+// Memory latency is the cost of a random row, so every loop asks for rows several ids ahead; rows
+// that are written belong to one thread each, which makes repeated ids deterministic without locks.
+// The caller has checked ids and widths (no row is empty), and that the table overlaps neither
+// `out` nor `src`.
+#pragma once
+
+#include "core/rows.h"
+#include "move/addend_kind.h"
+
+namespace speedtorch {
+
+// out[i] = table[ids[i]].
+void gather_on_cpu(const Rows& table, const Ids& ids, const Rows& out);
+// table[ids[i]] = src[i]; of repeated ids the last one in index order wins.
+void scatter_on_cpu(const Rows& table, const Ids& ids, const Rows& src);
+// table[ids[i]] += src[i] in index order, rounded to the kind's type at each addition.
+void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, AddendKind kind);
+
+}  // namespace speedtorch

@@ -1,0 +1,212 @@
+// The kernel that moves rows one way, for gather, scatter and copy. `Moves` says which row goes
+// where:
+//   bool blocked()         the ids are bad: nothing may move; called by all threads of a block
+//   void complain()        leaves word of it; called by one thread
+//   int64_t count()        moves to make
+//   int64_t from(m), to(m) row numbers; from(m) < 0: no move
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "move/row_mover.h"
+
+namespace speedtorch {
+
+// Loads and stores that pass through the caches without staying: a row is used once.
+template <typename Vec>
+__device__ __forceinline__ Vec load_streaming(const char* row, int64_t vec) {
+  return __ldcs(reinterpret_cast<const Vec*>(row) + vec);
+}
+template <typename Vec>
+__device__ __forceinline__ void store_streaming(char* row, int64_t vec, Vec value) {
+  __stcs(reinterpret_cast<Vec*>(row) + vec, value);
+}
+
+struct RowRange {
+  char* base;
+  int64_t stride_bytes;
+  int64_t count;  // rows
+};
+
+// What happens when the ids are bad: word of it, and `zero_rows` contiguous rows of `to` become
+// zeros (none for a scatter).
+template <typename Vec, typename Moves>
+__device__ void zero_instead(const Moves& moves, RowRange to, int64_t row_bytes,
+                             int64_t zero_rows) {
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+  if (thread == 0) moves.complain();
+  const int64_t vecs = zero_rows * (row_bytes / static_cast<int64_t>(sizeof(Vec)));
+  for (int64_t v = thread; v < vecs; v += threads) store_streaming(to.base, v, Vec{});
+}
+
+// Which side of a move is host memory, whose lines are worth touching once.
+enum class Link { kFrom, kTo };
+
+// Vectors between the start of a line (or of what a warp covers, if that is less) and `row`.
+template <typename Vec>
+__device__ int vecs_before(const char* row) {
+  constexpr int kWindow = 32 * sizeof(Vec) < 128 ? 32 * sizeof(Vec) : 128;
+  return static_cast<int>(reinterpret_cast<uint64_t>(row) % kWindow / sizeof(Vec));
+}
+
+// A thread owns one vector of every lanes_per_row-th column of a row; a group of lanes_per_row
+// threads owns kRows rows at a time, so that their loads are under way together. Each row crosses
+// the link once. A row that takes more than one turn of its lanes is cut where lines of host memory
+// begin: a line that two turns touch would cross the link in two requests (rows of 1,028 bytes: 17
+// requests instead of 9).
+template <typename Vec, int kRows, typename Moves>
+__global__ void __launch_bounds__(kMoverThreads)
+    move_rows_kernel(Moves moves, RowRange from, RowRange to, MoveShape shape, int64_t zero_rows,
+                     Link link) {
+  if (moves.blocked()) {
+    return zero_instead<Vec>(moves, to, shape.vecs_per_row * shape.vec_bytes, zero_rows);
+  }
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t groups = int64_t{gridDim.x} * blockDim.x / shape.lanes_per_row;
+  const int64_t group = thread / shape.lanes_per_row;
+  const int lane = static_cast<int>(thread % shape.lanes_per_row);
+  if (group >= groups) return;  // the threads left over when lanes do not divide them
+  const int64_t count = moves.count();
+  const bool in_turns = shape.vecs_per_row > shape.lanes_per_row;
+  for (int64_t first = group; first < count; first += groups * kRows) {
+    const char* source[kRows];
+    char* target[kRows];
+    int before[kRows];
+    int most_before = 0;
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      const int64_t m = first + u * groups;
+      const int64_t row = m < count ? moves.from(m) : -1;
+      source[u] = row < 0 ? nullptr : from.base + row * from.stride_bytes;
+      target[u] = row < 0 ? nullptr : to.base + moves.to(m) * to.stride_bytes;
+      before[u] = in_turns ? vecs_before<Vec>(link == Link::kFrom ? source[u] : target[u]) : 0;
+      most_before = max(most_before, before[u]);
+    }
+    for (int64_t column = lane; column < shape.vecs_per_row + most_before;
+         column += shape.lanes_per_row) {
+      Vec values[kRows];
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        const int64_t v = column - before[u];
+        if (source[u] != nullptr && v >= 0 && v < shape.vecs_per_row)
+          values[u] = load_streaming<Vec>(source[u], v);
+      }
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        const int64_t v = column - before[u];
+        if (source[u] != nullptr && v >= 0 && v < shape.vecs_per_row)
+          store_streaming<Vec>(target[u], v, values[u]);
+      }
+    }
+  }
+}
+
+// As above for rows of 1- or 2-byte vectors that come from host memory in several turns: a lane
+// loads the 4-byte word that its vectors lie in, so that a turn covers a whole line, and stores
+// them one by one. Only at the ends of `from` a word may reach beyond what is ours.
+template <typename Vec, typename Moves>
+__global__ void __launch_bounds__(kMoverThreads)
+    move_words_kernel(Moves moves, RowRange from, const char* from_end, RowRange to,
+                      int64_t row_bytes, int64_t zero_rows) {
+  constexpr int kRows = 2 * kRowsInFlight;
+  constexpr int kWord = sizeof(uint32_t), kVec = sizeof(Vec);
+  union Word {
+    uint32_t whole;
+    Vec vecs[kWord / kVec];
+  };
+  if (moves.blocked()) return zero_instead<Vec>(moves, to, row_bytes, zero_rows);
+  const int64_t groups = int64_t{gridDim.x} * blockDim.x / 32;
+  const int64_t group = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32;
+  const int64_t count = moves.count();
+  for (int64_t first = group; first < count; first += groups * kRows) {
+    const char* source[kRows];
+    char* target[kRows];
+    int before[kRows];  // bytes between the start of a line and the row
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      const int64_t m = first + u * groups;
+      const int64_t row = m < count ? moves.from(m) : -1;
+      source[u] = row < 0 ? nullptr : from.base + row * from.stride_bytes;
+      target[u] = row < 0 ? nullptr : to.base + moves.to(m) * to.stride_bytes;
+      before[u] = static_cast<int>(reinterpret_cast<uint64_t>(source[u]) % 128);
+    }
+    for (int64_t turn = 0; turn < row_bytes + 128; turn += 128) {
+      Word words[kRows];
+      auto at = [&](int u) { return turn + lane * kWord - before[u]; };
+      auto touches = [&](int u) {
+        return source[u] != nullptr && at(u) > -kWord && at(u) < row_bytes;
+      };
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        if (!touches(u)) continue;
+        const char* word = source[u] + at(u);
+        if (word >= from.base && word + kWord <= from_end) {
+          words[u].whole = load_streaming<uint32_t>(word, 0);
+        } else {
+          for (int v = 0; v < kWord / kVec; ++v) {
+            const int64_t byte = at(u) + v * kVec;
+            if (byte >= 0 && byte < row_bytes)
+              words[u].vecs[v] = load_streaming<Vec>(source[u] + byte, 0);
+          }
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        if (!touches(u)) continue;
+#pragma unroll
+        for (int v = 0; v < kWord / kVec; ++v) {
+          const int64_t byte = at(u) + v * kVec;
+          if (byte >= 0 && byte < row_bytes)
+            store_streaming<Vec>(target[u] + byte, 0, words[u].vecs[v]);
+        }
+      }
+    }
+  }
+}
+
+// Calls `use` with a value of the type whose size is one access.
+template <typename Use>
+void with_vec_type(int vec_bytes, Use use) {
+  switch (vec_bytes) {
+    case 16:
+      return use(uint4{});
+    case 8:
+      return use(uint2{});
+    case 4:
+      return use(uint32_t{});
+    case 2:
+      return use(static_cast<unsigned short>(0));
+    default:
+      return use(static_cast<unsigned char>(0));
+  }
+}
+
+inline uint64_t alignment_bits(RowRange range) {
+  return reinterpret_cast<uint64_t>(range.base) | static_cast<uint64_t>(range.stride_bytes);
+}
+
+// `most_rows` bounds moves.count(), which only the GPU knows.
+template <typename Moves>
+int launch_register_moves(const Moves& moves, RowRange from, RowRange to, int64_t row_bytes,
+                          int64_t most_rows, int64_t zero_rows, int most_blocks, Link link,
+                          cudaStream_t stream) {
+  const MoveShape shape =
+      move_shape(row_bytes, alignment_bits(from) | alignment_bits(to), most_rows, most_blocks);
+  with_vec_type(shape.vec_bytes, [&](auto vec) {
+    if constexpr (sizeof(vec) < sizeof(uint32_t)) {
+      if (link == Link::kFrom && shape.vecs_per_row > shape.lanes_per_row) {
+        const char* end = from.base + (from.count - 1) * from.stride_bytes + row_bytes;
+        return move_words_kernel<decltype(vec), Moves><<<shape.blocks, kMoverThreads, 0, stream>>>(
+            moves, from, end, to, row_bytes, zero_rows);
+      }
+    }
+    constexpr int kRows = sizeof(vec) == 16 ? kRowsInFlight : 2 * kRowsInFlight;
+    move_rows_kernel<decltype(vec), kRows, Moves>
+        <<<shape.blocks, kMoverThreads, 0, stream>>>(moves, from, to, shape, zero_rows, link);
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace speedtorch

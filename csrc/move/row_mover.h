@@ -1,0 +1,100 @@
+// Shape of the launches that move rows: pure functions of widths, alignment and rows. No CUDA, no
+// torch here.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace speedtorch {
+
+// Multiprocessors that kernels over the link may fill; the user may change it (set_num_sms).
+// Measured on an H200: 8 to 16 blocks with 16-byte loads saturate the link, 4 with bulk copies.
+constexpr int kDefaultSms = 16;
+// On the GPU's own memory everything may run: about eight blocks on each of 132 multiprocessors.
+constexpr int kDeviceBlocks = 1056;
+
+// A batch of at most so many ids is checked by the kernel that moves it, in each block anew: one
+// launch instead of three.
+constexpr int64_t kIdsCheckedInBlock = 4096;
+
+// Of a batch of at most so many ids each block finds the last occurrences itself, in shared memory:
+// one launch.
+constexpr int64_t kIdsClaimedInBlock = 2048;
+
+// Widest access that base addresses, strides and the row's length allow; `bits` is all of them
+// or'ed together.
+constexpr int widest_access(uint64_t bits) {
+  int bytes = 16;
+  while (bits % bytes != 0) bytes /= 2;
+  return bytes;
+}
+
+// Which kernel moves rows, and how much of the GPU it may fill.
+struct Mover {
+  bool bulk;  // bulk copies, which need compute capability 9.0
+  int most_blocks;
+};
+
+// ------------------------------------------------------------------------------------------------
+// Rows through registers (any GPU).
+
+struct MoveShape {
+  int vec_bytes;  // bytes of one access: 16, 8, 4, 2 or 1
+  int64_t vecs_per_row;
+  int lanes_per_row;  // threads that share a row
+  int blocks;
+};
+
+constexpr int kMoverThreads = 512;
+// Rows that a group of lanes has in flight: enough loads to cover the link's latency with few
+// groups.
+constexpr int kRowsInFlight = 4;
+
+constexpr MoveShape move_shape(int64_t row_bytes, uint64_t alignment_bits, int64_t rows,
+                               int most_blocks) {
+  MoveShape shape{};
+  shape.vec_bytes = widest_access(alignment_bits | static_cast<uint64_t>(row_bytes));
+  shape.vecs_per_row = row_bytes / shape.vec_bytes;
+  shape.lanes_per_row = static_cast<int>(std::clamp<int64_t>(shape.vecs_per_row, 1, 32));
+  const int64_t rows_per_block = kMoverThreads / shape.lanes_per_row;
+  shape.blocks = static_cast<int>(
+      std::clamp<int64_t>((rows + rows_per_block - 1) / rows_per_block, 1, most_blocks));
+  return shape;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Rows through shared memory by bulk copies (Hopper and data-centre Blackwell).
+
+struct BulkShape {
+  int64_t piece_bytes;  // a row is moved in pieces of at most this
+  int64_t pieces_per_row;
+  int warps;  // per block; a lane has shared memory for one piece
+  int blocks;
+  int shared_bytes;  // per block
+};
+
+constexpr int kPiecesPerWarp = 32;
+constexpr int64_t kMostPieceBytes = 2048;
+constexpr int kBulkBarrierBytes = 128;  // 8 for each warp; pieces begin at an aligned address
+constexpr int kMostBulkWarps = 16;
+constexpr int kMostSharedBytes = 200 << 10;  // of 227 KiB that a block may have
+
+// `row_bytes` is a multiple of 16, not 0.
+constexpr BulkShape bulk_shape(int64_t row_bytes, int64_t rows, int most_blocks) {
+  BulkShape shape{};
+  shape.pieces_per_row = (row_bytes + kMostPieceBytes - 1) / kMostPieceBytes;
+  shape.piece_bytes = std::min(row_bytes, kMostPieceBytes);
+  const int warp_bytes = static_cast<int>(shape.piece_bytes) * kPiecesPerWarp;
+  shape.warps = std::clamp((kMostSharedBytes - kBulkBarrierBytes) / warp_bytes, 1, kMostBulkWarps);
+  shape.shared_bytes = kBulkBarrierBytes + shape.warps * warp_bytes;
+  const int64_t pieces_per_block = int64_t{shape.warps} * kPiecesPerWarp;
+  const int64_t pieces = rows * shape.pieces_per_row;
+  shape.blocks = static_cast<int>(
+      std::clamp<int64_t>((pieces + pieces_per_block - 1) / pieces_per_block, 1, most_blocks));
+  return shape;
+}
+
+static_assert(widest_access(512) == 16 && widest_access(12) == 4 && widest_access(0) == 16);
+static_assert(bulk_shape(kMostPieceBytes, 1, 1).shared_bytes <= kMostSharedBytes);
+
+}  // namespace speedtorch

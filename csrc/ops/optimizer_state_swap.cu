@@ -1,0 +1,172 @@
+// Kernels of optimizer_state_swap: the rows of one list leave for the host while those of another
+// arrive. Called by optimizer_state_swap.cpp with checked shapes; bad ids in either list leave
+// everything as it was.
+
+#include "move/row_mover.cuh"
+#include "ops/optimizer_state_swap_launch.h"
+#include "plan/complaint.cuh"
+
+namespace speedtorch {
+namespace {
+
+constexpr int kMatchThreads = 256;
+
+// True if the list names ids that are out of range or stand in it twice.
+__device__ bool is_bad(const PlanStatus& status, int64_t rows) {
+  return is_blocked(status, rows) || status.distinct != status.count;
+}
+
+__device__ void complain_of(const Complaint& about, const PlanStatus& status) {
+  if (is_blocked(status, about.rows)) {
+    complain_if_blocked(about, status);
+  } else if (status.distinct >= 0) {  // else placed_ids.cu has said what is wrong
+    complain(about, LetterKind::kRepeated, status.repeat_id, status.repeat_position,
+             status.count - status.distinct, status.count);
+  }
+}
+
+// Where an id stands in a list, or -1.
+__device__ int64_t find(const PlanView& list, int64_t id) {
+  const int64_t count = min(list.status->distinct, list.count);
+  int64_t low = 0, high = count;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (list.unique[middle] < id) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < count && list.unique[low] == id ? low : -1;
+}
+
+// A thread owns entries of both lists in address order, and looks each up in the other by halving.
+__global__ void match_kernel(PlanView evict, PlanView load, SwapScratch scratch) {
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t m = first; m < load.count; m += stride) {
+    const int64_t at = find(evict, load.unique[m]);
+    scratch.arrives_from[m] = at < 0 ? -1 : evict.order[at];
+  }
+  for (int64_t m = first; m < evict.count; m += stride) {
+    scratch.stays[m] = find(load, evict.unique[m]) >= 0;
+  }
+}
+
+struct Fields {
+  SwapField field[kFieldsPerLaunch];
+  int64_t first_vec[kFieldsPerLaunch + 1];  // a record's vectors are numbered across its fields
+  int count;
+};
+
+// A group of lanes owns kRowsInFlight entries of both lists at a time; entry m of each list is the
+// m-th in address order, so that both directions work on the same neighbourhood of the table and
+// share its pages. Loads of all entries come before their stores. No row is read and written at
+// once: a row in both lists does not touch the host.
+template <typename Vec>
+__global__ void __launch_bounds__(kMoverThreads)
+    swap_kernel(Fields fields, PlanView evict, PlanView load, SwapScratch scratch, int lanes,
+                Complaint evicting, Complaint loading) {
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const bool bad_evict = is_bad(*evict.status, evicting.rows),
+             bad_load = is_bad(*load.status, loading.rows);
+  if (bad_evict || bad_load) {
+    if (thread == 0)
+      bad_evict ? complain_of(evicting, *evict.status) : complain_of(loading, *load.status);
+    return;
+  }
+  const int64_t groups = int64_t{gridDim.x} * blockDim.x / lanes;
+  const int64_t group = thread / lanes;
+  const int lane = static_cast<int>(thread % lanes);
+  if (group >= groups) return;
+  const int64_t entries = evict.count > load.count ? evict.count : load.count;
+  const int64_t vecs = fields.first_vec[fields.count];
+  for (int64_t first = group; first < entries; first += groups * kRowsInFlight) {
+    int64_t leaves_to[kRowsInFlight], leaves_from[kRowsInFlight];
+    int64_t arrives_to[kRowsInFlight], arrives_from[kRowsInFlight], loaded[kRowsInFlight];
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const int64_t m = first + u * groups;
+      const bool leaves = m < evict.count && !scratch.stays[m];
+      leaves_to[u] = leaves ? evict.unique[m] : -1;
+      leaves_from[u] = leaves ? evict.order[m] : -1;
+      const bool arrives = m < load.count;
+      arrives_to[u] = arrives ? load.order[m] : -1;
+      arrives_from[u] = arrives ? scratch.arrives_from[m] : -1;
+      loaded[u] = arrives ? load.unique[m] : -1;
+    }
+    int f = 0;
+    for (int64_t vec = lane; vec < vecs; vec += lanes) {
+      while (vec >= fields.first_vec[f + 1]) ++f;
+      const SwapField field = fields.field[f];
+      const int64_t column = vec - fields.first_vec[f];
+      Vec in[kRowsInFlight], out[kRowsInFlight];
+#pragma unroll
+      for (int u = 0; u < kRowsInFlight; ++u) {
+        if (arrives_to[u] >= 0) {
+          const char* source = arrives_from[u] >= 0
+                                   ? field.leaving + arrives_from[u] * field.row_bytes
+                                   : field.host + loaded[u] * field.host_stride_bytes;
+          in[u] = load_streaming<Vec>(source, column);
+        }
+        if (leaves_to[u] >= 0)
+          out[u] = load_streaming<Vec>(field.leaving + leaves_from[u] * field.row_bytes, column);
+      }
+#pragma unroll
+      for (int u = 0; u < kRowsInFlight; ++u) {
+        if (leaves_to[u] >= 0) {
+          store_streaming<Vec>(field.host + leaves_to[u] * field.host_stride_bytes, column, out[u]);
+        }
+        if (arrives_to[u] >= 0) {
+          store_streaming<Vec>(field.arriving + arrives_to[u] * field.row_bytes, column, in[u]);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int launch_swap_match(const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
+                      void* stream) {
+  const int64_t longer = std::max(evict.count, load.count);
+  if (longer == 0) return cudaSuccess;
+  const int64_t blocks =
+      std::clamp<int64_t>((longer + kMatchThreads - 1) / kMatchThreads, 1, kDeviceBlocks);
+  match_kernel<<<static_cast<int>(blocks), kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      evict, load, scratch);
+  return cudaGetLastError();
+}
+
+int launch_swap(const SwapField* fields, int field_count, int64_t table_rows, const PlanView& evict,
+                const PlanView& load, const SwapScratch& scratch, int most_blocks, Letter* box,
+                void* stream) {
+  uint64_t bits = 0;
+  int64_t record_bytes = 0;
+  for (int f = 0; f < field_count; ++f) {
+    const SwapField& field = fields[f];
+    bits |= reinterpret_cast<uint64_t>(field.host) |
+            static_cast<uint64_t>(field.host_stride_bytes) |
+            reinterpret_cast<uint64_t>(field.leaving) | reinterpret_cast<uint64_t>(field.arriving) |
+            static_cast<uint64_t>(field.row_bytes);
+    record_bytes += field.row_bytes;
+  }
+  const MoveShape shape =
+      move_shape(record_bytes, bits, std::max(evict.count, load.count), most_blocks);
+  Fields all{};
+  all.count = field_count;
+  for (int f = 0; f < field_count; ++f) {
+    all.field[f] = fields[f];
+    all.first_vec[f + 1] = all.first_vec[f] + fields[f].row_bytes / shape.vec_bytes;
+  }
+  const Complaint evicting{box, Op::kSwap, IdList::kEvict, table_rows};
+  const Complaint loading{box, Op::kSwap, IdList::kLoad, table_rows};
+  with_vec_type(shape.vec_bytes, [&](auto vec) {
+    swap_kernel<decltype(vec)>
+        <<<shape.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+            all, evict, load, scratch, shape.lanes_per_row, evicting, loading);
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace speedtorch

@@ -1,0 +1,215 @@
+// Kernels of pinned_scatter: rows on the GPU to a mapped host table (or a table on the GPU). Called
+// by pinned_scatter.cpp with checked shapes; bad ids leave the table as it was and word in the
+// letter box.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "move/bulk_mover.cuh"
+#include "ops/pinned_scatter_launch.h"
+#include "plan/claims.cuh"
+#include "plan/complaint.cuh"
+
+namespace speedtorch {
+namespace {
+
+// The last occurrences, found by each block for itself in a hash table of its own.
+struct LastInBlock {
+  ClaimsView ids;
+  Complaint complaint;
+
+  static constexpr int kSlots = 2 * kIdsClaimedInBlock;
+
+  __device__ static int32_t* positions() {
+    __shared__ int32_t shared[kSlots];  // position + 1, or 0
+    return shared;
+  }
+  __device__ int64_t id(int64_t m) const { return id_at(ids.ids, ids.wide, m); }
+  // The slot of the id at position m: the one that holds it, or the first free one.
+  __device__ int slot_from(int64_t m, int slot) const {
+    while (true) {
+      const int32_t seen = *reinterpret_cast<volatile int32_t*>(positions() + slot);
+      if (seen == 0 || id(seen - 1) == id(m)) return slot;
+      slot = (slot + 1) % kSlots;
+    }
+  }
+  __device__ int slot_of(int64_t m) const {
+    return slot_from(m, static_cast<int>(hash_of(id(m)) % kSlots));
+  }
+  __device__ bool blocked() const {
+    for (int slot = threadIdx.x; slot < kSlots; slot += blockDim.x) positions()[slot] = 0;
+    __syncthreads();
+    bool bad = false;
+    for (int64_t m = threadIdx.x; m < ids.count; m += blockDim.x) {
+      bad |= is_outside(id(m), complaint.rows);
+      const int32_t mine = static_cast<int32_t>(m + 1);
+      int slot = slot_of(m);
+      while (true) {
+        const int32_t seen = atomicCAS(positions() + slot, 0, mine);
+        if (seen == 0) break;
+        if (id(seen - 1) == id(m)) {
+          atomicMax(positions() + slot, mine);
+          break;
+        }
+        slot = slot_from(m, slot);
+      }
+    }
+    return __syncthreads_or(bad);
+  }
+  __device__ void complain() const { complain_of_ids(complaint, ids); }
+  __device__ int64_t count() const { return ids.count; }
+  __device__ int64_t from(int64_t m) const { return positions()[slot_of(m)] == m + 1 ? m : -1; }
+  __device__ int64_t to(int64_t m) const { return id(m); }
+};
+
+// The occurrence of each id that claimed its row.
+struct ClaimedOccurrences {
+  ClaimsView claims;
+  Complaint complaint;
+
+  __device__ bool blocked() const { return claims.status->bad_count > 0; }
+  __device__ void complain() const { complain_of_claims(complaint, claims); }
+  __device__ int64_t count() const { return claims.count; }
+  __device__ int64_t from(int64_t m) const { return is_last(claims, m) ? m : -1; }
+  __device__ int64_t to(int64_t m) const { return id_at(claims.ids, claims.wide, m); }
+};
+
+// The last occurrence of distinct id m.
+struct LastOccurrences {
+  PlanView plan;
+  Complaint complaint;
+
+  __device__ bool blocked() const { return is_blocked(*plan.status, complaint.rows); }
+  __device__ void complain() const { complain_if_blocked(complaint, *plan.status); }
+  __device__ int64_t count() const { return plan.status->distinct; }
+  __device__ int64_t from(int64_t m) const { return plan.order[plan.offsets[m + 1] - 1]; }
+  __device__ int64_t to(int64_t m) const { return plan.unique[m]; }
+};
+
+template <typename T>
+__device__ T add(T a, T b) {
+  return static_cast<T>(a + b);
+}
+__device__ BoolByte add(BoolByte a, BoolByte b) {
+  return {static_cast<uint8_t>(a.value | b.value)};
+}
+__device__ __half add(__half a, __half b) {
+  return __float2half_rn(__half2float(a) + __half2float(b));
+}
+__device__ __nv_bfloat16 add(__nv_bfloat16 a, __nv_bfloat16 b) {
+  return __float2bfloat16_rn(__bfloat162float(a) + __bfloat162float(b));
+}
+
+// Numbers of a table that may begin at any address, as a tensor over bytes of a file does.
+template <typename T>
+__device__ T load_number(const T* from, bool aligned) {
+  if (aligned) return *from;
+  T number;
+  for (size_t b = 0; b < sizeof(T); ++b) {
+    reinterpret_cast<char*>(&number)[b] = reinterpret_cast<const char*>(from)[b];
+  }
+  return number;
+}
+template <typename T>
+__device__ void store_number(T* to, T number, bool aligned) {
+  if (aligned) {
+    *to = number;
+    return;
+  }
+  for (size_t b = 0; b < sizeof(T); ++b) {
+    reinterpret_cast<char*>(to)[b] = reinterpret_cast<const char*>(&number)[b];
+  }
+}
+
+// A warp owns a distinct id, a lane every 32nd number of its row, kNumbersInFlight of them at a
+// time. A row crosses the link twice: once each way. `aligned` speaks of the table; src is.
+template <typename T>
+__global__ void __launch_bounds__(kMoverThreads)
+    add_rows_kernel(ScatterRows rows, PlanView plan, Complaint complaint, bool aligned) {
+  constexpr int kNumbersInFlight = 16 / sizeof(T);
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (is_blocked(*plan.status, complaint.rows)) {
+    if (thread == 0) complain_if_blocked(complaint, *plan.status);
+    return;
+  }
+  const int64_t warps = int64_t{gridDim.x} * blockDim.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int64_t numbers = rows.row_bytes / static_cast<int64_t>(sizeof(T));
+  for (int64_t m = thread / 32; m < plan.status->distinct; m += warps) {
+    T* row = reinterpret_cast<T*>(rows.table + plan.unique[m] * rows.table_stride_bytes);
+    const int64_t begin = plan.offsets[m], end = plan.offsets[m + 1];
+    for (int64_t first = lane; first < numbers; first += 32 * kNumbersInFlight) {
+      T sum[kNumbersInFlight];
+#pragma unroll
+      for (int u = 0; u < kNumbersInFlight; ++u) {
+        if (first + 32 * u < numbers) sum[u] = load_number(row + first + 32 * u, aligned);
+      }
+      for (int64_t i = begin; i < end; ++i) {
+        const T* addend =
+            reinterpret_cast<const T*>(rows.src + plan.order[i] * rows.src_stride_bytes);
+#pragma unroll
+        for (int u = 0; u < kNumbersInFlight; ++u) {
+          if (first + 32 * u < numbers) sum[u] = add(sum[u], addend[first + 32 * u]);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kNumbersInFlight; ++u) {
+        if (first + 32 * u < numbers) store_number(row + first + 32 * u, sum[u], aligned);
+      }
+    }
+  }
+}
+
+Complaint complaint_of(const ScatterRows& rows, Letter* box) {
+  return {box, Op::kScatter, IdList::kIndex, rows.table_rows};
+}
+
+RowRange src_range(const ScatterRows& rows, int64_t count) {
+  return {const_cast<char*>(rows.src), rows.src_stride_bytes, count};
+}
+RowRange table_range(const ScatterRows& rows) {
+  return {rows.table, rows.table_stride_bytes, rows.table_rows};
+}
+
+template <typename Moves>
+int store(const Moves& moves, const ScatterRows& rows, int64_t most_rows, Mover mover,
+          void* stream) {
+  return launch_moves(moves, src_range(rows, most_rows), table_range(rows), rows.row_bytes,
+                      most_rows, 0, mover, Link::kTo, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
+
+int launch_scatter_direct(const ScatterRows& rows, const ClaimsView& ids, int most_blocks,
+                          Letter* box, void* stream) {
+  return launch_register_moves(
+      LastInBlock{ids, complaint_of(rows, box)}, src_range(rows, ids.count), table_range(rows),
+      rows.row_bytes, ids.count, 0, most_blocks, Link::kTo, static_cast<cudaStream_t>(stream));
+}
+
+int launch_scatter_distinct(const ScatterRows& rows, const ClaimsView& claims, Mover mover,
+                            Letter* box, void* stream) {
+  return store(ClaimedOccurrences{claims, complaint_of(rows, box)}, rows, claims.count, mover,
+               stream);
+}
+
+int launch_scatter_ordered(const ScatterRows& rows, const PlanView& plan, Mover mover, Letter* box,
+                           void* stream) {
+  return store(LastOccurrences{plan, complaint_of(rows, box)}, rows, plan.count, mover, stream);
+}
+
+int launch_scatter_add(const ScatterRows& rows, const PlanView& plan, AddendKind kind,
+                       int most_blocks, Letter* box, void* stream) {
+  const int64_t warps_per_block = kMoverThreads / 32;
+  const int64_t blocks =
+      std::clamp<int64_t>((plan.count + warps_per_block - 1) / warps_per_block, 1, most_blocks);
+  with_addend_type<__half, __nv_bfloat16>(kind, [&](auto number) {
+    const bool aligned = alignment_bits(table_range(rows)) % sizeof(number) == 0;
+    add_rows_kernel<decltype(number)>
+        <<<static_cast<int>(blocks), kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+            rows, plan, complaint_of(rows, box), aligned);
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace speedtorch

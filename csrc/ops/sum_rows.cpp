@@ -1,0 +1,146 @@
+// sum_rows: the rows of each distinct id of a batch, added up: the gradient of looking them up.
+// Checks and the CPU loop; GPU kernels: .cu.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "call/arguments.h"
+#include "call/torch_calls.h"
+#include "core/gpu.h"
+#include "core/rows.h"
+#include "ops/sum_rows_launch.h"
+#include "plan/plan.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr const char* kOp = "sum_rows";
+constexpr const char* kIndex = "index";  // whose plan it is
+
+SumKind kind_of(const Tensor& rows) {
+  switch (rows.scalar_type()) {
+    case ScalarType::Half:
+      return SumKind::kHalf;
+    case ScalarType::BFloat16:
+      return SumKind::kBFloat16;
+    case ScalarType::Float:
+      return SumKind::kFloat;
+    case ScalarType::Double:
+      return SumKind::kDouble;
+    default:
+      throw_value_error(kOp,
+                        std::string("rows must be float16, bfloat16, float32 or float64, got ") +
+                            dtype_text(rows));
+  }
+}
+
+template <typename T, typename Sum>
+void sum_on_cpu(const SumRows& work, const PlanView& plan) {
+  const T* rows = static_cast<const T*>(work.rows);
+  T* out = static_cast<T*>(work.out);
+  torch::stable::parallel_for(0, work.distinct, 64, [&](int64_t begin, int64_t end) {
+    std::vector<Sum> sum(static_cast<size_t>(work.columns));
+    for (int64_t k = begin; k < end; ++k) {
+      std::fill(sum.begin(), sum.end(), Sum{0});
+      for (int64_t entry = plan.offsets[k]; entry < plan.offsets[k + 1]; ++entry) {
+        const int64_t place = plan.order[entry] - work.begin;
+        if (place < 0 || place >= work.count) continue;
+        const T* row = rows + place * work.columns;
+        for (int64_t c = 0; c < work.columns; ++c) {
+          sum[static_cast<size_t>(c)] += static_cast<Sum>(row[c]);
+        }
+      }
+      for (int64_t c = 0; c < work.columns; ++c) {
+        out[k * work.columns + c] = static_cast<T>(sum[static_cast<size_t>(c)]);
+      }
+    }
+  });
+}
+
+void sum_on_cpu(SumKind kind, const SumRows& work, const PlanView& plan) {
+  switch (kind) {
+    case SumKind::kHalf:
+      return sum_on_cpu<torch::headeronly::Half, float>(work, plan);
+    case SumKind::kBFloat16:
+      return sum_on_cpu<torch::headeronly::BFloat16, float>(work, plan);
+    case SumKind::kFloat:
+      return sum_on_cpu<float, float>(work, plan);
+    case SumKind::kDouble:
+      return sum_on_cpu<double, double>(work, plan);
+  }
+}
+
+// Which rows of the batch, of how many distinct ids.
+void check_counts(int64_t begin, int64_t count, int64_t distinct, int64_t entries) {
+  if (begin < 0 || count > entries || begin > entries - count) {
+    const std::string end =
+        begin < 0 ? std::to_string(begin + count)
+                  : std::to_string(static_cast<uint64_t>(begin) + static_cast<uint64_t>(count));
+    throw_value_error(kOp, "rows " + std::to_string(begin) + " to " + end +
+                               " are not all among the " + std::to_string(entries) +
+                               " ids of the plan");
+  }
+  if (distinct < 0 || distinct > entries) {
+    throw_value_error(kOp, "distinct must be 0 to " + std::to_string(entries) +
+                               ", the ids of the plan, got " + std::to_string(distinct));
+  }
+}
+
+Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
+                int64_t distinct) {
+  const Arguments all(kOp, {read("rows", rows), read("plan", plan)});
+  const SumKind kind = kind_of(rows);
+  const Rows shape = as_rows(kOp, "rows", rows);
+  check_contiguous(kOp, "rows", rows);
+  check_aligned(kOp, "rows", rows);
+  const int64_t entries = plan.empty() ? 0 : plan[0].numel();
+  check_plan(kOp, kIndex, plan, entries, rows);
+  check_counts(begin, shape.count, distinct, entries);
+  all.check_memory();
+  const PlanView view = view_plan(kOp, kIndex, plan, entries, table_rows);
+  if (rows.is_cpu()) {
+    check_offsets(kOp, kIndex, view);
+    if (view.status->distinct != distinct) {
+      throw_bad_ids({.kind = LetterKind::kOtherDistinct,
+                     .op = kOp,
+                     .list = kIndex,
+                     .rows = distinct,
+                     .id = view.status->distinct});
+    }
+  }
+  std::vector<int64_t> out_shape = shape_of(rows);
+  out_shape[0] = distinct;
+  const Tensor out = new_tensor(kOp, out_shape, rows.scalar_type(), rows);
+  if (out.numel() == 0) return out;
+  const int64_t columns = out.numel() / distinct;
+  const SumRows work{.rows = rows.data_ptr(),
+                     .begin = begin,
+                     .count = shape.count,
+                     .columns = columns,
+                     .out = out.mutable_data_ptr(),
+                     .distinct = distinct,
+                     .table_rows = table_rows};
+  if (rows.is_cpu()) {
+    sum_on_cpu(kind, work, view);
+    return out;
+  }
+  const CurrentStream stream(kOp, rows);
+  if constexpr (kWithCuda) {
+    const Tensor scratch =
+        new_tensor(kOp, {sum_scratch_bytes(kind, entries, columns)}, ScalarType::Byte, rows);
+    check_cuda(launch_sum_rows(kind, work, view, scratch.data_ptr(), letter_box(), stream.get()),
+               kOp);
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("sum_rows", TORCH_BOX(&speedtorch::sum_rows));
+}

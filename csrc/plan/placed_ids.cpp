@@ -1,0 +1,87 @@
+// Checks of ids that come with places; see placed_ids.h.
+
+#include "plan/placed_ids.h"
+
+#include <string>
+
+#include "call/torch_calls.h"
+#include "core/gpu.h"
+#include "plan/placed_ids_launch.h"
+
+namespace speedtorch {
+namespace {
+
+PlanView view_of(const PlacedList& list, PlanStatus* status) {
+  return {.unique = data_of(list.ids),
+          .order = data_of(list.places),
+          .status = status,
+          .count = list.ids.numel()};
+}
+
+void check_on_cpu(const char* op, const PlacedList& list, const PlanView& view, int64_t table_rows,
+                  PlanStatus* status) {
+  check_ids_on_cpu(op, list.ids_name, as_ids(list.ids), table_rows);
+  for (int64_t i = 0; i < view.count; ++i) {
+    BadIds bad{.op = op,
+               .list = list.ids_name,
+               .rows = list.side_rows,
+               .position = i,
+               .count = view.count};
+    if (i > 0 && view.unique[i] <= view.unique[i - 1]) {
+      bad.kind = LetterKind::kUnordered;
+      bad.id = view.unique[i];
+      throw_bad_ids(bad);
+    }
+    if (view.order[i] < 0 || view.order[i] >= list.side_rows) {
+      bad.kind = LetterKind::kBadPlace;
+      bad.id = view.order[i];
+      throw_bad_ids(bad);
+    }
+  }
+  *status = {.bad_count = 0,
+             .bad_position = view.count,
+             .bad_id = 0,
+             .distinct = view.count,
+             .rows = table_rows,
+             .count = view.count,
+             .repeat_position = view.count,
+             .repeat_id = 0};
+}
+
+}  // namespace
+
+void check_placed_kinds(const char* op, const PlacedList& list, const Tensor& on) {
+  check_list(op, list.ids_name, list.ids, "arriving[0]", on);
+  check_list(op, list.places_name, list.places, "arriving[0]", on);
+  check_shape(op, list.places_name, list.places, {list.ids.numel()});
+}
+
+PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
+                       int64_t table_rows, const Tensor& on, void* stream) {
+  const Tensor keep = new_tensor(op, {2 * kPlanStatusFields}, ScalarType::Long, on);
+  auto* status = static_cast<PlanStatus*>(keep.data_ptr());
+  PlacedViews made{
+      .evict = view_of(evict, status), .load = view_of(load, status + 1), .keep = keep};
+  if (on.is_cpu()) {
+    check_on_cpu(op, evict, made.evict, table_rows, status);
+    check_on_cpu(op, load, made.load, table_rows, status + 1);
+    return made;
+  }
+  if constexpr (kWithCuda) {
+    auto check = [](const PlacedList& list, const PlanView& view, PlanStatus* to) {
+      return PlacedCheck{.ids = view.unique,
+                         .places = view.order,
+                         .count = view.count,
+                         .side_rows = list.side_rows,
+                         .list = list.list,
+                         .status = to};
+    };
+    check_cuda(
+        launch_check_placed(check(evict, made.evict, status), check(load, made.load, status + 1),
+                            table_rows, letter_box(), stream),
+        op);
+  }
+  return made;
+}
+
+}  // namespace speedtorch

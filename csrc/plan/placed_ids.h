@@ -1,0 +1,35 @@
+// Ids that come in ascending order, each once, with the place of its row: what a plan would say of
+// them, without sorting. Used by optimizer_state_swap.placed.
+#pragma once
+
+#include "core/rows.h"
+#include "plan/plan_view.h"
+
+namespace speedtorch {
+
+// One list of ids and what errors call it.
+struct PlacedList {
+  IdList list;
+  const char* ids_name;     // "evict"
+  const char* places_name;  // "evict_places"
+  const Tensor& ids;
+  const Tensor& places;
+  int64_t side_rows;  // places are below
+};
+
+// Views whose `unique` are the ids and whose `order` are the places; `keep` owns their status.
+struct PlacedViews {
+  PlanView evict;
+  PlanView load;
+  Tensor keep;
+};
+
+// Refuses anything but contiguous int64 ids and places, equally many, on the device of `on`.
+void check_placed_kinds(const char* op, const PlacedList& list, const Tensor& on);
+// Of checked kinds. On the CPU refuses ids out of range or order and places beyond the side's rows;
+// on a GPU a kernel finds those, says so in the letter box, and the movers leave everything as it
+// was.
+PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
+                       int64_t table_rows, const Tensor& on, void* stream);
+
+}  // namespace speedtorch

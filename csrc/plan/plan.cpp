@@ -1,0 +1,219 @@
+// plan_rows: ids in address order, on the CPU here and on the GPU in plan.cu; see plan.h.
+
+#include "plan/plan.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "call/arguments.h"
+#include "call/torch_calls.h"
+#include "core/gpu.h"
+#include "plan/plan_launch.h"
+
+namespace speedtorch {
+namespace {
+
+enum PlanPart : size_t { kUnique, kInverse, kOrder, kOffsets, kStatus, kParts };
+constexpr const char* kPartNames[kParts] = {"unique", "inverse", "order", "offsets", "status"};
+
+int64_t part_length(size_t part, int64_t count) {
+  return part == kStatus ? kPlanStatusFields : count + (part == kOffsets ? 1 : 0);
+}
+
+// Positions 0..n-1 sorted by id, equal ids in position order. Least significant digit first; ids
+// lie below `rows`.
+void sort_positions(const Ids& ids, int64_t rows, int64_t* order) {
+  constexpr int kDigitBits = 11;  // 2,048 counters of 8 bytes stay in the first-level cache
+  constexpr size_t kBuckets = size_t{1} << kDigitBits;
+  const int64_t n = ids.count;
+  auto other = std::make_unique<int64_t[]>(static_cast<size_t>(n));
+  int64_t* from = order;
+  int64_t* to = other.get();
+  for (int64_t i = 0; i < n; ++i) from[i] = i;
+  const int bits = std::bit_width(static_cast<uint64_t>(std::max<int64_t>(rows - 1, 0)));
+  for (int shift = 0; shift < bits; shift += kDigitBits) {
+    auto digit = [&](int64_t i) {
+      return (static_cast<uint64_t>(ids.at(i)) >> shift) & (kBuckets - 1);
+    };
+    std::array<int64_t, kBuckets> next{};
+    for (int64_t i = 0; i < n; ++i) ++next[digit(i)];
+    int64_t sum = 0;
+    for (int64_t& bucket : next) bucket = std::exchange(sum, sum + bucket);
+    for (int64_t i = 0; i < n; ++i) to[next[digit(from[i])]++] = from[i];
+    std::swap(from, to);
+  }
+  if (from != order) std::memcpy(order, from, static_cast<size_t>(n) * sizeof(int64_t));
+}
+
+void fill_plan_on_cpu(const Ids& ids, int64_t rows, const std::vector<Tensor>& plan) {
+  int64_t* unique = data_of(plan[kUnique]);
+  int64_t* inverse = data_of(plan[kInverse]);
+  int64_t* order = data_of(plan[kOrder]);
+  int64_t* offsets = data_of(plan[kOffsets]);
+  const int64_t n = ids.count;
+  if (n > 0) sort_positions(ids, rows, order);
+  int64_t distinct = 0, repeat = n;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t id = ids.at(order[i]);
+    if (distinct == 0 || id != unique[distinct - 1]) {
+      unique[distinct] = id;
+      offsets[distinct++] = i;
+    } else {
+      repeat = std::min(repeat, order[i]);
+    }
+    inverse[order[i]] = distinct - 1;
+  }
+  std::fill(unique + distinct, unique + n, -1);
+  std::fill(offsets + distinct, offsets + n + 1, n);
+  *reinterpret_cast<PlanStatus*>(data_of(plan[kStatus])) = {
+      .bad_count = 0,
+      .bad_position = n,
+      .bad_id = 0,
+      .distinct = distinct,
+      .rows = rows,
+      .count = n,
+      .repeat_position = repeat,
+      .repeat_id = repeat < n ? ids.at(repeat) : 0};
+}
+
+PlanView view_of(const std::vector<Tensor>& plan, int64_t count) {
+  return {.unique = data_of(plan[kUnique]),
+          .inverse = data_of(plan[kInverse]),
+          .order = data_of(plan[kOrder]),
+          .offsets = data_of(plan[kOffsets]),
+          .status = reinterpret_cast<const PlanStatus*>(data_of(plan[kStatus])),
+          .count = count};
+}
+
+[[noreturn]] void throw_not_made_by_plan_rows(const char* op, const char* list) {
+  throw_value_error(op, "the plan of " + std::string(list) +
+                            " does not hold what plan_rows writes; make it with plan_rows(" + list +
+                            ", rows) and leave it as it is");
+}
+
+}  // namespace
+
+std::vector<Tensor> make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on,
+                              void* stream) {
+  std::vector<Tensor> plan;
+  for (size_t part = 0; part < kParts; ++part) {
+    plan.push_back(new_tensor(op, {part_length(part, ids.count)}, ScalarType::Long, on));
+  }
+  if (on.is_cpu()) {
+    fill_plan_on_cpu(ids, rows, plan);
+    return plan;
+  }
+  if constexpr (kWithCuda) {
+    const int64_t scratch_bytes = plan_scratch_bytes(ids.count, rows);
+    const Tensor scratch = new_tensor(op, {scratch_bytes}, ScalarType::Byte, on);
+    check_cuda(launch_plan(ids.data, ids.wide, ids.count, rows, scratch.data_ptr(), scratch_bytes,
+                           {.unique = data_of(plan[kUnique]),
+                            .inverse = data_of(plan[kInverse]),
+                            .order = data_of(plan[kOrder]),
+                            .offsets = data_of(plan[kOffsets]),
+                            .status = reinterpret_cast<PlanStatus*>(data_of(plan[kStatus]))},
+                           stream),
+               op);
+  }
+  return plan;
+}
+
+void check_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+                const Tensor& on) {
+  const std::string name = "the plan of " + std::string(list);
+  if (plan.size() != kParts) {
+    throw_value_error(op, name + " has " + std::to_string(plan.size()) +
+                              " tensors, expected the 5 that plan_rows returns");
+  }
+  for (size_t part = 0; part < kParts; ++part) {
+    const std::string part_name = name + " (" + kPartNames[part] + ")";
+    if (plan[part].scalar_type() != ScalarType::Long || !plan[part].is_contiguous()) {
+      throw_value_error(op,
+                        part_name + " must be a contiguous int64 tensor as plan_rows returns it");
+    }
+    check_shape(op, part_name.c_str(), plan[part], {part_length(part, count)});
+    check_aligned(op, part_name.c_str(), plan[part]);
+    check_same_device(op, part_name.c_str(), plan[part], "this op's GPU side", on);
+  }
+}
+
+PlanView view_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+                   int64_t rows) {
+  const PlanView view = view_of(plan, count);
+  if (!plan[kStatus].is_cpu()) return view;
+  const PlanStatus& status = *view.status;
+  if (status.rows != rows) {
+    throw_bad_ids({.kind = LetterKind::kForeignPlan,
+                   .op = op,
+                   .list = list,
+                   .rows = rows,
+                   .id = status.rows});
+  }
+  const bool fits = status.count == count && status.bad_count == 0 && status.distinct >= 0 &&
+                    status.distinct <= count;
+  if (!fits) throw_not_made_by_plan_rows(op, list);
+  return view;
+}
+
+void check_offsets(const char* op, const char* list, const PlanView& view) {
+  const int64_t distinct = view.status->distinct;
+  bool good = view.offsets[0] == 0 && view.offsets[distinct] == view.count;
+  for (int64_t k = 0; good && k < distinct; ++k) good = view.offsets[k] < view.offsets[k + 1];
+  if (!good) throw_not_made_by_plan_rows(op, list);
+}
+
+void check_plan_of(const char* op, const char* list, const PlanView& view, const Ids& ids) {
+  check_offsets(op, list, view);
+  // Positions that rise within each of the distinct ids and name it are all the positions there
+  // are.
+  for (int64_t k = 0; k < view.status->distinct; ++k) {
+    const int64_t id = view.unique[k];
+    bool good = k == 0 || view.unique[k - 1] < id;
+    for (int64_t entry = view.offsets[k], before = -1; good && entry < view.offsets[k + 1];
+         ++entry) {
+      const int64_t position = view.order[entry];
+      good = position > before && position < view.count && ids.at(position) == id;
+      before = position;
+    }
+    if (good) continue;
+    throw_value_error(op, "the plan of " + std::string(list) + " is that of other ids (entry " +
+                              std::to_string(k) + " of its distinct ids is " + std::to_string(id) +
+                              "); plan_rows(" + list + ", rows) makes the right one");
+  }
+}
+
+void check_plan_on_cpu(const char* op, const char* list, const std::vector<Tensor>& plan,
+                       int64_t count, int64_t rows) {
+  std::vector<Tensor> on_cpu;
+  for (const Tensor& part : plan) on_cpu.push_back(copy_to_cpu(op, part));
+  view_plan(op, list, on_cpu, count, rows);
+}
+
+std::vector<Tensor> plan_rows(const Tensor& index, int64_t rows) {
+  constexpr const char* kOp = "plan_rows";
+  const Arguments all(kOp, {read("index", index)});
+  if (rows < 0) throw_value_error(kOp, "rows must not be negative, got " + std::to_string(rows));
+  check_ids_kind(kOp, "index", index);
+  all.check_memory();
+  if (index.is_cpu()) {
+    const Ids ids = as_ids(index);
+    check_ids_on_cpu(kOp, "index", ids, rows);
+    return make_plan(kOp, ids, rows, ids.keep, nullptr);
+  }
+  const CurrentStream stream(kOp, index);
+  const Ids ids = as_ids(index);
+  return make_plan(kOp, ids, rows, ids.keep, stream.get());
+}
+
+}  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("plan_rows", TORCH_BOX(&speedtorch::plan_rows));
+}

@@ -1,0 +1,281 @@
+// Ids -> address order on the GPU: mark bad ids, sort (id, position) by id, number the distinct
+// ids. Called by plan.cpp. Every id is read once or twice from GPU memory; nothing crosses the
+// link. Bad ids leave garbage in the plan but never an address out of bounds; the status tells the
+// movers to leave everything as it was.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <bit>
+#include <cub/block/block_radix_sort.cuh>
+#include <cub/block/block_scan.cuh>
+#include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_scan.cuh>
+
+#include "plan/ids.cuh"
+#include "plan/plan_launch.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr int64_t kAlign = 256;  // of the pieces of scratch, as cudaMalloc aligns
+
+// One block plans so few ids in the time of a few launches.
+constexpr int kFewThreads = 512;
+constexpr int kFewPerThread = 4;
+constexpr int64_t kFewIds = kFewThreads * kFewPerThread;
+
+struct Scratch {
+  uint64_t* keys;
+  uint64_t* sorted_keys;
+  int32_t* positions;
+  int32_t* sorted_positions;
+  int32_t* heads;
+  int32_t* ranks;
+  void* cub;
+  int64_t cub_bytes;
+};
+
+int end_bit(int64_t rows) {
+  return std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(rows - 1))));
+}
+
+int64_t padded(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+size_t cub_scratch_bytes(int64_t n, int64_t rows) {
+  size_t sort_bytes = 0, scan_bytes = 0;
+  cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, static_cast<uint64_t*>(nullptr),
+                                  static_cast<uint64_t*>(nullptr), static_cast<int32_t*>(nullptr),
+                                  static_cast<int32_t*>(nullptr), static_cast<int>(n), 0,
+                                  end_bit(rows));
+  cub::DeviceScan::InclusiveSum(nullptr, scan_bytes, static_cast<int32_t*>(nullptr),
+                                static_cast<int32_t*>(nullptr), static_cast<int>(n));
+  return std::max(sort_bytes, scan_bytes);
+}
+
+Scratch carve(void* memory, int64_t bytes, int64_t n) {
+  char* next = static_cast<char*>(memory);
+  auto take = [&](int64_t size) { return std::exchange(next, next + padded(size)); };
+  Scratch scratch{};
+  scratch.keys = reinterpret_cast<uint64_t*>(take(n * 8));
+  scratch.sorted_keys = reinterpret_cast<uint64_t*>(take(n * 8));
+  scratch.positions = reinterpret_cast<int32_t*>(take(n * 4));
+  scratch.sorted_positions = reinterpret_cast<int32_t*>(take(n * 4));
+  scratch.heads = reinterpret_cast<int32_t*>(take(n * 4));
+  scratch.ranks = reinterpret_cast<int32_t*>(take(n * 4));
+  scratch.cub = next;
+  scratch.cub_bytes = static_cast<char*>(memory) + bytes - next;
+  return scratch;
+}
+
+// ----------------------------------------------------------------------------------------------------------
+// kernels
+
+// One thread: a status of a batch in which nothing is wrong yet.
+__global__ void reset_status_kernel(PlanStatus* status, int64_t rows, int64_t n) {
+  *status = {0, n, 0, 0, rows, n, n, 0};
+}
+
+// A thread owns ids i, i + threads, ...: finds those out of range and prepares the sort.
+template <typename Id>
+__global__ void mark_ids_kernel(const Id* ids, int64_t n, int64_t rows, uint64_t* keys,
+                                int32_t* positions, PlanStatus* status) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
+    const uint64_t id = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
+    if (id >= static_cast<uint64_t>(rows)) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(&status->bad_count), 1ull);
+      atomicMin(reinterpret_cast<unsigned long long*>(&status->bad_position),
+                static_cast<unsigned long long>(i));
+    }
+    keys[i] = id;
+    positions[i] = static_cast<int32_t>(i);
+  }
+}
+
+// A thread owns sorted entries: 1 where an id differs from the one before it.
+__global__ void mark_heads_kernel(const uint64_t* sorted_keys, int64_t n, int32_t* heads) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
+    heads[i] = i == 0 || sorted_keys[i] != sorted_keys[i - 1];
+  }
+}
+
+// A thread owns sorted entries: writes its share of the plan. ranks[i] is the number of distinct
+// ids up to entry i.
+template <typename Id>
+__global__ void write_plan_kernel(const Id* ids, const uint64_t* sorted_keys,
+                                  const int32_t* sorted_positions, const int32_t* ranks, int64_t n,
+                                  PlanOut out) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  const int64_t distinct = ranks[n - 1];
+  unsigned long long first_repeat = static_cast<unsigned long long>(n);
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
+    const int64_t mine = ranks[i] - 1;
+    const int64_t position = sorted_positions[i];
+    const bool head = i == 0 || ranks[i - 1] != ranks[i];
+    out.order[i] = position;
+    out.inverse[position] = mine;
+    if (head) {
+      out.unique[mine] = static_cast<int64_t>(sorted_keys[i]);
+      out.offsets[mine] = i;
+    } else {
+      first_repeat = min(first_repeat, static_cast<unsigned long long>(position));
+    }
+    if (i >= distinct) {
+      out.unique[i] = -1;
+      out.offsets[i] = n;
+    }
+    if (i == n - 1) {
+      out.offsets[n] = n;
+      out.status->distinct = distinct;
+    }
+  }
+  // Once for each warp, and rarely: one atomic for each repeated id took longer than the sort.
+  for (int apart = 16; apart > 0; apart /= 2) {
+    first_repeat = min(first_repeat, __shfl_xor_sync(~0u, first_repeat, apart));
+  }
+  auto* found = reinterpret_cast<unsigned long long*>(&out.status->repeat_position);
+  if (threadIdx.x % 32 == 0 && first_repeat < *found) atomicMin(found, first_repeat);
+}
+
+// By one thread: the ids at the first bad and the first repeated position.
+template <typename Id>
+__device__ void name_ids(const Id* ids, int64_t n, volatile PlanStatus* status) {
+  if (status->bad_count > 0) status->bad_id = static_cast<int64_t>(ids[status->bad_position]);
+  if (status->repeat_position < n)
+    status->repeat_id = static_cast<int64_t>(ids[status->repeat_position]);
+}
+
+template <typename Id>
+__global__ void name_ids_kernel(const Id* ids, int64_t n, PlanStatus* status) {
+  name_ids(ids, n, status);
+}
+
+// One block: all of the above, for batches so small that a dozen launches take longer. A thread
+// owns kFewPerThread neighbours, before and after the sort.
+template <typename Id>
+__global__ void __launch_bounds__(kFewThreads)
+    plan_few_kernel(const Id* ids, int64_t n, int64_t rows, int last_bit, PlanOut out) {
+  using Sort = cub::BlockRadixSort<uint64_t, kFewThreads, kFewPerThread, int32_t>;
+  using Scan = cub::BlockScan<int32_t, kFewThreads>;
+  __shared__ union {
+    typename Sort::TempStorage sort;
+    typename Scan::TempStorage scan;
+    uint64_t last_key[kFewThreads];  // of each thread's neighbours
+  } shared;
+  PlanStatus* status = out.status;
+  if (threadIdx.x == 0) *status = {0, n, 0, 0, rows, n, n, 0};
+  __syncthreads();
+  auto note_first = [](int64_t* first, int64_t position) {
+    atomicMin(reinterpret_cast<unsigned long long*>(first),
+              static_cast<unsigned long long>(position));
+  };
+  const int64_t first = int64_t{threadIdx.x} * kFewPerThread;
+  uint64_t key[kFewPerThread];
+  int32_t position[kFewPerThread], rank[kFewPerThread];
+#pragma unroll
+  for (int k = 0; k < kFewPerThread; ++k) {
+    const int64_t i = first + k;
+    key[k] = i < n ? static_cast<uint64_t>(static_cast<int64_t>(ids[i])) : ~uint64_t{0};
+    position[k] = static_cast<int32_t>(i);
+    if (i < n && key[k] >= static_cast<uint64_t>(rows)) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(&status->bad_count), 1ull);
+      note_first(&status->bad_position, i);
+    }
+  }
+  // Stable, so that what is behind the last id stays there.
+  Sort(shared.sort).Sort(key, position, 0, last_bit);
+  __syncthreads();
+  shared.last_key[threadIdx.x] = key[kFewPerThread - 1];
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kFewPerThread; ++k) {
+    const int64_t i = first + k;
+    const uint64_t before = k > 0 ? key[k - 1] : i > 0 ? shared.last_key[threadIdx.x - 1] : 0;
+    rank[k] = i < n && (i == 0 || key[k] != before);
+  }
+  bool head[kFewPerThread];
+#pragma unroll
+  for (int k = 0; k < kFewPerThread; ++k) head[k] = rank[k] != 0;
+  __syncthreads();
+  int32_t distinct = 0;
+  Scan(shared.scan).InclusiveSum(rank, rank, distinct);
+  int64_t repeat = n;
+#pragma unroll
+  for (int k = 0; k < kFewPerThread; ++k) {
+    const int64_t i = first + k, mine = rank[k] - 1;
+    if (i >= n) continue;
+    out.order[i] = position[k];
+    out.inverse[position[k]] = mine;
+    if (head[k]) {
+      out.unique[mine] = static_cast<int64_t>(key[k]);
+      out.offsets[mine] = i;
+    } else {
+      repeat = min(repeat, int64_t{position[k]});
+    }
+    if (i >= distinct) {
+      out.unique[i] = -1;
+      out.offsets[i] = n;
+    }
+  }
+  if (repeat < n) note_first(&status->repeat_position, repeat);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  out.offsets[n] = n;
+  status->distinct = distinct;
+  name_ids(ids, n, status);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// launchers
+
+template <typename Id>
+void mark_ids(const Id* ids, int64_t n, int64_t rows, uint64_t* keys, int32_t* positions,
+              PlanStatus* status, cudaStream_t stream) {
+  reset_status_kernel<<<1, 1, 0, stream>>>(status, rows, n);
+  mark_ids_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(ids, n, rows, keys, positions,
+                                                                status);
+}
+
+template <typename Id>
+cudaError_t plan(const Id* ids, int64_t n, int64_t rows, const Scratch& scratch, PlanOut out,
+                 cudaStream_t stream) {
+  if (n <= kFewIds) {
+    plan_few_kernel<<<1, kFewThreads, 0, stream>>>(ids, n, rows, end_bit(rows), out);
+    return cudaGetLastError();
+  }
+  mark_ids(ids, n, rows, scratch.keys, scratch.positions, out.status, stream);
+  size_t cub_bytes = static_cast<size_t>(scratch.cub_bytes);
+  cudaError_t error = cub::DeviceRadixSort::SortPairs(
+      scratch.cub, cub_bytes, scratch.keys, scratch.sorted_keys, scratch.positions,
+      scratch.sorted_positions, static_cast<int>(n), 0, end_bit(rows), stream);
+  if (error != cudaSuccess) return error;
+  mark_heads_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(scratch.sorted_keys, n,
+                                                                  scratch.heads);
+  error = cub::DeviceScan::InclusiveSum(scratch.cub, cub_bytes, scratch.heads, scratch.ranks,
+                                        static_cast<int>(n), stream);
+  if (error != cudaSuccess) return error;
+  write_plan_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(
+      ids, scratch.sorted_keys, scratch.sorted_positions, scratch.ranks, n, out);
+  name_ids_kernel<<<1, 1, 0, stream>>>(ids, n, out.status);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int64_t plan_scratch_bytes(int64_t n, int64_t rows) {
+  if (n <= kFewIds) return 0;
+  return 2 * padded(n * 8) + 4 * padded(n * 4) + static_cast<int64_t>(cub_scratch_bytes(n, rows));
+}
+
+int launch_plan(const void* ids, bool wide, int64_t n, int64_t rows, void* scratch,
+                int64_t scratch_bytes, PlanOut out, void* stream) {
+  const Scratch pieces = carve(scratch, scratch_bytes, n);
+  auto on = static_cast<cudaStream_t>(stream);
+  return wide ? plan(static_cast<const int64_t*>(ids), n, rows, pieces, out, on)
+              : plan(static_cast<const int32_t*>(ids), n, rows, pieces, out, on);
+}
+
+}  // namespace speedtorch

@@ -1,0 +1,38 @@
+// A batch's ids in address order. One plan serves every op on the same ids.
+//
+// A plan is a list of tensors on one device: unique [n], inverse [n], order [n], offsets [n + 1],
+// status [8], all int64; with u distinct ids the first u of `unique` are valid, ascending, and
+// positions order[offsets[k]] up to order[offsets[k + 1]] name unique[k], in index order.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/rows.h"
+#include "plan/plan_view.h"
+
+namespace speedtorch {
+
+std::vector<Tensor> plan_rows(const Tensor& index, int64_t rows);
+
+// A plan of ids on their own device, without the checks that plan_rows makes of bad ids on the CPU.
+std::vector<Tensor> make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on,
+                              void* stream);
+// Checks a plan that the user passed: number, shapes, dtypes, devices. Reads no byte of it.
+void check_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+                const Tensor& on);
+// A checked plan; on the CPU its status is checked here. (On a GPU the kernels look at it.)
+PlanView view_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+                   int64_t rows);
+// On the CPU, of one of view_plan: refuses offsets that do not share out all entries, at least one
+// to each distinct id.
+void check_offsets(const char* op, const char* list, const PlanView& view);
+// The same, and refuses a plan that is not that of these ids.
+void check_plan_of(const char* op, const char* list, const PlanView& view, const Ids& ids);
+
+// For paths that work on the CPU although the plan lies on a GPU: checks it there, which waits for
+// the GPU.
+void check_plan_on_cpu(const char* op, const char* list, const std::vector<Tensor>& plan,
+                       int64_t count, int64_t rows);
+
+}  // namespace speedtorch
