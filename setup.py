@@ -153,6 +153,7 @@ def compile_cuda(cuda: Toolkit) -> list[str]:
     # Paths are relative to the root: a space in its path does not survive nvcc's call of gcc.
     flags = ["-std=c++20", "-O3", "-DSPEEDTORCH_CUDA=1", "-Icsrc"]
     flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+    flags += ["-Xfatbin=-compress-all"]  # a third of the size
     flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in cuda.archs]
     flags += [f"-gencode=arch=compute_{cuda.archs[-1]},code=compute_{cuda.archs[-1]}"]
     if os.environ.get("CXX"):

@@ -134,14 +134,13 @@ int launch_bulk_moves(const Moves& moves, RowRange from, RowRange to, int64_t ro
   return cudaGetLastError();
 }
 
-template <typename Moves>
+template <Link kLink, typename Moves>
 int launch_moves(const Moves& moves, RowRange from, RowRange to, int64_t row_bytes,
-                 int64_t most_rows, int64_t zero_rows, Mover mover, Link link,
-                 cudaStream_t stream) {
+                 int64_t most_rows, int64_t zero_rows, Mover mover, cudaStream_t stream) {
   return mover.bulk ? launch_bulk_moves(moves, from, to, row_bytes, most_rows, zero_rows,
                                         mover.most_blocks, stream)
-                    : launch_register_moves(moves, from, to, row_bytes, most_rows, zero_rows,
-                                            mover.most_blocks, link, stream);
+                    : launch_register_moves<kLink>(moves, from, to, row_bytes, most_rows, zero_rows,
+                                                   mover.most_blocks, stream);
 }
 
 }  // namespace speedtorch

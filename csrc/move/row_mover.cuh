@@ -40,8 +40,8 @@ __device__ void zero_instead(const Moves& moves, RowRange to, int64_t row_bytes,
   for (int64_t v = thread; v < vecs; v += threads) store_streaming(to.base, v, Vec{});
 }
 
-// Which side of a move is host memory, whose lines are worth touching once.
-enum class Link { kFrom, kTo };
+// Which side of a move is host memory, whose lines are worth touching once; or none.
+enum class Link { kFrom, kTo, kNone };
 
 // Vectors between the start of a line (or of what a warp covers, if that is less) and `row`.
 template <typename Vec>
@@ -55,10 +55,9 @@ __device__ int vecs_before(const char* row) {
 // the link once. A row that takes more than one turn of its lanes is cut where lines of host memory
 // begin: a line that two turns touch would cross the link in two requests (rows of 1,028 bytes: 17
 // requests instead of 9).
-template <typename Vec, int kRows, typename Moves>
+template <typename Vec, int kRows, Link kLink, typename Moves>
 __global__ void __launch_bounds__(kMoverThreads)
-    move_rows_kernel(Moves moves, RowRange from, RowRange to, MoveShape shape, int64_t zero_rows,
-                     Link link) {
+    move_rows_kernel(Moves moves, RowRange from, RowRange to, MoveShape shape, int64_t zero_rows) {
   if (moves.blocked()) {
     return zero_instead<Vec>(moves, to, shape.vecs_per_row * shape.vec_bytes, zero_rows);
   }
@@ -68,7 +67,7 @@ __global__ void __launch_bounds__(kMoverThreads)
   const int lane = static_cast<int>(thread % shape.lanes_per_row);
   if (group >= groups) return;  // the threads left over when lanes do not divide them
   const int64_t count = moves.count();
-  const bool in_turns = shape.vecs_per_row > shape.lanes_per_row;
+  const bool in_turns = kLink != Link::kNone && shape.vecs_per_row > shape.lanes_per_row;
   for (int64_t first = group; first < count; first += groups * kRows) {
     const char* source[kRows];
     char* target[kRows];
@@ -80,7 +79,7 @@ __global__ void __launch_bounds__(kMoverThreads)
       const int64_t row = m < count ? moves.from(m) : -1;
       source[u] = row < 0 ? nullptr : from.base + row * from.stride_bytes;
       target[u] = row < 0 ? nullptr : to.base + moves.to(m) * to.stride_bytes;
-      before[u] = in_turns ? vecs_before<Vec>(link == Link::kFrom ? source[u] : target[u]) : 0;
+      before[u] = in_turns ? vecs_before<Vec>(kLink == Link::kFrom ? source[u] : target[u]) : 0;
       most_before = max(most_before, before[u]);
     }
     for (int64_t column = lane; column < shape.vecs_per_row + most_before;
@@ -188,23 +187,23 @@ inline uint64_t alignment_bits(RowRange range) {
 }
 
 // `most_rows` bounds moves.count(), which only the GPU knows.
-template <typename Moves>
+template <Link kLink, typename Moves>
 int launch_register_moves(const Moves& moves, RowRange from, RowRange to, int64_t row_bytes,
-                          int64_t most_rows, int64_t zero_rows, int most_blocks, Link link,
+                          int64_t most_rows, int64_t zero_rows, int most_blocks,
                           cudaStream_t stream) {
   const MoveShape shape =
       move_shape(row_bytes, alignment_bits(from) | alignment_bits(to), most_rows, most_blocks);
   with_vec_type(shape.vec_bytes, [&](auto vec) {
-    if constexpr (sizeof(vec) < sizeof(uint32_t)) {
-      if (link == Link::kFrom && shape.vecs_per_row > shape.lanes_per_row) {
+    if constexpr (kLink == Link::kFrom && sizeof(vec) < sizeof(uint32_t)) {
+      if (shape.vecs_per_row > shape.lanes_per_row) {
         const char* end = from.base + (from.count - 1) * from.stride_bytes + row_bytes;
         return move_words_kernel<decltype(vec), Moves><<<shape.blocks, kMoverThreads, 0, stream>>>(
             moves, from, end, to, row_bytes, zero_rows);
       }
     }
     constexpr int kRows = sizeof(vec) == 16 ? kRowsInFlight : 2 * kRowsInFlight;
-    move_rows_kernel<decltype(vec), kRows, Moves>
-        <<<shape.blocks, kMoverThreads, 0, stream>>>(moves, from, to, shape, zero_rows, link);
+    move_rows_kernel<decltype(vec), kRows, kLink, Moves>
+        <<<shape.blocks, kMoverThreads, 0, stream>>>(moves, from, to, shape, zero_rows);
   });
   return cudaGetLastError();
 }

@@ -17,13 +17,19 @@ struct Consecutive {
   __device__ int64_t to(int64_t m) const { return m; }
 };
 
+template <Link kLink>
+int launch(const CopyRows& rows, Mover mover, void* stream) {
+  return launch_moves<kLink>(Consecutive{rows.count},
+                             RowRange{rows.from, rows.from_stride_bytes, rows.count},
+                             RowRange{rows.to, rows.to_stride_bytes, rows.count}, rows.row_bytes,
+                             rows.count, 0, mover, static_cast<cudaStream_t>(stream));
+}
+
 }  // namespace
 
 int launch_copy(const CopyRows& rows, Mover mover, void* stream) {
-  return launch_moves(
-      Consecutive{rows.count}, RowRange{rows.from, rows.from_stride_bytes, rows.count},
-      RowRange{rows.to, rows.to_stride_bytes, rows.count}, rows.row_bytes, rows.count, 0, mover,
-      rows.to_host ? Link::kTo : Link::kFrom, static_cast<cudaStream_t>(stream));
+  return rows.to_host ? launch<Link::kTo>(rows, mover, stream)
+                      : launch<Link::kFrom>(rows, mover, stream);
 }
 
 }  // namespace speedtorch

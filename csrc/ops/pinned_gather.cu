@@ -96,14 +96,16 @@ RowRange out_range(const GatherRows& rows) { return {rows.out, rows.row_bytes, r
 
 template <typename Moves>
 int fetch(const Moves& moves, const GatherRows& rows, Mover mover, void* stream) {
-  return launch_moves(moves, table_range(rows), out_range(rows), rows.row_bytes, rows.count,
-                      rows.count, mover, Link::kFrom, static_cast<cudaStream_t>(stream));
+  return launch_moves<Link::kFrom>(moves, table_range(rows), out_range(rows), rows.row_bytes,
+                                   rows.count, rows.count, mover,
+                                   static_cast<cudaStream_t>(stream));
 }
 
 template <typename Moves>
 int repeat(const Moves& moves, const GatherRows& rows, void* stream) {
-  return launch_register_moves(moves, out_range(rows), out_range(rows), rows.row_bytes, rows.count,
-                               0, kDeviceBlocks, Link::kFrom, static_cast<cudaStream_t>(stream));
+  return launch_register_moves<Link::kNone>(moves, out_range(rows), out_range(rows), rows.row_bytes,
+                                            rows.count, 0, kDeviceBlocks,
+                                            static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace
@@ -111,9 +113,9 @@ int repeat(const Moves& moves, const GatherRows& rows, void* stream) {
 int launch_gather_direct(const GatherRows& rows, const ClaimsView& checked, int most_blocks,
                          Letter* box, void* stream) {
   const Complaint complaint{box, Op::kGather, kList, rows.table_rows};
-  return launch_register_moves(InIndexOrder{checked, complaint}, table_range(rows), out_range(rows),
-                               rows.row_bytes, rows.count, rows.count, most_blocks, Link::kFrom,
-                               static_cast<cudaStream_t>(stream));
+  return launch_register_moves<Link::kFrom>(InIndexOrder{checked, complaint}, table_range(rows),
+                                            out_range(rows), rows.row_bytes, rows.count, rows.count,
+                                            most_blocks, static_cast<cudaStream_t>(stream));
 }
 
 int launch_gather_distinct(const GatherRows& rows, const ClaimsView& claims, Mover mover,

@@ -174,17 +174,18 @@ RowRange table_range(const ScatterRows& rows) {
 template <typename Moves>
 int store(const Moves& moves, const ScatterRows& rows, int64_t most_rows, Mover mover,
           void* stream) {
-  return launch_moves(moves, src_range(rows, most_rows), table_range(rows), rows.row_bytes,
-                      most_rows, 0, mover, Link::kTo, static_cast<cudaStream_t>(stream));
+  return launch_moves<Link::kTo>(moves, src_range(rows, most_rows), table_range(rows),
+                                 rows.row_bytes, most_rows, 0, mover,
+                                 static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace
 
 int launch_scatter_direct(const ScatterRows& rows, const ClaimsView& ids, int most_blocks,
                           Letter* box, void* stream) {
-  return launch_register_moves(
+  return launch_register_moves<Link::kTo>(
       LastInBlock{ids, complaint_of(rows, box)}, src_range(rows, ids.count), table_range(rows),
-      rows.row_bytes, ids.count, 0, most_blocks, Link::kTo, static_cast<cudaStream_t>(stream));
+      rows.row_bytes, ids.count, 0, most_blocks, static_cast<cudaStream_t>(stream));
 }
 
 int launch_scatter_distinct(const ScatterRows& rows, const ClaimsView& claims, Mover mover,
