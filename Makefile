@@ -44,10 +44,10 @@ test: setup ## the tests, on all cores; with a GPU one after another, and those 
 	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: setup ## 100,000 random programs against torch.nn.Embedding: hours
-	SPEEDTORCH_PROGRAMS=100000 $(PY) -m pytest -m '' tests/test_embedding_machine.py $(ARGS)
+	SPEEDTORCH_PROGRAMS=100000 $(PY) -m pytest -m '' tests/nn/test_embedding_machine.py $(ARGS)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
-	$(CLIENTS)/bin/python -m pytest -m clients tests/test_clients_*.py $(ARGS)
+	$(CLIENTS)/bin/python -m pytest -m clients tests/optim/test_clients_*.py $(ARGS)
 
 lint: setup ## format, lint and types
 	$(PY) -m ruff check .
@@ -58,9 +58,9 @@ lint: setup ## format, lint and types
 # A package of its own, whose library has the CPU kernels alone and looks at each access. Python
 # has no sanitizer, so it is loaded before; what Python and torch keep to the end is no leak.
 SANITIZED := build/sanitized
-SANITIZED_TESTS := $(addprefix tests/test_,argument_overlaps.py argument_faults.py \
-    argument_errors.py swap_argument_errors.py index_errors.py pinned_gather.py pinned_scatter.py \
-    pinned_copy.py optimizer_state_swap.py swap_places.py plan.py sum_rows.py memory.py)
+SANITIZED_TESTS := tests/memory/test_memory.py $(addprefix tests/ops/test_,argument_overlaps.py \
+    argument_faults.py argument_errors.py swap_argument_errors.py index_errors.py pinned_gather.py \
+    pinned_scatter.py pinned_copy.py optimizer_state_swap.py swap_places.py plan.py sum_rows.py)
 
 sanitize: setup ## the ops' tests with gcc's address and undefined-behaviour sanitizers
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)

@@ -96,7 +96,7 @@ MUTANTS = [
         "                self.now = self.now._replace(newer=True, stale=False)\n"
         "            self._shown.mark()\n",
         "            self._shown.mark()\n",
-        "tests/test_embedding_interrupts.py"
+        "tests/step/test_embedding_interrupts.py"
         "::test_an_interrupt_within_torchs_step_leaves_what_it_leaves_of_plain_rows",
     ),
     Mutant(
@@ -110,7 +110,7 @@ MUTANTS = [
         "step/exchange.py",
         "stepped = number == now.number and (has_gradient or written)",
         "stepped = number == now.number",
-        "tests/test_embedding_steps.py"
+        "tests/step/test_embedding_steps.py"
         "::test_a_lookup_without_a_gradient_outlives_the_step_of_another_table",
     ),
     Mutant(
@@ -207,7 +207,7 @@ MUTANTS = [
         "step/exchange.py",
         "        if number != self.now.number:\n",
         "        if False:\n",
-        "tests/test_embedding.py::test_backward_through_rows_that_have_left_is_an_error",
+        "tests/nn/test_embedding.py::test_backward_through_rows_that_have_left_is_an_error",
     ),
     # ---- shown_rows.py and trained_rows.py
     Mutant(
@@ -221,7 +221,7 @@ MUTANTS = [
         "step/shown_rows.py",
         "        self.parameter.grad = gradient\n        self.note_gradient()\n",
         "        self.parameter.grad = gradient\n",
-        "tests/test_embedding_steps.py"
+        "tests/step/test_embedding_steps.py"
         "::test_a_gradient_of_zeros_that_follows_a_zero_grad_is_stepped",
     ),
     Mutant(
@@ -229,7 +229,7 @@ MUTANTS = [
         "step/shown_rows.py",
         "return self.was_changed() or self.parameter.data_ptr() != self._pointer",
         "return self.was_changed()",
-        "tests/test_embedding_steps.py"
+        "tests/step/test_embedding_steps.py"
         "::test_rows_that_an_optimizer_puts_in_other_memory_are_changed_without_a_gradient_too",
     ),
     Mutant(
@@ -237,7 +237,7 @@ MUTANTS = [
         "step/trained_rows.py",
         "            self._exchange.bring_home()\n            has_values",
         "            has_values",
-        "tests/test_embedding_steps.py::test_rows_of_a_step_outlive_an_attach",
+        "tests/step/test_embedding_steps.py::test_rows_of_a_step_outlive_an_attach",
     ),
     # ---- lookups.py: max_norm
     Mutant(
@@ -282,7 +282,7 @@ MUTANTS = [
         "step/gradient_sums.py",
         "            if more_to_come:\n",
         "            if False:\n",
-        "tests/test_embedding_steps.py::test_gradients_of_several_lookups_add_up_as_in_torch",
+        "tests/step/test_embedding_steps.py::test_gradients_of_several_lookups_add_up_as_in_torch",
     ),
     Mutant(
         "a sparse gradient names only the rows that got one",
@@ -309,7 +309,7 @@ MUTANTS = [
         "optim/step_hooks.py",
         "        step.pause()\n",
         "",
-        "tests/test_embedding_steps.py::test_a_closure_sees_the_weight_as_the_table",
+        "tests/step/test_embedding_steps.py::test_a_closure_sees_the_weight_as_the_table",
     ),
     Mutant(
         "an interrupt between two tables steps one of them",
@@ -322,7 +322,7 @@ MUTANTS = [
         "nn/prefetch.py",
         "                end.callback(module.trained_rows.end_loop, loop)\n",
         "",
-        "tests/test_prefetch.py::test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead",
+        "tests/nn/test_prefetch.py::test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead",
     ),
 ]
 

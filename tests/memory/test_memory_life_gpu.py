@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from cuda_calls import Driver
+from graph_capture import captured
 from reference import assert_same_bytes, assert_same_storage, random_rows
-from test_cuda_graphs import captured
 from test_memory_gpu import LONG, NBYTES, OWN, ROWS, WIDTH, all_rows, table_of
 from test_memory_processes import lines_of, run_python
 from torch import Tensor

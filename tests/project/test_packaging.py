@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
 
 # Looking for the module pip with find_spec makes setuptools give up its own distutils.
@@ -94,7 +94,7 @@ def test_the_source_archive_holds_every_file_that_the_build_and_the_tests_read(
     patterns = [
         "csrc/**/*.*",
         "speedtorch/**/*.py",
-        "tests/*.py",
+        "tests/**/*.py",
         "notebooks/*.ipynb",
         "benchmarks/*.py",
     ]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cuda_calls import library_path
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 # Importing torch takes seconds: one process does it, and forks for each program. A fork runs its
 # program to the end as any Python does, five minutes at most.
@@ -68,7 +68,11 @@ def forked(child):
 @functools.cache
 def source_of_processes() -> subprocess.Popen[str]:
     """The process that every program of this file is a fork of; it ends with this one."""
-    folders = [str(HERE), str(library_path().parent.parent), os.environ.get("PYTHONPATH", "")]
+    folders = [
+        str(TESTS),
+        str(library_path().parent.parent),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", SOURCE_OF_PROCESSES],
         stdin=subprocess.PIPE,

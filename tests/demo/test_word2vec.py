@@ -157,7 +157,7 @@ def test_ctrl_c_saves_what_there_is(text: Path, tmp_path: Path) -> None:
     given = ("--corpus", str(text), "--out", str(tmp_path), "--device", "cpu", *SMALL)
     command = [sys.executable, "-m", "speedtorch", "demo", "word2vec", *given, "--epochs", "100000"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[1]
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2]
     ) as process:
         assert process.stderr is not None
         seen = b""

@@ -16,7 +16,7 @@ from speedtorch.__main__ import main
 from speedtorch.demo import glove_run, word2vec
 from speedtorch.demo.settings import Settings, make_optimizer, optimizer_names
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:

@@ -11,7 +11,7 @@ import pytest
 from mutants import MUTANTS, Mutant, mutated_copy
 
 # What judges a copy of the package, and how many programs it runs, others at every call.
-MACHINE = "tests/test_embedding_machine.py"
+MACHINE = "tests/nn/test_embedding_machine.py"
 PROGRAMS = {"SPEEDTORCH_PROGRAMS": "4000", "SPEEDTORCH_SHRINK": "0"}
 # Tests that find a mutant which the programs cannot.
 NAMED = sorted({mutant.found_by for mutant in MUTANTS if mutant.found_by is not None})

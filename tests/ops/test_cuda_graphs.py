@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from conftest import NEEDS_GPU, PLACES, Place
+from graph_capture import captured
 from reference import assert_same_bytes, assert_same_storage, layout_copy, random_rows
 from torch import Tensor
 
@@ -20,20 +21,6 @@ ROWS, WIDTH = 37, 13
 CAPTURABLE = pytest.mark.parametrize(
     "kind", [parameter for parameter in PLACES[1:] if parameter.id != "cuda-pageable"]
 )
-
-
-def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Runs the work once on a side stream, as torch asks for, then captures it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    speedtorch.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
 
 
 @CAPTURABLE

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 from benchmarks import plots, report, targets
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import NEEDS_GPU, Place
 from cuda_calls import Driver
+from graph_capture import captured
 from reference import assert_same_bytes, random_rows
-from test_cuda_graphs import captured
 from torch import Tensor
 
 import speedtorch

@@ -57,6 +57,11 @@ def test_every_folder_is_a_room() -> None:
     assert folders == {PACKAGE / room for room in ROOMS}
 
 
+def test_the_tests_stand_in_the_rooms_of_what_they_test() -> None:
+    folders = {file.parent.name for file in Path(__file__).parents[1].glob("*/test_*.py")}
+    assert folders == {*ROOMS, "project"}
+
+
 def test_the_library_alone_is_no_file_of_python() -> None:
     assert file_of("speedtorch.step.exchange") == PACKAGE / "step" / "exchange.py"
     assert file_of("speedtorch.step") == PACKAGE / "step" / "__init__.py"

@@ -29,7 +29,7 @@ from speedtorch.demo.glove import GloVe, Outcome, train
 from speedtorch.demo.glove_batches import PairBatches
 from speedtorch.demo.settings import make_optimizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TABLES = ("target", "context", "target_bias", "context_bias")
 SMALL = ("--dim", "8", "--batch", "256", "--min-count", "1")
 FILES = ["report.json", "vectors.npy", "vectors.txt"]
