@@ -80,13 +80,13 @@ MUTANTS = [
     Mutant(
         "rows that are read again lose their gradient",
         "step/exchange.py",
-        "rows=self._load(now.ids), stale=False, gradient=gradient)",
-        "rows=self._load(now.ids), stale=False, gradient=None)",
+        "padded=padded, stale=False, gradient=gradient)",
+        "padded=padded, stale=False, gradient=None)",
     ),
     Mutant(
         "rows that stay in the next step count as the table's",
         "step/exchange.py",
-        "whole=batch, newer=now.newer, ahead=ahead",
+        "whole=batch, newer=newer, ahead=ahead",
         "whole=batch, newer=False, ahead=ahead",
     ),
     Mutant(
@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "the padding's row is not fetched behind rows that joined",
         "step/exchange.py",
-        "load, None, places)\n        self._fetch_padding(rows, count)\n",
+        "load, None, places)\n        self._fetch_padding(padded)\n",
         "load, None, places)\n",
     ),
     # ---- exchange.py: batches that are planned ahead
@@ -142,7 +142,7 @@ MUTANTS = [
         "rows that arrived ahead are dropped, not written",
         "step/exchange.py",
         "            self._store.exchange("
-        "self._shown.names, rows, ids, nothing, ids[:0], places)\n",
+        "self._shown.kept.names, coming.rows, ids, nothing, ids[:0], places)\n",
         "",
     ),
     Mutant(
@@ -209,7 +209,7 @@ MUTANTS = [
         "        if False:\n",
         "tests/nn/test_embedding.py::test_backward_through_rows_that_have_left_is_an_error",
     ),
-    # ---- shown_rows.py and trained_rows.py
+    # ---- exchange.py: shown rows; trained_rows.py
     Mutant(
         "a zero_grad is not noticed",
         "step/trained_rows.py",
@@ -218,62 +218,62 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient that follows a zero_grad counts as its zeros",
-        "step/shown_rows.py",
-        "        self.parameter.grad = gradient\n        self.note_gradient()\n",
-        "        self.parameter.grad = gradient\n",
+        "step/exchange.py",
+        "        self._shown.parameter.grad = gradient\n        self._shown.note_gradient()\n",
+        "        self._shown.parameter.grad = gradient\n",
         "tests/step/test_embedding_steps.py"
         "::test_a_gradient_of_zeros_that_follows_a_zero_grad_is_stepped",
     ),
     Mutant(
         "rows in other memory are no change",
-        "step/shown_rows.py",
-        "return self.was_changed() or self.parameter.data_ptr() != self._pointer",
-        "return self.was_changed()",
+        "step/exchange.py",
+        "return parameter._version != self.version or parameter.data_ptr() != self._pointer",
+        "return parameter._version != self.version",
         "tests/step/test_embedding_steps.py"
         "::test_rows_that_an_optimizer_puts_in_other_memory_are_changed_without_a_gradient_too",
     ),
     Mutant(
         "state that is attached in a step takes rows from before it",
         "step/trained_rows.py",
-        "            self._exchange.bring_home()\n            has_values",
+        "            self.exchange.bring_home()\n            has_values",
         "            has_values",
         "tests/step/test_embedding_steps.py::test_rows_of_a_step_outlive_an_attach",
     ),
-    # ---- lookups.py: max_norm
+    # ---- trained_rows.py: max_norm
     Mutant(
         "shortened rows of the step are not written",
-        "step/lookups.py",
+        "step/trained_rows.py",
         "            step = self.exchange.change()\n",
         "",
     ),
     Mutant(
         "the padding's row is shortened for the step only",
-        "step/lookups.py",
-        "            self._write_padding(rows, step.held)\n",
-        "",
+        "step/trained_rows.py",
+        "            self._write_padding(rows)\n            self._shown.mark()\n",
+        "            self._shown.mark()\n",
     ),
     Mutant(
         "evaluation shortens rows of the table, not those of the step",
-        "step/lookups.py",
-        "            self.exchange.bring_home()\n",
-        "",
+        "step/trained_rows.py",
+        "            self.exchange.bring_home()\n            self.store.write(",
+        "            self.store.write(",
     ),
     Mutant(
         "rows that evaluation shortens are not written",
-        "step/lookups.py",
-        "            self._store.write(batch.ids, rows[:count])\n",
+        "step/trained_rows.py",
+        "            self.store.write(batch.ids, rows[:count])\n",
         "",
     ),
     Mutant(
         "a read does not see the step",
-        "step/lookups.py",
+        "step/trained_rows.py",
         "        self.exchange.bring_home(changes=False)\n",
         "",
     ),
     Mutant(
         "announcements of an earlier step are those of this one",
-        "step/lookups.py",
-        "        if held:\n            self._told = None\n",
+        "step/trained_rows.py",
+        "        if told.parts:\n            self._told = _Told()\n",
         "",
     ),
     # ---- gradient_sums.py and planned_batch.py
@@ -320,7 +320,7 @@ MUTANTS = [
     Mutant(
         "a loop does not end for the rows",
         "nn/prefetch.py",
-        "                end.callback(module.trained_rows.end_loop, loop)\n",
+        "                end.callback(_end_loop, module, loop)\n",
         "",
         "tests/nn/test_prefetch.py::test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead",
     ),

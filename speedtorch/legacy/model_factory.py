@@ -28,7 +28,7 @@ from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
 from speedtorch.ops.batch_ids import Indexes
 from speedtorch.ops.functions import pinned_gather, pinned_scatter, plan_rows
 from speedtorch.ops.shapes import row_shape
-from speedtorch.step.shown_rows import replace_rows
+from speedtorch.step.exchange import replace_rows
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.plan_memo import Plan
 

@@ -6,16 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtorch.nn.row_arguments import (
-    Device,
-    Rows,
-    Source,
-    check_module,
-    described,
-    not_compiled,
-    opened,
-)
-from speedtorch.nn.row_module import RowModule
+from speedtorch.nn.row_module import Device, RowModule, Rows, Source
+from speedtorch.ops.compiling import not_compiled
 from speedtorch.step.row_weight import as_plain
 
 __all__ = ["Embedding"]
@@ -93,6 +85,7 @@ class Embedding(RowModule, nn.Embedding):
         dtype: torch.dtype | None = None,
         *,
         memory: str = "auto",
+        _owned: bool = False,
     ) -> None:
         RowModule.__init__(
             self,
@@ -104,13 +97,13 @@ class Embedding(RowModule, nn.Embedding):
             device,
             dtype,
             memory,
+            _owned,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
         )
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
-        self.sparse = sparse
 
-    @not_compiled
     def forward(self, input: Tensor) -> Tensor:
         """Looks rows up.
 
@@ -127,35 +120,27 @@ class Embedding(RowModule, nn.Embedding):
             NotImplementedError: Within torch.export, torch.jit, ONNX export or torch.func.
             ValueError: The table is closed.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _not_compiled(self, input)
         with as_plain():
-            trains = self._check_lookup(input)
+            trains, rows, padding = self._check_lookup(input), self.trained_rows, self.padding_idx
             if not trains and self.max_norm is None:
-                return self.trained_rows.read(input)
-            if self._sums_by_plan():
-                return self.trained_rows.summed(input)
-            local, rows, padding = self._rows_for(input, trains, self.max_norm, self.norm_type)
-            return F.embedding(
-                local, rows, padding, None, 2.0, self.scale_grad_by_freq, self._gives_sparse()
-            )
+                return rows.read(input)
+            in_order = self._adds_in_order()
+            if trains and not in_order and self._sums_by_plan():
+                return rows.summed(input)
+            look_up = rows.rows_of if trains else rows.borrow
+            local, held = look_up(input, self.max_norm, self.norm_type)
+            if padding is not None:
+                padding = len(held) - 1
+            by_freq, sparse = self.scale_grad_by_freq, self._gives_sparse(in_order)
+            return F.embedding(local, held, padding, None, 2.0, by_freq, sparse)
 
     def _sums_by_plan(self) -> bool:
-        """Whether gradients may be added up in an order of our own."""
+        """Whether sum_rows adds gradients up as the module is to."""
         if self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq:
             return False
-        parameter = self.trained_rows.parameter
-        exact = parameter.is_cpu or torch.are_deterministic_algorithms_enabled()
-        return not exact and not self.sparse and parameter.dtype in _SUMMED
-
-    def extra_repr(self) -> str:
-        """The arguments that differ from their defaults."""
-        return described(
-            self,
-            padding_idx=None,
-            max_norm=None,
-            norm_type=2.0,
-            scale_grad_by_freq=False,
-            sparse=False,
-        )
+        return not self.sparse and self.trained_rows.store.dtype in _SUMMED
 
     @classmethod
     def from_pretrained(
@@ -197,21 +182,17 @@ class Embedding(RowModule, nn.Embedding):
             >>> Embedding.from_pretrained(torch.eye(3))(torch.tensor([2]))
             tensor([[0., 0., 1.]])
         """
-        source, shape, device = opened(embeddings, device, memory)
-        made = cls(
-            *shape,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            source,
+        return cls._of_rows(
+            embeddings,
             freeze,
             device,
-            memory=memory,
+            memory,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
         )
-        made.trained_rows.store.owned |= source is not embeddings
-        return made
 
     @classmethod
     def from_module(
@@ -235,15 +216,7 @@ class Embedding(RowModule, nn.Embedding):
             >>> Embedding.from_module(torch.nn.Embedding(10, 4, padding_idx=0)).padding_idx
             0
         """
-        check_module(module, nn.Embedding)
-        return cls.from_pretrained(
-            module.weight,
-            not module.weight.requires_grad,
-            module.padding_idx,
-            module.max_norm,
-            module.norm_type,
-            module.scale_grad_by_freq,
-            module.sparse,
-            device=device,
-            memory=memory,
-        ).train(module.training)
+        return cls._of_module(module, nn.Embedding, device, memory)
+
+
+_not_compiled = not_compiled(Embedding.forward)

@@ -6,17 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtorch.nn.row_arguments import (
-    Device,
-    Rows,
-    Source,
-    check_bags,
-    check_module,
-    described,
-    not_compiled,
-    opened,
-)
-from speedtorch.nn.row_module import RowModule
+from speedtorch.nn.row_module import Device, RowModule, Rows, Source
+from speedtorch.ops.compiling import not_compiled
 from speedtorch.step.row_weight import as_plain
 
 __all__ = ["EmbeddingBag"]
@@ -73,6 +64,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         *,
         memory: str = "auto",
         _freeze: bool = False,
+        _owned: bool = False,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode: expected 'sum', 'mean' or 'max', got {mode!r}")
@@ -86,15 +78,15 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             device,
             dtype,
             memory,
+            _owned,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            mode=mode,
+            include_last_offset=include_last_offset,
         )
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
-        self.mode = mode
-        self.sparse = sparse
-        self.include_last_offset = include_last_offset
 
-    @not_compiled
     def forward(
         self,
         input: Tensor,
@@ -118,40 +110,62 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             NotImplementedError: per_sample_weights with another mode, or as for Embedding.
             IndexError: An id is out of range.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _not_compiled(self, input, offsets, per_sample_weights)
         with as_plain():
-            trains = self._check_lookup(input)
-            check_bags(self, input, offsets, per_sample_weights)
-            local, rows, padding = self._rows_for(input, trains, self.max_norm, self.norm_type)
+            trains, rows, padding = self._check_lookup(input), self.trained_rows, self.padding_idx
+            self._check_bags(input, offsets, per_sample_weights)
+            look_up = rows.rows_of if trains else rows.borrow
+            local, held = look_up(input, self.max_norm, self.norm_type)
+            if padding is not None:
+                padding = len(held) - 1
             if offsets is not None:
                 offsets = offsets.to(local)
             if per_sample_weights is not None:
-                per_sample_weights = per_sample_weights.to(rows.device)
+                per_sample_weights = per_sample_weights.to(held.device)
             return F.embedding_bag(
                 local,
-                rows,
+                held,
                 offsets,
                 None,
                 2.0,
                 self.scale_grad_by_freq,
                 self.mode,
-                self._gives_sparse(),
+                self._gives_sparse(self._adds_in_order()),
                 per_sample_weights,
                 self.include_last_offset,
                 padding,
             )
 
-    def extra_repr(self) -> str:
-        """The arguments that differ from their defaults."""
-        return described(
-            self,
-            padding_idx=None,
-            max_norm=None,
-            norm_type=2.0,
-            scale_grad_by_freq=False,
-            sparse=False,
-            mode=None,
-            include_last_offset=False,
-        )
+    def _check_bags(self, ids: Tensor, offsets: object, weights: object) -> None:
+        """Raises what torch's EmbeddingBag would, before a row moves."""
+        name = type(self).__name__
+        if ids.dim() not in (1, 2):
+            raise ValueError(f"{name}: input must be [ids] or [bags, ids], got {list(ids.shape)}")
+        if ids.dim() == 2 and offsets is not None:
+            raise ValueError(f"{name}: rows of a 2-D input are the bags: offsets must be None")
+        if ids.dim() == 1:
+            _check_offsets(name, len(ids), offsets, int(self.include_last_offset))
+        if weights is None:
+            return
+        if not isinstance(weights, Tensor):
+            raise TypeError(
+                f"{name}: per_sample_weights: expected a tensor, got {type(weights).__name__}"
+            )
+        if weights.shape != ids.shape:
+            raise ValueError(
+                f"{name}: per_sample_weights must have input's shape {list(ids.shape)}, got"
+                f" {list(weights.shape)}"
+            )
+        if self.mode != "sum":
+            raise NotImplementedError(
+                f"{name}: per_sample_weights go with mode='sum', not mode={self.mode!r}"
+            )
+        if weights.dtype != self.weight.dtype:
+            raise RuntimeError(
+                f"{name}: per_sample_weights must be a tensor of {self.weight.dtype}, got"
+                f" {weights.dtype}"
+            )
 
     @classmethod
     def from_pretrained(
@@ -196,23 +210,19 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             >>> bag(torch.tensor([[2, 0]]))
             tensor([[1., 0., 1.]])
         """
-        source, shape, device = opened(embeddings, device, memory)
-        made = cls(
-            *shape,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            mode,
-            sparse,
-            source,
-            include_last_offset,
-            padding_idx,
+        return cls._of_rows(
+            embeddings,
+            freeze,
             device,
-            memory=memory,
-            _freeze=freeze,
+            memory,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            mode=mode,
+            sparse=sparse,
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
         )
-        made.trained_rows.store.owned |= source is not embeddings
-        return made
 
     @classmethod
     def from_module(
@@ -236,17 +246,30 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             >>> EmbeddingBag.from_module(torch.nn.EmbeddingBag(10, 4, mode="max")).mode
             'max'
         """
-        check_module(module, nn.EmbeddingBag)
-        return cls.from_pretrained(
-            module.weight,
-            not module.weight.requires_grad,
-            module.max_norm,
-            module.norm_type,
-            module.scale_grad_by_freq,
-            module.mode,
-            module.sparse,
-            module.include_last_offset,
-            module.padding_idx,
-            device=device,
-            memory=memory,
-        ).train(module.training)
+        return cls._of_module(module, nn.EmbeddingBag, device, memory)
+
+
+_not_compiled = not_compiled(EmbeddingBag.forward)
+
+
+def _check_offsets(name: str, ids: int, offsets: object, last: int) -> None:
+    if offsets is None:
+        raise ValueError(f"{name}: a 1-D input needs offsets [bags], got None")
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{name}: offsets: expected a tensor, got {type(offsets).__name__}")
+    if offsets.dtype.is_floating_point or offsets.is_complex() or offsets.layout != torch.strided:
+        raise RuntimeError(
+            f"{name}: offsets: expected a dense tensor of integers, got {offsets.dtype} of shape"
+            f" {list(offsets.shape)}"
+        )
+    expected = f"{name}: offsets must be [bags{' + 1' * last}]"
+    if offsets.dim() != 1:
+        raise ValueError(f"{expected}, got {list(offsets.shape)}")
+    if len(offsets) < last or (ids and len(offsets) == 0):
+        raise RuntimeError(f"{expected} for {ids} ids, got none")
+    # Those on a GPU are not waited for.
+    if offsets.is_cpu and len(offsets) > 0 and (offsets[0] != 0 or offsets[-1] > ids):
+        raise RuntimeError(
+            f"{name}: offsets must begin with 0 and end within the {ids} ids, got"
+            f" {int(offsets[0])} to {int(offsets[-1])}"
+        )

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from speedtorch.nn.row_module import RowModule
-from speedtorch.ops.batch_ids import check_ids
+from speedtorch.nn.row_module import RowModule, check_ids
 from speedtorch.step.planned_batch import PlannedBatch
+from speedtorch.step.row_weight import as_plain
 
 __all__ = ["Prefetch", "prefetch"]
 
@@ -49,7 +49,7 @@ class Prefetch(Generic[_Batch]):
         with ExitStack() as end:
             loop = _Loop()
             for module in self._modules:
-                end.callback(module.trained_rows.end_loop, loop)
+                end.callback(_end_loop, module, loop)
                 module.trained_rows.start_loop(loop)
             batches = iter(self._loader)
             while True:
@@ -57,7 +57,9 @@ class Prefetch(Generic[_Batch]):
                     batch = next(batches)
                     parts = dict(self._parts(batch))
                     for module, ids in parts.items():
-                        last[module] = module.trained_rows.plan_ahead(ids, last.get(module))
+                        with as_plain():
+                            plan_ahead = module.trained_rows.exchange.plan_ahead
+                            last[module] = plan_ahead(ids, last.get(module))
                 except StopIteration:
                     break
                 except Exception as failed:  # raised when the batches before it are through
@@ -75,10 +77,10 @@ class Prefetch(Generic[_Batch]):
         """Gives the first batch, whose rows the next steps may take."""
         batch, planned = window.popleft()
         for module in self._modules:
-            module.trained_rows.expect(planned.get(module))
+            module.trained_rows.exchange.expect(planned.get(module))
         yield batch
         for module in self._modules:
-            module.trained_rows.expect(None)
+            module.trained_rows.exchange.expect(None)
 
     def _parts(self, batch: _Batch) -> Iterator[tuple[RowModule, list[Tensor]]]:
         """Each module and the ids that a batch will look up there."""
@@ -100,6 +102,11 @@ class Prefetch(Generic[_Batch]):
             for part in listed:
                 check_ids("ids", part)
             yield module, listed
+
+
+def _end_loop(module: RowModule, loop: _Loop) -> None:
+    with as_plain():
+        module.trained_rows.exchange.end_loop(loop)
 
 
 def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Prefetch[_Batch]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -11,31 +13,44 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from speedtorch.nn.row_arguments import (
-    Device,
-    Rows,
-    check_device,
-    check_values,
-    check_way,
-    refuse_graph,
-)
-from speedtorch.ops.batch_ids import check_ids
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.step.row_store import Draw, RowStore
 from speedtorch.step.row_weight import as_plain
 from speedtorch.step.trained_rows import TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
 
-__all__ = ["RowModule"]
+__all__ = ["Device", "RowModule", "Rows", "Source", "check_ids"]
+
+Rows = Tensor | HostTable
+Source = Rows | str | os.PathLike[str]
+Device = str | int | torch.device | None
 
 _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 
 
 class RowModule(nn.Module):
-    """What Embedding and EmbeddingBag share: the rows, and how they come and go."""
+    """What Embedding and EmbeddingBag share: the rows, and how they come and go.
+
+    Args:
+        num_embeddings: Rows.
+        embedding_dim: Columns.
+        padding_idx: Id of a row that is never trained.
+        source: Their values, or the table that has them.
+        freeze: Do not train them.
+        device: Where lookups give their rows.
+        dtype: The elements of the rows.
+        memory: The table's memory.
+        owned: Whether nobody else uses a table that is given.
+        **settings: How rows are looked up, as attributes; for both kinds of module those below.
+    """
 
     weight: Any
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
     sparse: bool
+    _settings: tuple[str, ...]
+    """Names of the settings."""
     _wanted: torch.dtype | None = None
     """The dtype that somebody has asked the rows to have, which they do not take."""
 
@@ -50,10 +65,12 @@ class RowModule(nn.Module):
         device: Device,
         dtype: torch.dtype | None,
         memory: str,
+        owned: bool,
+        **settings: Any,
     ) -> None:
         nn.Module.__init__(self)
         name = type(self).__name__
-        check_device(name, device)
+        _check_device(name, device)
         if padding_idx is not None:
             padding_idx = operator.index(padding_idx)
             if not -num_embeddings <= padding_idx < num_embeddings:
@@ -65,29 +82,81 @@ class RowModule(nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
-        expected = (num_embeddings, embedding_dim)
-        if not (source is None or isinstance(source, Tensor | HostTable)):
-            raise TypeError(f"_weight: expected a tensor, got {type(source).__name__}")
-        if isinstance(source, Tensor):
-            check_values("_weight", source)
-        if isinstance(source, Tensor) and tuple(source.shape) != expected:
-            raise ValueError(f"_weight: expected the shape {expected}, got {tuple(source.shape)}")
+        self._settings = tuple(settings)
+        vars(self).update(settings)
+        shape = (num_embeddings, embedding_dim)
         if isinstance(source, HostTable):
-            if tuple(source.fields["weight"][0]) != (embedding_dim,) or source.rows != expected[0]:
-                raise ValueError(f"_weight: expected the shape {expected}, got {source!r}")
-            store = RowStore(name, source)
+            if (source.rows, *source.fields["weight"][0]) != shape:
+                raise ValueError(f"_weight: expected the shape {shape}, got {source!r}")
+            store = RowStore(name, source, owned=owned)
+        elif source is None:
+            first = self._drawing(nn.init.normal_, padding_idx)
+            store = RowStore(name, (*shape, dtype or torch.get_default_dtype()), memory, (first,))
+        elif isinstance(source, Tensor):
+            _check_values("_weight", source)
+            if tuple(source.shape) != shape:
+                raise ValueError(f"_weight: expected the shape {shape}, got {tuple(source.shape)}")
+            store = RowStore(name, (*shape, dtype or source.dtype), memory)
         else:
-            default = torch.get_default_dtype() if source is None else source.dtype
-            first = () if source is not None else (self._drawing(nn.init.normal_, padding_idx),)
-            store = RowStore(name, (*expected, dtype or default), memory, first)
+            raise TypeError(f"_weight: expected a tensor, got {type(source).__name__}")
         # The device that torch would take, which may be a default that the user has set.
         held = torch.empty(0, embedding_dim, dtype=store.dtype, device=device)
-        self.weight = nn.Parameter(held, requires_grad=not freeze)
-        self.trained_rows = TrainedRows(name, store, self.weight, padding_idx)
+        self._train(store, nn.Parameter(held, requires_grad=not freeze))
         if isinstance(source, Tensor):
             store.load("weight", source)
-        _outlive(self)
         watch_steps()
+
+    def _train(self, store: RowStore, parameter: nn.Parameter) -> None:
+        self.weight = parameter
+        self.trained_rows = TrainedRows(type(self).__name__, store, parameter, self.padding_idx)
+        # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
+        weakref.finalize(self, self.trained_rows.bring_home).atexit = False
+
+    @classmethod
+    def _of_rows(
+        cls: type[_Self],
+        embeddings: Source,
+        freeze: bool,
+        device: Device,
+        memory: str,
+        **given: Any,
+    ) -> _Self:
+        """Makes a module of rows that exist, with the settings given; see from_pretrained."""
+        source = embeddings
+        if isinstance(source, str | os.PathLike):
+            source = HostTable.open(source, memory)
+        if isinstance(source, HostTable):
+            shape = (source.rows, *source.fields["weight"][0])
+        elif isinstance(source, Tensor):
+            _check_values("embeddings", source)
+            shape = tuple(source.shape)
+            device = source.device if device is None else device
+        else:
+            raise TypeError(
+                "embeddings: expected a tensor, a HostTable or the path of a saved one, got"
+                f" {type(source).__name__}"
+            )
+        if len(shape) != 2:
+            raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
+        given |= {"_weight": source, "_freeze": freeze, "device": device, "memory": memory}
+        return cls(*shape, **given, _owned=source is not embeddings)
+
+    @classmethod
+    def _of_module(
+        cls: type[_Self], module: Any, kind: type[Any], device: Device, memory: str
+    ) -> _Self:
+        """Makes a module with the rows and settings of torch's."""
+        if not isinstance(module, kind) or isinstance(module, RowModule):
+            given = type(module)
+            raise TypeError(
+                f"module: expected a torch.nn.{kind.__name__}, got"
+                f" {given.__module__}.{given.__name__}"
+            )
+        named = inspect.signature(kind.from_pretrained).parameters
+        settings = {name: getattr(module, name) for name in named if hasattr(module, name)}
+        freeze = not module.weight.requires_grad
+        made = cls._of_rows(module.weight, freeze, device, memory, **settings)
+        return made.train(module.training)
 
     @property
     def table(self) -> HostTable:
@@ -95,7 +164,17 @@ class RowModule(nn.Module):
 
         Its methods bring held rows home first. Once it is closed, lookups raise ValueError.
         """
-        return self.trained_rows.table
+        return self.trained_rows.store.table
+
+    def extra_repr(self) -> str:
+        """The arguments that differ from their defaults."""
+        defaults = inspect.signature(type(self)).parameters
+        said = [f"{self.num_embeddings}, {self.embedding_dim}"]
+        for name in ("padding_idx", *self._settings):
+            value = getattr(self, name)
+            if name == "mode" or value != defaults[name].default:
+                said.append(f"{name}={value!r}")
+        return ", ".join(said)
 
     def init_(
         self: _Self,
@@ -170,10 +249,10 @@ class RowModule(nn.Module):
             IndexError: An id is out of range; where rows are held on a GPU the next lookup says so.
         """
         with as_plain():
-            self._check_use()
+            trains = self._check_use()
             for each in ids:
                 check_ids(f"{type(self).__name__}.announce", each)
-            if ids and self._trains():
+            if ids and trains:
                 self.trained_rows.announce(ids)
 
     def flush(self) -> None:
@@ -185,38 +264,25 @@ class RowModule(nn.Module):
         self.trained_rows.flush()
 
     # --------------------------------------------------------------------------------------------
-
-    # Within as_plain(), all of these.
+    # Lookups; within as_plain(), all of these
 
     def _check_lookup(self, ids: object) -> bool:
         """Raises what a lookup of ids would, before a row moves; else whether it is for a step."""
-        name, trains = type(self).__name__, self._trains()
-        check_way(name, ids, trains)
-        self._check_use()
-        check_ids(name, ids, RuntimeError)  # which torch raises for other numbers
+        if torch._C._is_tracing() or torch.compiler.is_exporting():
+            self.__prepare_scriptable__()
+        trains = self._check_use()
+        if torch._C._are_functorch_transforms_active() and (
+            trains or (isinstance(ids, Tensor) and torch._C._functorch.is_batchedtensor(ids))
+        ):
+            raise NotImplementedError(
+                f"{type(self).__name__}: torch.func's transforms (vmap, grad, jvp) cannot go"
+                " through a lookup; look the rows up before, and give the function emb(ids)"
+            )
+        check_ids(type(self).__name__, ids, RuntimeError)  # which torch raises for other numbers
         return trains
 
-    def _trains(self) -> bool:
-        return torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad
-
-    def _gives_sparse(self) -> bool:
-        """Whether autograd makes a sparse gradient."""
-        if self.sparse:
-            return True
-        # torch adds up the rows of a dense one in a tenth of the time on a GPU, but not in the same
-        # order; the step makes it sparse when the optimizer wants that.
-        exact = self.trained_rows.is_on_cpu or torch.are_deterministic_algorithms_enabled()
-        return exact and self.trained_rows.takes_sparse
-
-    def _rows_for(
-        self, ids: Tensor, trains: bool, max_norm: float | None, norm_type: float
-    ) -> tuple[Tensor, Tensor, int | None]:
-        """Positions of the ids' rows, the rows they are in, and the padding's position."""
-        rows_for = self.trained_rows.rows_of if trains else self.trained_rows.borrow
-        local, rows = rows_for(ids, max_norm, norm_type)
-        return local, rows, None if self.padding_idx is None else len(rows) - 1
-
-    def _check_use(self) -> None:
+    def _check_use(self) -> bool:
+        """Raises what any use would in a step; else whether a lookup is for a step."""
         parameter = self.trained_rows.parameter
         name = type(self).__name__
         if self._wanted is not None:
@@ -245,6 +311,22 @@ class RowModule(nn.Module):
                     f"{name}: DistributedDataParallel cannot average the gradients of rows that"
                     " differ between processes; train on one GPU"
                 )
+        return torch.is_grad_enabled() and parameter.requires_grad
+
+    def _adds_in_order(self) -> bool:
+        """Whether gradients must be added up in torch's order."""
+        on_cpu: bool = self.trained_rows.parameter.is_cpu
+        return on_cpu or torch.are_deterministic_algorithms_enabled()
+
+    def _gives_sparse(self, in_order: bool) -> bool:
+        """Whether autograd makes a sparse gradient."""
+        # torch adds up the rows of a dense one in a tenth of the time on a GPU, but not in the same
+        # order; the step makes it sparse when the optimizer wants that.
+        state = self.trained_rows.state
+        return self.sparse or (in_order and state is not None and state.sparse)
+
+    # --------------------------------------------------------------------------------------------
+    # As a module
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         def move(tensor: Tensor) -> Tensor:
@@ -258,9 +340,10 @@ class RowModule(nn.Module):
                     f"{name}: its table cannot be shared once it is there; save it with"
                     " emb.table.save(path), and open that in the other processes"
                 )
-            check_device(name, moved.device)
+            _check_device(name, moved.device)
             if moved.device != self.weight.device:
-                self.trained_rows.moving(lambda: nn.Module._apply(self, move, recurse))  # type: ignore[no-untyped-call]
+                exchange = self.trained_rows.exchange
+                exchange.moving(lambda: nn.Module._apply(self, move, recurse))  # type: ignore[no-untyped-call]
             # torch has converted other layers by now: the next lookup says that this one is not,
             # unless it is converted back before.
             self._wanted = None if moved.dtype == dtype else moved.dtype
@@ -292,19 +375,17 @@ class RowModule(nn.Module):
         if key in missing_keys:
             missing_keys.remove(key)
         value, expected = state_dict[key], self.trained_rows.shape
-        if not isinstance(value, Tensor):
-            error_msgs.append(f"{key}: expected a tensor, got {type(value).__name__}.")
-            return
         try:
-            check_values(key, value)
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{key}: expected a tensor, got {type(value).__name__}")
+            _check_values(key, value)
+            if value.shape != expected:
+                raise ValueError(
+                    f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from"
+                    f" checkpoint, the shape in current model is {tuple(expected)}"
+                )
         except ValueError as error:
             error_msgs.append(f"{error}.")
-            return
-        if value.shape != expected:
-            error_msgs.append(
-                f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from"
-                f" checkpoint, the shape in current model is {tuple(expected)}."
-            )
             return
         self.trained_rows.load(value)
 
@@ -319,10 +400,8 @@ class RowModule(nn.Module):
         store = self.trained_rows.store.copied()
         with as_plain():
             held = self.weight.detach()[:0].clone()
-            made.weight = nn.Parameter(held, requires_grad=self.weight.requires_grad)
+            made._train(store, nn.Parameter(held, requires_grad=self.weight.requires_grad))
         memo[id(self.weight)] = made.weight
-        made.trained_rows = TrainedRows(type(self).__name__, store, made.weight, self.padding_idx)
-        _outlive(made)
         return made
 
     def __getstate__(self) -> NoReturn:
@@ -332,7 +411,11 @@ class RowModule(nn.Module):
         )
 
     def __prepare_scriptable__(self) -> NoReturn:
-        refuse_graph(type(self).__name__)
+        raise NotImplementedError(
+            f"{type(self).__name__}: torch.export, torch.jit and ONNX cannot keep a lookup, as its"
+            " table is in host memory; export what follows it, given the rows emb(ids), or a"
+            " torch.nn module that has loaded its state_dict()"
+        )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise NotImplementedError(
@@ -340,6 +423,39 @@ class RowModule(nn.Module):
         )
 
 
-def _outlive(module: RowModule) -> None:
-    """Brings rows home when a module goes, whose table may stay with who gave or asked for it."""
-    weakref.finalize(module, module.trained_rows.bring_home).atexit = False
+def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
+    """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(
+            f"{name}: expected an int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor"
+            " makes one"
+        )
+    if ids.dtype not in (torch.int64, torch.int32) or ids.layout != torch.strided:
+        raise numbers(
+            f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
+            f" {list(ids.shape)}"
+        )
+
+
+def _check_values(argument: str, values: Tensor) -> None:
+    """Raises ValueError for a tensor that has no dense elements to copy."""
+    if values.is_nested or values.layout != torch.strided:
+        kind = "a nested" if values.is_nested else f"a {values.layout}"
+        raise ValueError(f"{argument}: expected a dense tensor, got {kind} one; use to_dense()")
+    if values.is_quantized:
+        raise ValueError(
+            f"{argument}: expected plain numbers, got {values.dtype}; use dequantize()"
+        )
+    if values.is_meta:
+        raise ValueError(f"{argument}: a tensor on the device meta has no values to copy")
+
+
+def _check_device(name: str, device: Device) -> None:
+    """Raises NotImplementedError unless lookups can give their rows on a device."""
+    place = torch.get_default_device() if device is None else torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"{name}: rows are held on the CPU or a GPU, not {place}: make it with"
+            " device='cpu' or 'cuda', whatever the other layers' is; its table takes no memory"
+            " before its first use"
+        )

@@ -104,8 +104,7 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
         saved.remove()
         for rows, entries, was_read in before:
             if rows.state is not None:
-                rows.detach()
-                rows.store.was_read = was_read
+                rows.detach(was_read=was_read)
                 optimizer.state.pop(rows.parameter, None)
                 if entries:
                     optimizer.state[rows.parameter] = entries

@@ -3,6 +3,9 @@
 A step holds each row that is asked for once, as a parameter and as the optimizer's state of it. The
 first rows that are asked for after the optimizer's step begin the next step: one exchange brings
 the rows of the last one back to the table while others arrive, and rows of both stay.
+
+A step is a value and is never changed. Another one becomes current by one assignment: what comes
+before that can be thrown away, what comes after it can be repeated.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +22,255 @@ from torch import Tensor
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
 from speedtorch.step.planned_batch import PlannedBatch
 from speedtorch.step.row_store import RowStore
-from speedtorch.step.shown_rows import ShownRows
 from speedtorch.step.side_stream import SideStream
-from speedtorch.step.step import Coming, Owed, Placed, Step, place_of, placed, without_padding
 
-__all__ = ["Exchange", "OptimizerCall", "Requester"]
+__all__ = [
+    "Exchange",
+    "HeldState",
+    "OptimizerCall",
+    "Placed",
+    "Requester",
+    "ShownRows",
+    "Step",
+    "replace_rows",
+]
+
+Rows = list[Tensor]
+"""Rows of every field `[n, ...]`, in the same order."""
+
+
+class Owed(NamedTuple):
+    """Rows of the step before that have yet to be written to the table."""
+
+    rows: Rows
+    ids: Tensor
+    places: Tensor
+    """Of the ids, in `rows`."""
+
+
+class Coming(NamedTuple):
+    """Rows that have arrived for the next batch, or are about to."""
+
+    batch: PlannedBatch
+    rows: Rows
+    """Those that left the step before while they arrived are newer than the table's."""
+    padded: Tensor
+
+
+class Placed(NamedTuple):
+    """A part of a batch whose rows a step holds."""
+
+    batch: PlannedBatch
+    part: int
+    positions: Tensor
+    """Which held rows the ids name, in their shape; the padding is one after the last."""
+    has_moved: bool
+    """Whether its rows had other positions when it was looked up first."""
+
+
+class Step(NamedTuple):
+    """The rows that are held, where, planned by what, and in which phase."""
+
+    number: int
+    """Counts steps: rows that a graph of an earlier one looked up have left."""
+    ids: Tensor
+    """Of the rows, ascending."""
+    rows: Rows
+    padded: Tensor
+    """Their weights' memory, with the padding's row after the last."""
+    places: dict[int, Tensor]
+    """Where rows of batches are that were looked up after others, once somebody has asked."""
+    batches: tuple[PlannedBatch, ...] = ()
+    """Those whose rows these are."""
+    moved: int = 0
+    """How many of the batches, the first ones, were looked up before other rows joined."""
+    whole: PlannedBatch | None = None
+    """The batch whose rows these are in its own order, if there is one."""
+    gradient: Tensor | None = None
+    """What the parameter's gradient is when the rows are first shown."""
+    announced: bool = False
+    """Whether lookups are still to come that were announced."""
+    newer: bool = False
+    """Whether rows may be newer here than in the table."""
+    stale: bool = False
+    """Whether rows may be newer in the table than here."""
+    over: bool = False
+    """Whether an optimizer has stepped them: the next lookup begins another step."""
+    ahead: bool = False
+    """Whether rows of the batch that is planned after this one are to be sent for."""
+    owed: Owed | None = None
+    coming: Coming | None = None
+
+    def part(self, number: int, part: int) -> Placed:
+        """A part of one of the step's batches."""
+        batch = self.batches[number]
+        places: Tensor | None = None
+        if batch is not self.whole:
+            # Only kept so that nobody computes it twice.
+            places = self.places.get(number)
+            if places is None:
+                places = self.places[number] = batch.places_among(self.ids)
+        return Placed(batch, part, batch.local(part, places), number < self.moved)
+
+    def find(self, ids: Tensor) -> Placed | None:
+        """Where the rows of ids are, if they are known to be a part of what the step holds."""
+        for number, batch in enumerate(self.batches):
+            part = batch.part_of(ids)
+            if part is not None:
+                return self.part(number, part)
+        return None
+
+
+# ------------------------------------------------------------------------------------------------
+# What torch's objects show of a step: parameter, gradient and optimizer's state
+
+
+class HeldState(Protocol):
+    """The state that an attached optimizer keeps of the held rows."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of the state, in their order."""
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the optimizer takes sparse gradients only."""
+
+    def rows(self) -> Rows:
+        """The state of the held rows, field by field."""
+
+    def hold(self, rows: Sequence[Tensor]) -> None:
+        """Puts the state of other rows in its place."""
+
+
+class Kept(NamedTuple):
+    """What keeps the state of the held rows, and all their fields; another where they change."""
+
+    state: HeldState | None = None
+    names: tuple[str, ...] = ("weight",)
+
+
+class ShownRows:
+    """Shows the rows of a step to who trains them, and takes them back as they are then.
+
+    Everything here follows from the step and can be set again; nothing is read back before all of
+    it is set.
+
+    Args:
+        name: what errors call it.
+        parameter: shows the held rows; its device is where they are held.
+
+    Attributes:
+        kept: what is kept of the held rows.
+        rows: those of the step that is shown.
+        version: of the parameter; one that was written to since mark() has another.
+    """
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
+        self.parameter = parameter
+        self._name = name
+        self.kept = Kept()
+        self.rows: Rows | None = None
+        self.version = self._pointer = 0
+        self._asked: tuple[Tensor, int, bool] | None = None
+        """The gradient that a zero_grad() asked for, its version then, and whether it was zeros."""
+
+    def keep(self, state: HeldState | None) -> None:
+        """Lets the state of the rows be kept by another."""
+        self.kept = Kept(state, ("weight",) if state is None else ("weight", *state.names))
+
+    def show(self, step: Step) -> None:
+        """Makes the parameter and the optimizer see the rows of a step, if they do not."""
+        if self.rows is step.rows:
+            return
+        parameter, state = self.parameter, self.kept.state
+        parameter.grad = None
+        replace_rows(parameter, step.rows[0])
+        if state is not None:
+            state.hold(step.rows[1:])
+        parameter.grad = step.gradient
+        self.mark()
+        self.rows = step.rows
+
+    def rows_of(self, step: Step) -> Rows:
+        """The rows of the step, as who trains them has them now.
+
+        Raises:
+            RuntimeError: who trains them has changed their number or thrown some away.
+        """
+        rows, state = [self.parameter.detach()], self.kept.state
+        if state is not None:
+            rows += state.rows()
+        for number, (each, memory) in enumerate(zip(rows, step.rows, strict=True)):
+            if each.shape != memory.shape:
+                raise RuntimeError(
+                    f"{self._name}: the held rows have the shape {list(each.shape)}, expected"
+                    f" {list(memory.shape)}; who trains them must not resize them"
+                )
+            rows[number] = each.contiguous()
+        return rows
+
+    def mark(self) -> None:
+        """What is written to the parameter from now on is a change."""
+        self.version, self._pointer = self.parameter._version, self.parameter.data_ptr()
+
+    def was_written(self) -> bool:
+        """Whether the parameter was written to since the mark, or given other memory."""
+        parameter = self.parameter
+        return parameter._version != self.version or parameter.data_ptr() != self._pointer
+
+    def note_zero_grad(self) -> None:
+        """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
+        gradient = self.parameter.grad
+        zeros = not self.has_gradient()
+        self._asked = None if gradient is None else (gradient, gradient._version, zeros)
+
+    def note_gradient(self) -> None:
+        """Called when somebody has given the parameter another gradient: no zero_grad() has."""
+        self._asked = None
+
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient that no zero_grad() has filled with zeros.
+
+        Who has written to the zeros since is waited for on a GPU: clipping leaves them zeros.
+        """
+        gradient = self.parameter.grad
+        if gradient is None:
+            return False
+        if self._asked is None or self._asked[0] is not gradient:
+            return True
+        _, version, zeros = self._asked
+        writes = gradient._version - version
+        if writes > 1:
+            return bool((gradient._values() if gradient.is_sparse else gradient).any())
+        return writes == 0 and not zeros
+
+
+def replace_rows(parameter: Tensor, rows: Tensor) -> None:
+    """Makes a parameter hold other rows, in another number perhaps.
+
+    Args:
+        parameter: `[any, ...]`; a gradient of another shape is dropped.
+        rows: `[rows, ...]`, same dtype and device; not copied.
+    """
+    if parameter.grad is not None and parameter.grad.shape != rows.shape:
+        parameter.grad = None
+    if parameter.shape != rows.shape:
+        # A graph that is still alive (a loss kept for logging) holds the node that accumulates the
+        # gradient, and that node the old shape. Another dtype in between makes torch drop it.
+        parameter.data = _of_another_dtype(parameter.dtype, parameter.device)
+    parameter.data = rows
+    # A backward through a graph of an earlier batch would compute with these rows: let it raise.
+    torch.autograd.graph.increment_version(parameter)
+
+
+@cache
+def _of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
+    other = torch.float32 if dtype == torch.float64 else torch.float64
+    return torch.empty(0, dtype=other, device=device)
+
+
+# ------------------------------------------------------------------------------------------------
 
 
 class Requester(Protocol):
@@ -64,6 +312,10 @@ class Exchange:
         shown: shows those that are held.
         padding: id of a row that is never trained, or None.
         requester: asks for them; kept by who made it.
+
+    Attributes:
+        device: where rows are held.
+        now: the step that holds rows.
     """
 
     def __init__(
@@ -85,36 +337,43 @@ class Exchange:
         self._due: PlannedBatch | None = None
         """The batch of a loop that the next step may take."""
         self._loop: weakref.ref[object] | None = None
-        self.device = shown.parameter.device
-        """Where rows are held."""
         self._fields: tuple[tuple[str, ...], list[tuple[tuple[int, ...], torch.dtype]]] = ((), [])
         """Names of the fields that are held, and the shapes and dtypes of their rows."""
-        self.now = self._nothing(0)
-        """The step that holds rows."""
+        self._hold_nothing(0)
 
-    def _nothing(self, number: int) -> Step:
-        return Step.of_nothing(number, self._memory(0), self.device)
+    def _hold_nothing(self, number: int) -> None:
+        self.device = self._shown.parameter.device
+        ids = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.now = Step(number, ids, *self._memory(0), {}, over=True)
 
-    def _memory(self, count: int) -> list[Tensor]:
-        """Memory for rows of every field; behind those of the weight is place for the padding."""
-        names, device = self._shown.names, self.device
+    def _memory(self, count: int) -> tuple[Rows, Tensor]:
+        """Memory for rows of every field, and that of the weights with the padding's place."""
+        names, device = self._shown.kept.names, self.device
         if self._fields[0] is not names:
             self._fields = (names, [self._store.row_of(name) for name in names])
-        (shape, dtype), *state = self._fields[1]
-        padded = count if self._padding is None else count + 1
-        weight = torch.empty((padded, *shape), dtype=dtype, device=device)
-        return [
-            weight,
-            *(torch.empty((count, *row), dtype=kind, device=device) for row, kind in state),
-        ]
-
-    def _no_rows(self) -> list[Tensor]:
-        """No row of any field."""
-        return without_padding(self._memory(0), 0)
-
-    def _fetch_padding(self, rows: list[Tensor], count: int) -> None:
+        rows: Rows = []
+        for shape, dtype in self._fields[1]:
+            places = count + 1 if self._padding is not None and not rows else count
+            rows.append(torch.empty((places, *shape), dtype=dtype, device=device))
+        padded = rows[0]
         if self._padding is not None:
-            self._store.read(torch.tensor([self._padding]), rows[0][count : count + 1])
+            rows[0] = padded[:count]
+        return rows, padded
+
+    def _no_rows(self) -> Rows:
+        """No row of any field."""
+        return self._memory(0)[0]
+
+    def _fetch_padding(self, padded: Tensor) -> None:
+        if self._padding is not None:
+            self._store.read(torch.tensor([self._padding]), padded[-1:])
+
+    def _loaded(self, ids: Tensor, leaving: Rows, evict: Tensor) -> tuple[Rows, Tensor]:
+        """Rows as they are in the table, in new memory; others leave for it meanwhile."""
+        rows, padded = self._memory(ids.shape[0])
+        self._store.exchange(self._shown.kept.names, leaving, evict, rows, ids)
+        self._fetch_padding(padded)
+        return rows, padded
 
     # --------------------------------------------------------------------------------------------
     # Completion
@@ -129,27 +388,25 @@ class Exchange:
             The step.
         """
         now, shown = self.now, self._shown
-        if not shown.shows(now) or now.owed is not None or (ahead and now.ahead):
+        if shown.rows is not now.rows or now.owed is not None or (ahead and now.ahead):
             if torch.is_inference_mode_enabled():  # who holds rows next could not train them
                 with torch.inference_mode(False):
                     return self.complete(ahead=ahead)
-            self.show()
+            shown.show(now)
             if now.owed is not None or (ahead and now.ahead):
                 self._send(ahead)
-        if self._call is not None or shown.was_changed():
+        if self._call is not None or shown.parameter._version != shown.version:
             self._settle()
         return self.now
 
-    def show(self) -> None:
-        """Makes torch's objects show the step of now, if they do not."""
-        if not self._shown.shows(self.now):
-            self._shown.show(self.now)
-
     def show_anew(self) -> None:
         """Reads held rows again, all fields that there are now; the table has all of them."""
-        now = self.now
-        gradient = self._shown.parameter.grad
-        self.now = now._replace(rows=self._load(now.ids), stale=False, gradient=gradient)
+        now, gradient = self.now, self._shown.parameter.grad
+        if now.ids.shape[0] > 0:
+            rows, padded = self._loaded(now.ids, self._no_rows(), now.ids[:0])
+        else:
+            rows, padded = self._memory(0)
+        self.now = now._replace(rows=rows, padded=padded, stale=False, gradient=gradient)
         self.complete()
 
     def _settle(self) -> bool:
@@ -181,12 +438,10 @@ class Exchange:
 
     def _send(self, ahead: bool) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
-        now = self.now
-        owed = now.owed or Owed(self._no_rows(), now.ids[:0], now.ids[:0])
-        following = None
-        if ahead and now.ahead and now.whole is not None:
-            following = now.whole.following
-        load, load_places, arriving, rows = owed.ids[:0], owed.places[:0], self._no_rows(), None
+        now, arriving = self.now, self._no_rows()
+        owed = now.owed or Owed(arriving, now.ids[:0], now.ids[:0])
+        following = now.whole.following if ahead and now.ahead and now.whole is not None else None
+        load, load_places, coming = owed.ids[:0], owed.places[:0], None
         if following is not None:
             self._planning.join()
             try:
@@ -197,10 +452,10 @@ class Exchange:
             self._travel.uses(owed.rows)
             with self._travel.after_current(self.device):
                 if following is not None:  # in memory that only this stream is given again
-                    rows = self._memory(following.held)
-                    arriving = without_padding(rows, following.held)
+                    coming = Coming(following, *self._memory(following.held))
+                    arriving = coming.rows
                 self._store.exchange(
-                    self._shown.names,
+                    self._shown.kept.names,
                     owed.rows,
                     owed.ids,
                     arriving,
@@ -208,36 +463,25 @@ class Exchange:
                     owed.places,
                     load_places,
                 )
-        coming = None if following is None or rows is None else Coming(following, rows)
         self.now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
 
     def _drop_coming(self) -> None:
         """Rows that arrived for the next batch go back, as some are nowhere else."""
-        coming = self.now.coming
-        self._travel.join()
+        now, coming = self.now, self.now.coming
+        if self._travel.end is not None:
+            self._travel.join()
         if coming is not None:
             ids, places = coming.batch.arriving
-            rows = without_padding(coming.rows, coming.batch.held)
             nothing = self._no_rows()
-            self._store.exchange(self._shown.names, rows, ids, nothing, ids[:0], places)
-        if coming is not None or self.now.ahead:
-            self.now = self.now._replace(coming=None, ahead=False)
+            self._store.exchange(self._shown.kept.names, coming.rows, ids, nothing, ids[:0], places)
+        if coming is not None or now.ahead:
+            self.now = now._replace(coming=None, ahead=False)
 
     def _read_again(self) -> Step:
         """Held rows are those of the table again, if they may have become others there."""
         if self.now.stale:
             self.show_anew()
         return self.now
-
-    def _load(self, ids: Tensor) -> list[Tensor]:
-        """Rows of all fields as they are in the table, in new memory."""
-        count = ids.shape[0]
-        rows = self._memory(count)
-        if count > 0:
-            arriving = without_padding(rows, count)
-            self._store.exchange(self._shown.names, self._no_rows(), ids[:0], arriving, ids)
-            self._fetch_padding(rows, count)
-        return rows
 
     # --------------------------------------------------------------------------------------------
     # Rows of a step
@@ -247,6 +491,8 @@ class Exchange:
         parts: Sequence[Tensor],
         told: Sequence[Tensor] = (),
         plan: PlannedBatch | None = None,
+        *,
+        announced: bool = False,
     ) -> list[Placed]:
         """Holds the rows that ids name from now until the step after the optimizer's begins.
 
@@ -254,6 +500,7 @@ class Exchange:
             parts: ids of any shape, on either device.
             told: ids that were announced for the step, which holds them as well.
             plan: their plan.
+            announced: whether lookups of the parts are still to come.
 
         Returns:
             For each part where its rows are.
@@ -261,29 +508,28 @@ class Exchange:
         Raises:
             IndexError: an id is out of range; what is held did not change.
         """
-        self._refuse_capture()
+        if self.device.type == "cuda":
+            self._refuse_capture()
         self.complete()
+        found: list[Placed] = []
         if self.is_over():
-            self._begin(parts, told, plan)
+            is_known = not self._begin(parts, told, plan)
         else:
+            is_known = True
             self._read_again()
-            if any(place_of(self.now, part) is None for part in told):
+            if any(self.now.find(part) is None for part in told):
                 self._extend(told)
-        found = [place_of(self.now, part) for part in parts]
-        if any(each is None for each in found):
-            self._extend(parts)
-            last = len(self.now.batches) - 1
-            found = [placed(self.now, last, part) for part in range(len(parts))]
-        return [each for each in found if each is not None]
-
-    def is_over(self) -> bool:
-        """Whether the next rows that are asked for begin a step of their own."""
-        now = self.now
-        if now.over:
-            return True
-        if now.announced or self._requester.expects_gradient():
-            return False
-        return not self._shown.has_gradient()
+        if is_known:
+            found = [each for part in parts if (each := self.now.find(part)) is not None]
+            if len(found) < len(parts):
+                self._extend(parts)
+        if len(found) < len(parts):
+            step, found = self.now, []
+            for part in range(len(parts)):
+                found.append(step.part(len(step.batches) - 1, part))
+        if self.now.announced is not announced:
+            self.now = self.now._replace(announced=announced)
+        return found
 
     def announce(
         self,
@@ -300,14 +546,24 @@ class Exchange:
         self.complete()
         if self._due is None and self.is_over():
             return False
-        self.hold(parts, told, plan)
-        self.now = self.now._replace(announced=True)
+        self.hold(parts, told, plan, announced=True)
         return True
 
-    def looked_up(self) -> None:
-        """Says that lookups have come which were announced."""
-        if self.now.announced:
-            self.now = self.now._replace(announced=False)
+    def _refuse_capture(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
+                " changes from step to step; capture what comes after it"
+            )
+
+    def is_over(self) -> bool:
+        """Whether the next rows that are asked for begin a step of their own."""
+        now = self.now
+        if now.over:
+            return True
+        if now.announced or self._requester.expects_gradient():
+            return False
+        return not self._shown.has_gradient()
 
     def change(self) -> Step:
         """Says that somebody is about to write to the held rows."""
@@ -319,7 +575,8 @@ class Exchange:
 
     def _begin(
         self, parts: Sequence[Tensor], told: Sequence[Tensor], plan: PlannedBatch | None
-    ) -> None:
+    ) -> bool:
+        """Begins a step that holds the rows of these ids; whether their plan is one of its own."""
         planned, self._due = self._due, None  # two steps of one batch take its plan once
         batch = None if planned is None else self._taken(planned, parts)
         coming = self.now.coming
@@ -331,6 +588,7 @@ class Exchange:
             self._replace(begun, ahead=batch is not None)
         if batch is not None and told:
             self._extend(told)
+        return batch is None and not told
 
     def planned(
         self, parts: Sequence[Tensor], after: PlannedBatch | Tensor | None = None
@@ -345,6 +603,7 @@ class Exchange:
         batch.count()
         if any(batch.part_of(part) is None for part in parts):
             asked = self.planned(parts, batch.ids)
+            asked.count()
             if asked.held != batch.held or len(asked.arriving[0]):
                 return None  # a step holds the rows that its lookups name, and no others
         return batch
@@ -352,32 +611,32 @@ class Exchange:
     def _replace(self, batch: PlannedBatch, *, ahead: bool) -> None:
         """The rows of the last step leave while those of the batch arrive."""
         self._drop_coming()
-        now, ids, count = self.now, batch.ids, batch.held
-        rows = self._memory(count)
+        now = self.now
         leaving = self._shown.rows_of(now) if now.newer else self._no_rows()
-        evict = now.ids if now.newer else ids[:0]
-        self._store.exchange(self._shown.names, leaving, evict, without_padding(rows, count), ids)
-        self._fetch_padding(rows, count)
+        evict = now.ids if now.newer else now.ids[:0]
+        rows, padded = self._loaded(batch.ids, leaving, evict)
         # Rows that stay have not been in the table in between.
+        number, newer = now.number + 1, now.newer
         self.now = Step(
-            now.number + 1, ids, rows, {}, (batch,), whole=batch, newer=now.newer, ahead=ahead
+            number, batch.ids, rows, padded, {}, (batch,), whole=batch, newer=newer, ahead=ahead
         )
         self.complete()
 
     def _advance(self, coming: Coming) -> None:
         """Rows that have arrived are held now, with those that stay; the others leave meanwhile."""
-        now, (batch, rows) = self.now, coming
+        now, (batch, rows, padded) = self.now, coming
         self._travel.join()
         old = self._shown.rows_of(now)
         places, taken_from = batch.staying
         for new, each in zip(rows, old, strict=True):
             new.index_copy_(0, places, each.index_select(0, taken_from))
-        self._fetch_padding(rows, batch.held)
+        self._fetch_padding(padded)
         owed = Owed(old, *batch.leaving) if now.newer else None
         self.now = Step(
             now.number + 1,
             batch.ids,
             rows,
+            padded,
             {},
             (batch,),
             whole=batch,
@@ -398,18 +657,17 @@ class Exchange:
         now = self.now
         ids, _ = torch.sort(torch.cat([now.ids, load]))
         count, before = len(ids), torch.searchsorted(ids, now.ids)
-        rows = self._memory(count)
+        rows, padded = self._memory(count)
         for new, each in zip(rows, self._shown.rows_of(now), strict=True):
             new.index_copy_(0, before, each)
-        nothing = self._no_rows()
-        places = torch.searchsorted(ids, load)
-        arriving = without_padding(rows, count)
-        self._store.exchange(self._shown.names, nothing, load[:0], arriving, load, None, places)
-        self._fetch_padding(rows, count)
+        nothing, places = self._no_rows(), torch.searchsorted(ids, load)
+        self._store.exchange(self._shown.kept.names, nothing, load[:0], rows, load, None, places)
+        self._fetch_padding(padded)
         gradient = self._shown.parameter.grad if self._shown.has_gradient() else None
         self.now = now._replace(
             ids=ids,
             rows=rows,
+            padded=padded,
             places={},
             batches=(*now.batches, batch),
             moved=len(now.batches),
@@ -432,10 +690,8 @@ class Exchange:
             self._drop_coming()
         now = self.now
         if now.newer:
-            nothing = self._no_rows()
-            self._store.exchange(
-                self._shown.names, self._shown.rows_of(now), now.ids, nothing, now.ids[:0]
-            )
+            nothing, rows = self._no_rows(), self._shown.rows_of(now)
+            self._store.exchange(self._shown.kept.names, rows, now.ids, nothing, now.ids[:0])
         if now.newer or (changes and not now.stale):
             self.now = now._replace(newer=False, stale=now.stale or changes)
 
@@ -444,8 +700,7 @@ class Exchange:
         for step in (lambda: None, move):
             self.bring_home()
             step()
-            self.device = self._shown.parameter.device
-            self.now = self._nothing(self.now.number + 1)
+            self._hold_nothing(self.now.number + 1)
             self.complete()
 
     # --------------------------------------------------------------------------------------------
@@ -462,7 +717,8 @@ class Exchange:
             RuntimeError: the rows of that step have left.
         """
         self.refuse_earlier(number)
-        self._shown.set_gradient(gradient)
+        self._shown.parameter.grad = gradient
+        self._shown.note_gradient()
 
     def refuse_earlier(self, number: int) -> None:
         """Raises RuntimeError if the rows of that step have left."""
@@ -481,37 +737,28 @@ class Exchange:
         if gradient is not None and not self._shown.has_gradient():
             # zero_grad(set_to_none=False) leaves zeros, with which most optimizers move rows.
             gradient = parameter.grad = None
-        state = self._shown.state
+        state = self._shown.kept.state
         if state is not None and state.sparse and gradient is not None:
             parameter.grad = sparse_of_all(gradient, self._store.numbers(now.ids))
         self._call = (call, now.number)
 
     def after_optimizer(self) -> bool:
-        """Called after it.
-
-        Returns:
-            Whether there was something to step.
-        """
+        """Called after it; whether there was something to step."""
         stepped = self._settle()
         if stepped:
             # A backward through what used these rows would compute with other ones.
-            torch.autograd.graph.increment_version(self.now.rows[0])
+            torch.autograd.graph.increment_version(self.now.padded)
         return stepped
 
     # --------------------------------------------------------------------------------------------
     # Batches that are planned ahead
 
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedBatch | None) -> PlannedBatch:
-        """Plans a batch of a loop.
-
-        Args:
-            parts: its ids, of any shape, on either device.
-            after: the batch before it.
-        """
+        """Plans a batch of a loop: its ids, of any shape, and the batch before it."""
         with self._planning.after_current(self.device):
             batch = self.planned(parts, after)
         if after is not None:
-            after.following = batch
+            after.precede(batch)
         return batch
 
     def start_loop(self, loop: object) -> None:
@@ -540,10 +787,3 @@ class Exchange:
     def expect(self, batch: PlannedBatch | None) -> None:
         """Says which planned batch the next step may take."""
         self._due = batch
-
-    def _refuse_capture(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
-                " changes from step to step; capture what comes after it"
-            )

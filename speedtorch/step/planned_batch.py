@@ -7,20 +7,85 @@ which rows it has in common with that one.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from speedtorch.ops.batch_ids import SeenIds
+from speedtorch.ops.batch_ids import Unread
 from speedtorch.ops.functions import plan_rows
-from speedtorch.step.host_numbers import HostNumbers
 
 __all__ = ["PlannedBatch"]
 
-_STATUS_BAD, _STATUS_BAD_POSITION, _STATUS_BAD_ID, _STATUS_DISTINCT = range(4)
+_BAD, _BAD_POSITION, _BAD_ID, _DISTINCT = range(4)
 _STATUS_FIELDS = 8
+
+_Landing = tuple[Tensor, torch.cuda.Event]
+
+# Pinned memory and events of numbers that were read, by device and length: making new ones takes
+# longer than the copy.
+_unused: defaultdict[tuple[torch.device, int], list[_Landing]] = defaultdict(list)
+
+
+class HostNumbers:
+    """Numbers `[n]` of a tensor, as they are when the current stream has done its work of now."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._read: list[int] | None = None
+        self._landing: _Landing | None = None
+        if numbers.is_cpu:
+            self._read = numbers.tolist()
+            return
+        self._key = (numbers.device, numbers.shape[0])
+        try:
+            self._landing = _unused[self._key].pop()
+        except IndexError:
+            with torch.inference_mode(False):  # or it could be used there only
+                memory = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._landing = (memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        memory, event = self._landing
+        memory.copy_(numbers, non_blocking=True)
+        event.record(torch.cuda.current_stream(numbers.device))
+
+    def read(self) -> list[int]:
+        """Waits for the numbers."""
+        if self._read is None:
+            assert self._landing is not None
+            memory, event = self._landing
+            event.synchronize()
+            self._read = memory.tolist()
+        # Only what has been read is given to others.
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            _unused[self._key].append(landing)
+        return self._read
+
+
+class SeenIds:
+    """Ids of any shape that are recognised when they come again.
+
+    Ids on the CPU are compared with a copy, which a GPU takes without waiting. Ids on a GPU are
+    never read: they must be the same tensor, unchanged.
+    """
+
+    def __init__(self, ids: Tensor, device: torch.device) -> None:
+        self.shape = ids.shape
+        self._unread = Unread(ids) if ids.is_cuda and not ids.is_inference() else None
+        if self._unread is not None:
+            self.values = self._unread.memory
+        else:
+            self.values = ids.detach()
+            if ids.is_cpu:
+                copy = torch.empty_like(self.values, pin_memory=device.type == "cuda")
+                self.values = copy.copy_(self.values)
+
+    def are(self, ids: Tensor) -> bool:
+        """Whether these are the ids, for certain."""
+        if self._unread is not None:
+            return self._unread.is_still(ids)
+        known = self.values
+        return known.is_cpu and ids.is_cpu and ids.dtype == known.dtype and torch.equal(ids, known)
 
 
 class PlannedBatch:
@@ -36,10 +101,21 @@ class PlannedBatch:
         after: the batch whose rows are held before this one's, or ids of held rows, ascending.
         name: what errors call who looks them up.
 
+    Attributes:
+        plan: result of plan_rows for the ids.
+        following: the batch that was planned after this one.
+        distinct: distinct ids, with that of the padding; known, as all below, after count().
+        held: distinct rows.
+        ids: those rows, ascending: `[held]`; always the same tensor.
+
     Raises:
         IndexError: rows are held on the CPU and an id is out of range; a GPU's are reported by
-            `count`.
+            count().
     """
+
+    distinct: int
+    held: int
+    ids: Tensor
 
     def __init__(
         self,
@@ -55,42 +131,43 @@ class PlannedBatch:
         self._name = name
         self._rows = rows
         self._padding = padding
-        parts = parts or [torch.empty(0, dtype=torch.int64)]
-        self._seen = [SeenIds(part, device) for part in parts]
-        flat = [seen.flat(device) for seen in self._seen]
-        index = flat[0] if len(flat) == 1 else torch.cat(flat)
-        self._size = index.numel()
-        self._begins = [0, *accumulate(part.shape[0] for part in flat)]
+        self._seen: list[SeenIds] = []
+        self._begins = [0]
+        flat = []
+        for part in parts or [torch.empty(0, dtype=torch.int64)]:
+            seen = SeenIds(part, device)
+            ids = seen.values.reshape(-1)
+            if ids.device != device:  # towards a GPU nobody waits
+                ids = ids.to(device, non_blocking=device.type == "cuda")
+            self._seen.append(seen)
+            self._begins.append(self._begins[-1] + len(ids))
+            flat.append(ids)
         # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
         # follows the distinct ids.
         try:
-            self.plan = plan_rows(index, rows)
+            self.plan = plan_rows(flat[0] if len(flat) == 1 else torch.cat(flat), rows)
         except IndexError as error:
             raise IndexError(str(error).replace("plan_rows", name, 1)) from None
         self.following: PlannedBatch | None = None
-        """The batch that was planned after this one."""
         self._place: Tensor | None = None
         """Of each distinct id, or None where that is its place in the order."""
-        self._ids: Tensor | None = None
-        self._held_ids: Tensor | None = None
-        self._known_counts: list[int] | None = None
+        self._is_counted = False
         unique, _, _, _, status = self.plan
-        counts = [status]
+        self._ids, counts = unique, status
         if padding is not None:
             self._ids, *_, sums = self._compared(unique[:0], unique[:0])
             held = sums[:1]
-            named = status[_STATUS_DISTINCT : _STATUS_DISTINCT + 1] - held
-            places = torch.arange(self._size, device=device) - (unique > padding) * named
+            named = status[_DISTINCT : _DISTINCT + 1] - held
+            places = torch.arange(self._begins[-1], device=device) - (unique > padding) * named
             self._place = torch.where(unique == padding, held, places)
-            counts.append(held)
+            counts = torch.cat([counts, held])
         if after is not None:
-            held, held_status = (
-                (after, after[:0]) if isinstance(after, Tensor) else (after.plan[0], after.plan[4])
-            )
-            *lists, sums = self._compared(held, held_status)
-            self._arriving, self._staying, self._leaving = lists[0:2], lists[2:4], lists[4:6]
-            counts.append(sums)
-        self._counted = HostNumbers(counts[0] if len(counts) == 1 else torch.cat(counts))
+            if isinstance(after, Tensor):
+                *self._changes, sums = self._compared(after, after[:0])
+            else:
+                *self._changes, sums = self._compared(after.plan[0], after.plan[4])
+            counts = torch.cat([counts, sums])
+        self._counted = HostNumbers(counts)
 
     def _compared(self, held: Tensor, held_status: Tensor) -> list[Tensor]:
         """Which rows arrive, stay and leave when this batch follows on held rows.
@@ -105,65 +182,47 @@ class PlannedBatch:
         )
         return lists
 
-    # --------------------------------------------------------------------------------------------
-
     def count(self) -> None:
-        """Waits for the counts; the numbers below are known after it.
+        """Waits for the counts.
 
         Raises:
             IndexError: an id on a GPU is out of range.
         """
-        self._counts()
-
-    def _counts(self) -> list[int]:
-        if self._known_counts is None:
-            self._known_counts = self._counted.read()
-        counts = self._known_counts
-        if counts[_STATUS_BAD]:
-            bad, at, id = (counts[n] for n in (_STATUS_BAD, _STATUS_BAD_POSITION, _STATUS_BAD_ID))
+        if self._is_counted:
+            return
+        counts = self._counted.read()
+        if counts[_BAD]:
             raise IndexError(
-                f"{self._name}: id {id} at position {at} is out of range for a table of"
-                f" {self._rows} rows ({bad} of {self._size} ids are out of range); no row was moved"
+                f"{self._name}: id {counts[_BAD_ID]} at position {counts[_BAD_POSITION]} is out of"
+                f" range for a table of {self._rows} rows ({counts[_BAD]} of {self._begins[-1]} ids"
+                " are out of range); no row was moved"
             )
-        return counts
-
-    @property
-    def distinct(self) -> int:
-        """Distinct ids, with that of the padding."""
-        return self._counts()[_STATUS_DISTINCT]
-
-    @property
-    def held(self) -> int:
-        """Distinct rows."""
-        return self._counts()[_STATUS_DISTINCT if self._padding is None else _STATUS_FIELDS]
-
-    @property
-    def ids(self) -> Tensor:
-        """The rows, ascending: `[held]`; always the same tensor."""
-        if self._held_ids is None:
-            self._held_ids = (self.plan[0] if self._ids is None else self._ids)[: self.held]
-        return self._held_ids
+        self.distinct = counts[_DISTINCT]
+        self.held = counts[_DISTINCT if self._padding is None else _STATUS_FIELDS]
+        self.ids = self._ids[: self.held]
+        self._arriving, self._leaving = counts[-2:]
+        self._is_counted = True
 
     @property
     def arriving(self) -> tuple[Tensor, Tensor]:
         """Ids and places of the rows that were not held before."""
-        ids, places = self._arriving
-        fresh = self._counts()[-2]
-        return ids[:fresh], places[:fresh]
+        return self._listed(0)
 
     @property
     def staying(self) -> tuple[Tensor, Tensor]:
         """Places now and before of the rows that were held before as well."""
-        now, before = self._staying
-        common = self.held - self._counts()[-2]
-        return now[:common], before[:common]
+        return self._listed(1)
 
     @property
     def leaving(self) -> tuple[Tensor, Tensor]:
         """Ids and places before of the rows that this batch does not name."""
-        ids, places = self._leaving
-        gone = self._counts()[-1]
-        return ids[:gone], places[:gone]
+        return self._listed(2)
+
+    def _listed(self, change: int) -> tuple[Tensor, Tensor]:
+        self.count()
+        count = (self._arriving, self.held - self._arriving, self._leaving)[change]
+        ids, places = self._changes[2 * change : 2 * change + 2]
+        return ids[:count], places[:count]
 
     def places_among(self, ids: Tensor) -> Tensor:
         """Where its distinct rows are among others, which are held with them: `ids` ascending."""
@@ -184,6 +243,10 @@ class PlannedBatch:
             entries = entries[self._begins[part] : self._begins[part + 1]]
         local, shape = entries if places is None else places[entries], self._seen[part].shape
         return local if local.shape == shape else local.view(shape)
+
+    def precede(self, following: PlannedBatch) -> None:
+        """Says which batch was planned after this one."""
+        self.following = following
 
     def begin(self, part: int) -> int:
         """How many ids come before those of a part."""

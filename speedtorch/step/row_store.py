@@ -72,6 +72,7 @@ class RowStore:
         table: the rows, or the number of rows and columns and the dtype of a table to be made.
         memory: the kind of memory of a table to be made.
         draws: first values of a table to be made.
+        owned: whether nobody else uses a table that is given, so that another may replace it.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class RowStore:
         table: HostTable | tuple[int, int, torch.dtype],
         memory: str = "auto",
         draws: Sequence[Draw] = (),
+        *,
+        owned: bool = False,
     ) -> None:
         self.name = name
         self._draws = tuple(draws)
@@ -87,13 +90,15 @@ class RowStore:
         """State of a table that another owns, or that there was no room to make anew."""
         self._holder: weakref.ref[RowHolder] | None = None
         self._numbers = self._order = torch.empty(0, dtype=torch.int64)
+        self._reached: tuple[Sequence[str], list[Tensor]] | None = None
+        """The fields that were exchanged last, until the table may have become another."""
         self._table: HostTable | None = None
         if isinstance(table, HostTable):
-            self._table, self.owned, self._memory = table, False, table.memory
+            self._table, self._owned, self._memory = table, owned, table.memory
             self.rows, (self.row_shape, self.dtype) = table.rows, table.fields["weight"]
             return
         rows, columns, self.dtype = table
-        self.owned, self._memory = True, memory
+        self._owned, self._memory = True, memory
         check_kind(memory)
         (self.rows,) = row_shape(rows, "rows")
         self.row_shape = row_shape(columns)
@@ -123,19 +128,6 @@ class RowStore:
         """Whether the rows have their first values."""
         return self._table is not None and not self._draws
 
-    def _in_memory(self, state: Fields = MappingProxyType({})) -> HostTable:
-        """The table, perhaps without its first values; made now, if it is to be, with a state."""
-        if self._table is None:
-            _waiting.discard(self)
-            try:
-                made = self._made({"weight": (self.row_shape, self.dtype), **state})
-            except BaseException:
-                _waiting.add(self)
-                raise
-            self._adopt(made)
-            return made
-        return self._table
-
     def draw(self, draw: Draw, *, anew: bool) -> None:
         """Gives all rows other values: when somebody needs them, if nobody has yet.
 
@@ -152,17 +144,37 @@ class RowStore:
             last = Draw((*before.functions, *last.functions), before.seed, None)
         self._draws = (*others, last)
 
+    def _in_memory(self, state: Fields = MappingProxyType({})) -> HostTable:
+        """The table, perhaps without its first values; made now, if it is to be, with a state."""
+        if self._table is None:
+            _waiting.discard(self)
+            try:
+                self._adopt(self._made({"weight": (self.row_shape, self.dtype), **state}))
+            except BaseException:
+                _waiting.add(self)
+                raise
+        assert self._table is not None
+        return self._table
+
+    def _made(self, fields: Fields) -> HostTable:
+        kind = "auto" if self._memory == "file" else self._memory
+        on_gpu = self._table is not None and kind == "cuda"
+        device = self._table.device if on_gpu and self._table is not None else None
+        with torch.inference_mode(False):  # or nothing could ever be written to it
+            return HostTable.from_fields(self.rows, fields, kind, device=device)
+
+    def _adopt(self, table: HostTable) -> None:
+        table.be_held(self._holder)
+        self._table, self._reached = table, None
+
     def _needed_bytes(self) -> int:
         return self.rows * lay_out({"weight": (self.row_shape, self.dtype)}).record_bytes
 
     def _refuse_if_short(self) -> None:
         """Raises MemoryError if this table and those that wait for their memory do not fit."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if (
-            distributed
-            or self._memory not in host_memory.HOST_KINDS
-            or not host_memory.is_checked()
-        ):
+        is_host = self._memory in host_memory.HOST_KINDS
+        if distributed or not is_host or not host_memory.is_checked():
             return
         needed, waiting = self._needed_bytes(), list(_waiting)
         others = sum(each._needed_bytes() for each in waiting)
@@ -175,22 +187,8 @@ class RowStore:
                 " SPEEDTORCH_MEMORY_CHECK=0 to try all the same"
             )
 
-    def _made(self, fields: Fields) -> HostTable:
-        device = None
-        kind = "auto" if self._memory == "file" else self._memory
-        if self._table is not None and kind == "cuda":
-            device = self._table.device
-        with torch.inference_mode(False):  # or nothing could ever be written to it
-            return HostTable.from_fields(self.rows, fields, kind, device=device)
-
-    def _adopt(self, table: HostTable) -> None:
-        table.holder, self._table = self._holder, table
-
-    def bring_others_home(self) -> None:
-        """Rows that another module trains are in the table, too, after this."""
-        table = self._table
-        if table is not None and table.holder is not self._holder:
-            table.bring_home()
+    # --------------------------------------------------------------------------------------------
+    # Who holds rows
 
     @property
     def holder(self) -> RowHolder | None:
@@ -198,14 +196,20 @@ class RowStore:
         reference = self._holder if self._table is None else self._table.holder
         return None if reference is None else reference()
 
-    @holder.setter
-    def holder(self, holder: RowHolder) -> None:
+    def keep_holder(self, holder: RowHolder) -> None:
+        """Says who holds rows of the table; who did before brings them home."""
         if self._table is not None:
             self._table.bring_home()
         self._holder = weakref.ref(holder)
         for table in (self._table, self._beside):
             if table is not None:
-                table.holder = self._holder
+                table.be_held(self._holder)
+
+    def bring_others_home(self) -> None:
+        """Rows that another module trains are in the table, too, after this."""
+        table = self._table
+        if table is not None and table.holder is not self._holder:
+            table.bring_home()
 
     # --------------------------------------------------------------------------------------------
     # Fields
@@ -222,9 +226,8 @@ class RowStore:
 
     def row_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of a row of a field."""
-        return (
-            (self.row_shape, self.dtype) if name == "weight" else self._home_of(name).fields[name]
-        )
+        weight = (self.row_shape, self.dtype)
+        return weight if name == "weight" else self._home_of(name).fields[name]
 
     def make_room(self, fields: Fields) -> bool:
         """Makes room for the state of every row beside the weight.
@@ -241,7 +244,7 @@ class RowStore:
         table = self._in_memory(fields)
         if all(table.fields.get(name) == field for name, field in fields.items()):
             return table.was_read
-        if not self.owned:
+        if not self._owned:
             self._keep_beside(fields)
             return False
         try:
@@ -251,25 +254,26 @@ class RowStore:
             return False
         if not self._draws:
             made.rows_of("weight").copy_(table.rows_of("weight"))
-        made.was_read = table.was_read
+        made.note_read(table.was_read)
         self._adopt(made)
-        table.holder = None
+        table.be_held(None)
         table.close()
         return False
 
     def _keep_beside(self, fields: Fields) -> None:
         beside = self._made(fields)
-        beside.holder, self._beside = self._holder, beside
+        beside.be_held(self._holder)
+        self._beside, self._reached = beside, None
 
     @property
     def was_read(self) -> bool:
         """Whether the rows' state has values from a file."""
         return self._table is not None and self._table.was_read
 
-    @was_read.setter
-    def was_read(self, was_read: bool) -> None:
+    def note_read(self, was_read: bool) -> None:
+        """Says whether the rows' state has values from a file."""
         if self._table is not None:
-            self._table.was_read = was_read
+            self._table.note_read(was_read)
 
     def fill(self, name: str, row: Tensor) -> None:
         """Copies one row to all rows of a field."""
@@ -342,8 +346,11 @@ class RowStore:
             evict_places: which rows of `leaving` they are; by default the first, in order.
             load_places: which rows of `arriving` they become; by default the first, in order.
         """
+        reached = self._reached
+        if reached is None or reached[0] is not names:
+            reached = self._reached = (names, [self.field(name) for name in names])
         swap_placed(
-            [self.field(name) for name in names],
+            reached[1],
             leaving,
             evict,
             self.numbers(evict) if evict_places is None else evict_places,
@@ -351,6 +358,10 @@ class RowStore:
             load,
             self.numbers(load) if load_places is None else load_places,
         )
+
+    def forget_fields(self) -> None:
+        """Reaches the fields anew at the next exchange: somebody may close or change the table."""
+        self._reached = None
 
     def numbers(self, ids: Tensor) -> Tensor:
         """0 to n - 1 for n ids, of a tensor that is made once."""

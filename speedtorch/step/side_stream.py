@@ -23,11 +23,14 @@ class SideStream:
 
     Args:
         purpose: streams of one purpose are the same stream.
+
+    Attributes:
+        end: where its last work ends, until somebody has joined it.
     """
 
     def __init__(self, purpose: str) -> None:
         self._purpose = purpose
-        self._end: torch.cuda.Event | None = None
+        self.end: torch.cuda.Event | None = None
 
     @contextmanager
     def after_current(self, device: torch.device) -> Iterator[None]:
@@ -43,7 +46,7 @@ class SideStream:
             torch.cuda.set_stream(stream)
             yield
         finally:
-            self._end = stream.record_event()
+            self.end = stream.record_event()
             torch.cuda.set_stream(current)
             if current_device != device.index:
                 torch.cuda.set_device(current_device)
@@ -56,6 +59,6 @@ class SideStream:
 
     def join(self) -> None:
         """What the current stream gets from now on begins when the side stream is done."""
-        if self._end is not None:
-            torch.cuda.current_stream(self._end.device).wait_event(self._end)
-            self._end = None
+        if self.end is not None:
+            torch.cuda.current_stream(self.end.device).wait_event(self.end)
+            self.end = None

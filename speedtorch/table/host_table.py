@@ -197,6 +197,10 @@ class HostTable(Initialisers):
     was_read = False
     """True once rows were read from a file; they are not initial values then."""
 
+    def note_read(self, was_read: bool) -> None:
+        """Says whether rows were read from a file."""
+        self.was_read = was_read
+
     def load(self, path: _Path) -> None:
         """Reads all fields from what save() wrote, or from files like it.
 

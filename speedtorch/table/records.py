@@ -74,6 +74,10 @@ class Records:
     holder: weakref.ref[RowHolder] | None = None
     """Who trains rows of the table."""
 
+    def be_held(self, holder: weakref.ref[RowHolder] | None) -> None:
+        """Says who trains rows of the table."""
+        self.holder = holder
+
     def bring_home(self) -> None:
         """Brings rows home that a module trains: the table has all rows as they are now."""
         holder = None if self.holder is None else self.holder()

@@ -14,7 +14,7 @@ from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.step.step import Coming
+from speedtorch.step.exchange import Coming
 
 ROWS, WIDTH = 30, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]

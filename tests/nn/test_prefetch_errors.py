@@ -39,9 +39,9 @@ def step(embedding: nn.Module, sgd: optim.Optimizer, ids: Tensor) -> None:
 
 
 def no_memory(rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]) -> None:
-    memory = rows._exchange._memory
+    memory = rows.exchange._memory
     patch.setattr(
-        rows._exchange,
+        rows.exchange,
         "_memory",
         lambda count: _raise(torch.OutOfMemoryError()) if fails() else memory(count),
     )
@@ -61,11 +61,9 @@ def bad_ids_of_an_earlier_op(
 def control_c_while_the_host_waits(
     rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]
 ) -> None:
-    following = rows._exchange._due.following
-    counts = following._counts
-    patch.setattr(
-        following, "_counts", lambda: _raise(KeyboardInterrupt()) if fails() else counts()
-    )
+    following = rows.exchange._due.following
+    count = following.count
+    patch.setattr(following, "count", lambda: _raise(KeyboardInterrupt()) if fails() else count())
 
 
 def _raise(error: BaseException) -> None:
@@ -80,7 +78,7 @@ def test_rows_that_leave_are_not_lost(
     device: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedding, sgd, expected = made(device)
-    exchange = embedding.trained_rows._exchange
+    exchange = embedding.trained_rows.exchange
     failed = []
     for number, ids in enumerate(speedtorch.prefetch(BATCHES, embedding, ids=lambda b: b)):
         if number == 2:
