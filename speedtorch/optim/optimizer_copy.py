@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.table.host_table import HostTable
+from speedtorch.torch_internals import (
+    LENT_BY_GRAD_SCALER,
+    attributes_without_hooks,
+    members_of,
+    step_without_hooks,
+)
 
 __all__ = ["OptimizerCopy", "copy_optimizer", "group_of", "settings_of"]
 
@@ -55,8 +62,6 @@ def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any
 
 # Elements of a tensor that an optimizer refers to and the probe still copies.
 _MOST_COPIED = 1 << 16
-# What a GradScaler lends an optimizer for one step: it is no part of how rows are stepped.
-_LENT = ("grad_scale", "found_inf")
 
 
 class NotCopied:
@@ -80,7 +85,7 @@ class NotCopied:
     def __getattr__(self, name: str) -> Any:
         original = self._original
         if isinstance(original, nn.Module):
-            for held in (original._parameters, original._modules):
+            for held in members_of(original):
                 found = self._stand_ins.get(id(held.get(name)))
                 if found is not None:
                     for memo in self._memos:
@@ -118,7 +123,7 @@ def _referred(value: Any) -> Iterator[Any]:
     elif isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, nn.Module):
-        yield from (*value._parameters.values(), *value._modules.values())
+        yield from itertools.chain(*(held.values() for held in members_of(value)))
         return
     if not isinstance(value, type | types.FunctionType | types.ModuleType | HostTable | NotCopied):
         yield from getattr(value, "__dict__", {}).values()
@@ -232,10 +237,7 @@ class OptimizerCopy:
                 every_row[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
             )
         self.probe.grad = gradient.clone()  # which some optimizers change in place
-        step = type(self.optimizer).step
-        if getattr(step, "hooked", False):  # torch's wrapper, which calls global hooks
-            step = getattr(step, "__wrapped__", step)
-        step(self.optimizer)
+        step_without_hooks(type(self.optimizer))(self.optimizer)
 
 
 def copy_optimizer(
@@ -267,9 +269,9 @@ def copy_optimizer(
     group = group_of(optimizer, parameter)
     attributes = {
         # Schedulers put a `step` that is bound to the original in front of the class's.
-        name: OrderedDict() if name.endswith("_hooks") else value
-        for name, value in vars(optimizer).items()
-        if name not in _LENT and not callable(getattr(kind, name, None))
+        name: value
+        for name, value in attributes_without_hooks(optimizer).items()
+        if name not in LENT_BY_GRAD_SCALER and not callable(getattr(kind, name, None))
     }
     for_all = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
     # What deepcopy must not copy but replace: each parameter, and what we set up ourselves.

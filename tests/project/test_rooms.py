@@ -45,8 +45,8 @@ def imports_of(file: Path) -> Iterator[Path]:
 
 
 def floor_of(file: Path) -> int:
-    """0 for the version, the rooms' own, and one above all for what stands in none."""
-    if file.name == "version.py":
+    """0 for what knows nothing of ours, the rooms' own, and one above all for the other files."""
+    if file.name in ("version.py", "torch_internals.py"):
         return 0
     parts = file.relative_to(PACKAGE).parts
     return ROOMS.index(parts[0]) + 1 if len(parts) > 1 else len(ROOMS) + 1

@@ -1,0 +1,179 @@
+"""Every private part of torch that this package relies on, under a name that says what it does.
+
+All of them are the same in torch 2.11 and 2.13; tests/project/test_torch_internals.py fails by the
+name of one that another torch lacks or has changed. What is a name in torch is a name here, and no
+function around it: a step uses many of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "GRADIENT_ASKED_TO_BE_ZERO",
+    "LENT_BY_GRAD_SCALER",
+    "METHODS_OF_MODULES",
+    "TRUNCATED_NORMAL",
+    "TorchDispatchMode",
+    "active_data_parallel",
+    "as_plain",
+    "attributes_without_hooks",
+    "call_with_first_gpu",
+    "current_backward",
+    "has_gradient_hooks",
+    "is_batched",
+    "is_forward_mode",
+    "is_tracing",
+    "is_transformed",
+    "members_of",
+    "of_another_dtype",
+    "out_of_graphs",
+    "schema_name",
+    "sparse_indices",
+    "sparse_values",
+    "step_without_hooks",
+    "top_saved_tensors_hooks",
+    "tree_leaves",
+    "tree_map",
+    "version_of",
+]
+
+# ------------------------------------------------------------------------------------------------
+# Tensors
+
+as_plain = torch._C.DisableTorchFunctionSubclass
+"""Within it no function asks the `__torch_function__` of a tensor's class."""
+
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor, or what shares its memory, has been written to."""
+
+sparse_values = Tensor._values
+"""The values of a sparse tensor, coalesced or not, without a copy and without autograd."""
+
+sparse_indices = Tensor._indices
+"""Its indices likewise."""
+
+schema_name: Callable[[Any], str] = operator.attrgetter("_schema.name")
+"""The name of an operator that a dispatch mode is given, as "aten::add_"."""
+
+
+@cache
+def of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a parameter's `data` is for a moment before they may become of another shape.
+
+    Only a change of dtype makes torch drop the node that accumulates the parameter's gradient,
+    which a graph may keep alive, and which refuses gradients of another shape than the first.
+    """
+    other = torch.float32 if dtype == torch.float64 else torch.float64
+    return torch.empty(0, dtype=other, device=device)
+
+
+# ------------------------------------------------------------------------------------------------
+# Autograd, and what transforms or records calls
+
+current_backward = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread, -1 outside of any."""
+
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""The innermost saved_tensors_hooks, or None; True as argument finds them while tracing as well."""
+
+is_tracing = torch._C._is_tracing
+"""Whether torch.jit.trace, or an export that is made of it, records calls."""
+
+is_transformed = torch._C._are_functorch_transforms_active
+"""Whether a transform of torch.func runs."""
+
+is_batched = torch._C._functorch.is_batchedtensor
+"""Whether a tensor is one of vmap's."""
+
+
+def is_forward_mode() -> bool:
+    """Whether a dual level of forward-mode differentiation has been entered."""
+    return forward_ad._current_level >= 0
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether somebody waits for a parameter's gradient, or for its being accumulated."""
+    return bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def active_data_parallel() -> nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward runs; it names its `parameters_to_ignore`."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def out_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """A function at which torch.compile breaks a graph, as torch.compiler.disable(reason=) does.
+
+    That one loads torch's compiler at once, and this one within the first call.
+    """
+    broken = _disable_dynamo(function)
+    vars(broken).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    return broken
+
+
+call_with_first_gpu: Callable[[Callable[[], object]], None] = torch.cuda._lazy_call
+"""Calls a function when torch first turns to a GPU, at once where it has done so."""
+
+# ------------------------------------------------------------------------------------------------
+# Modules
+
+METHODS_OF_MODULES = (
+    "__prepare_scriptable__",
+    "_apply",
+    "_load_from_state_dict",
+    "_replicate_for_data_parallel",
+    "_save_to_state_dict",
+)
+"""What torch calls of a module, and of which modules of ours have their own."""
+
+TRUNCATED_NORMAL = inspect.unwrap(
+    getattr(nn.init, "_no_grad_trunc_normal_", nn.init.trunc_normal_)
+).__code__
+"""The code of trunc_normal_, which alone in torch.nn.init tells no subclass of its being called."""
+
+
+def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own parameters and modules by name; of what it has not, None."""
+    return module._parameters, module._modules
+
+
+# ------------------------------------------------------------------------------------------------
+# Optimizers
+
+GRADIENT_ASKED_TO_BE_ZERO = frozenset(
+    inspect.unwrap(each).__code__ for each in (Optimizer.zero_grad, nn.Module.zero_grad)
+)
+"""The code that asks for a gradient in order to fill it with zeros."""
+
+LENT_BY_GRAD_SCALER = ("grad_scale", "found_inf")
+"""Attributes that a GradScaler gives an optimizer for one step."""
+
+
+def attributes_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's attributes but its hooks, which torch looks for in dicts named `*_hooks`."""
+    return {
+        name: OrderedDict() if name.endswith("_hooks") else value
+        for name, value in vars(optimizer).items()
+    }
+
+
+def step_without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
+    """The step of a class without torch's wrapper, which calls every hook."""
+    step = kind.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

@@ -1,0 +1,281 @@
+"""Each private part of torch that this package relies on is as it needs it; tests have its name."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from speedtorch import torch_internals
+from speedtorch.nn.row_module import RowModule
+
+
+class Asked(Tensor):
+    """A tensor that notes the frames which call functions with it."""
+
+    frames: list[FrameType]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Notes who calls, and answers as a plain tensor does."""
+        cls.frames.append(sys._getframe(1))
+        with torch_internals.as_plain():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def asked() -> Tensor:
+    """Such a tensor, which nobody has asked yet."""
+    Asked.frames = []
+    return torch.zeros(3, 2).as_subclass(Asked)
+
+
+def test_every_part_has_a_test() -> None:
+    text = Path(__file__).read_text().split("\n", 1)[1]
+    assert [name for name in torch_internals.__all__ if f"torch_internals.{name}" not in text] == []
+    own = {name for name, value in vars(torch_internals).items() if not inspect.ismodule(value)}
+    public = {"Any", "Callable", "Optimizer", "OrderedDict", "Tensor", "annotations", "cache"}
+    assert {name for name in own if name[0] != "_"} - public == set(torch_internals.__all__)
+
+
+def test_as_plain(asked: Tensor) -> None:
+    with torch_internals.as_plain():
+        assert asked.shape == (3, 2) and asked + 1 is not None
+    assert Asked.frames == []
+    _ = asked.shape
+    assert len(Asked.frames) == 1
+
+
+def test_version_of() -> None:
+    tensor = torch.zeros(3)
+    view, before = tensor[1:], torch_internals.version_of(tensor)
+    view.add_(1)
+    torch.autograd.graph.increment_version(tensor)
+    assert torch_internals.version_of(tensor) == torch_internals.version_of(view) == before + 2
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_values_and_sparse_indices(coalesced: bool) -> None:
+    indices, values = torch.tensor([[2, 2 + coalesced]]), torch.ones(2, 4)
+    tensor = torch.sparse_coo_tensor(
+        indices, values, (5, 4), is_coalesced=coalesced, check_invariants=False
+    )
+    assert torch_internals.sparse_values(tensor).data_ptr() == values.data_ptr()
+    assert torch_internals.sparse_indices(tensor).data_ptr() == indices.data_ptr()
+
+
+def test_schema_name_and_torch_dispatch_mode() -> None:
+    names = []
+
+    class Noted(torch_internals.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            names.append(torch_internals.schema_name(func))
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.zeros(3)
+    with Noted():
+        tensor.uniform_()
+    assert names == ["aten::uniform_"]
+
+
+def test_tree_leaves_and_tree_map() -> None:
+    given = ((1, {"a": [2, None]}), 3)
+    assert torch_internals.tree_leaves(given) == [1, 2, None, 3]
+    twice = torch_internals.tree_map(lambda each: each and 2 * each, given)
+    assert twice == ((2, {"a": [4, None]}), 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_of_another_dtype(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
+    kept = parameter.sum()
+    parameter.data = torch_internals.of_another_dtype(dtype, parameter.device)
+    parameter.data = torch.zeros(5, 2, dtype=dtype)
+    parameter.sum().backward()
+    assert parameter.grad is not None and parameter.grad.shape == (5, 2)
+    del kept
+
+
+def test_current_backward() -> None:
+    found = []
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda _: found.append(torch_internals.current_backward()))
+    for _ in range(2):
+        (leaf * 2).sum().backward()
+    assert torch_internals.current_backward() == -1
+    assert -1 not in found and len(set(found)) == 2
+
+
+def test_top_saved_tensors_hooks() -> None:
+    assert torch_internals.top_saved_tensors_hooks(True) is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+        assert torch_internals.top_saved_tensors_hooks(True) is not None
+    assert torch_internals.top_saved_tensors_hooks(True) is None
+
+
+def test_is_tracing() -> None:
+    found = [torch_internals.is_tracing()]
+
+    def function(tensor: Tensor) -> Tensor:
+        found.append(torch_internals.is_tracing())
+        return tensor + 1
+
+    torch.jit.trace(function, torch.ones(1), check_trace=False)
+    assert found == [False, True]
+
+
+def test_is_transformed_and_is_batched() -> None:
+    found = []
+
+    def function(tensor: Tensor) -> Tensor:
+        found.append((torch_internals.is_transformed(), torch_internals.is_batched(tensor)))
+        return tensor.sum()
+
+    function(torch.ones(2))
+    torch.func.vmap(function)(torch.ones(3, 2))
+    torch.func.grad(function)(torch.ones(2))
+    assert found == [(False, False), (True, True), (True, False)]
+
+
+def test_is_forward_mode() -> None:
+    assert not torch_internals.is_forward_mode()
+    with forward_ad.dual_level():
+        assert torch_internals.is_forward_mode()
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_has_gradient_hooks(kind: str) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    assert not torch_internals.has_gradient_hooks(parameter)
+    handle = getattr(parameter, kind)(lambda _: None)
+    assert torch_internals.has_gradient_hooks(parameter)
+    handle.remove()
+    assert not torch_internals.has_gradient_hooks(parameter)
+
+
+def test_active_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = nn.parallel.DistributedDataParallel
+    assert torch_internals.active_data_parallel() is None
+    wrapper = object.__new__(kind)
+    with wrapper._inside_ddp_forward():
+        assert torch_internals.active_data_parallel() is wrapper
+    assert torch_internals.active_data_parallel() is None
+    assert "self.parameters_to_ignore" in inspect.getsource(kind.__init__)
+
+
+def test_out_of_graphs() -> None:
+    function = torch_internals.out_of_graphs(lambda tensor: tensor + 1, "because")
+    assert function._torchdynamo_disable_msg == "because"  # type: ignore[attr-defined]
+
+    def whole(tensor: Tensor) -> Tensor:
+        return function(2 * tensor)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="because"):
+        torch.compile(whole, backend="eager", fullgraph=True)(torch.ones(1))
+    torch.compiler.reset()
+    assert torch.compile(whole, backend="eager")(torch.ones(1)) == 3
+
+
+def test_call_with_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_queued_calls", [])
+    torch_internals.call_with_first_gpu(lambda: calls.append(1))
+    assert len(calls) == int(torch.cuda.is_initialized())
+    assert len(torch.cuda._queued_calls) == 1 - len(calls)
+
+
+def test_methods_of_modules() -> None:
+    names = set(torch_internals.METHODS_OF_MODULES)
+    assert names <= set(vars(RowModule))
+    # torch knows these, and no other that we have by chance.
+    private = {name for name in vars(RowModule) if name[0] == "_" and hasattr(nn.Module, name)}
+    assert {name for name in private if name[:2] != "__"} == names - {"__prepare_scriptable__"}
+
+    class Refuses(nn.Module):
+        def __prepare_scriptable__(self) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(NotImplementedError):
+        torch.jit.script(Refuses())
+
+
+def test_members_of() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    assert torch_internals.members_of(module) == ({}, {"0": module[0], "1": module[1]})
+    parameters, modules = torch_internals.members_of(module[0])
+    assert parameters["weight"] is module[0].weight
+    assert parameters["bias"] is None and modules == {}
+
+
+def test_truncated_normal(asked: Tensor) -> None:
+    nn.init.trunc_normal_(asked, std=0.5)
+    inside = [frame for frame in Asked.frames if frame.f_code is torch_internals.TRUNCATED_NORMAL]
+    assert inside == Asked.frames != []
+    given = {name: inside[0].f_locals[name] for name in ("mean", "std", "a", "b", "generator")}
+    assert given == {"mean": 0.0, "std": 0.5, "a": -2.0, "b": 2.0, "generator": None}
+
+
+def test_gradient_asked_to_be_zero(asked: Tensor) -> None:
+    asked.requires_grad_()
+    module = nn.Module()
+    with torch_internals.as_plain():
+        optimizer = torch.optim.SGD([asked])
+        # A module takes parameters alone; what asks is the code of its zero_grad.
+        module.parameters = lambda *_, **__: iter([asked])  # type: ignore[method-assign,assignment]
+    codes: list[CodeType] = []
+    for zeroes in (optimizer, module):
+        Asked.frames.clear()
+        zeroes.zero_grad()
+        codes.append(Asked.frames[0].f_code)
+    assert set(codes) == torch_internals.GRADIENT_ASKED_TO_BE_ZERO
+    assert len(set(codes)) == 2
+
+
+def test_lent_by_grad_scaler() -> None:
+    lent = []
+
+    class Lent(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Notes what it has."""
+            lent.append({name for name in vars(self) if name not in before})
+
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = Lent([parameter], fused=True)
+    before = set(vars(optimizer))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert lent == [set(torch_internals.LENT_BY_GRAD_SCALER)]
+
+
+def test_attributes_without_hooks_and_step_without_hooks() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    calls: list[object] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(_))
+    optimizer.register_step_post_hook(lambda *_: calls.append(_))
+    optimizer.register_state_dict_pre_hook(lambda *_: calls.append(_))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append(_))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append(_))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append(_))
+    copied = object.__new__(torch.optim.SGD)
+    vars(copied).update(torch_internals.attributes_without_hooks(optimizer))
+    parameter.grad = torch.ones(1)
+    copied.step()
+    copied.load_state_dict(copied.state_dict())
+    assert parameter.item() == 0 and calls == []
+    torch_internals.step_without_hooks(torch.optim.SGD)(optimizer)
+    assert parameter.item() == -1 and calls == []
+    optimizer.step()
+    assert len(calls) == 2
