@@ -11,7 +11,7 @@ import inspect
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ __all__ = [
     "attributes_without_hooks",
     "call_with_first_gpu",
     "current_backward",
-    "has_gradient_hooks",
+    "gradient_hooks",
     "is_batched",
     "is_forward_mode",
     "is_tracing",
@@ -105,16 +105,15 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether somebody waits for a parameter's gradient, or for its being accumulated."""
-    return bool(
-        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
+gradient_hooks: Callable[[Tensor], tuple[object, object]] = operator.attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+"""Who waits for a parameter's gradient, and for its being accumulated; None or empty: nobody."""
 
-
-def active_data_parallel() -> nn.parallel.DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward runs; it names its `parameters_to_ignore`."""
-    return nn.parallel.DistributedDataParallel._active_ddp_module
+active_data_parallel: Callable[[], nn.parallel.DistributedDataParallel | None] = partial(
+    operator.attrgetter("_active_ddp_module"), nn.parallel.DistributedDataParallel
+)
+"""The DistributedDataParallel whose forward runs; it names its `parameters_to_ignore`."""
 
 
 def out_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:

@@ -227,8 +227,8 @@ MUTANTS = [
     Mutant(
         "rows in other memory are no change",
         "step/exchange.py",
-        "return parameter._version != self.version or parameter.data_ptr() != self._pointer",
-        "return parameter._version != self.version",
+        "return version_of(parameter) != self.version or parameter.data_ptr() != self._pointer",
+        "return version_of(parameter) != self.version",
         "tests/step/test_embedding_steps.py"
         "::test_rows_that_an_optimizer_puts_in_other_memory_are_changed_without_a_gradient_too",
     ),

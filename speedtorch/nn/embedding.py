@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from speedtorch.nn.row_module import Device, RowModule, Rows, Source
 from speedtorch.ops.compiling import not_compiled
-from speedtorch.step.row_weight import as_plain
+from speedtorch.torch_internals import as_plain
 
 __all__ = ["Embedding"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from speedtorch.nn.row_module import RowModule, check_ids
 from speedtorch.step.planned_batch import PlannedBatch
-from speedtorch.step.row_weight import as_plain
+from speedtorch.torch_internals import as_plain
 
 __all__ = ["Prefetch", "prefetch"]
 

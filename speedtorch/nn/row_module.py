@@ -15,9 +15,16 @@ from torch import Tensor, nn
 
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.step.row_store import Draw, RowStore
-from speedtorch.step.row_weight import as_plain
 from speedtorch.step.trained_rows import TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
+from speedtorch.torch_internals import (
+    active_data_parallel,
+    as_plain,
+    gradient_hooks,
+    is_batched,
+    is_tracing,
+    is_transformed,
+)
 
 __all__ = ["Device", "RowModule", "Rows", "Source", "check_ids"]
 
@@ -268,12 +275,10 @@ class RowModule(nn.Module):
 
     def _check_lookup(self, ids: object) -> bool:
         """Raises what a lookup of ids would, before a row moves; else whether it is for a step."""
-        if torch._C._is_tracing() or torch.compiler.is_exporting():
+        if is_tracing() or torch.compiler.is_exporting():
             self.__prepare_scriptable__()
         trains = self._check_use()
-        if torch._C._are_functorch_transforms_active() and (
-            trains or (isinstance(ids, Tensor) and torch._C._functorch.is_batchedtensor(ids))
-        ):
+        if is_transformed() and (trains or (isinstance(ids, Tensor) and is_batched(ids))):
             raise NotImplementedError(
                 f"{type(self).__name__}: torch.func's transforms (vmap, grad, jvp) cannot go"
                 " through a lookup; look the rows up before, and give the function emb(ids)"
@@ -297,12 +302,12 @@ class RowModule(nn.Module):
                 f"{name}: its weight was replaced by another parameter; write to emb.table, or use"
                 " from_pretrained or load_state_dict"
             )
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if any(gradient_hooks(parameter)):
             raise NotImplementedError(
                 f"{name}: hooks of its weight's gradient are not called, as the weight is another"
                 " set of rows in each step; put a hook on the lookup's result"
             )
-        active = nn.parallel.DistributedDataParallel._active_ddp_module
+        active = active_data_parallel()
         if active is not None and parameter.requires_grad:
             ignored = active.parameters_to_ignore
             names = {n for n, held in active.module.named_parameters() if held is parameter}

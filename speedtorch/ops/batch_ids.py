@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from speedtorch.torch_internals import version_of
+
 __all__ = [
     "Indexes",
-    "SeenIds",
     "Unread",
     "all_within",
-    "check_ids",
     "flat_index",
     "private_copy",
 ]
@@ -71,20 +71,6 @@ def _flat(indexes: Indexes) -> Tensor:
     return ids.to(torch.int64)
 
 
-def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
-    """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
-    if not isinstance(ids, Tensor):
-        raise TypeError(
-            f"{name}: expected an int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor"
-            " makes one"
-        )
-    if ids.dtype not in (torch.int64, torch.int32) or ids.layout != torch.strided:
-        raise numbers(
-            f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
-            f" {list(ids.shape)}"
-        )
-
-
 def all_within(index: Tensor, rows: int) -> bool:
     """Whether ids on the CPU all name one of so many rows."""
     if not index.numel():
@@ -113,44 +99,8 @@ class Unread:
     @staticmethod
     def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
         layout = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return (tensor._version, *layout)
+        return (version_of(tensor), *layout)
 
     def is_still(self, ids: Indexes) -> bool:
         """Whether these are the tensor, unchanged."""
         return ids is self._tensor and self._state_of(self._tensor) == self._state
-
-
-class SeenIds:
-    """Ids that are recognised when they come again.
-
-    Ids on the CPU are compared with a copy. Ids on a GPU are never read: they must be the same
-    tensor, unchanged.
-
-    Args:
-        ids: of any shape, on either device.
-        device: where they will be needed.
-    """
-
-    def __init__(self, ids: Tensor, device: torch.device) -> None:
-        self.shape = ids.shape
-        self._unread = Unread(ids) if ids.is_cuda and not ids.is_inference() else None
-        self._copy = private_copy(ids.detach(), device) if ids.is_cpu else None
-        if self._unread is not None:
-            self._ids = self._unread.memory
-        else:
-            self._ids = ids.detach() if self._copy is None else self._copy
-
-    def flat(self, device: torch.device) -> Tensor:
-        """The ids as one row of numbers on a device, which need not wait for it."""
-        flat = self._ids.reshape(-1)
-        if flat.device == device:
-            return flat
-        return flat.to(device, non_blocking=device.type == "cuda")
-
-    def are(self, ids: Tensor) -> bool:
-        """Whether these are the ids, for certain."""
-        if self._unread is not None:
-            return self._unread.is_still(ids)
-        if self._copy is None or not ids.is_cpu or ids.dtype != self._copy.dtype:
-            return False
-        return torch.equal(ids, self._copy)

@@ -7,7 +7,8 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._compile import _disable_dynamo
+
+from speedtorch.torch_internals import out_of_graphs
 
 __all__ = ["not_compiled"]
 
@@ -19,9 +20,6 @@ _REASON = "the number of held rows changes from step to step"
 def not_compiled(function: _Function) -> _Function:
     """Breaks a graph that torch.compile makes; costs nothing where none is made.
 
-    torch.compiler.disable would load torch's compiler when a function is decorated, which takes
-    longer than all of our own import; this one does so within the first graph that it breaks.
-
     Example:
         >>> @not_compiled
         ... def count(ids: torch.Tensor) -> int:
@@ -29,9 +27,7 @@ def not_compiled(function: _Function) -> _Function:
         >>> count(torch.tensor([1, 1, 2]))
         2
     """
-    broken = _disable_dynamo(function)
-    # What torch.compiler.disable(reason=) sets: who asks for one graph is told.
-    vars(broken).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
+    broken = out_of_graphs(function, _REASON)
 
     @wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from speedtorch.optim.attached_state import AttachedState, attached_to
 from speedtorch.optim.probe import OptimizerProbe, probe_optimizer, refuse_wrapper
 from speedtorch.optim.saved_state import SavedState
-from speedtorch.step.row_weight import as_plain
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
+from speedtorch.torch_internals import as_plain
 
 __all__ = ["attach", "detach"]
 

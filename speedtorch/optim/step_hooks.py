@@ -20,8 +20,9 @@ from speedtorch.ops.compiling import not_compiled
 from speedtorch.optim.attached_state import AttachedState, attached_to
 from speedtorch.optim.optimizer_copy import group_of, settings_of
 from speedtorch.optim.probe import probe_optimizer
-from speedtorch.step.row_weight import as_plain, hide_rows, show_rows
+from speedtorch.step.row_weight import hide_rows, show_rows
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
+from speedtorch.torch_internals import as_plain
 
 __all__ = ["watch_steps"]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +22,7 @@ from speedtorch.step.gradient_sums import among_more, sparse_of_all
 from speedtorch.step.planned_batch import PlannedBatch
 from speedtorch.step.row_store import RowStore
 from speedtorch.step.side_stream import SideStream
+from speedtorch.torch_internals import of_another_dtype, sparse_values, version_of
 
 __all__ = [
     "Exchange",
@@ -212,18 +212,18 @@ class ShownRows:
 
     def mark(self) -> None:
         """What is written to the parameter from now on is a change."""
-        self.version, self._pointer = self.parameter._version, self.parameter.data_ptr()
+        self.version, self._pointer = version_of(self.parameter), self.parameter.data_ptr()
 
     def was_written(self) -> bool:
         """Whether the parameter was written to since the mark, or given other memory."""
         parameter = self.parameter
-        return parameter._version != self.version or parameter.data_ptr() != self._pointer
+        return version_of(parameter) != self.version or parameter.data_ptr() != self._pointer
 
     def note_zero_grad(self) -> None:
         """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
         gradient = self.parameter.grad
         zeros = not self.has_gradient()
-        self._asked = None if gradient is None else (gradient, gradient._version, zeros)
+        self._asked = None if gradient is None else (gradient, version_of(gradient), zeros)
 
     def note_gradient(self) -> None:
         """Called when somebody has given the parameter another gradient: no zero_grad() has."""
@@ -240,9 +240,9 @@ class ShownRows:
         if self._asked is None or self._asked[0] is not gradient:
             return True
         _, version, zeros = self._asked
-        writes = gradient._version - version
+        writes = version_of(gradient) - version
         if writes > 1:
-            return bool((gradient._values() if gradient.is_sparse else gradient).any())
+            return bool((sparse_values(gradient) if gradient.is_sparse else gradient).any())
         return writes == 0 and not zeros
 
 
@@ -258,16 +258,10 @@ def replace_rows(parameter: Tensor, rows: Tensor) -> None:
     if parameter.shape != rows.shape:
         # A graph that is still alive (a loss kept for logging) holds the node that accumulates the
         # gradient, and that node the old shape. Another dtype in between makes torch drop it.
-        parameter.data = _of_another_dtype(parameter.dtype, parameter.device)
+        parameter.data = of_another_dtype(parameter.dtype, parameter.device)
     parameter.data = rows
     # A backward through a graph of an earlier batch would compute with these rows: let it raise.
     torch.autograd.graph.increment_version(parameter)
-
-
-@cache
-def _of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
-    other = torch.float32 if dtype == torch.float64 else torch.float64
-    return torch.empty(0, dtype=other, device=device)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -395,7 +389,7 @@ class Exchange:
             shown.show(now)
             if now.owed is not None or (ahead and now.ahead):
                 self._send(ahead)
-        if self._call is not None or shown.parameter._version != shown.version:
+        if self._call is not None or version_of(shown.parameter) != shown.version:
             self._settle()
         return self.now
 

@@ -7,6 +7,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from speedtorch.torch_internals import current_backward, sparse_indices, sparse_values
+
 __all__ = ["GradientSums", "among_more", "of_rows", "sparse_of_all"]
 
 _NO_BACKWARD = -2  # torch says -1 outside of any
@@ -37,7 +39,7 @@ class GradientSums:
         return summed
 
     def _added(self, gradient: Tensor | None, added: Tensor, more_to_come: bool) -> Tensor:
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if gradient is None:
             self._backward, self._before = backward, None
             return added
@@ -58,7 +60,7 @@ def of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
     """A sparse gradient as one of this number of rows."""
     return torch.sparse_coo_tensor(
         indices,
-        gradient._values(),
+        sparse_values(gradient),
         (rows, *gradient.shape[1:]),
         is_coalesced=gradient.is_coalesced(),
         check_invariants=False,
@@ -68,7 +70,7 @@ def of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
 def among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
     """A gradient as one of more rows, which got none; `places` is where its rows are now."""
     if gradient.is_sparse:
-        return of_rows(gradient, places[gradient._indices()], rows)
+        return of_rows(gradient, places[sparse_indices(gradient)], rows)
     more = gradient.new_zeros((rows, *gradient.shape[1:]))
     return more.index_copy_(0, places, gradient[: len(places)])
 
@@ -82,7 +84,7 @@ def sparse_of_all(gradient: Tensor, every: Tensor) -> Tensor:
     """
     if gradient.is_sparse:
         summed = gradient.coalesce()
-        gradient = among_more(summed._values(), summed._indices()[0], len(every))
+        gradient = among_more(sparse_values(summed), sparse_indices(summed)[0], len(every))
     return torch.sparse_coo_tensor(
         every[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
     )

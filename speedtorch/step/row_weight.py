@@ -17,23 +17,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["RowWeight", "TableRows", "as_plain", "hide_rows", "show_rows"]
+from speedtorch.torch_internals import (
+    GRADIENT_ASKED_TO_BE_ZERO,
+    TRUNCATED_NORMAL,
+    as_plain,
+    tree_leaves,
+    tree_map,
+)
 
-as_plain = torch._C.DisableTorchFunctionSubclass
-"""Within it a RowWeight is the parameter that it is inside."""
+__all__ = ["RowWeight", "TableRows", "hide_rows", "show_rows"]
 
-# What asks for a gradient that it may fill with zeros.
 _GRADIENT = torch.Tensor.grad
-_ZERO_GRAD = {
-    inspect.unwrap(each).__code__ for each in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
-}
-
-# The one function of torch.nn.init that hands its tensor on without telling a subclass.
-_TRUNCATED = inspect.unwrap(
-    getattr(nn.init, "_no_grad_trunc_normal_", nn.init.trunc_normal_)
-).__code__
 
 
 def _names(listed: str) -> frozenset[str]:
@@ -203,7 +198,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
             return _extent(name, _rows_of(weight).shape, args, kwargs)
         elif name == "detach":
             return _whole(weight)
-    if caller.f_code is _TRUNCATED:
+    if caller.f_code is TRUNCATED_NORMAL:
         return _truncated(func, name, args, kwargs, caller.f_locals)
     weights = _weights_among((args, kwargs))
     if name in _OF_HELD_ROWS or not weights:
@@ -263,7 +258,7 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
             rows.before_gradient(to_zero=False)
             func(*args)
             return rows.note_gradient()
-        zeroes = caller in _ZERO_GRAD
+        zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
         rows.before_gradient(to_zero=zeroes)
         gradient = func(*args)
         # A step of no row but the padding's has a gradient that norms cannot be taken of.

@@ -14,7 +14,13 @@ from speedtorch.step.exchange import Exchange, HeldState, OptimizerCall, Placed,
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.planned_batch import PlannedBatch
 from speedtorch.step.row_store import Draw, Fields, RowStore
-from speedtorch.step.row_weight import as_plain, show_rows
+from speedtorch.step.row_weight import show_rows
+from speedtorch.torch_internals import (
+    as_plain,
+    current_backward,
+    sparse_indices,
+    top_saved_tensors_hooks,
+)
 
 __all__ = ["TrainedRows", "random_seed", "rows_held_by"]
 
@@ -332,7 +338,7 @@ class TrainedRows:
             if ids is not step.ids:
                 added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
             elif gradient.is_sparse:
-                added = of_rows(gradient, gradient._indices(), held)
+                added = of_rows(gradient, sparse_indices(gradient), held)
             elif gradient.shape[0] != held:  # that of the padding is none
                 added = gradient[:held]
             if self._sums[0] != number:
@@ -491,9 +497,9 @@ def _check_once(gradient: Tensor) -> None:
 
 def _recomputes() -> bool:
     """Whether a checkpoint looks for what it did not keep, within a backward."""
-    if torch._C._current_graph_task_id() == -1:
+    if current_backward() == -1:
         return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return top_saved_tensors_hooks(True) is not None
 
 
 # ------------------------------------------------------------------------------------------------

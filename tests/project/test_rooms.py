@@ -78,7 +78,9 @@ def test_no_file_imports_in_a_circle() -> None:
     # A folder's face names what is in the folder, and is no part of it.
     graph = {file: set(imports_of(file)) for file in FILES if file.name != "__init__.py"}
     order = list(TopologicalSorter(graph).static_order())
-    assert order.index(PACKAGE / "step" / "row_store.py") < order.index(PACKAGE / "step" / "exchange.py")
+    assert order.index(PACKAGE / "step" / "row_store.py") < order.index(
+        PACKAGE / "step" / "exchange.py"
+    )
 
 
 def test_every_folder_of_csrc_is_a_room() -> None:

@@ -155,13 +155,13 @@ def test_is_forward_mode() -> None:
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_has_gradient_hooks(kind: str) -> None:
+def test_gradient_hooks(kind: str) -> None:
     parameter = nn.Parameter(torch.ones(1))
-    assert not torch_internals.has_gradient_hooks(parameter)
+    assert not any(torch_internals.gradient_hooks(parameter))
     handle = getattr(parameter, kind)(lambda _: None)
-    assert torch_internals.has_gradient_hooks(parameter)
+    assert any(torch_internals.gradient_hooks(parameter))
     handle.remove()
-    assert not torch_internals.has_gradient_hooks(parameter)
+    assert not any(torch_internals.gradient_hooks(parameter))
 
 
 def test_active_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
