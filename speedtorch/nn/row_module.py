@@ -149,10 +149,34 @@ class RowModule(nn.Module):
         return cls(*shape, **given, _owned=source is not embeddings)
 
     @classmethod
-    def _of_module(
-        cls: type[_Self], module: Any, kind: type[Any], device: Device, memory: str
+    def from_module(
+        cls: type[_Self],
+        module: nn.Embedding | nn.EmbeddingBag,
+        *,
+        device: Device = None,
+        memory: str = "auto",
     ) -> _Self:
-        """Makes a module with the rows and settings of torch's."""
+        """Makes an Embedding or EmbeddingBag with the rows and arguments of torch's.
+
+        Args:
+            module: Of the same kind; its rows are copied.
+            device: Where lookups give their rows; by default the module's.
+            memory: The table's memory, as for HostTable.
+
+        Returns:
+            The module.
+
+        Raises:
+            TypeError: It is of another kind.
+            MemoryError: As for Embedding.
+
+        Example:
+            >>> import speedtorch
+            >>> plain = torch.nn.Embedding(10, 4, padding_idx=0)
+            >>> speedtorch.Embedding.from_module(plain).padding_idx
+            0
+        """
+        kind = nn.Embedding if issubclass(cls, nn.Embedding) else nn.EmbeddingBag
         if not isinstance(module, kind) or isinstance(module, RowModule):
             given = type(module)
             raise TypeError(

@@ -32,6 +32,7 @@ __all__ = [
     "Requester",
     "ShownRows",
     "Step",
+    "Told",
     "replace_rows",
 ]
 
@@ -55,6 +56,13 @@ class Coming(NamedTuple):
     rows: Rows
     """Those that left the step before while they arrived are newer than the table's."""
     padded: Tensor
+
+
+class Told(NamedTuple):
+    """Ids that were announced for the step that the next lookup begins."""
+
+    parts: Sequence[Tensor] = ()
+    plan: PlannedBatch | None = None
 
 
 class Placed(NamedTuple):
@@ -481,38 +489,38 @@ class Exchange:
     # Rows of a step
 
     def hold(
-        self,
-        parts: Sequence[Tensor],
-        told: Sequence[Tensor] = (),
-        plan: PlannedBatch | None = None,
-        *,
-        announced: bool = False,
-    ) -> list[Placed]:
+        self, parts: Sequence[Tensor], told: Told, *, announced: bool = False
+    ) -> list[Placed] | None:
         """Holds the rows that ids name from now until the step after the optimizer's begins.
 
         Args:
             parts: ids of any shape, on either device.
-            told: ids that were announced for the step, which holds them as well.
-            plan: their plan.
+            told: what was announced for the step, which holds it as well.
             announced: whether lookups of the parts are still to come.
 
         Returns:
-            For each part where its rows are.
+            For each part where its rows are; None if they are announced and no step has begun or
+            may now: then the ids are to be given with the step that begins next.
 
         Raises:
             IndexError: an id is out of range; what is held did not change.
         """
-        if self.device.type == "cuda":
-            self._refuse_capture()
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
+                " changes from step to step; capture what comes after it"
+            )
         self.complete()
         found: list[Placed] = []
-        if self.is_over():
-            is_known = not self._begin(parts, told, plan)
-        else:
-            is_known = True
+        is_known = True
+        if not self.is_over():
             self._read_again()
-            if any(self.now.find(part) is None for part in told):
-                self._extend(told)
+            if any(self.now.find(part) is None for part in told.parts):
+                self._extend(told.parts)
+        elif announced and self._due is None:
+            return None
+        else:
+            is_known = not self._begin(parts, told)
         if is_known:
             found = [each for part in parts if (each := self.now.find(part)) is not None]
             if len(found) < len(parts):
@@ -524,31 +532,6 @@ class Exchange:
         if self.now.announced is not announced:
             self.now = self.now._replace(announced=announced)
         return found
-
-    def announce(
-        self,
-        parts: Sequence[Tensor],
-        told: Sequence[Tensor] = (),
-        plan: PlannedBatch | None = None,
-    ) -> bool:
-        """As hold(), for lookups that are still to come, where a step has begun or may now.
-
-        Returns:
-            Whether they are held; if not, the ids are to be given with the step that begins next.
-        """
-        self._refuse_capture()
-        self.complete()
-        if self._due is None and self.is_over():
-            return False
-        self.hold(parts, told, plan, announced=True)
-        return True
-
-    def _refuse_capture(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
-                " changes from step to step; capture what comes after it"
-            )
 
     def is_over(self) -> bool:
         """Whether the next rows that are asked for begin a step of their own."""
@@ -567,9 +550,7 @@ class Exchange:
             self.now = self.now._replace(newer=True)
         return self.now
 
-    def _begin(
-        self, parts: Sequence[Tensor], told: Sequence[Tensor], plan: PlannedBatch | None
-    ) -> bool:
+    def _begin(self, parts: Sequence[Tensor], told: Told) -> bool:
         """Begins a step that holds the rows of these ids; whether their plan is one of its own."""
         planned, self._due = self._due, None  # two steps of one batch take its plan once
         batch = None if planned is None else self._taken(planned, parts)
@@ -577,12 +558,12 @@ class Exchange:
         if batch is not None and coming is not None and coming.batch is batch:
             self._advance(coming)
         else:
-            begun = batch or plan or self.planned(told or parts)
+            begun = batch or told.plan or self.planned(told.parts or parts)
             begun.count()  # bad ids change nothing
             self._replace(begun, ahead=batch is not None)
-        if batch is not None and told:
-            self._extend(told)
-        return batch is None and not told
+        if batch is not None and told.parts:
+            self._extend(told.parts)
+        return batch is None and not told.parts
 
     def planned(
         self, parts: Sequence[Tensor], after: PlannedBatch | Tensor | None = None

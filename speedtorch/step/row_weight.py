@@ -8,7 +8,6 @@ an error that says what to use.
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -195,7 +194,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
             if name not in _ELEMENTS:
                 return _attribute(func, args, access, name, caller)
         elif name in _EXTENTS:
-            return _extent(name, _rows_of(weight).shape, args, kwargs)
+            return func(_extents_of(weight), *args[1:], **kwargs)
         elif name == "detach":
             return _whole(weight)
     if caller.f_code is TRUNCATED_NORMAL:
@@ -233,13 +232,8 @@ def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str, ca
         if not _stands_for(args[1], rows):  # weight.data *= 2 assigns what it has changed
             rows.load(args[1])
         return None
-    if access == "__get__":
-        if attribute == "shape":
-            return rows.shape
-        if attribute == "ndim":
-            return len(rows.shape)
-        if attribute == "nbytes":
-            return math.prod(rows.shape) * int(weight.element_size())
+    if access == "__get__" and attribute in ("shape", "ndim", "nbytes"):
+        return func(_extents_of(weight))
     with as_plain():
         return func(*args)
 
@@ -292,13 +286,10 @@ def _truncated(
         return func(*args, **kwargs)
 
 
-def _extent(name: str, shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if name == "size":
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        return shape if dim is None else shape[dim]
-    if name == "__len__":
-        return shape[0]
-    return len(shape) if name in ("dim", "ndimension") else math.prod(shape)
+def _extents_of(weight: Tensor) -> Tensor:
+    """A tensor that has the table's extents and no elements."""
+    with as_plain():
+        return torch.empty(_rows_of(weight).shape, dtype=weight.dtype, device="meta")
 
 
 def _weights_among(given: Any) -> list[Tensor]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from speedtorch.ops.functions import gather_detached, sum_rows
-from speedtorch.step.exchange import Exchange, HeldState, OptimizerCall, Placed, ShownRows
+from speedtorch.step.exchange import Exchange, HeldState, Placed, ShownRows, Told
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.planned_batch import PlannedBatch
 from speedtorch.step.row_store import Draw, Fields, RowStore
@@ -27,13 +27,6 @@ __all__ = ["TrainedRows", "random_seed", "rows_held_by"]
 
 class _Token:
     """Lives as long as a graph may still bring a gradient of a step's lookups."""
-
-
-class _Told(NamedTuple):
-    """Ids that were announced for the step that the next lookup begins."""
-
-    parts: Sequence[Tensor] = ()
-    plan: PlannedBatch | None = None
 
 
 class TrainedRows:
@@ -65,7 +58,7 @@ class TrainedRows:
         self.exchange = Exchange(name, store, self._shown, padding, self)
         self._token: tuple[int, ref[_Token] | None] = (0, None)
         """Of the lookups of a step, and its number."""
-        self._told = _Told()
+        self._told = Told()
         self._sums: tuple[int, GradientSums] = (0, GradientSums())
         self._claimed = False
         if parameter.requires_grad:
@@ -113,44 +106,27 @@ class TrainedRows:
             IndexError: rows are held on the CPU and an id is out of range; on a GPU the next lookup
                 says so.
         """
+        if self._hold(parts, announced=True) is None:
+            parts = [*self._told.parts, *parts]
+            self._told = Told(parts, self.exchange.planned(parts))
+
+    def _hold(self, parts: Sequence[Tensor], *, announced: bool = False) -> list[Placed] | None:
+        """Holds rows, and those that were announced before: until they are held they wait."""
         self._claim()
-        told = self._told_here()
+        told = self._told
+        if told.plan is not None and told.plan.device != self.exchange.device:
+            told = Told(told.parts)
         try:
-            is_held = self.exchange.announce(parts, *told)
+            found = self.exchange.hold(parts, told, announced=announced)
         except IndexError:
-            self._forget_bad_ids()
+            if self._told.plan is not None:
+                try:  # ids of which one is bad, which somebody is told now, are forgotten
+                    self._told.plan.count()
+                except IndexError:
+                    self._told = Told()
             raise
-        if is_held:
-            self._told = _Told()
-        else:
-            parts = [*told.parts, *parts]
-            self._told = _Told(parts, self.exchange.planned(parts))
-
-    def _told_here(self) -> _Told:
-        """What was announced, with its plan unless that was made on another device."""
-        parts, plan = self._told
-        at_home = plan is None or plan.device == self.exchange.device
-        return self._told if at_home else _Told(parts)
-
-    def _forget_bad_ids(self) -> None:
-        """Forgets announced ids of which one is bad, which somebody is told now."""
-        if self._told.plan is not None:
-            try:
-                self._told.plan.count()
-            except IndexError:
-                self._told = _Told()
-
-    def _hold(self, ids: Tensor) -> Placed:
-        """Holds the rows of ids, and those that were announced before: until then they wait."""
-        self._claim()
-        told = self._told_here() if self._told.parts else self._told
-        try:
-            (found,) = self.exchange.hold([ids], *told)
-        except IndexError:
-            self._forget_bad_ids()
-            raise
-        if told.parts:
-            self._told = _Told()
+        if found is not None and told.parts:
+            self._told = Told()
         return found
 
     def rows_of(
@@ -170,7 +146,7 @@ class TrainedRows:
         Raises:
             IndexError: an id is out of range; what is held did not change.
         """
-        found = self._hold(ids)
+        found = (self._hold([ids]) or [])[0]
         if found.has_moved and _recomputes():
             raise RuntimeError(
                 f"{self.name}: a checkpoint computes a lookup again after other rows have joined"
@@ -189,7 +165,7 @@ class TrainedRows:
 
     def summed(self, ids: Tensor) -> Tensor:
         """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows_of` are."""
-        found = self._hold(ids)
+        found = (self._hold([ids]) or [])[0]
         parameter, number = self.parameter, self.exchange.now.number
         looked_up: Tensor = _SummedLookup.apply(  # type: ignore[no-untyped-call]
             parameter, parameter.detach(), found, self.store.rows, self, number
@@ -398,14 +374,6 @@ class TrainedRows:
             self._shown.keep(None)
             self.exchange.show_anew()
             self.store.note_read(was_read)
-
-    def before_optimizer(self, call: OptimizerCall) -> None:
-        """Called before an optimizer's step: see Exchange."""
-        self.exchange.before_optimizer(call)
-
-    def after_optimizer(self) -> bool:
-        """Called after it; whether there was something to step."""
-        return self.exchange.after_optimizer()
 
 
 # ------------------------------------------------------------------------------------------------
