@@ -203,8 +203,7 @@ class ShownRows:
     def rows_of(self, step: Step) -> Rows:
         """The rows of the step, as who trains them has them now.
 
-        Raises:
-            RuntimeError: who trains them has changed their number or thrown some away.
+        Raises RuntimeError if who trains them has changed their number or thrown some away.
         """
         rows, state = [self.parameter.detach()], self.kept.state
         if state is not None:
@@ -255,11 +254,9 @@ class ShownRows:
 
 
 def replace_rows(parameter: Tensor, rows: Tensor) -> None:
-    """Makes a parameter hold other rows, in another number perhaps.
+    """Makes a parameter hold other rows, not copied, and in another number perhaps.
 
-    Args:
-        parameter: `[any, ...]`; a gradient of another shape is dropped.
-        rows: `[rows, ...]`, same dtype and device; not copied.
+    A gradient of another shape is dropped.
     """
     if parameter.grad is not None and parameter.grad.shape != rows.shape:
         parameter.grad = None
@@ -296,11 +293,7 @@ class OptimizerCall(Protocol):
     """Whether a closure of the user runs within it."""
 
     def leave(self) -> bool:
-        """Called by the next one in: cleans up behind a call that was left by an exception.
-
-        Returns:
-            Whether it was.
-        """
+        """The next one in cleans up behind a call that an exception left; whether one did."""
 
 
 class Exchange:
@@ -381,13 +374,9 @@ class Exchange:
     # Completion
 
     def complete(self, *, ahead: bool = True) -> Step:
-        """Finishes what belongs to the step of now.
+        """Finishes what belongs to the step of now, which it returns.
 
-        Args:
-            ahead: rows of the batch after it are sent for as well, if it is planned.
-
-        Returns:
-            The step.
+        With `ahead` rows of the batch after it are sent for as well, if it is planned.
         """
         now, shown = self.now, self._shown
         if shown.rows is not now.rows or now.owed is not None or (ahead and now.ahead):
@@ -414,8 +403,7 @@ class Exchange:
     def _settle(self) -> bool:
         """Takes note of what an optimizer, or somebody else, did to the held rows.
 
-        Returns:
-            Whether an optimizer has stepped them.
+        Returns whether an optimizer has stepped them.
         """
         now, written, stepped = self.now, self._shown.was_written(), False
         left = False
@@ -493,17 +481,11 @@ class Exchange:
     ) -> list[Placed] | None:
         """Holds the rows that ids name from now until the step after the optimizer's begins.
 
-        Args:
-            parts: ids of any shape, on either device.
-            told: what was announced for the step, which holds it as well.
-            announced: whether lookups of the parts are still to come.
+        Gives for each part, ids of any shape on either device, where its rows are. What was told
+        for the step is held as well. Bad ids raise IndexError, and what is held did not change.
 
-        Returns:
-            For each part where its rows are; None if they are announced and no step has begun or
-            may now: then the ids are to be given with the step that begins next.
-
-        Raises:
-            IndexError: an id is out of range; what is held did not change.
+        With `announced`, lookups of the parts are still to come. The result is None if no step has
+        begun or may now: the ids are to be given with the step that begins next.
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -657,8 +639,7 @@ class Exchange:
     def bring_home(self, *, changes: bool = True) -> None:
         """Writes the rows that are newer here to the table; they stay held.
 
-        Args:
-            changes: who asks may change the table: held rows are read again before they are used.
+        With `changes` who asks may change the table: held rows are read again before they are used.
         """
         self.complete(ahead=False)
         if self.now.coming is not None or self.now.ahead:
@@ -682,14 +663,9 @@ class Exchange:
     # Gradients and the optimizer's step
 
     def add_gradient(self, gradient: Tensor, number: int) -> None:
-        """Gives the held rows a gradient.
+        """Gives the rows held in a step a gradient `[n, ...]`, summed over all who asked for them.
 
-        Args:
-            gradient: summed over all who asked, of all held rows `[n, ...]`.
-            number: that of the step.
-
-        Raises:
-            RuntimeError: the rows of that step have left.
+        Raises RuntimeError if the rows of that step have left.
         """
         self.refuse_earlier(number)
         self._shown.parameter.grad = gradient
@@ -737,11 +713,7 @@ class Exchange:
         return batch
 
     def start_loop(self, loop: object) -> None:
-        """Lets a loop plan batches ahead, for as long as it lives.
-
-        Raises:
-            RuntimeError: another one has not ended.
-        """
+        """Lets a loop plan batches ahead while it lives; RuntimeError if another has not ended."""
         if self._loop is not None and self._loop() not in (None, loop):
             gc.collect()  # it may have ended by an exception, whose traceback has its frames
         if self._loop is not None and self._loop() not in (None, loop):

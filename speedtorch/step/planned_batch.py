@@ -170,11 +170,10 @@ class PlannedBatch:
         self._counted = HostNumbers(counts)
 
     def _compared(self, held: Tensor, held_status: Tensor) -> list[Tensor]:
-        """Which rows arrive, stay and leave when this batch follows on held rows.
+        """Which rows arrive, stay and leave when this batch follows on held rows, ids ascending.
 
-        Returns:
-            Ids and places of those that arrive, places now and before of those that stay, ids and
-            places before of those that leave; with the counts of all, arriving and leaving rows.
+        Gives ids and places of those that arrive, places now and before of those that stay, ids and
+        places before of those that leave; and the counts of all, arriving and leaving rows.
         """
         padding = -1 if self._padding is None else self._padding
         lists: list[Tensor] = torch.ops.speedtorch.compare_rows(
@@ -183,11 +182,7 @@ class PlannedBatch:
         return lists
 
     def count(self) -> None:
-        """Waits for the counts.
-
-        Raises:
-            IndexError: an id on a GPU is out of range.
-        """
+        """Waits for the counts; IndexError if an id on a GPU is out of range."""
         if self._is_counted:
             return
         counts = self._counted.read()
@@ -234,9 +229,7 @@ class PlannedBatch:
     def local(self, part: int, places: Tensor | None = None) -> Tensor:
         """The places of the rows that a part names, in the part's shape.
 
-        Args:
-            part: which one.
-            places: of the distinct rows; by default those of the batch alone.
+        `places` are those of the distinct rows; by default those of the batch alone.
         """
         entries, places = self.plan[1], self._place if places is None else places
         if len(self._seen) > 1:

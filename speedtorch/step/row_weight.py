@@ -176,13 +176,9 @@ def _rows_of(weight: Tensor) -> TableRows:
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: Any) -> Any:
-    """What a function of torch gives that was called with a weight.
+    """What a function of torch gives that was called with a weight, by the frame `caller`.
 
-    Args:
-        func: the function; of a property its __get__ or __set__.
-        args: what it was given.
-        kwargs: what it was given by name.
-        caller: the frame that called it.
+    Of a property the function is its __get__ or __set__.
     """
     name = getattr(func, "__name__", str(func))
     if getattr(func, "__module__", "") == nn.init.__name__:
@@ -239,13 +235,7 @@ def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str, ca
 
 
 def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
-    """The gradient of the held rows, or another one for them.
-
-    Args:
-        func: the property's __get__ or __set__.
-        args: what it was given.
-        caller: the code that asks.
-    """
+    """The gradient of the held rows, or another one for them, that some code asks for or sets."""
     with as_plain():
         rows = _rows_of(args[0])
         if len(args) > 1 and func.__name__ == "__set__":

@@ -100,11 +100,8 @@ class TrainedRows:
         """Lets the next lookup bring the rows of all of these ids; those after it load nothing.
 
         Nothing waits: where a step is over, the ids are planned, so that several tables can be
-        announced to before the first of them counts its rows.
-
-        Raises:
-            IndexError: rows are held on the CPU and an id is out of range; on a GPU the next lookup
-                says so.
+        announced to before the first of them counts its rows. Bad ids raise IndexError, on a GPU at
+        the next lookup.
         """
         if self._hold(parts, announced=True) is None:
             parts = [*self._told.parts, *parts]
@@ -134,17 +131,10 @@ class TrainedRows:
     ) -> tuple[Tensor, Tensor]:
         """The rows that ids name, held from now until the optimizer's next step is done.
 
-        Args:
-            ids: of any shape, on either device.
-            max_norm: rows with a larger norm are shortened, as torch.embedding_renorm_ does.
-            norm_type: the p of that norm.
-
-        Returns:
-            Positions of the shape of ids, and the held rows `[n, ...]`, or `[n + 1, ...]` with the
-            padding's as the last, both on the device; gradients of the rows go to the parameter.
-
-        Raises:
-            IndexError: an id is out of range; what is held did not change.
+        Gives positions of the shape of ids, and the held rows `[n, ...]`, or `[n + 1, ...]` with
+        the padding's as the last, both on the device; gradients of the rows go to the parameter.
+        With `max_norm` rows of a larger norm are shortened, as torch.embedding_renorm_ does. Bad
+        ids raise IndexError, and what is held did not change.
         """
         found = (self._hold([ids]) or [])[0]
         if found.has_moved and _recomputes():
@@ -262,11 +252,7 @@ class TrainedRows:
             self.store.draw(Draw((function,), random_seed(), None), anew=anew)
 
     def load(self, values: Tensor) -> None:
-        """Copies values `[rows, ...]` to all rows.
-
-        Raises:
-            ValueError: they have another shape.
-        """
+        """Copies values `[rows, ...]` to all rows."""
         if tuple(values.shape) != tuple(self.shape):
             raise ValueError(
                 f"{self.name}: its weight stands for a table of {list(self.shape)}, got values of"
@@ -293,15 +279,9 @@ class TrainedRows:
         return token
 
     def add_gradient(self, gradient: Tensor, ids: Tensor, number: int) -> None:
-        """Adds the gradient of rows that were held in a step to the parameter's.
+        """Adds the gradient of the rows `ids`, held in the step of this number, to the parameter's.
 
-        Args:
-            gradient: of the rows `ids`, in their order, and perhaps of the padding after them.
-            ids: of the rows that were held when they were looked up.
-            number: of the step in which that was.
-
-        Raises:
-            RuntimeError: the rows of that step have left.
+        It may have the padding's row after them. Raises RuntimeError if the rows have left.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -343,17 +323,10 @@ class TrainedRows:
         return self._shown.kept.state
 
     def attach(self, state: HeldState, fields: Fields) -> bool:
-        """Keeps fields of state beside the weight.
+        """Keeps fields of state, name to (row shape, dtype), beside the weight.
 
-        Args:
-            state: holds the state of the held rows.
-            fields: name to (row shape, dtype).
-
-        Returns:
-            Whether they have values already, because the table was read from a file with them.
-
-        Raises:
-            MemoryError: there is no room for them; nothing has changed.
+        Returns whether they have values already, because the table was read from a file with them.
+        Raises MemoryError if there is no room for them; nothing has changed.
         """
         with as_plain():
             self._claim()
@@ -366,8 +339,7 @@ class TrainedRows:
     def detach(self, *, was_read: bool = False) -> None:
         """Keeps the weight alone; the fields of the state stay unused, held rows stay held.
 
-        Args:
-            was_read: whether the next optimizer's state goes on with what a file has given.
+        With `was_read` the next optimizer's state goes on with what a file has given.
         """
         with as_plain():
             self.exchange.bring_home()
@@ -402,11 +374,7 @@ class _RowsOfStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        """Hands the gradient on.
-
-        Raises:
-            NotImplementedError: the gradient is to be differentiated itself.
-        """
+        """Hands the gradient on."""
         _check_once(gradient)
         ctx.token = None
         ctx.asker.add_gradient(gradient, ctx.ids, ctx.number)
@@ -436,11 +404,7 @@ class _SummedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        """Adds the gradient up and hands it on.
-
-        Raises:
-            NotImplementedError: the gradient is to be differentiated itself.
-        """
+        """Adds the gradient up and hands it on."""
         _check_once(gradient)
         ctx.token = None
         batch: PlannedBatch = ctx.batch
