@@ -17,6 +17,7 @@ __all__ = [
     "all_within",
     "check_ids",
     "flat_index",
+    "not_ids",
     "private_copy",
 ]
 
@@ -71,13 +72,18 @@ def _flat(indexes: Indexes) -> Tensor:
     return ids.to(torch.int64)
 
 
+def not_ids(name: str, given: object) -> TypeError:
+    """The error about something else than a tensor where ids are taken."""
+    return TypeError(
+        f"{name}: expected an int32 or int64 tensor, got {type(given).__name__}; torch.as_tensor"
+        " makes one of a list or an array"
+    )
+
+
 def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
     """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
     if not isinstance(ids, Tensor):
-        raise TypeError(
-            f"{name}: expected an int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor"
-            " makes one"
-        )
+        raise not_ids(name, ids)
     if ids.dtype not in (torch.int64, torch.int32) or ids.layout != torch.strided:
         raise numbers(
             f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
