@@ -25,19 +25,10 @@ Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
 
 
 def flat_index(positives: Indexes, negatives: Indexes | None, device: torch.device) -> Tensor:
-    """The ids of a batch as one row of numbers.
+    """The ids of a batch as one row of numbers, int32 or int64 `[ids]`.
 
-    Args:
-        positives: ids of any shape: a NumPy array, a list or a tensor on either device.
-        negatives: more of them, which follow, or None.
-        device: where the rows are worked on. Ids on a GPU stay there if it is this one; ids on the
-            CPU stay where they are (the ops take them from there, so that nothing waits).
-
-    Returns:
-        int32 or int64 `[ids]`.
-
-    Raises:
-        TypeError: they are not integers.
+    Ids on the CPU stay there, as the ops take them from there and nothing waits then; others come
+    to the device that works on the rows. TypeError if they are not integers.
 
     Example:
         >>> flat_index(np.array([[3, 1], [0, 3]]), [7], torch.device("cpu"))
@@ -113,7 +104,7 @@ class Unread:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self.memory = tensor.detach()
+        self._memory = tensor.detach()
         self._state = self._state_of(tensor)
 
     @staticmethod
@@ -131,20 +122,13 @@ class SeenIds:
 
     Ids on the CPU are compared with a copy. Ids on a GPU are never read: they must be the same
     tensor, unchanged.
-
-    Args:
-        ids: of any shape, on either device.
-        device: where they will be needed.
     """
 
     def __init__(self, ids: Tensor, device: torch.device) -> None:
         self.shape = ids.shape
         self._unread = Unread(ids) if ids.is_cuda and not ids.is_inference() else None
         self._copy = private_copy(ids.detach(), device) if ids.is_cpu else None
-        if self._unread is not None:
-            self._ids = self._unread.memory
-        else:
-            self._ids = ids.detach() if self._copy is None else self._copy
+        self._ids = ids.detach() if self._copy is None else self._copy
 
     def flat(self, device: torch.device) -> Tensor:
         """The ids as one row of numbers on a device, which need not wait for it."""

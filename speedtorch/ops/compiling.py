@@ -12,7 +12,6 @@ from torch._compile import _disable_dynamo
 __all__ = ["not_compiled"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
 _REASON = "the number of held rows changes from step to step"
 
 
@@ -21,13 +20,6 @@ def not_compiled(function: _Function) -> _Function:
 
     torch.compiler.disable would load torch's compiler when a function is decorated, which takes
     longer than all of our own import; this one does so within the first graph that it breaks.
-
-    Example:
-        >>> @not_compiled
-        ... def count(ids: torch.Tensor) -> int:
-        ...     return len(set(ids.tolist()))
-        >>> count(torch.tensor([1, 1, 2]))
-        2
     """
     broken = _disable_dynamo(function)
     # What torch.compiler.disable(reason=) sets: who asks for one graph is told.
@@ -35,7 +27,6 @@ def not_compiled(function: _Function) -> _Function:
 
     @wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:
-        chosen = broken if torch.compiler.is_compiling() else function
-        return chosen(*args, **kwargs)
+        return (broken if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
     return cast(_Function, either)
