@@ -109,30 +109,17 @@ class NewFile:
 
 @contextmanager
 def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewFile]]:
-    """Replaces files by new ones at once: either all of them, whole and on disk, or none.
+    """Replaces or creates files at once: all of them, whole and on disk, or none.
 
-    The new files are written beside the old ones under hidden names, synced, then renamed, then
-    their folder is synced. One file switches in one atomic step, also at a power loss; several
-    follow each other, and an error between two brings the earlier ones back. What a killed process
-    left behind is removed by the next replacement of the same file.
-
-    Args:
-        paths: The files to replace or to create; a symbolic link's target is replaced.
-
-    Yields:
-        A NewFile for each path, to be written within the `with` block.
+    The new files are written within the `with` block, beside the old ones under hidden names, then
+    synced, then renamed, then their folder is synced. One file switches in one atomic step, also at
+    a power loss; several follow each other, and an error between two brings the earlier ones back.
+    What a killed process left behind is removed by the next replacement of the same file. A
+    symbolic link's target is replaced.
 
     Raises:
         OSError: A file call failed. The old files are as they were, except if only the last step
             failed, the folder's sync: the message then says that the new files are in place.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with replace_files([f"{folder}/rows.txt"]) as (file,):
-        ...         file.write(b"1 2 3")
-        ...     print(os.listdir(folder), open(f"{folder}/rows.txt").read())
-        ['rows.txt'] 1 2 3
     """
     targets = [os.path.realpath(path) for path in paths]
     token = f"{os.getpid()}-{secrets.token_hex(4)}"

@@ -218,7 +218,12 @@ class HostTable(Initialisers):
             [[7.0], [7.0]]
         """
         self.settle()
-        with table_files.open_fields(path, tuple(self.fields)) as stored:
+        with table_files.open_fields(path, self.fields) as stored:
+            if set(stored) != set(self.fields):
+                raise ValueError(
+                    f"{os.fspath(path)}: it holds the fields {sorted(stored)}, the table "
+                    f"{sorted(self.fields)}"
+                )
             for name, (shape, dtype) in self.fields.items():
                 each = stored[name]
                 if (each.shape, each.dtype) != ((self.rows, *shape), dtype):
