@@ -8,7 +8,7 @@ the table shares the plans. A plan is used again only if its ids are known to be
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,27 +23,16 @@ _Place = tuple[torch.device, int | None]
 
 _BATCHES = 2  # remembered at most, so that the next one can be fetched ahead
 _MOST_IDS = 2**31  # from so many on the ops refuse, in their own words
-_MAPPED = ("managed", "registered")
 
 
 def plans_pay(memory: str, device: torch.device) -> bool:
-    """Whether the ops on a table are faster with a plan that is made before.
+    """Whether the ops on a kind of memory are faster with a plan that is made before.
 
     Only kernels that cross the link use the order of a plan; staged copies and the CPU do not. The
     ids of a CUDA graph change between its replays, so that a plan must be made within it.
-
-    Args:
-        memory: the table's kind of memory.
-        device: where the rows are worked on.
-
-    Returns:
-        True for a GPU that reaches the table in host memory, while no CUDA graph is captured.
-
-    Example:
-        >>> plans_pay("plain", torch.device("cuda")), plans_pay("managed", torch.device("cpu"))
-        (False, False)
     """
-    return device.type == "cuda" and memory in _MAPPED and not _captures(device)
+    mapped = memory in ("managed", "registered")
+    return device.type == "cuda" and mapped and not _captures(device)
 
 
 def _captures(device: torch.device) -> bool:
@@ -62,23 +51,17 @@ def _on_gpu(ids: Indexes) -> bool:
 
 @dataclass(eq=False)
 class _Batch:
-    """A plan, and how to know its ids again.
-
-    Attributes:
-        place: device and stream that the plan was made on.
-        index: the ids, on that device.
-        plan: their plan.
-        content: ids that came from the CPU; None if they came from a GPU.
-        tensors: ids that came from a GPU, as they were given.
-        steps: what has been done with it: the last step of each who asked.
-    """
+    """A plan, and how to know its ids again."""
 
     place: _Place
     index: Tensor
     plan: Plan
     content: Tensor | None
+    """Ids that came from the CPU; None if they came from a GPU."""
     tensors: tuple[Unread, ...]
-    steps: dict[Hashable, int] = field(default_factory=dict)
+    """Ids that came from a GPU, as they were given."""
+    steps: dict[Hashable, int]
+    """The last step of each who asked."""
 
     def is_of(self, place: _Place, parts: Sequence[Indexes], flat: Tensor | None) -> bool:
         """Whether these are its ids: flattened, or if they all are on a GPU as they were given."""
@@ -103,13 +86,7 @@ class _Batch:
 
 
 class PlanMemo:
-    """The plans of the last two batches of a table.
-
-    Args:
-        rows: rows of the table.
-        memory: the table's kind of memory.
-        wanted: says for a kind of memory and a device whether plans are to be made.
-    """
+    """The plans of the last two batches of a table."""
 
     def __init__(
         self,
@@ -134,7 +111,7 @@ class PlanMemo:
         asker: Hashable = None,
         step: int = 0,
     ) -> tuple[Tensor, Plan | None]:
-        """The ids of a batch and their plan, which is made if it is not known yet.
+        """The ids of a batch, as flat_index takes them, and their plan, new if it is not known yet.
 
         Ids from the CPU are compared by content with a copy of the last ones. Ids on a GPU are
         never waited for: they must be the same tensors, of the same version. Bad ids get no plan if
@@ -152,17 +129,6 @@ class PlanMemo:
         Returns:
             The flattened ids and the plan, both on `device`; or what flat_index gives, and None
             where a plan is not wanted or not possible.
-
-        Raises:
-            TypeError: the ids are not integers.
-
-        Example:
-            >>> memo = PlanMemo(10, "plain", wanted=lambda memory, device: True)
-            >>> index, plan = memo.find([7, 2], [7], torch.device("cpu"))
-            >>> index.tolist(), plan[2].tolist()
-            ([7, 2, 7], [1, 0, 2])
-            >>> memo.find([7, 2, 7], None, torch.device("cpu"))[1] is plan
-            True
         """
         if self._closed or not self.wanted(self._memory, device):
             return flat_index(positives, negatives, device), None
@@ -179,10 +145,8 @@ class PlanMemo:
         if not self._can_plan(index):
             return index, None
         content = None
-        tensors: tuple[Unread, ...] = ()
-        if on_gpu:
-            tensors = _unread(parts)
-        elif index.is_cpu:
+        tensors = _unread(parts) if on_gpu else ()
+        if not on_gpu and index.is_cpu:
             content = private_copy(index, device)
             index = content.to(device, non_blocking=True)
         plan = plan_rows(index, self._rows)
@@ -198,11 +162,7 @@ class PlanMemo:
         return all_within(index, self._rows) if index.is_cpu else index.is_cuda
 
     def close(self) -> None:
-        """Forgets all plans and makes no more.
-
-        Example:
-            >>> PlanMemo(10, "plain").close()
-        """
+        """Forgets all plans and makes no more."""
         self._closed = True
         self._batches = ()
 
