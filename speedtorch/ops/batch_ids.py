@@ -13,12 +13,11 @@ from torch import Tensor
 __all__ = [
     "Indexes",
     "SeenIds",
-    "Unread",
     "all_within",
     "check_ids",
     "flat_index",
     "not_ids",
-    "private_copy",
+    "on_gpu",
 ]
 
 Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
@@ -90,45 +89,35 @@ def all_within(index: Tensor, rows: int) -> bool:
     return int(low) >= 0 and int(high) < rows
 
 
-def private_copy(index: Tensor, device: torch.device) -> Tensor:
-    """A copy on the CPU that nobody else writes to; a GPU takes it without waiting."""
-    return torch.empty_like(index, pin_memory=device.type == "cuda").copy_(index)
-
-
-class Unread:
-    """A tensor that is recognised, if it has not changed, without reading it.
-
-    It is kept, and so is its memory, which it can be made to leave (`tensor.data = other`): no
-    other tensor comes to lie there.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._memory = tensor.detach()
-        self._state = self._state_of(tensor)
-
-    @staticmethod
-    def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
-        layout = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return (tensor._version, *layout)
-
-    def is_still(self, ids: Indexes) -> bool:
-        """Whether these are the tensor, unchanged."""
-        return ids is self._tensor and self._state_of(self._tensor) == self._state
+def on_gpu(ids: Indexes) -> bool:
+    """Whether these lie where nobody waits to read them."""
+    return isinstance(ids, Tensor) and ids.is_cuda
 
 
 class SeenIds:
     """Ids that are recognised when they come again.
 
-    Ids on the CPU are compared with a copy. Ids on a GPU are never read: they must be the same
-    tensor, unchanged.
+    Ids on the CPU are compared with a copy, which nobody else writes to and which a GPU takes
+    without waiting. Ids on a GPU are never read: they must be the same tensor, unchanged. It is
+    kept, and so is its memory, which it can be made to leave (`tensor.data = other`): no other
+    tensor comes to lie there.
+
+    Args:
+        ids: of any shape, on either device.
+        device: where they will be needed.
     """
 
     def __init__(self, ids: Tensor, device: torch.device) -> None:
         self.shape = ids.shape
-        self._unread = Unread(ids) if ids.is_cuda and not ids.is_inference() else None
-        self._copy = private_copy(ids.detach(), device) if ids.is_cpu else None
-        self._ids = ids.detach() if self._copy is None else self._copy
+        self._ids = ids.detach()
+        self._is_copy = False
+        self._unread: Tensor | None = None
+        if on_gpu(ids):
+            if not ids.is_inference():  # such a tensor does not count its versions
+                self._unread, self._state = ids, _state_of(ids)
+        elif ids.is_cpu:
+            self._is_copy, pinned = True, device.type == "cuda"
+            self._ids = torch.empty_like(self._ids, pin_memory=pinned).copy_(self._ids)
 
     def flat(self, device: torch.device) -> Tensor:
         """The ids as one row of numbers on a device, which need not wait for it."""
@@ -140,7 +129,12 @@ class SeenIds:
     def are(self, ids: Tensor) -> bool:
         """Whether these are the ids, for certain."""
         if self._unread is not None:
-            return self._unread.is_still(ids)
-        if self._copy is None or not ids.is_cpu or ids.dtype != self._copy.dtype:
-            return False
-        return torch.equal(ids, self._copy)
+            return ids is self._unread and _state_of(ids) == self._state
+        same_kind = self._is_copy and ids.is_cpu and ids.dtype == self._ids.dtype
+        return same_kind and torch.equal(ids, self._ids)
+
+
+def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What shows that a tensor has changed, without reading it."""
+    layout = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (tensor._version, *layout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy.typing as npt
@@ -124,20 +123,9 @@ class HostTable:
         device: _Device = None,
         path: _Path | None = None,
     ) -> HostTable:
-        """Makes a table of any fields; none of them has to be a weight.
+        """Makes a table of any fields, name to (row shape, dtype), all zeros; no weight is needed.
 
-        Args:
-            rows: Number of rows.
-            fields: Name to (row shape, dtype).
-            memory: As for HostTable.
-            device: As for HostTable.
-            path: As for HostTable.
-
-        Returns:
-            The table, all zeros.
-
-        Raises:
-            TypeError, ValueError, MemoryError, OSError: As for HostTable.
+        All else, and what it raises, is as for HostTable.
 
         Example:
             >>> HostTable.from_fields(3, {"sum": (2, torch.float32)}, memory="plain").record_bytes
@@ -158,17 +146,9 @@ class HostTable:
     ) -> HostTable:
         """Makes a table with the fields and the rows of a saved one.
 
-        The file is read, not mapped: pinning a mapped file would hold it in memory twice.
-
-        Args:
-            source: What save() was given, or a file of anyone's: `*.safetensors` whose tensors all
-                have the same number of rows, or `*.npy`.
-            memory: As for HostTable.
-            device: As for HostTable.
-            path: As for HostTable: the new file of memory="file".
-
-        Returns:
-            The table.
+        `source` is what save() was given, or a file of anyone's: `*.safetensors` whose tensors all
+        have the same number of rows, or `*.npy`. It is read, not mapped: pinning a mapped file
+        would hold it in memory twice. All else is as for HostTable.
 
         Raises:
             ValueError: The file is broken or holds no table; found before memory is taken.
@@ -361,13 +341,9 @@ class HostTable:
         pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
 
     def numpy(self, field: str = "weight") -> npt.NDArray[Any]:
-        """A field as a NumPy array over the same memory, once the GPU's work on it is done.
+        """A field as a NumPy array `[rows, *shape]`, once the GPU's work on it is done.
 
-        Args:
-            field: Which field.
-
-        Returns:
-            `[rows, *shape]`; writing to it writes to the table.
+        It shares the table's memory: writing to it writes to the table.
 
         Raises:
             KeyError: There is no such field.
@@ -391,11 +367,7 @@ class HostTable:
     # First values
 
     def zeros_(self: _Self, field: str = "weight", *, progress: bool | None = None) -> _Self:
-        """Sets all elements to zero.
-
-        Args:
-            field: Which field.
-            progress: See the class.
+        """Sets all elements of a field to zero; see the class for `progress`.
 
         Raises:
             KeyError: There is no such field.
@@ -415,14 +387,7 @@ class HostTable:
         seed: int | None = None,
         progress: bool | None = None,
     ) -> _Self:
-        """Draws all elements evenly from `[low, high)`.
-
-        Args:
-            low: The lower bound.
-            high: The upper bound.
-            field: Which field.
-            seed: See the class.
-            progress: See the class.
+        """Draws all elements of a field evenly from `[low, high)`; see the class for the rest.
 
         Raises:
             KeyError: There is no such field.
@@ -447,14 +412,7 @@ class HostTable:
         seed: int | None = None,
         progress: bool | None = None,
     ) -> _Self:
-        """Draws all elements from a normal distribution.
-
-        Args:
-            mean: Its mean.
-            std: Its standard deviation.
-            field: Which field.
-            seed: See the class.
-            progress: See the class.
+        """Draws all elements of a field from a normal distribution; see the class for the rest.
 
         Raises:
             KeyError: There is no such field.
@@ -481,17 +439,10 @@ class HostTable:
     ) -> _Self:
         """Runs any function of torch.nn.init, or one like it, on a field.
 
-        Functions that need the whole tensor at once (orthogonal_, eye_, dirac_, sparse_) take a
-        copy of the field while they run, and as many threads as they like.
-
-        Args:
-            function: Called as function(tensor, *args, **kwargs), on a stand-in of the field's
-                shape and on parts of it: it changes the tensor in place and does nothing else.
-            *args: Passed on.
-            field: Which field.
-            seed: See the class.
-            progress: See the class.
-            **kwargs: Passed on.
+        It is called as function(tensor, *args, **kwargs), on a stand-in of the field's shape and on
+        parts of it: it changes the tensor in place and does nothing else. Functions that need the
+        whole tensor at once (orthogonal_, eye_, dirac_, sparse_) take a copy of the field while
+        they run, and as many threads as they like. See the class for the rest.
 
         Raises:
             KeyError: There is no such field.
@@ -512,13 +463,9 @@ class HostTable:
     def fill_(
         self: _Self, value: Any, field: str = "weight", *, progress: bool | None = None
     ) -> _Self:
-        """Copies a number, or one row, to all rows.
+        """Copies a number, or one row of the field's shape, to all rows of a field.
 
-        Args:
-            value: A number, or a row of the field's shape (a tensor of the field's dtype arrives
-                bit for bit).
-            field: Which field.
-            progress: See the class.
+        A tensor of the field's dtype arrives bit for bit; see the class for `progress`.
 
         Raises:
             KeyError: There is no such field.
@@ -572,10 +519,7 @@ class HostTable:
     """True once rows were read from a file; they are not initial values then."""
 
     def load(self, path: _Path) -> None:
-        """Reads all fields from what save() wrote, or from files like it.
-
-        Args:
-            path: As for save().
+        """Reads all fields from what save() wrote there, or from files like it.
 
         Raises:
             ValueError: The file is broken, or its fields' names, shapes or dtypes are not those of
@@ -669,10 +613,5 @@ class HostTable:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from speedtorch.ops.batch_ids import Indexes, Unread, all_within, flat_index, private_copy
+from speedtorch.ops import batch_ids
+from speedtorch.ops.batch_ids import Indexes, SeenIds, all_within, flat_index
 from speedtorch.ops.functions import plan_rows
 
 __all__ = ["Plan", "PlanMemo", "plans_pay"]
@@ -45,10 +47,6 @@ def _stream(device: torch.device) -> int | None:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
-def _on_gpu(ids: Indexes) -> bool:
-    return isinstance(ids, Tensor) and ids.is_cuda
-
-
 @dataclass(eq=False)
 class _Batch:
     """A plan, and how to know its ids again."""
@@ -56,24 +54,18 @@ class _Batch:
     place: _Place
     index: Tensor
     plan: Plan
-    content: Tensor | None
-    """Ids that came from the CPU; None if they came from a GPU."""
-    tensors: tuple[Unread, ...]
-    """Ids that came from a GPU, as they were given."""
+    seen: list[SeenIds]
+    """The ids as one row of numbers, or, if they all came from a GPU, as they were given."""
+    unread: bool
+    """Whether they all came from a GPU."""
     steps: dict[Hashable, int]
     """The last step of each who asked."""
 
-    def is_of(self, place: _Place, parts: Sequence[Indexes], flat: Tensor | None) -> bool:
-        """Whether these are its ids: flattened, or if they all are on a GPU as they were given."""
-        if place != self.place:
+    def is_of(self, place: _Place, given: Sequence[Tensor], unread: bool) -> bool:
+        """Whether these are its ids."""
+        if (place, unread, len(given)) != (self.place, self.unread, len(self.seen)):
             return False
-        if flat is None:
-            return len(parts) == len(self.tensors) and all(
-                tensor.is_still(part) for tensor, part in zip(self.tensors, parts, strict=True)
-            )
-        if self.content is None or not flat.is_cpu or self.content.dtype != flat.dtype:
-            return False
-        return torch.equal(self.content, flat)
+        return all(seen.are(ids) for seen, ids in zip(self.seen, given, strict=True))
 
     def serves(self, asker: Hashable, step: int) -> bool:
         """Whether it may be used for this step.
@@ -82,7 +74,7 @@ class _Batch:
         one through `.data` or another library. Who asks for an earlier step has come to another
         batch, which may lie in the same tensors.
         """
-        return self.content is not None or step > self.steps.get(asker, -1)
+        return not self.unread or step > self.steps.get(asker, -1)
 
 
 class PlanMemo:
@@ -133,25 +125,25 @@ class PlanMemo:
         if self._closed or not self.wanted(self._memory, device):
             return flat_index(positives, negatives, device), None
         parts = [part for part in (positives, negatives) if part is not None]
-        on_gpu = bool(parts) and all(_on_gpu(part) for part in parts)
-        flat = None if on_gpu else flat_index(positives, negatives, device)
+        unread = bool(parts) and all(map(batch_ids.on_gpu, parts))
+        given: Any = parts if unread else [flat_index(positives, negatives, device)]
         place = (device, _stream(device))
-        known = [each for each in self._batches if each.is_of(place, parts, flat)]
+        known = [each for each in self._batches if each.is_of(place, given, unread)]
         for batch in known:
             if batch.serves(asker, step):
                 batch.steps[asker] = step
                 return batch.index, batch.plan
-        index = flat_index(positives, negatives, device) if flat is None else flat
+        index = flat_index(positives, negatives, device) if unread else given[0]
         if not self._can_plan(index):
             return index, None
-        content = None
-        tensors = _unread(parts) if on_gpu else ()
-        if not on_gpu and index.is_cpu:
-            content = private_copy(index, device)
-            index = content.to(device, non_blocking=True)
+        # An inference tensor does not count its versions; of mixed parts there is no tensor to keep.
+        known_again = not any(ids.is_inference() for ids in given) if unread else index.is_cpu
+        seen = [SeenIds(ids, device) for ids in given] if known_again else []
+        if seen and not unread:
+            index = seen[0].flat(device)
         plan = plan_rows(index, self._rows)
-        if content is not None or tensors:  # something to know these ids again by
-            made = _Batch(place, index, plan, content, tensors, {asker: step})
+        if seen:
+            made = _Batch(place, index, plan, seen, unread, {asker: step})
             others = [each for each in self._batches if each not in known]
             self._batches = (made, *others)[:_BATCHES]
         return index, plan
@@ -165,11 +157,3 @@ class PlanMemo:
         """Forgets all plans and makes no more."""
         self._closed = True
         self._batches = ()
-
-
-def _unread(parts: Sequence[Indexes]) -> tuple[Unread, ...]:
-    """The tensors, or none if one of them has no version."""
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    if any(tensor.is_inference() for tensor in tensors):
-        return ()
-    return tuple(Unread(tensor) for tensor in tensors)
