@@ -76,17 +76,12 @@ class NewFile:
             calls.fsync(self._descriptor)
         self._close()
 
-    def keep_previous(self) -> None:
-        """Gives the file that is there now a second name, to go back to."""
-        if os.path.exists(self.path):
-            calls.link(self.path, self.previous)
-
     def switch(self) -> None:
         """Lets the new file take the place of the old one."""
         calls.rename(self.partial, self.path)
 
     def undo(self) -> None:
-        """Brings back the file that keep_previous found, or none if there was none."""
+        """Brings back the file of the second name, or none if there was none."""
         if os.path.lexists(self.partial):
             return  # Not switched yet.
         if os.path.lexists(self.previous):
@@ -149,7 +144,8 @@ def _switch(files: Sequence[NewFile]) -> None:
         return
     try:
         for file in files:
-            file.keep_previous()
+            if os.path.exists(file.path):
+                calls.link(file.path, file.previous)  # a second name, to go back to
         for file in files:
             file.switch()
     except BaseException:

@@ -206,9 +206,7 @@ def available_bytes() -> int:
 def release(tensor: Tensor | None = None) -> None:
     """Says that no captured CUDA graph will use this tensor again: its memory goes with it.
 
-    Args:
-        tensor: the tensor; None stands for all tensors that are gone, whose memory goes now
-            ("captured" in `memory_stats`).
+    None stands for all tensors that are gone: their memory goes now ("captured" in memory_stats).
     """
     if tensor is None:
         _ops.let_orphans_go()

@@ -136,7 +136,7 @@ class PlanMemo:
         index = flat_index(positives, negatives, device) if unread else given[0]
         if not self._can_plan(index):
             return index, None
-        # An inference tensor does not count its versions; of mixed parts there is no tensor to keep.
+        # An inference tensor does not count its versions; of mixed parts no tensor can be kept.
         known_again = not any(ids.is_inference() for ids in given) if unread else index.is_cpu
         seen = [SeenIds(ids, device) for ids in given] if known_again else []
         if seen and not unread:
