@@ -292,7 +292,7 @@ MUTANTS = [
     ),
     Mutant(
         "the padding has no place behind rows that joined",
-        "step/planned_batch.py",
+        "ops/planned_batch.py",
         "            places = torch.where(self.plan[0] == self._padding, len(ids), places)\n",
         "            pass\n",
     ),

@@ -60,7 +60,7 @@ def check(found: tuple[Tensor, Any], ids: list[int]) -> None:
 def planning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every table makes plans on the CPU too."""
     monkeypatch.setattr(
-        "speedtorch.table.records.PlanMemo", lambda rows, memory: PlanMemo(rows, memory, always)
+        "speedtorch.table.host_table.PlanMemo", lambda rows, memory: PlanMemo(rows, memory, always)
     )
 
 

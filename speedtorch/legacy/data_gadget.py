@@ -336,7 +336,7 @@ class DataGadgetMM(MappedFiles, _CupyGadget):
 
     def _read_file(self, path: str) -> None:
         with open_fields(path) as stored:
-            array = _choose(stored, self._field).array
+            array = _choose(stored, self._field)
         data = torch.empty(array.shape, dtype=array.dtype)
         if array.nbytes:  # an empty range cannot be mapped
             mapped = np.memmap(path, np.uint8, "r+", offset=array.offset, shape=(array.nbytes,))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.files.new_files import NewFile, replace_files
-from speedtorch.files.table_files import open_fields, save_fields
+from speedtorch.files.table_files import FORMATS, open_fields, save_fields
 from speedtorch.legacy.switcher import Switcher
 
 __all__ = ["CupyFiles", "MappedFiles", "TorchFiles", "file_name", "read_tensors"]
@@ -60,8 +60,7 @@ class CupyFiles(Switcher):
         """
         path = file_name(loadFileName)
         self._settle()
-        names = tuple(self._layout()) if path.endswith(".npy") else None
-        with open_fields(path, names) as stored:
+        with open_fields(path, self._layout()) as stored:
             has = {name: (each.shape, each.dtype) for name, each in stored.items()}
             _check_layout(path, has, self._layout())
             content = self._to_load()
@@ -181,4 +180,4 @@ def _alone(field: Tensor) -> Tensor:
 def file_name(name: str | os.PathLike[str]) -> str:
     """The name with `.npy` added, as np.save does, unless it says a format."""
     path = os.fspath(name)
-    return path if path.endswith((".npy", ".safetensors")) else f"{path}.npy"
+    return path if path.endswith(tuple(FORMATS)) else f"{path}.npy"

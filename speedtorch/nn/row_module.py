@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
+from speedtorch.ops.planned_batch import check_ids
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.step.row_store import Draw, RowStore
 from speedtorch.step.trained_rows import TrainedRows, random_seed
@@ -26,7 +27,7 @@ from speedtorch.torch_internals import (
     is_transformed,
 )
 
-__all__ = ["Device", "RowModule", "Rows", "Source", "check_ids"]
+__all__ = ["Device", "RowModule", "Rows", "Source"]
 
 Rows = Tensor | HostTable
 Source = Rows | str | os.PathLike[str]
@@ -449,20 +450,6 @@ class RowModule(nn.Module):
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise NotImplementedError(
             f"{type(self).__name__}: DataParallel would copy its rows to every GPU; use one GPU"
-        )
-
-
-def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
-    """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
-    if not isinstance(ids, Tensor):
-        raise TypeError(
-            f"{name}: expected an int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor"
-            " makes one"
-        )
-    if ids.dtype not in (torch.int64, torch.int32) or ids.layout != torch.strided:
-        raise numbers(
-            f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
-            f" {list(ids.shape)}"
         )
 
 

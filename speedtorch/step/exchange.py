@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
-from speedtorch.step.planned_batch import PlannedBatch
 from speedtorch.step.row_store import RowStore
 from speedtorch.step.side_stream import SideStream
 from speedtorch.torch_internals import of_another_dtype, sparse_values, version_of

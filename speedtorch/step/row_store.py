@@ -20,9 +20,8 @@ from speedtorch.ops.functions import (
     synchronize,
 )
 from speedtorch.ops.shapes import row_shape
-from speedtorch.table.host_table import HostTable
+from speedtorch.table.host_table import HostTable, RowHolder
 from speedtorch.table.record_layout import lay_out
-from speedtorch.table.records import RowHolder
 
 __all__ = ["Draw", "RowStore"]
 

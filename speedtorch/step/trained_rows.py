@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.ops.functions import gather_detached, sum_rows
+from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step.exchange import Exchange, HeldState, Placed, ShownRows, Told
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
-from speedtorch.step.planned_batch import PlannedBatch
 from speedtorch.step.row_store import Draw, Fields, RowStore
 from speedtorch.step.row_weight import show_rows
 from speedtorch.torch_internals import (
