@@ -86,12 +86,12 @@ class SeenIds:
         device: where they will be needed.
     """
 
-    def __init__(self, ids: Tensor, device: torch.device) -> None:
+    def __init__(self, ids: Tensor, device: torch.device, *, unread: bool) -> None:
         self.shape = ids.shape
         self.values = ids.detach()
         self._is_copy = False
         self._unread: Tensor | None = None
-        if ids.is_cuda:
+        if unread:
             if not ids.is_inference():  # such a tensor does not count its versions
                 self._unread, self._state = ids, _state_of(ids)
         elif ids.is_cpu:
@@ -159,7 +159,7 @@ class PlannedBatch:
         self._begins = [0]
         flat = []
         for part in parts or [torch.empty(0, dtype=torch.int64)]:
-            seen = SeenIds(part, device)
+            seen = SeenIds(part, device, unread=part.is_cuda)
             ids = seen.values.reshape(-1)
             if ids.device != device:  # towards a GPU nobody waits
                 ids = ids.to(device, non_blocking=device.type == "cuda")

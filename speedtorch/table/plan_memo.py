@@ -139,7 +139,7 @@ class PlanMemo:
             return index, None
         # An inference tensor does not count its versions; of mixed parts no tensor can be kept.
         known_again = not any(ids.is_inference() for ids in given) if unread else index.is_cpu
-        seen = [SeenIds(ids, device) for ids in given] if known_again else []
+        seen = [SeenIds(ids, device, unread=unread) for ids in given] if known_again else []
         if seen and not unread:
             index = seen[0].values.to(device, non_blocking=device.type == "cuda")
         plan = plan_rows(index, self._rows)
