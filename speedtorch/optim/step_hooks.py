@@ -26,7 +26,7 @@ from speedtorch.torch_internals import as_plain
 
 __all__ = ["watch_steps"]
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _handles: list[RemovableHandle] = []
 
 

@@ -290,6 +290,36 @@ def test_a_counter_in_the_group_is_no_setting() -> None:
     assert_same_rows(ours, theirs)
 
 
+class StepsAnother(optim.Optimizer):
+    """Lets another optimizer step before it steps its rows."""
+
+    def __init__(self, parameters: Any, first: Callable[[Tensor], None]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self.first = first
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
+            self.first(weight)
+            weight -= weight.grad
+
+
+def test_a_step_within_a_step_leaves_the_other_its_rows() -> None:
+    scale, seen = nn.Parameter(torch.ones(1)), []
+    sgd = optim.SGD([scale])
+
+    def first(weight: Tensor) -> None:
+        sgd.step()
+        seen.append((type(weight), tuple(weight.shape)))
+
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    before = embedding.state_dict()["weight"].clone()
+    step(embedding, StepsAnother(embedding.parameters(), first), torch.tensor([2, 5]))
+    assert seen[-1] == (nn.Parameter, (2, WIDTH))
+    after = embedding.state_dict()["weight"]
+    assert [row for row in range(ROWS) if not torch.equal(after[row], before[row])] == [2, 5]
+
+
 def test_a_copy_of_model_and_optimizer_does_not_go_on_with_half_a_state() -> None:
     (_, _), (ours, adam) = pair()
     step(ours, adam, IDS)
