@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.bench_pinned_gather import run
 from benchmarks.directions import SCATTER
+from benchmarks.harness import Measured
+from benchmarks.sections import sections_of
+
+TITLE = "rows from the GPU to host memory"
 
 
-def main() -> None:
-    """Measures and stores all figures in one run."""
-    run(SCATTER)
-
-
-if __name__ == "__main__":
-    main()
+def measured() -> Measured:
+    """All sections."""
+    return sections_of(SCATTER)

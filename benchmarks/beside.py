@@ -1,34 +1,19 @@
-"""How many multiprocessors the link takes, and what a matrix product beside an exchange feels."""
+"""What a matrix product feels of an exchange beside it, and the exchange of the product."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-import speedtorch
 from benchmarks.directions import Direction
-from benchmarks.harness import Figure, Report, fresh_ids
+from benchmarks.harness import Figure, figure_of, fresh_ids
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.tables import host_table
 
 _PRODUCTS = 100  # so many that an exchange falls on every part of one
-
-
-def multiprocessors(way: Direction, report: Report) -> None:
-    """GB/s on 1 to 32 multiprocessors; rows of 516 bytes cannot be moved by bulk copies."""
-    usual = speedtorch.get_num_sms()
-    for columns in (128, 384, 129):
-        table = host_table("managed", SIZES.rows // 3, columns)
-        for sms in (1, 2, 3, 4, 8, 12, 16, 32):
-            speedtorch.set_num_sms(sms)
-            name = f"{columns * 4} B, {sms} at most"
-            figure = way.move("multiprocessors", name, table, kind="managed", repetitions=7)
-            figure.parameters["sms"] = sms
-            report.add(figure)
-    speedtorch.set_num_sms(usual)
 
 
 def _products(
@@ -49,29 +34,27 @@ def _products(
     return stop.query, lambda: (stop.synchronize(), start.elapsed_time(stop) / count)[1]
 
 
-def matrix_product(way: Direction, report: Report) -> None:
+def matrix_product(way: Direction) -> Iterator[Figure]:
     """A bfloat16 product alone and beside exchanges on another stream, both in a loop."""
     shape = (SIZES.product, SIZES.product)
     left, right = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(left)
-    _products(20, left, right, out)[1]()
-    alone = _products(_PRODUCTS, left, right, out)[1]()
+    factors = (left, right, torch.empty_like(left))
+    _products(20, *factors)[1]()
+    alone = _products(_PRODUCTS, *factors)[1]()
     section = "beside a matrix product"
-    report.add(
-        Figure(section, "the product alone", alone, alone, alone, 0.0, None, {"kind": "alone"})
-    )
+    yield figure_of(section, "the product alone", [alone], kind="alone")
     for columns in (128, 384):
         table = host_table("managed", SIZES.rows // 3, columns)
         batches = fresh_ids(SIZES.rows // 3, SIZES.batch, 61)
         rows = torch.zeros(SIZES.batch, columns, device=DEVICE)
-        product_ms, exchange_ms = _both(way, table, batches, rows, (left, right, out))
-        for name, each, kind in (
-            (f"the product beside rows of {columns * 4} B", product_ms, "product"),
-            (f"rows of {columns * 4} B beside the product", exchange_ms, "exchange"),
+        product_ms, exchange_ms = _both(way, table, batches, rows, factors)
+        row = f"rows of {columns * 4} B"
+        for name, each, kind, nbytes in (
+            (f"the product beside {row}", product_ms, "product", 0),
+            (f"{row} beside the product", exchange_ms, "exchange", rows.nbytes),
         ):
-            rate = rows.nbytes / each / 1e6 if kind == "exchange" else 0.0
-            parameters = {"kind": kind, "row_bytes": columns * 4, "slow_down": each / alone - 1}
-            report.add(Figure(section, name, each, each, each, rate, None, parameters))
+            told = {"kind": kind, "row_bytes": columns * 4, "slow_down": each / alone - 1}
+            yield figure_of(section, name, [each], nbytes=nbytes, **told)
 
 
 def _both(

@@ -51,7 +51,7 @@ def run_stem(
         subprocess.TimeoutExpired: it took too long.
     """
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.bench_{stem}"],
+        [sys.executable, "-c", f"from benchmarks.harness import run; run({stem!r})"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), **environment},
         stdout=subprocess.DEVNULL if quiet else None,
