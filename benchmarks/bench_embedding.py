@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 import speedtorch
-from benchmarks.harness import Measured, turns
+from benchmarks.harness import Measured, fresh_ids, turns
 from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
-from benchmarks.training import Loader, loop_of, prefetched, step_figure
+from benchmarks.training import loop_of, prefetched, step_figure
 
 COLUMNS = 128
 EXPONENTS = (0.0, 0.9, 1.05, 1.2)
@@ -29,10 +30,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
 
 def batches_of(exponent: float, steps: int = STEPS) -> list[Tensor]:
     """Ids of which few are frequent; with exponent 0 none is."""
-    count = SIZES.large_batch
     if exponent == 0:
-        return [torch.randint(SIZES.rows, (count,), device=DEVICE) for _ in turns(steps)]
-    return [zipf_ids(SIZES.rows, count, exponent) for _ in turns(steps)]
+        return fresh_ids(SIZES.rows, SIZES.large_batch, steps)
+    return [zipf_ids(SIZES.rows, SIZES.large_batch, exponent) for _ in turns(steps)]
 
 
 def distinct_rows() -> Measured:
@@ -50,19 +50,18 @@ def steps_of(kind: str, name: str, exponents: Iterable[float], gradient: Tensor)
     """
     if kind == "torch":
         module = nn.Embedding(SIZES.rows, COLUMNS, sparse=True, device=DEVICE)
-        loaders: dict[str, Loader] = {f"torch, {name}, all in GPU memory": iter}
+        ways: list[Any] = [(f"torch, {name}, all in GPU memory", iter, {})]
     else:
         module = speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE)
         title = f"speedtorch, {name}"
-        loaders = {title: iter, f"{title}, prefetch": prefetched(module)}
+        ways = [(title, iter, {"ahead": False})]
+        ways.append((f"{title}, prefetch", prefetched(module), {"ahead": True}))
     optimizer = OPTIMIZERS[name](module.parameters())
     if kind == "ours" and name != "SGD":
         speedtorch.attach(optimizer, module)
     for exponent in exponents:
-        for title, loader in loaders.items():
-            told = {"kind": kind, "optimizer": name, "exponent": exponent}
-            if kind == "ours":
-                told["ahead"] = loader is not iter
+        for title, loader, parameters in ways:
+            told = {"kind": kind, "optimizer": name, "exponent": exponent, **parameters}
             loop = loop_of(optimizer, lambda ids: module(ids).backward(gradient), loader=loader)
             yield step_figure(f"Zipf {exponent}", title, loop, batches_of(exponent), **told)
 

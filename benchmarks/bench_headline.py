@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+from bisect import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
@@ -22,8 +22,7 @@ STEPS = 20
 TITLE = "tables that a GPU of 11.17 GiB cannot train"
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Target and context tables of one size."""
 
     rows: int
@@ -60,37 +59,34 @@ def used_outside_torch() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
+def step_of_torch(case: Case, columns: int) -> None:
+    """One step with everything in GPU memory."""
+    model = SkipGram(lambda: nn.Embedding(case.rows, columns, device=DEVICE))
+    loop = skip_gram_loop(model, case.make(model.parameters()))
+    for _ in loop(batches(case.rows, 0)[:1]):
+        pass
+
+
 def plain_torch(case: Case, columns: int) -> str | None:
-    """One step with everything in GPU memory; the error if it does not fit."""
-
-    def step() -> None:
-        model = SkipGram(lambda: nn.Embedding(case.rows, columns, device=DEVICE))
-        loop = skip_gram_loop(model, case.make(model.parameters()))
-        for _ in loop(batches(case.rows, 0)[:1]):
-            pass
-
+    """The error if torch's tables do not fit."""
+    forget()
     error = None
     try:
-        step()
+        step_of_torch(case, columns)
     except torch.OutOfMemoryError as caught:
         error = str(caught).split(". GPU 0")[0]
-    forget()
     return error
 
 
 def widest_of_torch(case: Case) -> int:
     """Most columns, a multiple of 4, that plain torch trains; 0 without a GPU."""
-    if DEVICE == "cpu":
-        return 0
-    low, high = 0, case.columns // 4
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if plain_torch(case, 4 * middle) is None else (low, middle)
-    return 4 * low
+    tried = range(1, case.columns // 4 if DEVICE == "cuda" else 1)
+    return 4 * bisect(tried, 0, key=lambda columns: plain_torch(case, 4 * columns) is not None)
 
 
 def ours(case: Case, columns: int, steps: int) -> tuple[Figure, dict[str, Any]]:
     """Trains with tables and state in host memory."""
+    forget()
     before = used_outside_torch()
     model = SkipGram(lambda: speedtorch.Embedding(case.rows, columns, device=DEVICE))
     optimizer = case.make(model.parameters())
@@ -121,11 +117,9 @@ def measured() -> Measured:
         facts: dict[str, Any] = {"plain torch": plain_torch(case, case.columns)}
         figure, facts["speedtorch"] = ours(case, case.columns, STEPS)
         yield figure
-        forget()
         if SIZES.headline_grows:
             facts["widest of plain torch"] = widest_of_torch(case)
             record = case.rows * 2 * 4 * (1 + case.states)
             widest = min(HOST_BYTES, SIZES.managed_bytes * 2) // record // 4 * 4
             _, facts["widest tried here"] = ours(case, max(4, widest), 3)
-            forget()
         yield case.section, facts

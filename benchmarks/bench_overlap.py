@@ -35,18 +35,6 @@ class Tower(nn.Module):
         return self.layers(self.rows(ids)).square().mean()
 
 
-def _covered_ms(spans: Iterable[Span], by: Iterable[Span]) -> float:
-    """For how long something of `spans` and something of `by` run at once; each apart within."""
-    total = 0.0
-    others = sorted(by)
-    for begin, end in sorted(spans):
-        for low, high in others:
-            if low >= end:
-                break
-            total += max(0.0, min(end, high) - max(begin, low))
-    return total
-
-
 def _joined(spans: Iterable[Span]) -> list[Span]:
     joined: list[Span] = []
     for begin, end in sorted(spans):
@@ -57,24 +45,21 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
+def _total(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
 def overlap_of(loop: Loop, batches: Any) -> dict[str, Any]:
     """How much of the exchange is hidden behind the compute, from a profiler's trace.
 
-    Args:
-        loop: trains the batches.
-        batches: the first third warms up.
-
-    Returns:
-        Milliseconds of exchange and of other kernels, the share of the exchange that ran beside
-        others, and the spans of both over a few steps for a picture; empty without a GPU.
+    Milliseconds of exchange and of other kernels, the share of the exchange that ran beside
+    others, and the spans of both over a few steps for a picture; empty without a GPU.
     """
-    if DEVICE == "cpu":
-        for _ in loop(batches):
-            pass
-        return {}
     warm = len(batches) // 3
     for _ in loop(batches[:warm]):
         pass
+    if DEVICE == "cpu":
+        return {}
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         for _ in loop(batches[warm:]):
@@ -89,7 +74,7 @@ def overlap_of(loop: Loop, batches: Any) -> dict[str, Any]:
     exchange = _joined((b - first, e - first) for name, b, e in kernels if _EXCHANGE in name)
     others = _joined((b - first, e - first) for name, b, e in kernels if _EXCHANGE not in name)
     exchange = exchange[1:]  # that of the first step has nothing to hide behind
-    total = sum(end - begin for begin, end in exchange)
+    total = _total(exchange)
     middle = exchange[len(exchange) // 2][0]
     window = (middle, middle + 4 * total / len(exchange))
 
@@ -98,8 +83,8 @@ def overlap_of(loop: Loop, batches: Any) -> dict[str, Any]:
 
     return {
         "exchange_ms": total / len(exchange),
-        "compute_ms": sum(end - begin for begin, end in others) / (len(exchange) + 1),
-        "share_hidden": _covered_ms(exchange, others) / total,
+        "compute_ms": _total(others) / (len(exchange) + 1),
+        "share_hidden": (total + _total(others) - _total(_joined(exchange + others))) / total,
         "exchange_spans": within(exchange),
         "compute_spans": within(others),
     }

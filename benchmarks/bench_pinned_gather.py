@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.directions import GATHER
-from benchmarks.harness import Measured
 from benchmarks.sections import sections_of
 
 TITLE = "rows from host memory to the GPU"
-
-
-def measured() -> Measured:
-    """All sections."""
-    return sections_of(GATHER)
+measured = partial(sections_of, GATHER)

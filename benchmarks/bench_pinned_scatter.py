@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.directions import SCATTER
-from benchmarks.harness import Measured
 from benchmarks.sections import sections_of
 
 TITLE = "rows from the GPU to host memory"
-
-
-def measured() -> Measured:
-    """All sections."""
-    return sections_of(SCATTER)
+measured = partial(sections_of, SCATTER)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,7 @@ TITLE = (
 )
 
 
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     """Row ids of a step."""
 
     centres: Tensor
@@ -48,22 +47,18 @@ def batches(rows: int = SIZES.rows, steps: int = STEPS) -> list[Batch]:
     ]
 
 
-def loss_of(centres: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
-    """Skip-gram with negative sampling: `[n, D]`, `[n, p, D]`, `[n, q, D]`."""
-    columns = centres.unsqueeze(2)
-    near, far = torch.bmm(positives, columns), torch.bmm(negatives, columns)
-    return -(F.logsigmoid(near).sum() + F.logsigmoid(-far).sum()) / len(centres)
-
-
 class SkipGram(nn.Module):
-    """Two tables of one kind."""
+    """Skip-gram with negative sampling, two tables of one kind."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.u, self.v = make(), make()
 
     def forward(self, batch: Batch) -> Tensor:
-        return loss_of(self.u(batch.centres), self.v(batch.positives), self.v(batch.negatives))
+        columns = self.u(batch.centres).unsqueeze(2)
+        positives, negatives = self.v(batch.positives), self.v(batch.negatives)
+        near, far = torch.bmm(positives, columns), torch.bmm(negatives, columns)
+        return -(F.logsigmoid(near).sum() + F.logsigmoid(-far).sum()) / len(batch.centres)
 
 
 def skip_gram_loop(model: SkipGram, optimizer: optim.Optimizer, *, ahead: bool = False) -> Loop:
@@ -99,8 +94,8 @@ def ours(name: str) -> Measured:
     for ahead in (False, True):
         title = f"speedtorch, {name}{', prefetch' if ahead else ''}"
         loop = skip_gram_loop(model, optimizer, ahead=ahead)
-        told = {"kind": "ours", "optimizer": name, "ahead": ahead}
-        yield step_figure("step", title, loop, batches(), **told)
+        told = {"optimizer": name, "ahead": ahead}
+        yield step_figure("step", title, loop, batches(), kind="ours", **told)
 
 
 def torchs(name: str, *, sparse: bool) -> Measured:
@@ -122,11 +117,7 @@ class Slots(SkipGram):
         centres = torch.arange(CENTRES, device=DEVICE)
         others = torch.arange(self.v.num_embeddings, device=DEVICE)
         near, far = others.split([CENTRES * POSITIVES, CENTRES * NEGATIVES])
-        self._positions = Batch(centres, near.view(CENTRES, -1), far.view(CENTRES, -1))
-
-    def loss(self) -> Tensor:
-        loss: Tensor = self(self._positions)
-        return loss
+        self.positions = Batch(centres, near.view(CENTRES, -1), far.view(CENTRES, -1))
 
 
 def ids_of(batch: Batch) -> dict[str, Tensor]:
@@ -153,20 +144,16 @@ def factories() -> Measured:
         states.optInit()
         switchers += [(name, weights), (name, states)]
 
-    def before(ids: dict[str, Tensor]) -> None:
+    def each(method: str, ids: dict[str, Tensor]) -> None:
         for name, switcher in switchers:
-            switcher.beforeForwardPass(ids[name])
-
-    def after(ids: dict[str, Tensor]) -> None:
-        for name, switcher in switchers:
-            switcher.afterOptimizerStep(ids[name])
+            getattr(switcher, method)(ids[name])
 
     loop = loop_of(
         optimizer,
-        lambda _: model.loss().backward(),
+        lambda _: model(model.positions).backward(),
         loader=lambda given: map(ids_of, given),
-        before=before,
-        after=after,
+        before=partial(each, "beforeForwardPass"),
+        after=partial(each, "afterOptimizerStep"),
     )
     title = "speedtorch, ModelFactory and OptimizerFactory, Adamax"
     yield step_figure("step", title, loop, batches(), kind="factories", optimizer="Adamax")
@@ -179,7 +166,7 @@ def cupys() -> Measured:
     """
     model = Slots()
     optimizer = optim.Adamax(model.parameters())
-    model.loss().backward()
+    model(model.positions).backward()
     optimizer.step()
     memory = "registered" if DEVICE == "cuda" else "plain"
     shape = (SIZES.rows, COLUMNS)
@@ -206,7 +193,7 @@ def cupys() -> Measured:
         for name, table, rows in held():
             table[ids[name]] = cupy_view(rows)
 
-    loop = loop_of(optimizer, lambda _: model.loss().backward(), before=take, after=put)
+    loop = loop_of(optimizer, lambda _: model(model.positions).backward(), before=take, after=put)
     title = "CuPy zero-copy, as SpeedTorch did, Adamax"
     given = [
         {name: ids.cpu().numpy() for name, ids in ids_of(batch).items()} for batch in batches()

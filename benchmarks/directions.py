@@ -14,8 +14,6 @@ from benchmarks.harness import Figure, fresh_ids, measure, turns
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.tables import cupy_view, has_cupy
 
-__all__ = ["GATHER", "SCATTER", "Direction"]
-
 Move: TypeAlias = Callable[[Tensor, Tensor, Tensor], object]
 """Takes the table, the ids and the rows on the GPU."""
 
@@ -91,8 +89,8 @@ class Direction:
         }
         for name, way in ways.items():
             ids = [ids.cpu() for ids in fresh_ids(table.shape[0], SIZES.batch, 9)]
-            clocked = {"run": way, "on_host_clock": True}
-            yield self.move(section, name, table, kind=name, ids=ids, bound=bound, **clocked)
+            told = {"kind": name, "ids": ids, "run": way, "bound": bound, "on_host_clock": True}
+            yield self.move(section, name, table, **told)
         yield from self.cupy(section, table, SIZES.batch, bound)
 
     def cupy(
@@ -102,16 +100,10 @@ class Direction:
         if not has_cupy():
             return
         view = cupy_view(table)
-        yield self.move(
-            section,
-            "CuPy zero-copy, as SpeedTorch did",
-            table,
-            kind="CuPy",
-            count=count,
-            bound=bound,
-            run=lambda _, ids, rows: self.cupy_move(view, cupy_view(ids), rows),
-            repetitions=9,
-        )
+        name = "CuPy zero-copy, as SpeedTorch did"
+        told = {"kind": "CuPy", "count": count, "bound": bound, "repetitions": 9}
+        told["run"] = lambda _, ids, rows: self.cupy_move(view, cupy_view(ids), rows)
+        yield self.move(section, name, table, **told)
 
 
 def _staged_in(table: Tensor, ids: Tensor, rows: Tensor, staging: Tensor) -> None:

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from benchmarks.processes import commit_of
 from benchmarks.sizes import DEVICE, SIZES
 
 RESULTS = Path(__file__).parent / "results"
@@ -63,16 +64,7 @@ def figure_of(
     bound: Figure | None = None,
     **parameters: Any,
 ) -> Figure:
-    """A figure of the times of some repetitions.
-
-    Args:
-        section: which part of a benchmark this belongs to.
-        name: what was measured.
-        times_ms: of each repetition.
-        nbytes: bytes that crossed the link.
-        bound: the figure to compare with.
-        **parameters: what plots and tables look for.
-    """
+    """A figure of repetitions that moved `nbytes` over the link; plots look for the parameters."""
     times = list(times_ms)
     median = statistics.median(times)
     share = bound.median_ms / median if bound else None
@@ -118,8 +110,6 @@ def machine() -> dict[str, str]:
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
         told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
         gpu, driver = (part.strip() for part in told.split(","))
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    known = subprocess.run(head, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": gpu,
         "driver": driver,
@@ -127,7 +117,7 @@ def machine() -> dict[str, str]:
         "cpu_cores": str(os.cpu_count()),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
-        "commit": os.environ.get("SPEEDTORCH_COMMIT") or known or "unknown",
+        "commit": os.environ.get("SPEEDTORCH_COMMIT") or commit_of(),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -138,12 +128,33 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+class _HostEvent:
+    """Does as an event of CUDA where there is no GPU."""
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: _HostEvent) -> float:
+        return (later.seconds - self.seconds) * 1e3
+
+
+def event() -> Any:
+    """Is recorded on the stream, and tells the milliseconds to another."""
+    return torch.cuda.Event(enable_timing=True) if DEVICE == "cuda" else _HostEvent()
+
+
 def _stream_ms(run: Callable[[Any], object], given: Any) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, stop = event(), event()
     start.record()
     run(given)
     stop.record()
-    torch.cuda.synchronize()
+    stop.synchronize()
     return float(start.elapsed_time(stop))
 
 
@@ -164,18 +175,11 @@ def measure(
     on_host_clock: bool = False,
     **told: Any,
 ) -> Figure:
-    """Times `run` once for each of the inputs, the first of which warm up.
+    """Times `run` once for each of the inputs, none used twice, the first of which warm up.
 
-    Args:
-        section: which part of a benchmark this belongs to.
-        name: what is measured.
-        run: the work, queued on the current stream.
-        inputs: one for each repetition and warm-up, none used twice.
-        on_host_clock: wall time from the call until the GPU is done, instead of events on the
-            stream; for work that the host takes part in.
-        **told: as for figure_of.
+    Work that the host takes part in is timed on its clock, other work by events on the stream.
     """
-    clock = wall_ms if on_host_clock or DEVICE == "cpu" else _stream_ms
+    clock = wall_ms if on_host_clock else _stream_ms
     times = []
     for given in inputs:
         synchronize()

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import speedtorch
-from benchmarks.beside import matrix_product
 from benchmarks.directions import Direction
-from benchmarks.harness import Figure, figure_of, fresh_ids, synchronize, turns, wall_ms
+from benchmarks.harness import Figure, event, figure_of, fresh_ids, synchronize, turns, wall_ms
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.tables import KINDS, host_table, rows_in
 
 LARGE = f"{SIZES.managed_bytes >> 30} GiB"
 ROWS = f"{SIZES.rows:,} rows"
+_PRODUCTS = 100  # so many that an exchange falls on every part of one
 
 
 def rows_of_512_bytes(way: Direction) -> Iterator[Figure]:
@@ -79,21 +81,17 @@ def repeated_ids(way: Direction) -> Iterator[Figure]:
     batches = [zipf_ids(SIZES.rows, SIZES.large_batch) for _ in turns(9)]
     distinct = [ids.unique() for ids in batches]
     distinct = [ids[torch.randperm(len(ids), device=DEVICE)] for ids in distinct]
-    half = [ids.where(torch.rand(len(ids), device=DEVICE) < 0.5, 7) for ids in uniform_ids()]
+    uniform, half = (fresh_ids(SIZES.rows, SIZES.batch) for _ in range(2))
+    half = [ids.where(torch.rand(len(ids), device=DEVICE) < 0.5, 7) for ids in half]
     for name, kind, ids in (
         ("Zipf 1.05", "zipf", batches),
         ("the distinct rows of those batches", "distinct", distinct),
-        ("uniform", "uniform", uniform_ids()),
+        ("uniform", "uniform", uniform),
         ("one row is half of the batch", "half", half),
     ):
         if kind != "distinct":  # how many of them there are is chance
             name = f"{name}, {len(ids[0]):,} ids"
         yield way.move(section, name, table, kind=kind, count=max(map(len, ids)), ids=ids)
-
-
-def uniform_ids() -> list[Tensor]:
-    """Batches of the usual size from the usual table."""
-    return fresh_ids(SIZES.rows, SIZES.batch)
 
 
 def widths(way: Direction) -> Iterator[Figure]:
@@ -118,7 +116,7 @@ def small_calls(way: Direction) -> Iterator[Figure]:
             yield figure_of(
                 "small calls",
                 f"{count:,} rows, {name}",
-                _each_ms(call),
+                _calls_ms(call),
                 nbytes=count * 512,
                 kind=name,
                 batch=count,
@@ -126,7 +124,7 @@ def small_calls(way: Direction) -> Iterator[Figure]:
             )
 
 
-def _each_ms(call: Callable[[], object]) -> list[float]:
+def _calls_ms(call: Callable[[], object]) -> list[float]:
     """Wall times of calls, each waited for."""
     warm_ups = SIZES.calls // 5
     return [wall_ms(lambda _: call()) for _ in range(warm_ups + SIZES.calls)][warm_ups:]
@@ -178,6 +176,68 @@ def multiprocessors(way: Direction) -> Iterator[Figure]:
             move = {"kind": "managed", "repetitions": 7, "sms": sms}
             yield way.move("multiprocessors", name, table, **move)
     speedtorch.set_num_sms(usual)
+
+
+def _products(count: int, factors: Sequence[Tensor]) -> tuple[Any, Any]:
+    """Queues matrix products, between two events."""
+    left, right, out = factors
+    start, stop = event(), event()
+    start.record()
+    for _ in range(count):
+        torch.mm(left, right, out=out)
+    stop.record()
+    return start, stop
+
+
+def _each_ms(count: int, events: tuple[Any, Any]) -> float:
+    """Milliseconds for one of so many between two events."""
+    start, stop = events
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / count
+
+
+def matrix_product(way: Direction) -> Iterator[Figure]:
+    """A bfloat16 product alone and beside exchanges on another stream, both in a loop."""
+    shape = (SIZES.product, SIZES.product)
+    left, right = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    factors = (left, right, torch.empty_like(left))
+    _products(20, factors)
+    synchronize()
+    alone = _each_ms(_PRODUCTS, _products(_PRODUCTS, factors))
+    section = "beside a matrix product"
+    yield figure_of(section, "the product alone", [alone], kind="alone")
+    for columns in (128, 384):
+        table = host_table("managed", SIZES.rows // 3, columns)
+        batches = fresh_ids(SIZES.rows // 3, SIZES.batch, 61)
+        rows = torch.zeros(SIZES.batch, columns, device=DEVICE)
+        product_ms, exchange_ms = _both(way, table, batches, rows, factors)
+        row = f"rows of {columns * 4} B"
+        for name, each, kind, nbytes in (
+            (f"the product beside {row}", product_ms, "product", 0),
+            (f"{row} beside the product", exchange_ms, "exchange", rows.nbytes),
+        ):
+            told = {"kind": kind, "row_bytes": columns * 4, "slow_down": each / alone - 1}
+            yield figure_of(section, name, [each], nbytes=nbytes, **told)
+
+
+def _both(
+    way: Direction, table: Tensor, batches: list[Tensor], rows: Tensor, factors: Sequence[Tensor]
+) -> tuple[float, float]:
+    """Milliseconds for a product and for an exchange, while both go on."""
+    side = torch.cuda.stream(torch.cuda.Stream()) if DEVICE == "cuda" else nullcontext()
+    synchronize()
+    products = _products(_PRODUCTS, factors)
+    exchanges = 0
+    with side:
+        start, stop = event(), event()
+        start.record()
+        while not (exchanges and products[1].query()):
+            for batch in batches[exchanges % len(batches) :][:8]:
+                way.ours(table, batch, rows)
+                exchanges += 1
+            stop.record()
+            stop.synchronize()  # no more exchanges in the queue than products last for
+    return _each_ms(_PRODUCTS, products), _each_ms(exchanges, (start, stop))
 
 
 def curves(way: Direction) -> Iterator[Figure]:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-__all__ = ["Target", "as_text", "targets"]
-
 Result: TypeAlias = dict[str, Any]
 
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn, optim
 
 import speedtorch
-from benchmarks.harness import WARM_UPS, Figure, figure_of, synchronize
-from benchmarks.sizes import DEVICE
-
-__all__ = ["Loader", "Loop", "loop_of", "prefetched", "step_figure"]
+from benchmarks.harness import WARM_UPS, Figure, event, figure_of, synchronize
 
 Loader: TypeAlias = Callable[[Sequence[Any]], Iterable[Any]]
 Loop: TypeAlias = Callable[[Sequence[Any]], Iterable[object]]
@@ -48,28 +43,18 @@ def loop_of(
     return loop
 
 
-def _intervals_ms(loop: Loop, batches: Sequence[Any]) -> Iterator[float]:
-    """From the end of each step to that of the next, on the GPU's clock where there is one."""
-    synchronize()
-    if DEVICE == "cpu":
-        ends = [time.perf_counter() * 1e3]
-        ends += [time.perf_counter() * 1e3 for _ in loop(batches)]
-        yield from (after - before for before, after in itertools.pairwise(ends))
-        return
-    events = []
-    for _ in loop(batches):
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record()
-    torch.cuda.synchronize()
-    for before, after in itertools.pairwise(events):
-        yield float(before.elapsed_time(after))
-
-
 def step_figure(
     section: str, name: str, loop: Loop, batches: Sequence[Any], **parameters: Any
 ) -> Figure:
-    """Times a step of a loop: the median over its batches, none used twice; the first warm up.
+    """Times a step from the end of the one before; batches are used once, the first warm up.
 
     Whatever a loop prepares for a later step counts as well.
     """
-    return figure_of(section, name, list(_intervals_ms(loop, batches))[WARM_UPS:], **parameters)
+    synchronize()
+    ends = []
+    for _ in loop(batches):
+        ends.append(event())
+        ends[-1].record()
+    synchronize()
+    times = [before.elapsed_time(after) for before, after in itertools.pairwise(ends)]
+    return figure_of(section, name, times[WARM_UPS:], **parameters)
