@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from file_faults import NEW, count_calls, fail, interrupt, replace, snapshot
+from warm_python import warm_python
 
 from speedtorch.files import new_files, system_calls
 from speedtorch.files.new_files import replace_files
@@ -236,7 +237,7 @@ def test_a_killed_process_leaves_the_old_file_and_the_next_one_cleans_up(folder:
     )
     root = Path(system_calls.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", script, str(folder / "a")]
+    command = [warm_python(), "-c", script, str(folder / "a")]
     result = subprocess.run(command, env=environment, timeout=120, check=False)
     assert result.returncode == -signal.SIGKILL
     left = snapshot(folder)

@@ -16,6 +16,7 @@ import torch
 from conftest import Place
 from reference import assert_same_bytes, assert_same_storage, layout_copy, random_rows
 from torch import Tensor, nn
+from warm_python import warm_python
 
 import speedtorch
 
@@ -200,7 +201,7 @@ def test_a_scripted_module_runs_with_the_library_alone(device: str, tmp_path: Pa
         torch.jit.script(Exchange()).save(str(files[0]))
     values = random_rows(ROWS, (COLUMNS,), torch.int32)
     torch.save((values, torch.tensor(IDS)), files[1])
-    command = [sys.executable, "-c", RUN_SCRIPTED, str(library), *map(str, files), device]
+    command = [warm_python(), "-c", RUN_SCRIPTED, str(library), *map(str, files), device]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows, table = torch.load(files[2], weights_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     known = {key: value for key, value in os.environ.items() if key != "OUT"}
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
+        [warm_python(), "-m", "benchmarks", *arguments],
         cwd=ROOT,
         env=known | {"CUDA_VISIBLE_DEVICES": ""} | environment,
         capture_output=True,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 import speedtorch
 from benchmarks import compare
@@ -124,7 +124,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 def run_compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.compare", *map(str, arguments)]
+    command = [warm_python(), "-m", "benchmarks.compare", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

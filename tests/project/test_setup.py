@@ -6,11 +6,11 @@ import os
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def setup_ends_with(tree: Path, change: str, **environment: str) -> str:
     program = f"import runpy, sys\n{change}\nsys.argv = ['setup.py', 'build_ext', '--inplace']\n"
     program += "runpy.run_path('setup.py', run_name='__main__')\n"
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [warm_python(), "-c", program],
         cwd=tree,
         capture_output=True,
         text=True,
