@@ -109,19 +109,18 @@ class SeenIds:
 
     def __init__(self, ids: Tensor, device: torch.device) -> None:
         self.shape = ids.shape
-        self._ids = ids.detach()
-        self._is_copy = False
+        self.values = ids.detach()
         self._unread: Tensor | None = None
         if on_gpu(ids):
             if not ids.is_inference():  # such a tensor does not count its versions
                 self._unread, self._state = ids, _state_of(ids)
         elif ids.is_cpu:
-            self._is_copy, pinned = True, device.type == "cuda"
-            self._ids = torch.empty_like(self._ids, pin_memory=pinned).copy_(self._ids)
+            copy = torch.empty_like(self.values, pin_memory=device.type == "cuda")
+            self.values = copy.copy_(self.values)
 
     def flat(self, device: torch.device) -> Tensor:
         """The ids as one row of numbers on a device, which need not wait for it."""
-        flat = self._ids.reshape(-1)
+        flat = self.values.reshape(-1)
         if flat.device == device:
             return flat
         return flat.to(device, non_blocking=device.type == "cuda")
@@ -130,8 +129,8 @@ class SeenIds:
         """Whether these are the ids, for certain."""
         if self._unread is not None:
             return ids is self._unread and _state_of(ids) == self._state
-        same_kind = self._is_copy and ids.is_cpu and ids.dtype == self._ids.dtype
-        return same_kind and torch.equal(ids, self._ids)
+        known = self.values
+        return known.is_cpu and ids.is_cpu and ids.dtype == known.dtype and torch.equal(ids, known)
 
 
 def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
