@@ -122,7 +122,7 @@ class OptimizerSwitcher(Switcher):
     def _begin(self, stored: Stored) -> None:
         if stored.table is not None:
             for name, row in self._probe.row_state.items():
-                stored.table.fill_(row.initial.cpu(), name)
+                stored.table.fill_(row.cpu(), name)
         self._stored = stored
 
     def beforeForwardPass(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.optim.attached_state import AttachedState, attached_to
+from speedtorch.optim.attached_state import AttachedState, SavedState, state_of
 from speedtorch.optim.probe import OptimizerProbe, probe_optimizer, refuse_wrapper
-from speedtorch.optim.saved_state import SavedState
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.torch_internals import as_plain
 
@@ -79,11 +77,12 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
             f"{type(optimizer).__name__} is attached already: detach it first, and attach it once"
             " to a module that has all of its Embeddings"
         )
+    of_module = [getattr(each, "trained_rows", None) for each in module.modules()]
     probed = []
-    for rows in _rows_of(module):
-        if not _holds(optimizer, rows.parameter):
+    for rows in rows_held_by(optimizer):
+        if not any(each is rows for each in of_module):
             continue
-        if attached_to(rows) is not None:
+        if state_of(rows) is not None:
             raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
         probed.append((rows, probe_optimizer(optimizer, rows.parameter)))
     if not probed:
@@ -125,12 +124,8 @@ def _unwrapped(optimizer: Any) -> Optimizer:
 
 def _states_of(optimizer: Optimizer) -> list[AttachedState]:
     """What an optimizer keeps of each table's rows; empty if it is not attached."""
-    found = (rows.state for rows in rows_held_by(optimizer))
-    return [
-        state
-        for state in found
-        if isinstance(state, AttachedState) and state.optimizer() is optimizer
-    ]
+    found = map(state_of, rows_held_by(optimizer))
+    return [state for state in found if state is not None and state.optimizer() is optimizer]
 
 
 def _attach_rows(
@@ -167,7 +162,7 @@ def _attach_rows(
     has_values = rows.attach(state, fields)
     if was_loaded or not has_values:
         state.take(loaded if was_loaded else None)
-    state.has_stepped = was_loaded or has_values
+    state.stepped = was_loaded or has_values
     state.counts_anew = has_values and not was_loaded and bool(probe.scalar_state)
     return state
 
@@ -218,14 +213,3 @@ def detach(optimizer: Optimizer) -> None:
 
 def _differ(value: Any, first: Any) -> bool:
     return bool((torch.as_tensor(value).cpu() != torch.as_tensor(first).cpu()).any())
-
-
-def _rows_of(module: nn.Module) -> Iterator[TrainedRows]:
-    for each in module.modules():
-        rows = getattr(each, "trained_rows", None)
-        if isinstance(rows, TrainedRows):
-            yield rows
-
-
-def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
-    return any(held is parameter for group in optimizer.param_groups for held in group["params"])

@@ -1,7 +1,8 @@
-"""AttachedState: what an attached optimizer keeps of an Embedding's rows, held and in the table."""
+"""What an attached optimizer keeps of Embeddings' rows: held, in tables, in its state_dict."""
 
 from __future__ import annotations
 
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,25 +16,20 @@ from speedtorch.optim.optimizer_copy import group_of, settings_of, snapshot
 from speedtorch.optim.probe import OptimizerProbe, learn_state, probe_optimizer
 from speedtorch.step.trained_rows import TrainedRows
 
-__all__ = ["AttachedState", "attached_to"]
+__all__ = ["AttachedState", "SavedState", "state_of"]
 
 
 class StepOfOptimizer(Protocol):
     """One call of an optimizer's step()."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the optimizer's own code has run, to its end or into an exception."""
+    has_begun: bool
+    """Whether the optimizer's own code has run, to its end or into an exception."""
 
 
 class AttachedState:
-    """The state that an optimizer keeps of one Embedding's rows.
+    """The state that an optimizer keeps of one Embedding's rows, which is what its probe found.
 
-    Args:
-        optimizer: holds the parameter.
-        rows: the Embedding's rows.
-        probe: what the optimizer keeps.
-        release: removes the optimizer's hooks, of all its tables.
+    `release` removes the optimizer's hooks, of all its tables.
     """
 
     def __init__(
@@ -48,30 +44,18 @@ class AttachedState:
         self.table_rows = rows
         self.probe = probe
         self.names = tuple(probe.row_state)
-        self._has_stepped = False
-        self._last: tuple[StepOfOptimizer, bool] | None = None
-        """The optimizer's last step, and whether the rows had a gradient then."""
+        self.sparse = probe.sparse
+        self.stepped: StepOfOptimizer | bool = False
+        """Whether the state is that of after some step, or the step that makes it so."""
         self._entries: dict[str, Any] = {}
         self.counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
         self._note_settings(optimizer, group_of(optimizer, rows.parameter))
 
     @property
-    def sparse(self) -> bool:
-        """Whether the optimizer takes sparse gradients only."""
-        return self.probe.sparse
-
-    @property
     def has_stepped(self) -> bool:
         """Whether the state is that of after some step."""
-        if self._last is not None and not self._has_stepped:
-            step, had_gradient = self._last
-            self._has_stepped = had_gradient and step.has_begun
-        return self._has_stepped
-
-    @has_stepped.setter
-    def has_stepped(self, has_stepped: bool) -> None:
-        self._last, self._has_stepped = None, has_stepped
+        return self.stepped if isinstance(self.stepped, bool) else self.stepped.has_begun
 
     def entries(self) -> dict[str, Any]:
         """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
@@ -105,17 +89,8 @@ class AttachedState:
     # Steps
 
     def before_step(self, optimizer: Optimizer, step: StepOfOptimizer) -> None:
-        """Called before the optimizer's step.
-
-        Args:
-            optimizer: the optimizer.
-            step: this call of its step.
-
-        Raises:
-            RuntimeError: with the group's settings of now it would keep other state.
-        """
+        """Called before a step; RuntimeError if with the settings of now it keeps other state."""
         parameter = self.table_rows.parameter
-        _ = self.has_stepped
         if self.counts_anew:
             self.counts_anew = False
             warnings.warn(
@@ -125,35 +100,31 @@ class AttachedState:
                 stacklevel=4,
             )
         group = group_of(optimizer, parameter)
-        for name, value in self._noted:
-            if group.get(name) is not value:
-                self._follow_settings(optimizer, group)
-                break
+        if not all(map(operator.is_, map(group.get, optimizer.defaults), self._noted)):
+            self._follow_settings(optimizer, group)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
             # torch's fused SGD wants all of a group's buffers or none.
             for other in group["params"]:
                 if other.grad is not None and optimizer.state[other].get("momentum_buffer") is None:
                     optimizer.state[other]["momentum_buffer"] = torch.zeros_like(other)
-
-        self._last = (step, parameter.grad is not None)
+        if parameter.grad is not None and not self.has_stepped:
+            self.stepped = step
 
     def _note_settings(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Remembers the settings, and None of what is none: it may refer to the optimizer."""
         self._settings = settings_of(optimizer, group)
-        self._noted = [(name, self._settings.get(name)) for name in optimizer.defaults]
+        self._noted = [self._settings.get(name) for name in optimizer.defaults]
 
     def _follow_settings(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-        parameter, settings = self.table_rows.parameter, settings_of(optimizer, group)
-        if settings != self._settings:
-            if _switches(settings) != _switches(self._settings):
-                self._follow(optimizer, probe_optimizer(optimizer, parameter))
-            elif not self.has_stepped:
-                # Until the first step, rows' state starts as the settings say: Rprop's with its lr.
-                self._follow(optimizer, learn_state(optimizer, parameter))
+        """Lets the state start as the settings of now say, until the first step."""
+        settings, parameter = settings_of(optimizer, group), self.table_rows.parameter
+        if _switches(settings) != _switches(self._settings):
+            self._follow(optimizer, probe_optimizer(optimizer, parameter))
+        elif settings != self._settings and not self.has_stepped:  # Rprop's starts with its lr
+            self._follow(optimizer, learn_state(optimizer, parameter))
         self._note_settings(optimizer, group)
 
     def _follow(self, optimizer: Optimizer, probe: OptimizerProbe) -> None:
-        """Lets the state start as the optimizer's settings of now say."""
         rows = self.table_rows
         if set(probe.row_state) != set(self.names):
             raise RuntimeError(
@@ -164,23 +135,18 @@ class AttachedState:
             )
         if self.has_stepped:
             return
-        before, self.probe = self.probe, probe
+        before, self.probe, self.sparse = self.probe, probe, probe.sparse
         entries = self.entries()
         for name, row in probe.row_state.items():
-            if torch.equal(row.initial, before.row_state[name].initial):
-                continue
-            rows.flush()
-            rows.store.fill(name, row.initial.cpu())
-            if name in entries:
-                entries[name].copy_(row.initial.expand_as(entries[name]))
+            if not torch.equal(row, before.row_state[name]):
+                rows.flush()
+                rows.store.fill(name, row.cpu())
+                if name in entries:
+                    entries[name].copy_(row.expand_as(entries[name]))
         entries.update({name: snapshot(value) for name, value in probe.scalar_state.items()})
 
     def after_step(self) -> None:
-        """Called after the optimizer's step.
-
-        Raises:
-            RuntimeError: the optimizer keeps more of each row now than when it was attached.
-        """
+        """Called after a step; RuntimeError if it keeps more of each row than when attached."""
         entries = self.entries()
         if len(entries) > len(self.names) + len(self.probe.scalar_state):
             self._refuse_unknown(entries, self.table_rows.parameter.shape, RuntimeError)
@@ -221,24 +187,20 @@ class AttachedState:
 
     def check(self, entries: dict[str, Any]) -> None:
         """Raises ValueError unless saved state is that of all rows."""
-        row_shape = self.table_rows.parameter.shape[1:]
-        self._refuse_unknown(entries, (self.table_rows.store.rows, *row_shape), ValueError)
-        missing = [name for name in self.probe.scalar_state if name not in entries]
+        name, rows = self.table_rows.name, self.table_rows.store.rows
+        self._refuse_unknown(entries, (rows, *self.table_rows.parameter.shape[1:]), ValueError)
+        missing = [scalar for scalar in self.probe.scalar_state if scalar not in entries]
         if missing:
-            raise ValueError(
-                f"the state of {self.table_rows.name} has no {_listed(missing)}; nothing was loaded"
-            )
-        for name, row in self.probe.row_state.items():
-            expected = (self.table_rows.store.rows, *row.shape)
-            value = entries.get(name)
-            found = value
+            raise ValueError(f"the state of {name} has no {_listed(missing)}; nothing was loaded")
+        for field, row in self.probe.row_state.items():
+            expected, value = (rows, *row.shape), entries.get(field)
             if isinstance(value, Tensor):
                 if value.shape == expected and value.layout == torch.strided and not value.is_meta:
                     continue
-                found = f"{value.layout} {list(value.shape)} on {value.device}"
+                value = f"{value.layout} {list(value.shape)} on {value.device}"
             raise ValueError(
-                f"the state {name!r} of {self.table_rows.name} must be dense and have the shape"
-                f" {list(expected)}, got {found}; nothing was loaded"
+                f"the state {field!r} of {name} must be dense and have the shape"
+                f" {list(expected)}, got {value}; nothing was loaded"
             )
 
     def take(self, entries: dict[str, Any] | None) -> None:
@@ -246,10 +208,10 @@ class AttachedState:
         self.table_rows.bring_home()
         for name, row in self.probe.row_state.items():
             if entries is None:
-                self.table_rows.store.fill(name, row.initial.cpu())
+                self.table_rows.store.fill(name, row.cpu())
             else:
                 self.table_rows.store.load(name, entries[name])
-        self.has_stepped = entries is not None
+        self.stepped = entries is not None
         self.counts_anew = False
 
 
@@ -262,12 +224,122 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def attached_to(rows: TrainedRows) -> Optimizer | None:
-    """The optimizer that keeps state of the rows; one that is gone is detached now."""
+def state_of(rows: TrainedRows) -> AttachedState | None:
+    """What an optimizer keeps of the rows; of one that is gone they are detached now."""
     state = rows.state
     if not isinstance(state, AttachedState):
         return None
-    optimizer = state.optimizer()
-    if optimizer is None:
+    if state.optimizer() is None:
         rows.detach()
-    return optimizer
+        return None
+    return state
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+class SavedState:
+    """Hooks of an optimizer's state_dict and load_state_dict, until they are removed.
+
+    A class with a load_state_dict of its own, which may know other formats and no hooks, loads as
+    it does; what it has loaded then goes into the tables.
+
+    Args:
+        optimizer: is attached from now on; its hooks keep this object.
+
+    Raises:
+        ValueError: its class has a state_dict of its own that torch's hooks cannot complete.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        _refuse_own_state_dict(optimizer)
+        self.states: list[AttachedState] = []
+        """What it keeps of each table's rows."""
+        self._optimizer = weakref.ref(optimizer)
+        self._handles = [optimizer.register_state_dict_post_hook(self._complete)]
+        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take))
+        else:
+            # torch copies and pickles an optimizer without such attributes, as without its hooks.
+            optimizer.load_state_dict = self._load_own  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Makes state_dict and load_state_dict those of the class again."""
+        for handle in self._handles:
+            handle.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            vars(optimizer).pop("load_state_dict", None)
+
+    def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        numbers = _numbers(optimizer, state_dict["param_groups"])
+        for state in self.states:
+            number = numbers[id(state.table_rows.parameter)]
+            entries = state.complete()
+            if entries is None:
+                state_dict["state"].pop(number, None)
+            else:
+                state_dict["state"][number] = entries
+
+    def _take(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Takes the rows' state out, so that torch does not copy that of all rows to the GPU."""
+        lengths = [len(group["params"]) for group in optimizer.param_groups]
+        if lengths != [len(group["params"]) for group in state_dict["param_groups"]]:
+            return state_dict  # torch says what is wrong, and nothing has changed
+        numbers, rest = _numbers(optimizer, state_dict["param_groups"]), dict(state_dict["state"])
+        found = [numbers.get(id(state.table_rows.parameter)) for state in self.states]
+        saved = [rest.get(number) for number in found]
+        self._check(saved)
+        for state, number, entries in zip(self.states, found, saved, strict=True):
+            state.take(entries)
+            if entries is not None:
+                rest[number] = {n: value for n, value in entries.items() if n not in state.names}
+        return {**state_dict, "state": rest}
+
+    def _load_own(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the class's load_state_dict; nothing of the rows has changed if it raises."""
+        optimizer = self._optimizer()
+        assert optimizer is not None  # its own attribute is being called
+        for state in self.states:
+            state.table_rows.bring_home()
+        before = optimizer.state, optimizer.param_groups
+        try:
+            type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
+            loaded = [dict(state.entries()) or None for state in self.states]
+            self._check(loaded)
+        except BaseException:
+            optimizer.state, optimizer.param_groups = before
+            raise
+        for state, entries in zip(self.states, loaded, strict=True):
+            state.take(entries)
+
+    def _check(self, saved: list[Any]) -> None:
+        """Raises ValueError unless what was saved of each table, if anything, is of all rows."""
+        for state, entries in zip(self.states, saved, strict=True):
+            if entries is not None:
+                state.check(entries)
+
+
+def _refuse_own_state_dict(optimizer: Optimizer) -> None:
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    called: list[bool] = []
+    handle = optimizer.register_state_dict_post_hook(lambda *_: called.append(True))
+    try:
+        optimizer.state_dict()
+    finally:
+        handle.remove()
+    if not called:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot be used: its own state_dict does not call torch's"
+            " hooks, so that it would save the state of a batch's rows for that of all"
+        )
+
+
+def _numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[int, Any]:
+    """What a state dict calls each parameter, by the parameter's id()."""
+    return {
+        id(parameter): number
+        for group, saved in zip(optimizer.param_groups, groups, strict=False)
+        for parameter, number in zip(group["params"], saved["params"], strict=False)
+    }

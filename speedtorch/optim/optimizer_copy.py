@@ -1,26 +1,26 @@
 """Copies of an optimizer that step a small parameter of their own, and watch the state it makes.
 
-Called by probe.py. A copy shares nothing that a step could change with the
-optimizer it came from: settings, attributes and state are its own, hooks are gone, and every
-parameter it refers to is replaced by a small one. Modules, tables and large tensors that it refers
-to are not copied: something small stands in for them.
+A copy shares nothing that a step could change with the optimizer it came from: settings, attributes
+and state are its own, hooks are gone, and every parameter it refers to is replaced by a small one.
+Modules, tables and large tensors that it refers to are not copied: something small stands in for
+them.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
+import gc
 import inspect
-import itertools
 import types
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.step.gradient_sums import sparse_of_all
 from speedtorch.table.host_table import HostTable
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
@@ -29,15 +29,16 @@ from speedtorch.torch_internals import (
     step_without_hooks,
 )
 
-__all__ = ["OptimizerCopy", "copy_optimizer", "group_of", "settings_of"]
+__all__ = ["OptimizerCopy", "group_of", "settings_of", "snapshot"]
+
+# What decides which state is kept and how it starts.
+_SETTING = (bool, int, float, str, tuple)
+# Elements of a tensor that an optimizer refers to and the probe still copies.
+_MOST_COPIED = 1 << 16
 
 
 def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """The parameter group that holds a parameter.
-
-    Raises:
-        ValueError: no group does.
-    """
+    """The parameter group that holds a parameter; ValueError if none does."""
     for group in optimizer.param_groups:
         if any(held is parameter for held in group["params"]):
             return group
@@ -45,10 +46,6 @@ def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
         f"{type(optimizer).__name__} does not hold this parameter of shape"
         f" {list(parameter.shape)}: build the optimizer with it first"
     )
-
-
-# What decides which state is kept and how it starts.
-_SETTING = (bool, int, float, str, tuple)
 
 
 def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,81 +57,66 @@ def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-# Elements of a tensor that an optimizer refers to and the probe still copies.
-_MOST_COPIED = 1 << 16
+def snapshot(value: Any) -> Any:
+    """A copy of one entry of a state."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 class NotCopied:
     """Stands in for a module or a table that an optimizer refers to.
 
-    Of a module it knows the parameters, as the small ones that stand in for them, so that an
-    optimizer may still ask which of them has settings of its own.
-
-    Args:
-        original: what it stands in for.
-        stand_ins: what stands in for each parameter, by the parameter's id().
-        memos: deepcopy's, of each time that this was copied.
+    Of a module it knows the members by what stands in for them, which `stand_in` gives for an id(),
+    so that an optimizer may still ask which of its parameters has settings of its own.
     """
 
-    def __init__(self, original: object, stand_ins: dict[int, Any], *memos: dict[int, Any]) -> None:
-        self._original, self._stand_ins, self._memos = original, stand_ins, memos
+    def __init__(self, original: object, stand_in: Callable[[int], Any]) -> None:
+        self._original, self._stand_in = original, stand_in
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NotCopied:
-        return NotCopied(self._original, self._stand_ins, *self._memos, memo)
+        return NotCopied(self._original, lambda each: copy.deepcopy(self._stand_in(each), memo))
 
     def __getattr__(self, name: str) -> Any:
         original = self._original
         if isinstance(original, nn.Module):
             for held in members_of(original):
-                found = self._stand_ins.get(id(held.get(name)))
+                found = self._stand_in(id(held.get(name)))
                 if found is not None:
-                    for memo in self._memos:
-                        found = copy.deepcopy(found, memo)
                     return found
         raise AttributeError(
             f"it asks its {type(original).__name__} for {name!r}, which is not copied to try it out"
         )
 
 
-def _stand_in_for_large(value: Any, stand_ins: dict[int, Any]) -> None:
-    """Adds what deepcopy must not copy: modules, tables, large tensors that a value refers to."""
+# Beyond these deepcopy does not go, or must not.
+_ENDS = (type, types.FunctionType, types.ModuleType, types.TracebackType, HostTable, NotCopied)
+
+
+def _stand_in_for_large(left: list[Any], memo: dict[int, Any]) -> None:
+    """Adds to deepcopy's memo what stands in for modules, tables and large tensors."""
     seen: set[int] = set()
-    left = [value]
     while left:
         each = left.pop()
-        if id(each) in seen or id(each) in stand_ins:
+        if id(each) in seen or id(each) in memo:
             continue
         seen.add(id(each))
         if isinstance(each, nn.Module | HostTable):
-            stand_ins[id(each)] = NotCopied(each, stand_ins)
+            memo[id(each)] = NotCopied(each, memo.get)
         elif isinstance(each, Tensor) and each.numel() > _MOST_COPIED:
-            stand_ins[id(each)] = each.detach().new_empty(0)
-        left += _referred(each)
-
-
-def _referred(value: Any) -> Iterator[Any]:
-    """What deepcopy would copy together with a value."""
-    if isinstance(value, Mapping):
-        yield from (*value.keys(), *value.values())
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from value
-    elif isinstance(value, types.MethodType):
-        yield value.__self__
-    elif isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, nn.Module):
-        yield from itertools.chain(*(held.values() for held in members_of(value)))
-        return
-    if not isinstance(value, type | types.FunctionType | types.ModuleType | HostTable | NotCopied):
-        yield from getattr(value, "__dict__", {}).values()
+            memo[id(each)] = each.detach().new_empty(0)
+        if isinstance(each, nn.Module):
+            left += [member for held in members_of(each) for member in held.values()]
+        elif not isinstance(each, _ENDS):
+            left += gc.get_referents(each)
 
 
 class Recorder(dict[str, Any]):
-    """A parameter's state that keeps a copy of each entry as it was first assigned.
+    """A parameter's state that keeps each entry as it was first assigned, in `first`.
 
     Optimizers assign zeros and update them in place, so the first value is the one before the first
     update; so is the default of a get() that found nothing. A None stands for "not made yet".
     """
+
+    setdefault, update = MutableMapping.setdefault, MutableMapping.update
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -156,17 +138,6 @@ class Recorder(dict[str, Any]):
             self._defaults[name] = snapshot(default)
         return super().get(name, default)
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """As dict's, recorded."""
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """As dict's, recorded."""
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
     def __ior__(self, other: Any) -> Recorder:  # type: ignore[override,misc]
         self.update(other)
         return self
@@ -174,9 +145,6 @@ class Recorder(dict[str, Any]):
 
 class _StateMap(defaultdict[Any, Any]):
     """An optimizer's whole state: parameters to recorders."""
-
-    def __init__(self) -> None:
-        super().__init__(Recorder)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         # An empty dict that the optimizer fills later, behind our back, stays as it is and is found
@@ -186,24 +154,61 @@ class _StateMap(defaultdict[Any, Any]):
         super().__setitem__(key, value)
 
 
-def snapshot(value: Any) -> Any:
-    """A copy of one entry of a state."""
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
 class OptimizerCopy:
-    """A copied optimizer, its small parameter, and that parameter's state.
+    """A copy of an optimizer that holds nothing but a small parameter, which has no state yet.
 
-    Attributes:
-        optimizer: the copy; it holds nothing but `probe`.
-        probe: the small parameter.
+    The small parameter gets `values` and the settings of the parameter's group, or these. Some
+    optimizers make their state while they are constructed: to `construct` calls the class again,
+    with the group's settings, where a bare copy gets the attributes.
     """
 
-    def __init__(self, optimizer: Optimizer, probe: nn.Parameter, states: _StateMap) -> None:
-        """Holds the three together."""
-        self.optimizer = optimizer
-        self.probe = probe
-        self._states = states
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameter: Tensor,
+        values: Tensor,
+        settings: Mapping[str, Any],
+        *,
+        construct: bool,
+    ) -> None:
+        kind, group = type(optimizer), group_of(optimizer, parameter)
+        self.probe = nn.Parameter(values.detach().clone())
+        self._states = _StateMap(Recorder)
+        attributes = {
+            # Schedulers put a `step` that is bound to the original in front of the class's.
+            name: value
+            for name, value in attributes_without_hooks(optimizer).items()
+            if name not in LENT_BY_GRAD_SCALER and not callable(getattr(kind, name, None))
+        }
+        for_all = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+        # What deepcopy must not copy but replace: each parameter, and what is set up here.
+        memo: dict[int, Any] = {
+            id(held): nn.Parameter(held.new_zeros(1), requires_grad=False)
+            for any_group in optimizer.param_groups
+            for held in any_group["params"]
+        }
+        memo |= {id(parameter): self.probe, id(optimizer.state): self._states}
+        groups = memo[id(optimizer.param_groups)] = [{}]
+        _stand_in_for_large([group, attributes, for_all], memo)
+        own = groups[0] = {
+            name: copy.deepcopy(value, memo)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        for name in settings.keys() & own.keys():
+            is_tensor = isinstance(own[name], Tensor)
+            own[name] = torch.full_like(own[name], settings[name]) if is_tensor else settings[name]
+        own["params"] = [self.probe]
+        self._states.update(copy.deepcopy(for_all, memo))
+        if construct:
+            accepted = set(inspect.signature(kind).parameters) & set(own) - {"params"}
+            self.optimizer = kind([self.probe], **{name: own[name] for name in accepted})
+            self.optimizer.param_groups[0].update(own)
+            self._states[self.probe] = Recorder(self.optimizer.state[self.probe])
+            self.optimizer.state = self._states
+        else:
+            self.optimizer = memo[id(optimizer)] = object.__new__(kind)
+            vars(self.optimizer).update(copy.deepcopy(attributes, memo))
 
     @property
     def state(self) -> dict[str, Any]:
@@ -211,101 +216,20 @@ class OptimizerCopy:
         state: dict[str, Any] = self._states[self.probe]
         return state
 
-    def copied_state(self) -> dict[str, Any]:
-        """A copy of the state, to hand to another optimizer."""
-        return {name: snapshot(value) for name, value in self.state.items()}
-
     def first_values(self) -> dict[str, Any] | None:
-        """Every entry of the state as it was first assigned.
+        """Every entry of the state as it was first assigned; None if the optimizer hides that."""
+        return self.state.first if isinstance(self.state, Recorder) else None
 
-        None if the optimizer fills a dict of its own instead, so that nothing was seen.
-        """
-        state = self.state
-        return state.first if isinstance(state, Recorder) else None
-
-    def install(self, values: Tensor, rows: Mapping[str, Tensor]) -> None:
-        """Puts other rows, with their state, in place of the parameter's."""
+    def hold(self, rows: Mapping[str, Tensor]) -> None:
+        """Puts other rows, under "", with their state in place of the parameter's."""
         self.probe.grad = None
-        self.probe.data = values.clone()
-        self.state.update({name: value.clone() for name, value in rows.items()})
+        self.probe.data = rows[""].clone()
+        self.state.update({name: each.clone() for name, each in rows.items() if name})
 
     def step(self, gradient: Tensor, *, sparse: bool) -> None:
         """One step of the optimizer, without hooks."""
         if sparse:
-            every_row = torch.arange(gradient.shape[0], device=gradient.device)
-            gradient = torch.sparse_coo_tensor(
-                every_row[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
-            )
+            every_row = torch.arange(len(gradient), device=gradient.device)
+            gradient = sparse_of_all(gradient, every_row)
         self.probe.grad = gradient.clone()  # which some optimizers change in place
         step_without_hooks(type(self.optimizer))(self.optimizer)
-
-
-def copy_optimizer(
-    optimizer: Optimizer,
-    parameter: Tensor,
-    values: Tensor,
-    settings: Mapping[str, Any],
-    *,
-    construct: bool,
-) -> OptimizerCopy:
-    """Copies an optimizer for a small parameter, which starts without any state.
-
-    Args:
-        optimizer: what to copy; unchanged.
-        parameter: the parameter whose group's settings the copy gets.
-        values: what the small parameter holds `[rows, ...]`; copied.
-        settings: other values for settings that the group has.
-        construct: call the class again with the group's settings instead of copying attributes, for
-            optimizers that make their state while they are constructed.
-
-    Returns:
-        The copy.
-
-    Raises:
-        TypeError: the class cannot be called with the group's settings alone.
-    """
-    kind = type(optimizer)
-    probe = nn.Parameter(values.detach().clone())
-    group = group_of(optimizer, parameter)
-    attributes = {
-        # Schedulers put a `step` that is bound to the original in front of the class's.
-        name: value
-        for name, value in attributes_without_hooks(optimizer).items()
-        if name not in LENT_BY_GRAD_SCALER and not callable(getattr(kind, name, None))
-    }
-    for_all = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
-    # What deepcopy must not copy but replace: each parameter, and what we set up ourselves.
-    stand_ins: dict[int, Any] = {
-        id(held): nn.Parameter(held.new_zeros(1), requires_grad=False)
-        if held is not parameter
-        else probe
-        for any_group in optimizer.param_groups
-        for held in any_group["params"]
-    }
-    rest = {n: each for n, each in attributes.items() if n not in ("state", "param_groups")}
-    _stand_in_for_large([group, rest, for_all], stand_ins)
-    own = {
-        name: copy.deepcopy(value, stand_ins)
-        for name, value in group.items()
-        if name not in ("params", "param_names")
-    }
-    for name, value in settings.items():
-        if name in own:
-            is_tensor = isinstance(own[name], Tensor)
-            own[name] = torch.full_like(own[name], value) if is_tensor else value
-    own["params"] = [probe]
-    states = _StateMap()
-    states.update(copy.deepcopy(for_all, stand_ins))
-    if construct:
-        accepted = set(inspect.signature(kind).parameters) & set(own) - {"params"}
-        made = kind([probe], **{name: own[name] for name in accepted})
-        made.param_groups[0].update(own)
-        states[probe] = Recorder(made.state[probe])
-        made.state = states
-        return OptimizerCopy(made, probe, states)
-    made = object.__new__(kind)
-    stand_ins[id(optimizer)] = made
-    stand_ins[id(optimizer.param_groups)] = [own]
-    stand_ins[id(optimizer.state)] = states
-    vars(made).update(copy.deepcopy(attributes, stand_ins))
-    return OptimizerCopy(made, probe, states)

@@ -18,7 +18,7 @@ import inspect
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.optim.optimizer_copy import OptimizerCopy, copy_optimizer, group_of, snapshot
+from speedtorch.optim.optimizer_copy import OptimizerCopy, group_of, snapshot
 
-__all__ = ["OptimizerProbe", "RowState", "learn_state", "probe_optimizer", "refuse_wrapper"]
+__all__ = ["OptimizerProbe", "learn_state", "probe_optimizer", "refuse_wrapper"]
 
 # Primes above any vector register's number of lanes; no other dimension has this size by chance.
 _ROW_COUNTS = (19, 23, 29)
@@ -41,64 +41,41 @@ _BATCHES = ((0, 19), (0, 19), (4, 19), (2, 9), (0, 1), (0, 19), (3, 17), (1, 19)
 _MANY_ELEMENTS, _BLOCK = 1 << 14, 256
 # A scheduler's warm-up often starts at 0, which would hide every difference.
 _PLAIN = {"lr": 0.01}
-
-
-@dataclass(frozen=True)
-class RowState:
-    """One entry of an optimizer's state that holds a row for each row of the parameter.
-
-    Attributes:
-        shape: the shape of one row, often that of the parameter's row.
-        dtype: the dtype of the entry.
-        initial: the row before the first update `[*shape]`, on the parameter's device.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    initial: Tensor
+_CONTAINER = (Mapping, list, tuple, set, frozenset, deque)
 
 
 @dataclass(frozen=True)
 class OptimizerProbe:
-    """What one optimizer keeps for one parameter.
+    """What an optimizer keeps for one parameter, by name, as it is before the first update."""
 
-    Attributes:
-        row_state: the entries that have one row per row of the parameter, by name.
-        scalar_state: the other entries (step counts and the like) before the first update.
-        sparse: whether it takes sparse gradients only.
-    """
-
-    row_state: dict[str, RowState]
+    row_state: dict[str, Tensor]
+    """Of what has a row for each row of the parameter, such a row, on the parameter's device."""
     scalar_state: dict[str, Any]
+    """The rest: step counts and the like."""
     sparse: bool = False
+    """Whether it takes sparse gradients only."""
 
 
 def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
     """Learns which state an optimizer keeps for each row of a parameter, and how it starts.
 
-    Optimizer, parameter, hooks, schedulers and random generators are left exactly as they are;
-    modules, tables and large tensors that the optimizer refers to are not copied. A momentum
-    buffer, which torch's SGD makes out of the first gradient, starts as zeros.
-
-    Args:
-        optimizer: any torch optimizer, third-party ones too, that holds the parameter.
-        parameter: `[rows, ...]`; its number of rows does not matter.
-
-    Returns:
-        The row state and the scalar state, both before the first update.
+    Optimizer, parameter, hooks, schedulers and random generators are left exactly as they are. A
+    momentum buffer, which torch's SGD makes out of the first gradient, starts as zeros.
 
     Raises:
         ValueError: the optimizer does not hold the parameter, its step fails or needs a closure,
             a row's state does not start alike for every row, depends on how many rows there are or
             is no tensor, or rows are not treated separately.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2, 4))
-        >>> probe = probe_optimizer(torch.optim.Adamax([weight]), weight)
-        >>> sorted(probe.row_state), probe.row_state["exp_inf"].shape, sorted(probe.scalar_state)
-        (['exp_avg', 'exp_inf'], (4,), ['step'])
     """
-    _refuse_unfit(optimizer, parameter)
+    if parameter.dim() == 0:
+        raise ValueError("a parameter without dimensions has no rows: it needs at least one")
+    refuse_wrapper(optimizer)
+    group_of(optimizer, parameter)  # raises if it is not held
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot step rows on their own: its step needs a closure"
+        )
     with _kept_random(parameter):
         probe = _Probe(optimizer, parameter, parameter.dtype)
         found = probe.learn()
@@ -106,7 +83,9 @@ def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
         # Two steps that differ round to the same half-precision numbers: compare them in float32.
         if parameter.dtype.itemsize < 4:
             probe = _Probe(optimizer, parameter, torch.float32)
-        probe.check_rows()
+        plain = probe.learn(_PLAIN)
+        probe.check_start(plain)
+        probe.check_separate(plain)
     return found
 
 
@@ -125,17 +104,6 @@ def _kept_random(parameter: Tensor) -> Iterator[None]:
         yield
 
 
-def _refuse_unfit(optimizer: Optimizer, parameter: Tensor) -> None:
-    name = type(optimizer).__name__
-    if parameter.dim() == 0:
-        raise ValueError("a parameter without dimensions has no rows: it needs at least one")
-    refuse_wrapper(optimizer)
-    group_of(optimizer, parameter)  # raises if it is not held
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(f"{name} cannot step rows on their own: its step needs a closure")
-
-
 def refuse_wrapper(optimizer: Optimizer) -> None:
     """Raises ValueError if an optimizer is made out of another one."""
     for attribute, value in vars(optimizer).items():
@@ -148,16 +116,17 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
 
 
 class _Probe:
-    """Copies of one optimizer that step a parameter of a few random rows."""
+    """Copies of one optimizer that step a parameter of a few random rows.
+
+    Rows and their states go together in dicts, the rows themselves under "".
+    """
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
         self._optimizer = optimizer
         self._parameter = parameter
-        self._name = type(optimizer).__name__
         self._dtype = dtype
-        row_shape = tuple(parameter.shape[1:])
-        rows = next(count for count in _ROW_COUNTS if count not in row_shape)
-        self._shape = (rows, *row_shape)
+        self._row_shape = tuple(parameter.shape[1:])
+        self._rows = next(count for count in _ROW_COUNTS if count not in self._row_shape)
         self._sparse = False
         self._construct = False
         self._random = torch.Generator("cpu").manual_seed(0)
@@ -168,67 +137,44 @@ class _Probe:
     def learn(self, settings: Mapping[str, Any] = MappingProxyType({})) -> OptimizerProbe:
         """The state before the first update, with these settings, and which of it goes by rows."""
         self._choose_way()
-        first, again = self._first_values(settings), self._first_values(settings)
         decay = group_of(self._optimizer, self._parameter).get("weight_decay")
-        if decay and any(self._uneven(name, first, again) for name in first):
-            # A momentum buffer made out of the first gradient holds the decay of the row as well.
-            settings = {**settings, "weight_decay": 0.0}
-            first, again = self._first_values(settings), self._first_values(settings)
-        rows: dict[str, RowState] = {}
-        for name, value in first.items():
-            if self._goes_by_rows(value):
-                if self._uneven(name, first, again):
-                    raise self._refusal(
-                        f"its state {name!r} starts from the row's own value or at random, so rows"
-                        " that no batch has named yet have no state to start from"
-                    )
-                if name == "weight" or not isinstance(name, str):
-                    raise self._refusal(f"a table cannot hold a state called {name!r}")
-                row = value[0].clone()
-                # -0.0, from a gradient of zero that was negated, is a zero as well.
-                rows[name] = RowState(tuple(row.shape), row.dtype, row.masked_fill_(row == 0, 0))
-        others = {name: first[name] for name in first if name not in rows}
-        return OptimizerProbe(rows, others, self._sparse)
-
-    def _refuse_kinds(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if a state is nothing that a table, or a copy of it, can keep."""
-        for name, value in state.items():
-            for each in _leaves(value):
-                kind = type(each).__name__
-                if isinstance(each, Tensor):
-                    rows = self._shape[0]
-                    if type(each) not in (Tensor, nn.Parameter):
-                        pass
-                    elif each is not value and rows in each.shape:
-                        kind = f"{type(value).__name__} of tensors of all rows"
-                    elif rows in each.shape[1:] and each.shape[0] != rows:
-                        kind = f"tensor {list(each.shape)} whose rows are not its first dimension"
-                    else:
-                        continue
-                elif each is None or isinstance(each, str | int | float | complex):
-                    continue
+        # A momentum buffer made out of the first gradient holds the decay of the row as well.
+        for each in [settings, {**settings, "weight_decay": 0.0}][: 2 if decay else 1]:
+            first, again = self._first_values(each), self._first_values(each)
+            by_rows = [name for name, value in first.items() if _by_rows(value, self._rows)]
+            uneven = [name for name in by_rows if not _alike(first[name], again[name])]
+            if not uneven:
+                break
+        for name in by_rows:
+            if name in uneven:
                 raise self._refusal(
-                    f"its state {name!r} is a {kind}, but a table keeps tensors that have a row for"
-                    " each of its rows, and the optimizer tensors or numbers for all of them"
+                    f"its state {name!r} starts from the row's own value or at random, so rows"
+                    " that no batch has named yet have no state to start from"
                 )
+            if name == "weight" or not isinstance(name, str):
+                raise self._refusal(f"a table cannot hold a state called {name!r}")
+        # -0.0, from a gradient of zero that was negated, is a zero as well.
+        rows = {name: first[name][0].clone() for name in by_rows}
+        rows = {name: row.masked_fill_(row == 0, 0) for name, row in rows.items()}
+        others = {name: value for name, value in first.items() if name not in rows}
+        return OptimizerProbe(rows, others, self._sparse)
 
     def _choose_way(self) -> None:
         """Finds out whether a bare copy can step or a constructed one, and which gradients."""
         errors: list[Exception] = []
-        for construct, sparse in itertools.product((False, True), repeat=2):
-            self._construct, self._sparse = construct, sparse
+        for self._construct, self._sparse in itertools.product((False, True), repeat=2):
             try:
                 self._stepped_once({})
                 return
             except Exception as error:  # the optimizer's own, of any kind; told below
                 errors.append(error)
         raise self._refusal(
-            f"a step of a small parameter {list(self._shape)} fails with dense zero gradients"
-            f" ({errors[0]}) and with sparse ones ({errors[1]})"
+            f"a step of a small parameter {[self._rows, *self._row_shape]} fails with dense zero"
+            f" gradients ({errors[0]}) and with sparse ones ({errors[1]})"
         ) from errors[0]
 
     def _stepped_once(self, settings: Mapping[str, Any]) -> OptimizerCopy:
-        copied = self._copy(self._optimizer, self._parameter, self._random_rows(), settings)
+        copied = self._copy(self._random_rows(), settings)
         copied.step(torch.zeros_like(copied.probe), sparse=self._sparse)
         return copied
 
@@ -240,26 +186,39 @@ class _Probe:
                 "it replaces the dict that holds its state, so that the start of that state cannot"
                 " be seen"
             )
-        self._refuse_kinds(copied.state)
+        for name, value in copied.state.items():
+            for leaf in _leaves(value):
+                self._check_kind(name, value, leaf)
         return first
+
+    def _check_kind(self, name: str, value: Any, leaf: Any) -> None:
+        """Raises ValueError if a state is nothing that a table, or a copy of it, can keep."""
+        kind = None
+        if type(leaf) in (Tensor, nn.Parameter):
+            if leaf is not value and self._rows in leaf.shape:
+                kind = f"{type(value).__name__} of tensors of all rows"
+            elif self._rows in leaf.shape[1:] and leaf.shape[0] != self._rows:
+                kind = f"tensor {list(leaf.shape)} whose rows are not its first dimension"
+        elif leaf is not None and not isinstance(leaf, str | int | float | complex):
+            kind = type(leaf).__name__
+        if kind is not None:
+            raise self._refusal(
+                f"its state {name!r} is a {kind}, but a table keeps tensors that have a row for"
+                " each of its rows, and the optimizer tensors or numbers for all of them"
+            )
 
     def check_size(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError if many rows get another kind of state than few, or other numbers."""
-        few, row_shape = self._shape[0], self._shape[1:]
-        width = max(1, math.prod(row_shape))
+        few, width = self._rows, max(1, math.prod(self._row_shape))
         even = _BLOCK // math.gcd(_BLOCK, width)
         rows = even * -(-max(_MANY_ELEMENTS // width, 2 * few) // even)
-        self._shape = (rows, *row_shape)
         try:
-            values, gradient = self._random_rows(), self._random_rows()
-            many = self._copy(self._optimizer, self._parameter, values, _PLAIN)
-            parts = self._copy(self._optimizer, self._parameter, values[:few], _PLAIN)
-            for copied, each in ((many, gradient), (parts, gradient[:few])):
-                copied.step(each, sparse=self._sparse)
+            values, gradient = self._random_rows(rows), self._random_rows(rows)
+            many, parts = (self._copy(values[:count], _PLAIN) for count in (rows, few))
+            for copied in (many, parts):
+                copied.step(gradient[: len(copied.probe)], sparse=self._sparse)
         except Exception as error:
             raise self._refusal(f"its step fails where there are many rows ({error})") from error
-        finally:
-            self._shape = (few, *row_shape)
         for name in learnt.scalar_state:
             one, other = (_shape(copied.state.get(name)) for copied in (many, parts))
             if one != other:
@@ -268,39 +227,30 @@ class _Probe:
                     " and has no row for each of them"
                 )
         for name in learnt.row_state:
-            kinds = [_kind(copied.state.get(name)) for copied in (many, parts)]
-            if kinds[0] != kinds[1]:
+            kind, other_kind = (_kind(copied.state.get(name)) for copied in (many, parts))
+            if kind != other_kind:
                 raise self._refusal(
-                    f"its state {name!r} is a {kinds[1]} where a batch has few rows and a"
-                    f" {kinds[0]} where it has many, and batches change; choose one kind of state"
-                    " for this parameter, if the optimizer has a setting for that"
+                    f"its state {name!r} is a {other_kind} where a batch has few rows and a {kind}"
+                    " where it has many, and batches change; choose one kind of state for this"
+                    " parameter, if the optimizer has a setting for that"
                 )
-            self._compare(f"state {name!r}", many.state[name][:few], parts.state[name])
-        self._compare("rows", many.probe[:few], parts.probe, parts.probe - values[:few])
+            self._compare(name, many.state[name][:few], parts.state[name])
+        self._compare("", many.probe[:few], parts.probe, parts.probe - values[:few])
 
     # --------------------------------------------------------------------------------------------
     # Whether rows are treated separately
 
-    def check_rows(self) -> None:
-        """Raises ValueError unless a batch of rows can be stepped without the rest."""
-        learnt = self.learn(_PLAIN)
-        self._check_start(learnt)
-        self._check_separate(learnt)
-
-    def _check_start(self, learnt: OptimizerProbe) -> None:
+    def check_start(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError if steps that begin with the learnt state are not the first ones."""
         values = self._random_rows()
         # torch's SGD leaves the dampening out of its first step, which we say we do not.
         settings = {**_PLAIN, "dampening": 0.0}
-        fresh = self._copy(self._optimizer, self._parameter, values, settings)
-        begun = self._copy(self._optimizer, self._parameter, values, settings)
-        begun.state.update(_snapshots(learnt.scalar_state))
-        rows = {n: r.initial.expand(self._shape[0], *r.shape) for n, r in learnt.row_state.items()}
-        begun.install(values, rows)
+        fresh, begun = (self._copy(values, settings) for _ in range(2))
+        start = self._start(learnt)
+        begun.state.update(_snapshots({**learnt.scalar_state, **start}))
         for _ in range(3):
             gradient = self._random_rows()
-            for copied in (fresh, begun):
-                self._stepped(copied, gradient, rows)
+            first, after = (self._stepped(copied, gradient, start) for copied in (fresh, begun))
             for name in learnt.scalar_state:
                 expected, found = fresh.state.get(name), begun.state.get(name)
                 if not _agree(expected, found):
@@ -309,65 +259,58 @@ class _Probe:
                         f" cannot be seen ({expected} after a first step, {found} after one that"
                         " begins with what was seen)"
                     )
-            for name in learnt.row_state:
-                if not _agree(fresh.state.get(name), begun.state.get(name)):
-                    first = fresh.first_values() or {}
-                    cause = next((n for n in rows if not _agree(first.get(n), rows[n])), name)
+            for name in start:
+                if not _agree(first[name], after[name]):
+                    seen = fresh.first_values() or {}
+                    cause = next((n for n in start if not _agree(seen.get(n), start[n])), name)
                     raise self._refusal(
                         f"its state {cause!r} starts from the first gradient, so rows that no batch"
                         " has named yet have no state to start from"
                     )
-            if not _agree(fresh.probe, begun.probe):
+            if not _agree(first[""], after[""]):
                 raise self._refusal(
                     "its first steps differ from steps that begin with the state that it makes"
                 )
 
-    def _check_separate(self, learnt: OptimizerProbe) -> None:
+    def check_separate(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError unless rows stepped in changing batches, apart and turned round agree.
 
         One copy lives through all batches, as the user's optimizer will; the rows of each batch are
         also stepped by fresh copies of it, in two parts and in another order.
         """
-        values = self._random_rows() / 10
-        start = values.clone()
-        table = {
-            name: row.initial.expand(self._shape[0], *row.shape).clone()
-            for name, row in learnt.row_state.items()
-        }
-        together = self._copy(self._optimizer, self._parameter, values, _PLAIN)
+        first, names = self._random_rows() / 10, list(learnt.row_state)
+        table = {"": first.clone(), **_snapshots(self._start(learnt))}
+        together = self._copy(first, _PLAIN)
         together.state.update(_snapshots(learnt.scalar_state))
         for low, high in _BATCHES:
             gradient = self._random_rows()[low:high]
-            before = values[low:high].clone()
-            state = {name: rows[low:high].clone() for name, rows in table.items()}
-            count = high - low
-            every = torch.arange(count, device=before.device)
-            orders = [every.roll(-(count // 3)).flip(0), every[:1], every[1:]]
+            before = {name: rows[low:high] for name, rows in table.items()}
+            every = torch.arange(high - low, device=first.device)
+            orders = [every.roll(-(len(every) // 3)).flip(0), every[:1], every[1:]]
             copies = []
-            for places in orders[: 1 if count == 1 else 3]:
-                apart = self._copy(together.optimizer, together.probe, before[places], {})
-                apart.state.update(together.copied_state())
-                apart.install(before[places], {n: rows[places] for n, rows in state.items()})
-                copies.append((places, apart, self._stepped(apart, gradient[places], table)))
-            together.install(before, state)
-            result = self._stepped(together, gradient, table)
+            for places in orders[: 1 if len(every) == 1 else 3]:
+                rows = {name: each[places] for name, each in before.items()}
+                apart = self._copy(rows[""], {}, together)
+                apart.state.update(_snapshots(together.state))
+                apart.hold(rows)
+                copies.append((places, apart, self._stepped(apart, gradient[places], names)))
+            together.hold(before)
+            result = self._stepped(together, gradient, names)
             for places, apart, found in copies:
-                for name, rows in found.items():
-                    scale = result[name] - before if name == "" else None
-                    what = f"state {name!r}" if name else "rows"
-                    self._compare(what, result[name][places], rows, scale)
-                self._check_shared(together, apart, table)
-            values[low:high] = result.pop("")
-            for name, rows in result.items():
-                table[name][low:high] = rows
-        if values.numel() and torch.equal(values, start):
+                for name, each in found.items():
+                    scale = None if name else result[name] - before[name]
+                    self._compare(name, result[name][places], each, scale)
+                self._check_shared(together, apart, names)
+            for name, each in result.items():
+                table[name][low:high] = each
+        if first.numel() and torch.equal(table[""], first):
             raise self._refusal(f"{len(_BATCHES)} steps of it with random gradients train no row")
 
     def _check_shared(
-        self, together: OptimizerCopy, apart: OptimizerCopy, table: Mapping[str, Tensor]
+        self, together: OptimizerCopy, apart: OptimizerCopy, names: list[str]
     ) -> None:
         """Raises ValueError if what is kept for all rows depends on which of them were stepped."""
-        one, other = (_shared(copied, table) for copied in (together, apart))
+        one, other = (_shared(copied, names) for copied in (together, apart))
         for (place, name), value in one.items():
             if not _agree(value, other.get((place, name))):
                 raise self._refusal(
@@ -378,32 +321,39 @@ class _Probe:
     # --------------------------------------------------------------------------------------------
 
     def _copy(
-        self, optimizer: Optimizer, parameter: Tensor, values: Tensor, settings: Mapping[str, Any]
+        self, values: Tensor, settings: Mapping[str, Any], of: OptimizerCopy | None = None
     ) -> OptimizerCopy:
-        return copy_optimizer(optimizer, parameter, values, settings, construct=self._construct)
+        optimizer, parameter = self._optimizer, self._parameter
+        if of is not None:
+            optimizer, parameter = of.optimizer, of.probe
+        return OptimizerCopy(optimizer, parameter, values, settings, construct=self._construct)
+
+    def _start(self, learnt: OptimizerProbe) -> dict[str, Tensor]:
+        """The state of all rows before the first update."""
+        return {n: row.expand(self._rows, *row.shape) for n, row in learnt.row_state.items()}
 
     def _stepped(
-        self, copied: OptimizerCopy, gradient: Tensor, table: Mapping[str, Tensor]
+        self, copied: OptimizerCopy, gradient: Tensor, names: Collection[str]
     ) -> dict[str, Tensor]:
-        """The rows after a step, under "", and those of each state."""
+        """The rows after a step, under "", and those of the states of these names."""
         try:
             copied.step(gradient, sparse=self._sparse)
         except Exception as error:
             raise self._refusal(f"its step fails when the rows change ({error})") from error
         state = copied.state
-        for name in table:
-            if getattr(state.get(name), "shape", ())[:1] != gradient.shape[:1]:
+        for name in names:
+            if not _by_rows(state.get(name), len(gradient)):
                 raise self._refusal(f"its state {name!r} loses its rows")
         for name, value in state.items():
             # With one row, a state of one row that all rows share looks the same.
             by_rows = getattr(value, "shape", None) == gradient.shape and gradient.shape[0] != 1
-            if by_rows and name not in table:
+            if by_rows and name not in names:
                 raise self._refusal(f"it makes its state {name!r} in a later step only")
-        rows = {name: state[name].detach().clone() for name in table}
-        return {"": copied.probe.detach().clone(), **rows}
+        return _snapshots({"": copied.probe, **{name: state[name] for name in names}})
 
-    def _compare(self, what: str, rows: Tensor, apart: Tensor, scale: Tensor | None = None) -> None:
+    def _compare(self, name: str, rows: Tensor, apart: Tensor, scale: Tensor | None = None) -> None:
         if not _agree(rows, apart, scale):
+            what = f"state {name!r}" if name else "rows"
             raise self._refusal(
                 f"it does not treat rows separately (its {what} differ between rows stepped"
                 " together and apart), so that a batch cannot be stepped without the rest of its"
@@ -411,60 +361,48 @@ class _Probe:
             )
 
     def _refusal(self, reason: str) -> ValueError:
-        return ValueError(f"{self._name} cannot be used: {reason}")
+        return ValueError(f"{type(self._optimizer).__name__} cannot be used: {reason}")
 
-    def _random_rows(self) -> Tensor:
-        rows = torch.randn(self._shape, generator=self._random, device="cpu")
-        return rows.to(self._parameter.device, self._dtype)
-
-    def _goes_by_rows(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and tuple(value.shape[:1]) == self._shape[:1]
-
-    def _uneven(self, name: str, first: dict[str, Any], again: dict[str, Any]) -> bool:
-        """Whether the rows of a state differ from each other, or from those of another draw."""
-        if not self._goes_by_rows(first[name]):
-            return False
-        one = first[name][:1].expand_as(first[name])
-        return not (_same_bytes(one, first[name]) and _same_bytes(one, again[name]))
+    def _random_rows(self, rows: int | None = None) -> Tensor:
+        shape = (rows or self._rows, *self._row_shape)
+        drawn = torch.randn(shape, generator=self._random, device="cpu")
+        return drawn.to(self._parameter.device, self._dtype)
 
 
 def _snapshots(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: snapshot(value) for name, value in state.items()}
 
 
-_CONTAINER = (Mapping, list, tuple, set, frozenset, deque)
+def _by_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.shape[:1] == (rows,)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
     """What the containers of a state hold."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, _CONTAINER):
-        for each in value:
-            yield from _leaves(each)
-    else:
+    if not isinstance(value, _CONTAINER):
         yield value
+        return
+    for each in value.values() if isinstance(value, Mapping) else value:
+        yield from _leaves(each)
 
 
-def _shared(copied: OptimizerCopy, table: Mapping[str, Tensor]) -> dict[tuple[int, str], Any]:
+def _shared(copied: OptimizerCopy, names: Iterable[str]) -> dict[tuple[int, str], Any]:
     """Numbers that an optimizer keeps for all rows: in its state, its group and its attributes."""
-    optimizer = copied.optimizer
-    states: Mapping[Any, Any] = optimizer.state
+    states: Mapping[Any, Any] = copied.optimizer.state
     for_all = {key: value for key, value in states.items() if isinstance(key, str)}
-    places = (copied.state, optimizer.param_groups[0], for_all, vars(optimizer))
-    own = {"params", "state", "param_groups", *table}
+    group, rows = copied.optimizer.param_groups[0], len(copied.probe)
+
+    def is_shared(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return rows == 1 or not _by_rows(value, rows)
+        return isinstance(value, int | float | complex)
+
     return {
-        (place, name): [each for each in _leaves(value) if _is_shared(each, copied.probe)]
-        for place, entries in enumerate(places)
+        (place, name): list(filter(is_shared, _leaves(value)))
+        for place, entries in enumerate((copied.state, group, for_all, vars(copied.optimizer)))
         for name, value in entries.items()
-        if name not in own
+        if name not in {"params", "state", "param_groups", *names}
     }
-
-
-def _is_shared(value: Any, parameter: Tensor) -> bool:
-    if isinstance(value, Tensor):
-        return value.shape[:1] != parameter.shape[:1] or parameter.shape[0] == 1
-    return isinstance(value, int | float | complex)
 
 
 def _shape(value: Any) -> list[int] | None:
@@ -477,9 +415,13 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__} of {value.dtype}, {list(value.shape[1:])} a row"
 
 
-def _same_bytes(left: Tensor, right: Tensor) -> bool:
-    flat = [side.contiguous().reshape(-1).view(torch.uint8) for side in (left, right)]
-    return torch.equal(flat[0], flat[1])
+def _alike(first: Tensor, again: Tensor) -> bool:
+    """Whether all rows of both are the same, byte by byte."""
+    expected, *found = (
+        each.contiguous().reshape(-1).view(torch.uint8)
+        for each in (first[:1].expand_as(first), first, again)
+    )
+    return all(torch.equal(expected, each) for each in found)
 
 
 def _agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:

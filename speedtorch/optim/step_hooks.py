@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,10 +16,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from speedtorch.ops.compiling import not_compiled
-from speedtorch.optim.attached_state import AttachedState, attached_to
+from speedtorch.optim.attached_state import AttachedState, state_of
 from speedtorch.optim.optimizer_copy import group_of, settings_of
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.step.row_weight import hide_rows, show_rows
@@ -27,28 +28,24 @@ from speedtorch.torch_internals import as_plain
 __all__ = ["watch_steps"]
 
 _PACKAGE = str(Path(__file__).parents[1])
-_handles: list[RemovableHandle] = []
 
 
+@cache
 def watch_steps() -> None:
     """Lets rows know of the steps of whichever optimizer holds their parameter."""
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_before_step))
-        _handles.append(register_optimizer_step_post_hook(_after_step))
+    # An interrupt in between leaves a hook that finds no step, and both are registered later.
+    register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 class OptimizerStep:
     """One call of an optimizer's step(), from the first hook to the last.
 
-    Args:
-        optimizer: the optimizer.
-        rows: those that it holds the parameters of.
-        frame: of torch's step(), which calls the hooks.
+    `rows` are those that it holds the parameters of, `frame` is that of torch's step().
     """
 
     def __init__(self, optimizer: Optimizer, rows: list[TrainedRows], frame: FrameType) -> None:
-        self.done = False
-        """Whether all rows have been stepped: one assignment for all tables of the call."""
+        self.done = False  # one assignment for all tables of the call
         self.paused = False
         self.has_begun = False
         self._optimizer = weakref.ref(optimizer)
@@ -58,6 +55,7 @@ class OptimizerStep:
     def enter(self) -> None:
         """From here on the optimizer's own code sees the held rows."""
         optimizer = self._optimizer()
+        assert optimizer is not None  # its step runs
         with as_plain():
             for rows in self._rows:
                 _check(optimizer, rows, self)
@@ -87,7 +85,8 @@ class OptimizerStep:
 
     def leave(self) -> bool:
         """See OptimizerCall."""
-        if self._runs():
+        # Where torch's step() has not been left, another hook is the next one in.
+        if any(frame is self._frame for frame, _ in traceback.walk_stack(sys._getframe())):
             return False
         self._show()
         self._frame, self._rows = None, []
@@ -96,13 +95,6 @@ class OptimizerStep:
     def _show(self) -> None:
         for rows in self._rows:
             show_rows(rows.parameter, rows)
-
-    def _runs(self) -> bool:
-        """Whether torch's step() has not been left: another hook is the next one in then."""
-        frame: FrameType | None = None if self._frame is None else sys._getframe()
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
 
 
 _steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDictionary()
@@ -155,25 +147,23 @@ def _by_user(closure: Callable[..., Any], step: OptimizerStep) -> Callable[..., 
     return called
 
 
-# ------------------------------------------------------------------------------------------------
-
 _stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Any]]]
 _stateless = weakref.WeakKeyDictionary()
+"""The settings with which an optimizer is known to keep nothing, by its parameters' id()."""
 
 
-def _check(optimizer: Optimizer | None, rows: TrainedRows, step: OptimizerStep) -> None:
+def _check(optimizer: Optimizer, rows: TrainedRows, step: OptimizerStep) -> None:
     """Raises unless the optimizer may step the rows: nothing has been stepped then."""
-    assert optimizer is not None  # its step runs
-    attached = attached_to(rows)
-    if attached is None:
+    state = state_of(rows)
+    if state is None:
         _check_stateless(optimizer, rows)
-    elif attached is not optimizer:
+    elif state.optimizer() is optimizer:
+        state.before_step(optimizer, step)
+    else:
         raise ValueError(
             f"{rows.name} is attached to another optimizer than this"
             f" {type(optimizer).__name__}: detach that first"
         )
-    elif isinstance(rows.state, AttachedState):
-        rows.state.before_step(optimizer, step)
 
 
 def _check_stateless(optimizer: Optimizer, rows: TrainedRows) -> None:

@@ -192,9 +192,8 @@ def attached(make: Make, steps: list[Tensor], resume_at: int) -> tuple[Trained, 
         optimizer.step()
     embedding.flush()
     fields = {name: embedding.trained_rows.store.field(name).clone() for name in probe.row_state}
-    starts = {name: row.initial for name, row in probe.row_state.items()}
     weight = embedding.state_dict()["weight"].clone()
-    return Trained(weight, loss.scale.detach(), fields), starts
+    return Trained(weight, loss.scale.detach(), fields), probe.row_state
 
 
 def assert_trains_as_plain(make: Make) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ def test_the_state_is_that_before_the_first_update(
     assert probe.row_state.keys() == rows.keys()
     for name, row in probe.row_state.items():
         assert (row.shape, row.dtype) == ((5,), torch.float32)
-        assert_same_bytes(row.initial, torch.full((5,), rows[name]))
+        assert_same_bytes(row, torch.full((5,), rows[name]))
     assert {name: float(value) for name, value in probe.scalar_state.items()} == scalars
 
 
@@ -43,7 +43,7 @@ def test_the_probe_runs_where_the_parameter_is(device: str) -> None:
     parameter = nn.Parameter(torch.ones(2, 3, device=device))
     for make in (optim.Adamax, lambda p: optim.Adam(p, fused=True)):
         probe = probe_optimizer(make([parameter]), parameter)
-        assert probe.row_state["exp_avg"].initial.device == parameter.device
+        assert probe.row_state["exp_avg"].device == parameter.device
 
 
 def test_only_the_parameters_own_group_counts() -> None:
@@ -111,17 +111,17 @@ class Counting(Own):
 
 def test_state_by_setdefault_and_update_is_learnt() -> None:
     probe = probed(Signs)
-    assert_same_bytes(probe.row_state["mean"].initial, torch.ones(5))
+    assert_same_bytes(probe.row_state["mean"], torch.ones(5))
     assert probe.scalar_state == {"count": 0}  # which it gets, and never assigns
 
 
 def test_state_that_is_assigned_as_a_whole_and_has_rows_of_its_own_shape_is_learnt() -> None:
-    assert_same_bytes(probed(RowMeans).row_state["norm"].initial, torch.full((1,), 2.0))
+    assert_same_bytes(probed(RowMeans).row_state["norm"], torch.full((1,), 2.0))
 
 
 def test_state_that_only_the_constructor_makes_is_learnt_with_the_groups_settings() -> None:
     probe = probed(lambda p: MadeAtOnce(p, start=7.0))
-    assert_same_bytes(probe.row_state["total"].initial, torch.full((5,), 7.0))
+    assert_same_bytes(probe.row_state["total"], torch.full((5,), 7.0))
 
 
 def test_attributes_and_lists_in_groups_of_the_optimizer_stay_as_they_are() -> None:
