@@ -1,13 +1,11 @@
-"""COM: a table of counts, classes by classes, such as a co-occurrence matrix.
-
-Five families with one implementation; families.py says what they differ in.
-"""
+"""COM: a table of counts, classes by classes, such as a co-occurrence matrix."""
 
 from __future__ import annotations
 
 import torch
 
 from speedtorch.legacy import families
+from speedtorch.legacy.families import Datatype
 from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
 
@@ -19,7 +17,7 @@ class CountSwitcher(OneField):
 
     _how_to_start = "comInit() or a load method first"
 
-    def _start(self, total_classes: int, datatype: families.Datatype = torch.int32) -> None:
+    def _start(self, total_classes: int, datatype: Datatype = torch.int32) -> None:
         """Checks the arguments; comInit makes the table."""
         self.total_classes = total_classes
         self._shape = (total_classes,)

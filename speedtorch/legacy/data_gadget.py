@@ -1,7 +1,4 @@
-"""DataGadget: rows of a file or an array, brought to where they are trained on.
-
-Five families with one implementation; families.py says what they differ in.
-"""
+"""DataGadget: rows of a file or an array, brought to where they are trained on."""
 
 from __future__ import annotations
 

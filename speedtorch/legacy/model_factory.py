@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from speedtorch.legacy import families
 from speedtorch.legacy.batch_exchange import BatchExchange, RowShape, check_rows
+from speedtorch.legacy.families import Datatype
 from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
 from speedtorch.ops.functions import pinned_gather, pinned_scatter, plan_rows
@@ -45,7 +46,7 @@ class ModelSwitcher(BatchExchange, OneField):
         model_variable: Variable,
         total_classes: int,
         embed_dimension: RowShape,
-        datatype: families.Datatype = torch.float32,
+        datatype: Datatype = torch.float32,
         *,
         sumDuplicates: bool = False,
         table: HostTable | None = None,

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from speedtorch.legacy import families
 from speedtorch.legacy.batch_exchange import BatchExchange, RowShape, check_rows
+from speedtorch.legacy.families import Datatype
 from speedtorch.legacy.switcher import Stored
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
 from speedtorch.ops.shapes import row_shape
@@ -45,7 +46,7 @@ class OptimizerSwitcher(BatchExchange):
         embed_dimension: RowShape,
         model: nn.Module,
         variable_name: str,
-        dtype: families.Datatype = torch.float32,
+        dtype: Datatype = torch.float32,
         *,
         table: HostTable | None = None,
     ) -> None:
