@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import speedtorch
 from speedtorch import HostTable, ModelFactory, OptimizerFactory
-from speedtorch.legacy import switcher as switcher_module
+from speedtorch.legacy import batch_exchange, switcher
 from speedtorch.table import plan_memo
 from speedtorch.table.plan_memo import PlanMemo
 
@@ -76,8 +76,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
         return call
 
-    for name in ("pinned_gather", "pinned_scatter"):
-        monkeypatch.setattr(switcher_module, name, watched(getattr(speedtorch, name)))
+    for module, name in ((switcher, "pinned_gather"), (batch_exchange, "pinned_scatter")):
+        monkeypatch.setattr(module, name, watched(getattr(speedtorch, name)))
     yield given
 
 
