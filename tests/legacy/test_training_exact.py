@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 import speedtorch
 
 ROWS = 60
-STEPS = 50
+STEPS = 24
 WIDTHS = (1, 3, 47, 100, 128)
 
 

@@ -23,7 +23,7 @@ import speedtorch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 97
-STEPS = 200
+STEPS = 80
 WIDTH = 8
 
 
