@@ -21,7 +21,7 @@ from torch import Tensor, optim
 
 import speedtorch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 ROWS = 97
 STEPS = 80
 WIDTH = 8

@@ -718,6 +718,7 @@ PROFILE = settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", KINDS, ids=str)

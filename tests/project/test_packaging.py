@@ -22,7 +22,10 @@ LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.eg
 tools = {package.metadata["Name"] for package in importlib.metadata.distributions()}
 missing = [name for name in ("pip", "setuptools", "wheel") if name not in tools]
 missing += [] if shutil.which("g++") else ["g++"]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}"),
+]
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
