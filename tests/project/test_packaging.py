@@ -105,7 +105,7 @@ def test_the_source_archive_holds_every_file_that_the_build_and_the_tests_read(
         str(path.relative_to(checkout)) for line in patterns for path in checkout.glob(line)
     }
     expected |= {"setup.py", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "LICENSE"}
-    expected |= {"speedtorch/py.typed"}
+    expected |= {"speedtorch/py.typed", "CONTRIBUTING.md", "CITATION.cff", "docs/journeys.md"}
     assert expected - names == set()
 
 
