@@ -9,6 +9,7 @@ program that looks at what importing torch does.
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 import subprocess
 import sys
@@ -104,8 +105,14 @@ def warm_python() -> str:
     ask = [sys.executable, "-SE", "-c", ASK, address]
     executable.write_text(f'#!/bin/sh\nexec {shlex.join(ask)} "$@"\n')
     executable.chmod(0o755)
-    command = [sys.executable, "-E", "-c", SOURCE, address, str(executable)]
-    source = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    source = subprocess.Popen(
+        [sys.executable, "-E", "-c", SOURCE, address, str(executable)],
+        # A fork cannot use a GPU that was woken before it: none is, should an import look for one.
+        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert source.stdout is not None and source.stdout.readline() == "ready\n"
     _sources.append(source)
     return str(executable)
