@@ -2,13 +2,14 @@
 
 Importing torch takes seconds of a core. One process of a run of tests does it, and forks for each
 program that `warm_python()` is given, which runs to its end as any Python does: with arguments,
-environment, folder and standard streams of its own, for five minutes at most. A signal that is sent
-to it does not arrive, and a program that looks at what importing torch does is none for it.
+environment, folder and standard streams of its own, for five minutes at most. It is none for a
+program that looks at what importing torch does.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 import subprocess
 import sys
@@ -38,9 +39,11 @@ signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 _, streams, _, _ = socket.recv_fds(asked, 1, 3)
 request = json.loads(asked.makefile().read())
 if (pid := os.fork()) != 0:
-    asked.sendall(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+    asked.sendall(f"{pid}\\n".encode())
+    asked.sendall(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\\n".encode())
     os._exit(0)
 asked.close()
+os.setsid()
 for number, stream in enumerate(streams):
     os.dup2(stream, number)
     os.close(stream)
@@ -67,7 +70,7 @@ else:
 
 # Hands everything over, waits, and ends as the program did.
 ASK = """
-import json, os, socket, sys
+import json, os, signal, socket, sys
 
 request = {"arguments": sys.argv[2:], "folder": os.getcwd(), "environment": dict(os.environ)}
 with socket.socket(socket.AF_UNIX) as source:
@@ -75,8 +78,14 @@ with socket.socket(socket.AF_UNIX) as source:
     socket.send_fds(source, [b"+"], [0, 1, 2])
     source.sendall(json.dumps(request).encode())
     source.shutdown(socket.SHUT_WR)
-    status = int(source.makefile().read())
+    answers = source.makefile()
+    program = int(answers.readline())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: os.kill(program, number))
+    status = int(answers.readline())
 if status < 0:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
@@ -96,8 +105,14 @@ def warm_python() -> str:
     ask = [sys.executable, "-SE", "-c", ASK, address]
     executable.write_text(f'#!/bin/sh\nexec {shlex.join(ask)} "$@"\n')
     executable.chmod(0o755)
-    command = [sys.executable, "-E", "-c", SOURCE, address, str(executable)]
-    source = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    source = subprocess.Popen(
+        [sys.executable, "-E", "-c", SOURCE, address, str(executable)],
+        # A fork cannot use a GPU that was woken before it: none is, should an import look for one.
+        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert source.stdout is not None and source.stdout.readline() == "ready\n"
     _sources.append(source)
     return str(executable)

@@ -37,6 +37,7 @@ def test_info_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.__version__ in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -108,6 +108,7 @@ def test_an_interrupt_between_two_switches_brings_the_first_file_back(
     assert snapshot(folder) == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="settrace tells of no instruction")
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=["one file", "two files"])
 @pytest.mark.parametrize("there", [True, False], ids=["old files", "no old files"])
@@ -226,6 +227,7 @@ def test_a_file_system_without_modes_is_written_to_all_the_same(
 # ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_the_old_file_and_the_next_one_cleans_up(folder: Path) -> None:
     script = (
         "import os, signal, sys\n"

@@ -224,6 +224,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)
 """
 
 
+@pytest.mark.slow
 def test_saving_and_loading_take_a_few_mb_whatever_the_size(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(table_files.__file__).parents[2])}
     paths = [str(tmp_path / "t.safetensors"), str(tmp_path / "warm.safetensors")]

@@ -13,6 +13,8 @@ import pytest
 from cuda_calls import library_path
 from warm_python import warm_python
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 
 PRELUDE = """

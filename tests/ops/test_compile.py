@@ -50,6 +50,7 @@ class Step:
         assert_same_storage(self.table, self.expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_gather_gives_the_rows(place: Place) -> None:
     step = Step(place)
     function = compiled(lambda table, index: speedtorch.pinned_gather(table, index + 1) * 2)
@@ -191,6 +192,7 @@ torch.save((rows.cpu(), table), rows_out)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch refuses TorchScript on Python 3.14")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_scripted_module_runs_with_the_library_alone(device: str, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def run_compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_checkout_without_a_built_library_is_refused(tmp_path: Path) -> None:
     (tmp_path / "speedtorch").mkdir()
     done = run_compare("--old", tmp_path, "--out", tmp_path / "runs.json")
@@ -135,6 +136,7 @@ def test_a_checkout_without_a_built_library_is_refused(tmp_path: Path) -> None:
     assert "has no built library; run `python setup.py build_ext --inplace` in" in done.stderr
 
 
+@pytest.mark.slow
 def test_two_checkouts_are_compared_on_the_benchmarks_of_one(tmp_path: Path) -> None:
     old = tmp_path / "old"
     shutil.copytree(ROOT / "speedtorch", old / "speedtorch")

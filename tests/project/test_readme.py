@@ -18,6 +18,7 @@ ROOT = README.parent
 TEXT = README.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: f"line-{block.line}")
 def test_a_block_of_python_runs_by_itself(block: Block, tmp_path: Path) -> None:
     if block.needs_gpu and not torch.cuda.is_available():

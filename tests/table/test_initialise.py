@@ -251,6 +251,7 @@ def last_words():
 """
 
 
+@pytest.mark.slow
 def test_everything_works_while_the_process_exits() -> None:
     done = subprocess.run(
         [warm_python(), "-c", AT_EXIT],

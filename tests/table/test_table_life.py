@@ -115,6 +115,7 @@ os.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "answer"),
     [
