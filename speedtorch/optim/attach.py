@@ -162,8 +162,7 @@ def _attach_rows(
     has_values = rows.attach(state, fields)
     if was_loaded or not has_values:
         state.take(loaded if was_loaded else None)
-    state.stepped = was_loaded or has_values
-    state.counts_anew = has_values and not was_loaded and bool(probe.scalar_state)
+    state.begin(was_loaded, has_values)
     return state
 
 

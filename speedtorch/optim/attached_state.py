@@ -52,6 +52,11 @@ class AttachedState:
         """Whether the rows' state comes from a file, and the step count from nowhere."""
         self._note_settings(optimizer, group_of(optimizer, rows.parameter))
 
+    def begin(self, was_loaded: bool, was_read: bool) -> None:
+        """Says whether the rows' state was loaded before, or read from a file with their table."""
+        self.stepped = was_loaded or was_read
+        self.counts_anew = was_read and not was_loaded and bool(self.probe.scalar_state)
+
     @property
     def has_stepped(self) -> bool:
         """Whether the state is that of after some step."""

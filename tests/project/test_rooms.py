@@ -96,3 +96,59 @@ def test_includes_go_down(file: Path) -> None:
     assert [room for room in rooms if CSRC_ROOMS.index(room) > own] == []
     if file.suffix in (".cu", ".cuh"):  # nvcc compiles them beside any torch
         assert re.findall(r"#include <(torch|ATen|c10)", file.read_text()) == []
+
+
+# What torch's objects show of ours, what autograd keeps for a node, and what Python keeps of errors
+# and finalisers.
+NOT_OURS = {"grad", "data", "state", "param_groups", "load_state_dict", "filename", "atexit"}
+
+
+def assigned(node: ast.AST) -> Iterator[ast.Attribute]:
+    """The attributes that are assigned to within a piece of source."""
+    for each in ast.walk(node):
+        targets = each.targets if isinstance(each, ast.Assign) else []
+        if isinstance(each, ast.AugAssign | ast.AnnAssign):
+            targets = [each.target]
+        for target in targets:
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            yield from (part for part in parts if isinstance(part, ast.Attribute))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_an_object_alone_writes_to_its_fields(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    own = {each.attr for each in assigned(tree) if ast.unparse(each.value) == "self"}
+    others = {
+        f"{ast.unparse(each)}, line {each.lineno}"
+        for each in assigned(tree)
+        if ast.unparse(each.value) not in ("self", "cls", "ctx")
+        and not each.attr.startswith("__")
+        and each.attr not in NOT_OURS | own
+    }
+    assert file.name == "row_weight.py" or others == set()
+
+
+def test_the_fields_of_an_object_are_written_from_one_file() -> None:
+    written: dict[str, dict[Path, set[str]]] = {}
+    bases: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                own = {each.attr for each in assigned(node) if ast.unparse(each.value) == "self"}
+                written[node.name] = {file: own} if own else {}
+                bases[node.name] = [ast.unparse(base).partition("[")[0] for base in node.bases]
+
+    def writers(name: str) -> dict[Path, set[str]]:
+        found = dict(written.get(name, {}))
+        for base in bases.get(name, []):
+            for file, own in writers(base).items():
+                found[file] = found.get(file, set()) | own
+        return found
+
+    for name in written:
+        files = writers(name)
+        if any("legacy" in file.parts for file in files):  # its families share fields of their own
+            fields = [field for own in files.values() for field in own]
+            assert len(fields) == len(set(fields)), name
+        else:
+            assert len(files) <= 1, name
