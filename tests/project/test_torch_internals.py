@@ -43,7 +43,16 @@ def test_every_part_has_a_test() -> None:
     text = Path(__file__).read_text().split("\n", 1)[1]
     assert [name for name in torch_internals.__all__ if f"torch_internals.{name}" not in text] == []
     own = {name for name, value in vars(torch_internals).items() if not inspect.ismodule(value)}
-    public = {"Any", "Callable", "Optimizer", "OrderedDict", "Tensor", "annotations", "cache"}
+    public = {
+        "Any",
+        "Callable",
+        "Optimizer",
+        "OrderedDict",
+        "Tensor",
+        "annotations",
+        "cache",
+        "partial",
+    }
     assert {name for name in own if name[0] != "_"} - public == set(torch_internals.__all__)
 
 
