@@ -3,7 +3,7 @@
 #   VENV     the environment that make setup makes; empty: use PYTHON's own as it is
 #   PYTHON   the interpreter that .venv is made from, or that is used where VENV is empty
 #   TORCH    what to install where PYTHON has no torch >= 2.11
-#   ARGS     more arguments for demo, test, soak and bench
+#   ARGS     more arguments for demo, check, test, soak and bench
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,6 +19,7 @@ export PATH := $(if $(VENV),$(abspath $(VENV))/bin:)$(PATH)
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 LIBRARY := speedtorch/_C.abi3.so
 INSTALLED := $(if $(VENV),$(VENV)/.speedtorch-installed)
+TEST := $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 BUILT := build/.built-$(SPEEDTORCH_CUDA)
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*)
 
@@ -30,7 +31,7 @@ CLIENTS := .venv-clients
 CLIENT_PACKAGES := einops lightning safetensors sentence-transformers accelerate
 CLIENT_PACKAGES_ALONE := pytorch_optimizer torch_optimizer pytorch_ranger bitsandbytes torchao
 
-.PHONY: help setup demo test soak clients lint sanitize bench clean force
+.PHONY: help setup demo check test soak clients lint sanitize bench clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -40,8 +41,11 @@ setup: $(BUILT) ## .venv with torch and every tool, and the library built; nothi
 demo: setup ## word2vec on real text with its table in host memory
 	$(PY) -m speedtorch demo word2vec $(ARGS)
 
+check: lint ## lint, and the tests that are fast: before each commit
+	$(TEST) -m 'not slow and not soak and not clients' $(ARGS)
+
 test: setup ## the tests, on all cores; with a GPU one after another, and those that need one too
-	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(TEST) $(ARGS)
 
 soak: setup ## 100,000 random programs against torch.nn.Embedding: hours
 	SPEEDTORCH_PROGRAMS=100000 $(PY) -m pytest -m '' tests/nn/test_embedding_machine.py $(ARGS)

@@ -33,22 +33,23 @@ def main() -> None:
         raise SystemExit("benchmarks: no GPU here; they measure the link between the host and one")
     if arguments.small and "OUT" not in os.environ:
         raise SystemExit("benchmarks: --small needs a folder for its results in OUT")
-    run = run_stem
+    known = {}
     if "OUT" in os.environ:
-        run = partial(run, OUT=str(Path(os.environ["OUT"]).resolve()))
+        known["OUT"] = str(Path(os.environ["OUT"]).resolve())
     if arguments.small:
-        run = partial(run, SPEEDTORCH_BENCH_SIZES="small", OMP_NUM_THREADS="1")
+        known |= {"SPEEDTORCH_BENCH_SIZES": "small", "OMP_NUM_THREADS": "1"}
+    run = partial(run_stem, **known)
     # A rehearsal measures nothing: its benchmarks may disturb each other.
     with ThreadPoolExecutor(os.cpu_count() if arguments.small else 1) as pool:
         errors = dict(zip(stems, tqdm(pool.map(run, stems), "benchmarks", len(stems)), strict=True))
-    for stem, error in errors.items():
-        if error is not None:
-            print(f"benchmarks: {stem} failed: {error}", flush=True)
+    failed = {stem: error for stem, error in errors.items() if error is not None}
+    for stem, error in failed.items():
+        print(f"benchmarks: {stem} failed: {error}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     print(f"host memory: {peak:.1f} GiB at most were resident for one benchmark")
     print(targets.as_text(report.read_results()))
     plots.draw(report.read_results())
-    if failed := [stem for stem, error in errors.items() if error is not None]:
+    if failed:
         raise SystemExit(f"benchmarks: {', '.join(failed)} failed")
     if "OUT" not in os.environ:
         report.write_readme()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -10,13 +9,14 @@ import torch
 from torch import Tensor
 
 import speedtorch
-from benchmarks.harness import WARM_UPS, Figure, Report
+from benchmarks.harness import WARM_UPS, Measured, figure_of
 from benchmarks.sizes import SIZES
 
+TITLE = f"{SIZES.batch:,} x 128 float32 rows of {SIZES.rows:,}, on the CPU"
 
-def main() -> None:
-    """Measures and stores all figures in one run; the ways take turns, batch by batch."""
-    report = Report("cpu", f"{SIZES.batch:,} x 128 float32 rows of {SIZES.rows:,}, on the CPU")
+
+def measured() -> Measured:
+    """The ways take turns, batch by batch."""
     table = speedtorch.empty((SIZES.rows, 128), memory="plain").fill_(1)
     rows = torch.ones(SIZES.batch, 128)
     ways: dict[str, dict[str, Callable[[Tensor], object]]] = {
@@ -46,22 +46,11 @@ def main() -> None:
                     run(ids)
                     times[name].append((time.perf_counter() - begin) * 1e3)
             for name, taken in times.items():
-                taken = taken[WARM_UPS:]
-                median = statistics.median(taken)
-                report.add(
-                    Figure(
-                        section,
-                        f"{name}, {threads} threads",
-                        median,
-                        min(taken),
-                        max(taken),
-                        rows.nbytes / median / 1e6,
-                        None,
-                        {"kind": "ours" if "speedtorch" in name else "torch", "threads": threads},
-                    )
+                yield figure_of(
+                    section,
+                    f"{name}, {threads} threads",
+                    taken[WARM_UPS:],
+                    nbytes=rows.nbytes,
+                    kind="ours" if "speedtorch" in name else "torch",
+                    threads=threads,
                 )
-    report.save()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
 
 import speedtorch
-from benchmarks.bench_word2vec import SkipGram, batches, loop_of
-from benchmarks.harness import Report
+from benchmarks.bench_word2vec import SkipGram, batches, skip_gram_loop
+from benchmarks.harness import Figure, Measured
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.training import step_figure
 
 CAP_BYTES = int(11.17 * 2**30)
 HOST_BYTES = 90 << 30  # that the widest tables of ours may take here
 STEPS = 20
+TITLE = "tables that a GPU of 11.17 GiB cannot train"
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Target and context tables of one size."""
 
     rows: int
@@ -44,20 +43,6 @@ CASES = (
 )
 
 
-@contextmanager
-def capped_gpu() -> Iterator[None]:
-    """torch's allocator has no more than the GPU of 2019 had."""
-    if DEVICE == "cpu":
-        yield
-        return
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 def forget() -> None:
     """Gives cached memory back."""
     gc.collect()
@@ -74,34 +59,34 @@ def used_outside_torch() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
+def step_of_torch(case: Case, columns: int) -> None:
+    """One step with everything in GPU memory."""
+    model = SkipGram(lambda: nn.Embedding(case.rows, columns, device=DEVICE))
+    loop = skip_gram_loop(model, case.make(model.parameters()))
+    for _ in loop(batches(case.rows, 0)[:1]):
+        pass
+
+
 def plain_torch(case: Case, columns: int) -> str | None:
-    """One step with everything in GPU memory; the error if it does not fit."""
+    """The error if torch's tables do not fit."""
+    forget()
     error = None
     try:
-        model = SkipGram(lambda: nn.Embedding(case.rows, columns, device=DEVICE))
-        optimizer = case.make(model.parameters())
-        for _ in loop_of(model, optimizer)(batches(case.rows, 0)[:1]):
-            pass
+        step_of_torch(case, columns)
     except torch.OutOfMemoryError as caught:
         error = str(caught).split(". GPU 0")[0]
-    model = optimizer = None  # type: ignore[assignment]
-    forget()
     return error
 
 
 def widest_of_torch(case: Case) -> int:
     """Most columns, a multiple of 4, that plain torch trains; 0 without a GPU."""
-    if DEVICE == "cpu":
-        return 0
-    low, high = 0, case.columns // 4
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if plain_torch(case, 4 * middle) is None else (low, middle)
-    return 4 * low
+    tried = range(1, case.columns // 4 if DEVICE == "cuda" else 1)
+    return 4 * bisect(tried, 0, key=lambda columns: plain_torch(case, 4 * columns) is not None)
 
 
-def ours(case: Case, columns: int, steps: int, report: Report | None) -> dict[str, Any]:
+def ours(case: Case, columns: int, steps: int) -> tuple[Figure, dict[str, Any]]:
     """Trains with tables and state in host memory."""
+    forget()
     before = used_outside_torch()
     model = SkipGram(lambda: speedtorch.Embedding(case.rows, columns, device=DEVICE))
     optimizer = case.make(model.parameters())
@@ -110,14 +95,12 @@ def ours(case: Case, columns: int, steps: int, report: Report | None) -> dict[st
     figure = step_figure(
         case.section,
         f"speedtorch, prefetch, GPU capped at {CAP_BYTES / 2**30:.2f} GiB",
-        loop_of(model, optimizer, ahead=True),
+        skip_gram_loop(model, optimizer, ahead=True),
         batches(case.rows, steps),
         kind="ours",
         columns=columns,
     )
-    if report is not None:
-        report.add(figure)
-    return {
+    return figure, {
         "columns": columns,
         "host_bytes": model.u.table.nbytes + model.v.table.nbytes,
         "gpu_bytes": torch.cuda.max_memory_reserved() if DEVICE == "cuda" else 0,
@@ -125,25 +108,18 @@ def ours(case: Case, columns: int, steps: int, report: Report | None) -> dict[st
     }
 
 
-def main() -> None:
-    """Measures and stores all figures in one run."""
-    report = Report("headline", "tables that a GPU of 11.17 GiB cannot train")
-    with capped_gpu():
-        for case in CASES:
-            facts: dict[str, Any] = {"plain torch": plain_torch(case, case.columns)}
-            facts["speedtorch"] = ours(case, case.columns, STEPS, report)
-            forget()
-            report.extra[case.section] = facts
-            if not SIZES.headline_grows:
-                continue
+def measured() -> Measured:
+    """Both cases, where torch's allocator has no more than the GPU of 2019 had."""
+    if DEVICE == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total)
+    for case in CASES:
+        facts: dict[str, Any] = {"plain torch": plain_torch(case, case.columns)}
+        figure, facts["speedtorch"] = ours(case, case.columns, STEPS)
+        yield figure
+        if SIZES.headline_grows:
             facts["widest of plain torch"] = widest_of_torch(case)
             record = case.rows * 2 * 4 * (1 + case.states)
             widest = min(HOST_BYTES, SIZES.managed_bytes * 2) // record // 4 * 4
-            facts["widest tried here"] = ours(case, max(4, widest), 3, None)
-            forget()
-            print(f"headline: {case.section}: {facts}", flush=True)
-    report.save()
-
-
-if __name__ == "__main__":
-    main()
+            _, facts["widest tried here"] = ours(case, max(4, widest), 3)
+        yield case.section, facts

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Report
+from benchmarks.harness import Measured
 from benchmarks.sizes import DEVICE, SIZES
 
 ROWS, COLUMNS = SIZES.rows, 128
 PAYLOAD = ROWS * COLUMNS * 4
 KINDS = ("managed", "registered", "plain", "torch pin_memory") if DEVICE == "cuda" else ("plain",)
+TITLE = f"{ROWS:,} x {COLUMNS} float32 ({PAYLOAD / 1e9:.2f} GB) made ready"
 
 
 def status_bytes(key: str) -> int:
@@ -48,30 +49,16 @@ def make_ready(kind: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def measured() -> Measured:
     """Each kind three times in processes of their own, so that one does not warm up the next."""
-    report = Report(
-        "host_memory", f"{ROWS:,} x {COLUMNS} float32 ({PAYLOAD / 1e9:.2f} GB) made ready"
-    )
     for kind in KINDS:
         command = [sys.executable, "-m", "benchmarks.bench_host_memory", kind]
         runs = [
             json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
             for _ in range(3)
         ]
-        median = sorted(runs, key=lambda run: run["seconds"])[1]
-        report.extra[kind] = median
-        print(
-            f"{kind:20} {median['seconds']:6.2f} s, resident {PAYLOAD / 1e9:.2f} GB "
-            f"{median['resident_bytes_beyond_payload'] / 2**20:+.1f} MiB, page tables "
-            f"{median['page_table_bytes'] / 2**20:.1f} MiB",
-            flush=True,
-        )
-    report.save()
+        yield kind, sorted(runs, key=lambda run: run["seconds"])[1]
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(make_ready(sys.argv[1])))
-    else:
-        main()
+    print(json.dumps(make_ready(sys.argv[1])))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 import speedtorch
-from benchmarks.harness import Figure, Report, measure, turns
+from benchmarks.harness import Figure, Measured, measure, turns
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.tables import host_table
 
 FIELDS, COLUMNS = 3, 128
 RECORD_BYTES = FIELDS * COLUMNS * 4
 NBYTES = 2 * SIZES.batch * RECORD_BYTES
+TITLE = f"{SIZES.batch:,} records of {RECORD_BYTES} B each way"
+Plan: TypeAlias = list[Tensor] | None
 
 
 def two_way_bound() -> Figure:
@@ -50,25 +53,17 @@ def pairs(rows: int, overlap: float) -> Iterator[tuple[Tensor, Tensor]]:
         yield ids[:count], ids[moved : moved + count][torch.randperm(count, device=DEVICE)]
 
 
-def main() -> None:
-    """Measures and stores all figures in one run."""
-    report = Report("optimizer_state_swap", f"{SIZES.batch:,} records of {RECORD_BYTES} B each way")
-    bound = report.add(two_way_bound())
+def measured() -> Measured:
+    """From tables of several sizes, with and without rows that stay where they are."""
+    yield (bound := two_way_bound())
     leaving, arriving = (
         [torch.rand(SIZES.batch, COLUMNS, device=DEVICE) for _ in range(FIELDS)] for _ in range(2)
     )
-    unit = SIZES.managed_bytes // 48
     for kind, gibibytes in (("managed", 16), ("managed", 48), ("registered", 16)):
-        rows = unit * gibibytes // RECORD_BYTES
-        record = host_table(kind, rows, FIELDS * COLUMNS)
-        host = list(record.split(COLUMNS, dim=1))
+        rows = SIZES.managed_bytes // 48 * gibibytes // RECORD_BYTES
+        host = list(host_table(kind, rows, FIELDS * COLUMNS).split(COLUMNS, dim=1))
 
-        def plain(pair: tuple[Tensor, Tensor], host: list[Tensor] = host) -> None:
-            speedtorch.optimizer_state_swap(host, leaving, pair[0], arriving, pair[1])
-
-        def planned(
-            given: tuple[Tensor, Tensor, list[Tensor], list[Tensor]], host: list[Tensor] = host
-        ) -> None:
+        def swap(given: tuple[Tensor, Tensor, Plan, Plan], host: list[Tensor] = host) -> None:
             evict, load, evict_plan, load_plan = given
             speedtorch.optimizer_state_swap(
                 host, leaving, evict, arriving, load, evict_plan=evict_plan, load_plan=load_plan
@@ -76,31 +71,21 @@ def main() -> None:
 
         for overlap in (0.0, 0.5):
             batches = list(pairs(rows, overlap))
-            plans = [
-                (a, b, speedtorch.plan_rows(a, rows), speedtorch.plan_rows(b, rows))
-                for a, b in batches
-            ]
-            for planning, run, given in (
-                ("included", plain, batches),
-                ("excluded", planned, plans),
+            plans = [[speedtorch.plan_rows(ids, rows) for ids in pair] for pair in batches]
+            for planning, given in (
+                ("included", [(*pair, None, None) for pair in batches]),
+                ("excluded", [(*pair, *two) for pair, two in zip(batches, plans, strict=True)]),
             ):
-                report.add(
-                    measure(
-                        "records",
-                        f"speedtorch, {kind} memory, {gibibytes} GiB, {overlap:.0%} of rows stay, "
-                        f"planning {planning}",
-                        run,
-                        given,
-                        nbytes=NBYTES * (1 - overlap),
-                        bound=None if overlap else bound,  # the bound moves every row
-                        kind=kind,
-                        gibibytes=gibibytes,
-                        overlap=overlap,
-                        planning=planning,
-                    )
+                yield measure(
+                    "records",
+                    f"speedtorch, {kind} memory, {gibibytes} GiB, {overlap:.0%} of rows stay, "
+                    f"planning {planning}",
+                    swap,
+                    given,
+                    nbytes=NBYTES * (1 - overlap),
+                    bound=None if overlap else bound,  # the bound moves every row
+                    kind=kind,
+                    gibibytes=gibibytes,
+                    overlap=overlap,
+                    planning=planning,
                 )
-    report.save()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,19 +6,20 @@ import torch
 
 import speedtorch
 from benchmarks.directions import GATHER, SCATTER
-from benchmarks.harness import Report, measure, turns
+from benchmarks.harness import Measured, measure, turns
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.tables import host_table
 
+TITLE = f"{SIZES.run_bytes >> 20} MiB of consecutive rows"
 
-def main() -> None:
-    """Measures and stores all figures in one run."""
-    report = Report("pinned_copy", f"{SIZES.run_bytes >> 20} MiB of consecutive rows")
+
+def measured() -> Measured:
+    """Ours of both kinds of memory, beside torch's copy of the same."""
     rows = SIZES.run_bytes // 512
     on_gpu = torch.ones(rows, 128, device=DEVICE)
     for way in (GATHER, SCATTER):
         section = "to the GPU" if way.inward else "from the GPU"
-        bound = report.add(way.bound(section, rows, 512))
+        yield (bound := way.bound(section, rows, 512))
         for kind in ("managed", "registered"):
             run = host_table(kind, rows, 128)
             field = host_table(kind, rows, 384)[:, 128:256]
@@ -28,24 +29,17 @@ def main() -> None:
                 (f"torch copy_, {kind} memory", run, _torch_copy),
             ):
                 target, source = (on_gpu, host) if way.inward else (host, on_gpu)
-                report.add(
-                    measure(
-                        section,
-                        name,
-                        lambda _, copy=copy, target=target, source=source: copy(target, source),
-                        turns(7),
-                        nbytes=SIZES.run_bytes,
-                        bound=bound,
-                        on_host_clock=copy is _torch_copy,
-                        kind=name,
-                    )
+                yield measure(
+                    section,
+                    name,
+                    lambda _, copy=copy, target=target, source=source: copy(target, source),
+                    turns(7),
+                    nbytes=SIZES.run_bytes,
+                    bound=bound,
+                    on_host_clock=copy is _torch_copy,
+                    kind=name,
                 )
-    report.save()
 
 
 def _torch_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.bench_pinned_gather import run
+from functools import partial
+
 from benchmarks.directions import SCATTER
+from benchmarks.sections import sections_of
 
-
-def main() -> None:
-    """Measures and stores all figures in one run."""
-    run(SCATTER)
-
-
-if __name__ == "__main__":
-    main()
+TITLE = "rows from the GPU to host memory"
+measured = partial(sections_of, SCATTER)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 import speedtorch
-from benchmarks.harness import Report, fresh_ids, measure
+from benchmarks.harness import Measured, fresh_ids, measure
 from benchmarks.sizes import SIZES
 
+TITLE = f"ids of a table of {SIZES.rows:,} rows"
 
-def main() -> None:
-    """Measures and stores all figures in one run."""
-    report = Report("plan_rows", f"ids of a table of {SIZES.rows:,} rows")
+
+def measured() -> Measured:
+    """Ours beside torch's sorts."""
     for count in (SIZES.batch, SIZES.large_batch):
         for name, run in (
             ("speedtorch.plan_rows", lambda ids: speedtorch.plan_rows(ids, SIZES.rows)),
@@ -20,9 +21,4 @@ def main() -> None:
         ):
             ids = fresh_ids(SIZES.rows, count, 9)
             section = f"{count:,} ids"
-            report.add(measure(section, name, run, ids, nbytes=count * 8, kind=name, batch=count))
-    report.save()
-
-
-if __name__ == "__main__":
-    main()
+            yield measure(section, name, run, ids, nbytes=count * 8, kind=name, batch=count)

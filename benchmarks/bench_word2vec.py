@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import speedtorch
-from benchmarks.harness import Report, turns
-from benchmarks.peers import cupy_view, has_cupy
+from benchmarks.harness import Measured, turns
 from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
-from benchmarks.training import Loop, step_figure
+from benchmarks.tables import cupy_view, has_cupy
+from benchmarks.training import Loop, loop_of, prefetched, step_figure
 
 COLUMNS = 128
 POSITIVES, NEGATIVES = 4, 64
 CENTRES = SIZES.centres
 STEPS = 60
+TITLE = (
+    f"word2vec, {CENTRES} centres, {POSITIVES} positives and {NEGATIVES} negatives each, "
+    f"2 tables of {SIZES.rows:,} x {COLUMNS}"
+)
 
 
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     """Row ids of a step."""
 
     centres: Tensor
@@ -44,42 +47,36 @@ def batches(rows: int = SIZES.rows, steps: int = STEPS) -> list[Batch]:
     ]
 
 
-def loss_of(centres: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
-    """Skip-gram with negative sampling: `[n, D]`, `[n, p, D]`, `[n, q, D]`."""
-    columns = centres.unsqueeze(2)
-    near, far = torch.bmm(positives, columns), torch.bmm(negatives, columns)
-    return -(F.logsigmoid(near).sum() + F.logsigmoid(-far).sum()) / len(centres)
-
-
 class SkipGram(nn.Module):
-    """Two tables of one kind."""
+    """Skip-gram with negative sampling, two tables of one kind."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.u, self.v = make(), make()
 
     def forward(self, batch: Batch) -> Tensor:
-        return loss_of(self.u(batch.centres), self.v(batch.positives), self.v(batch.negatives))
+        columns = self.u(batch.centres).unsqueeze(2)
+        positives, negatives = self.v(batch.positives), self.v(batch.negatives)
+        near, far = torch.bmm(positives, columns), torch.bmm(negatives, columns)
+        return -(F.logsigmoid(near).sum() + F.logsigmoid(-far).sum()) / len(batch.centres)
 
 
-def loop_of(model: SkipGram, optimizer: optim.Optimizer, *, ahead: bool = False) -> Loop:
+def skip_gram_loop(model: SkipGram, optimizer: optim.Optimizer, *, ahead: bool = False) -> Loop:
     """Trains on batch after batch; our rows come by announce or prefetch."""
-    announces = isinstance(model.v, speedtorch.Embedding) and not ahead
 
     def ids(batch: Batch) -> dict[nn.Module, list[Tensor]]:
         return {model.u: [batch.centres], model.v: [batch.positives, batch.negatives]}
 
-    def loop(given: Sequence[Batch]) -> Iterator[None]:
-        for batch in speedtorch.prefetch(given, model, ids=ids) if ahead else given:
-            if announces:
-                model.u.announce(batch.centres)
-                model.v.announce(batch.positives, batch.negatives)
-            optimizer.zero_grad()
-            model(batch).backward()
-            optimizer.step()
-            yield
+    def announce(batch: Batch) -> None:
+        model.u.announce(batch.centres)
+        model.v.announce(batch.positives, batch.negatives)
 
-    return loop
+    ways: dict[str, Any] = {}
+    if ahead:
+        ways["loader"] = prefetched(model, ids)
+    elif isinstance(model.v, speedtorch.Embedding):
+        ways["before"] = announce
+    return loop_of(optimizer, lambda batch: model(batch).backward(), **ways)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -89,41 +86,26 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 }
 
 
-def ours(report: Report) -> None:
+def ours(name: str) -> Measured:
     """Rows and state in host memory."""
-    for name in OPTIMIZERS:
-        ours_with(name, report)
-        gc.collect()
-
-
-def ours_with(name: str, report: Report) -> None:
-    """One optimizer; its tables go with this call, as the loops that hold them do."""
     model = SkipGram(lambda: speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE))
     optimizer = OPTIMIZERS[name](model.parameters())
     speedtorch.attach(optimizer, model)
     for ahead in (False, True):
         title = f"speedtorch, {name}{', prefetch' if ahead else ''}"
-        loop = loop_of(model, optimizer, ahead=ahead)
-        figure = step_figure(
-            "step", title, loop, batches(), kind="ours", optimizer=name, ahead=ahead
-        )
-        report.add(figure)
+        loop = skip_gram_loop(model, optimizer, ahead=ahead)
+        told = {"optimizer": name, "ahead": ahead}
+        yield step_figure("step", title, loop, batches(), kind="ours", **told)
 
 
-def torchs(report: Report) -> None:
+def torchs(name: str, *, sparse: bool) -> Measured:
     """Everything in the memory of the GPU."""
-    for name, sparse in (("SparseAdam", True), ("Adamax", False)):
-        model = SkipGram(
-            lambda sparse=sparse: nn.Embedding(SIZES.rows, COLUMNS, sparse=sparse, device=DEVICE)
-        )
-        optimizer = OPTIMIZERS[name](model.parameters())
-        title = f"torch, {'sparse' if sparse else 'dense'} {name}, all in GPU memory"
-        loop = loop_of(model, optimizer)
-        given = batches() if sparse else batches()[:12]
-        figure = step_figure("step", title, loop, given, kind="torch", optimizer=name)
-        report.add(figure)
-        del model, optimizer, loop
-        gc.collect()
+    model = SkipGram(lambda: nn.Embedding(SIZES.rows, COLUMNS, sparse=sparse, device=DEVICE))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    title = f"torch, {'sparse' if sparse else 'dense'} {name}, all in GPU memory"
+    loop = skip_gram_loop(model, optimizer)
+    given = batches() if sparse else batches()[:12]
+    yield step_figure("step", title, loop, given, kind="torch", optimizer=name)
 
 
 class Slots(SkipGram):
@@ -135,11 +117,7 @@ class Slots(SkipGram):
         centres = torch.arange(CENTRES, device=DEVICE)
         others = torch.arange(self.v.num_embeddings, device=DEVICE)
         near, far = others.split([CENTRES * POSITIVES, CENTRES * NEGATIVES])
-        self._positions = Batch(centres, near.view(CENTRES, -1), far.view(CENTRES, -1))
-
-    def loss(self) -> Tensor:
-        loss: Tensor = self(self._positions)
-        return loss
+        self.positions = Batch(centres, near.view(CENTRES, -1), far.view(CENTRES, -1))
 
 
 def ids_of(batch: Batch) -> dict[str, Tensor]:
@@ -150,11 +128,11 @@ def ids_of(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def factories(report: Report) -> None:
+def factories() -> Measured:
     """ModelFactory and OptimizerFactory, which the user calls before and after each step."""
     model = Slots()
     optimizer = optim.Adamax(model.parameters())
-    switchers = {}
+    switchers: list[tuple[str, Any]] = []
     for name in ("u", "v"):
         table = speedtorch.HostTable(SIZES.rows, COLUMNS, state=("exp_avg", "exp_inf"))
         weights = speedtorch.ModelFactory(
@@ -164,34 +142,31 @@ def factories(report: Report) -> None:
             optimizer, SIZES.rows, COLUMNS, model, name, CPUPinn=True, table=table
         )
         states.optInit()
-        switchers[name] = (weights, states)
+        switchers += [(name, weights), (name, states)]
 
-    def loop(given: Sequence[Batch]) -> Iterator[None]:
-        for batch in given:
-            ids = ids_of(batch)
-            for name, pair in switchers.items():
-                for switcher in pair:
-                    switcher.beforeForwardPass(ids[name])
-            optimizer.zero_grad()
-            model.loss().backward()
-            optimizer.step()
-            for name, pair in switchers.items():
-                for switcher in pair:
-                    switcher.afterOptimizerStep(ids[name])
-            yield
+    def each(method: str, ids: dict[str, Tensor]) -> None:
+        for name, switcher in switchers:
+            getattr(switcher, method)(ids[name])
 
+    loop = loop_of(
+        optimizer,
+        lambda _: model(model.positions).backward(),
+        loader=lambda given: map(ids_of, given),
+        before=partial(each, "beforeForwardPass"),
+        after=partial(each, "afterOptimizerStep"),
+    )
     title = "speedtorch, ModelFactory and OptimizerFactory, Adamax"
-    report.add(step_figure("step", title, loop, batches(), kind="factories", optimizer="Adamax"))
+    yield step_figure("step", title, loop, batches(), kind="factories", optimizer="Adamax")
 
 
-def cupys(report: Report) -> None:
+def cupys() -> Measured:
     """A loop as SpeedTorch wrote it with CuPy: zero-copy take before, put after a step.
 
     Its ids are NumPy arrays, which each take and put brings to the GPU.
     """
     model = Slots()
     optimizer = optim.Adamax(model.parameters())
-    model.loss().backward()
+    model(model.positions).backward()
     optimizer.step()
     memory = "registered" if DEVICE == "cuda" else "plain"
     shape = (SIZES.rows, COLUMNS)
@@ -203,46 +178,35 @@ def cupys(report: Report) -> None:
         for name in ("u", "v")
     }
 
-    def held(name: str) -> dict[str, Tensor]:
-        weight = getattr(model, name).weight
-        state = optimizer.state[weight]
-        return {"weight": weight.data, "exp_avg": state["exp_avg"], "exp_inf": state["exp_inf"]}
+    def held() -> Iterator[tuple[str, Any, Tensor]]:
+        for name, fields in tables.items():
+            weight = getattr(model, name).weight
+            state = optimizer.state[weight]
+            for field, table in fields.items():
+                yield name, table, weight.data if field == "weight" else state[field]
 
-    def loop(given: Sequence[Any]) -> Iterator[None]:
-        for ids in given:
-            for name, fields in tables.items():
-                for field, rows in held(name).items():
-                    rows.copy_(torch.as_tensor(fields[field].take(ids[name], axis=0)))
-            optimizer.zero_grad()
-            model.loss().backward()
-            optimizer.step()
-            for name, fields in tables.items():
-                for field, rows in held(name).items():
-                    fields[field][ids[name]] = cupy_view(rows)
-            yield
+    def take(ids: dict[str, Any]) -> None:
+        for name, table, rows in held():
+            rows.copy_(torch.as_tensor(table.take(ids[name], axis=0)))
 
+    def put(ids: dict[str, Any]) -> None:
+        for name, table, rows in held():
+            table[ids[name]] = cupy_view(rows)
+
+    loop = loop_of(optimizer, lambda _: model(model.positions).backward(), before=take, after=put)
     title = "CuPy zero-copy, as SpeedTorch did, Adamax"
     given = [
         {name: ids.cpu().numpy() for name, ids in ids_of(batch).items()} for batch in batches()
     ]
-    report.add(step_figure("step", title, loop, given, kind="CuPy", optimizer="Adamax"))
+    yield step_figure("step", title, loop, given, kind="CuPy", optimizer="Adamax")
 
 
-def main() -> None:
-    """Measures and stores all figures in one run."""
-    title = (
-        f"word2vec, {CENTRES} centres, {POSITIVES} positives and {NEGATIVES} negatives each, "
-        f"2 tables of {SIZES.rows:,} x {COLUMNS}"
-    )
-    report = Report("word2vec", title)
-    torchs(report)
-    ours(report)
-    factories(report)
-    gc.collect()
+def measured() -> Measured:
+    """Each way's tables go with its call, before the next begins."""
+    ways = [torchs("SparseAdam", sparse=True), torchs("Adamax", sparse=False)]
+    ways += [*map(ours, OPTIMIZERS), factories()]
     if has_cupy():
-        cupys(report)
-    report.save()
-
-
-if __name__ == "__main__":
-    main()
+        ways.append(cupys())
+    for way in ways:
+        yield from way
+        gc.collect()

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import ROOT, STEMS, run_stem
+from benchmarks.processes import ROOT, STEMS, commit_of, run_stem
 
-LIBRARIES = ("old", "new")
 TOLERANCE = 1.03
 # Ways of others, and what bounds ours: they tell how much the machine itself has changed.
 PEERS = ("bound", "alone", "torch", "cupy")
@@ -45,23 +44,16 @@ class Line:
     peer: bool
 
     @property
-    def ratio(self) -> float:
-        """New to old; NaN where one of them is missing."""
-        if not (self.old_ms and self.new_ms):
-            return float("nan")
-        return statistics.median(self.new_ms) / statistics.median(self.old_ms)
-
-    @property
     def verdict(self) -> str:
         """Worse and better only beyond both the tolerance and the old library's own spread."""
         if not self.old_ms:
             return "new only"
         if not self.new_ms:
             return "MISSING"
-        new = statistics.median(self.new_ms)
-        if self.ratio > TOLERANCE and new > max(self.old_ms):
+        old, new = statistics.median(self.old_ms), statistics.median(self.new_ms)
+        if new / old > TOLERANCE and new > max(self.old_ms):
             return "not ours: slower" if self.peer else "WORSE"
-        if self.ratio < 1 / TOLERANCE and new < min(self.old_ms):
+        if new / old < 1 / TOLERANCE and new < min(self.old_ms):
             return "not ours: faster" if self.peer else "better"
         return "as before"
 
@@ -90,7 +82,7 @@ def order(stems: Sequence[str], rounds: int) -> Iterator[tuple[str, int, str]]:
     """Stem by stem, so that those that are done are done with; who begins alternates."""
     for stem in stems:
         for number in range(rounds):
-            for library in LIBRARIES if number % 2 == 0 else LIBRARIES[::-1]:
+            for library in ("old", "new") if number % 2 == 0 else ("new", "old"):
                 yield stem, number, library
 
 
@@ -114,14 +106,12 @@ def as_text(runs: Sequence[Run]) -> str:
     ]
     lines = lines_of(runs)
     for line in lines:
-        old, new = (
-            f"{statistics.median(each):.4g}" if each else "" for each in (line.old_ms, line.new_ms)
-        )
-        spread = f"{min(line.old_ms):.4g} to {max(line.old_ms):.4g}" if line.old_ms else ""
-        ratio = f"{line.ratio:.3f}" if line.old_ms and line.new_ms else ""
-        rows.append(
-            f"| {line.stem} | {line.figure} | {old} | {spread} | {new} | {ratio} | {line.verdict} |"
-        )
+        old, new = (statistics.median(each or [0]) for each in (line.old_ms, line.new_ms))
+        spread = f"{min(line.old_ms):.4g} to {max(line.old_ms):.4g}" if old else ""
+        ratio = f"{new / old:.3f}" if old and new else ""
+        middles = [f"{each:.4g}" if each else "" for each in (old, new)]
+        told = (line.stem, line.figure, middles[0], spread, middles[1], ratio, line.verdict)
+        rows.append(f"| {' | '.join(told)} |")
     failed = [
         f"{run['library']} {run['stem']}, round {run['round']}: {run['error']}"
         for run in runs
@@ -153,39 +143,17 @@ def folder_of(library: Path, where: Path) -> Path:
     return where
 
 
-def commit_of(library: Path) -> str:
-    """What git calls it, if git knows it."""
-    ask = ["git", "-C", str(library), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(ask, capture_output=True, text=True).stdout.strip() or "unknown"
-
-
 def one_run(folder: Path, stem: str, timeout: float | None, sizes: str) -> dict[str, Any]:
     """Figures, error and seconds of a stem in a process of its own, with uncalibrated paths."""
     begin = time.monotonic()
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as out:
-        error = run_stem(
-            stem,
-            folder,
-            timeout=timeout,
-            quiet=True,
-            OUT=out,
-            XDG_CACHE_HOME=out,
-            SPEEDTORCH_CALIBRATE="0",
-            SPEEDTORCH_BENCH_SIZES=sizes,
-        )
-        path = Path(out) / f"{stem}.json"
+        known = {"OUT": out, "XDG_CACHE_HOME": out, "SPEEDTORCH_BENCH_SIZES": sizes}
+        known["SPEEDTORCH_CALIBRATE"] = "0"
+        error = run_stem(stem, folder, timeout=timeout, quiet=True, **known)
         if error is None:
-            figures = figures_of(json.loads(path.read_text()))
+            figures = figures_of(json.loads((Path(out) / f"{stem}.json").read_text()))
     return {"figures": figures, "error": error, "seconds": time.monotonic() - begin}
-
-
-def store(path: Path, runs: Sequence[Run], about: dict[str, Any]) -> None:
-    """Replaces the file as a whole, and the table beside it."""
-    fresh = path.with_suffix(".partial")
-    fresh.write_text(json.dumps({**about, "runs": list(runs)}, indent=1) + "\n")
-    fresh.replace(path)
-    path.with_suffix(".md").write_text(as_text(runs) + "\n")
 
 
 def compare(
@@ -195,14 +163,10 @@ def compare(
     run: Callable[[str, str, float | None], dict[str, Any]],
     seconds: float | None = None,
 ) -> bool:
-    """Does what is not in the file yet; whether that is all.
+    """Does of the wanted (stem, round, library) what is not in the JSON file yet; whether all is.
 
-    Args:
-        path: the JSON file.
-        about: what stands there beside the runs.
-        wanted: stem, round and library of each run, in order.
-        run: called with stem, library and the seconds that are left.
-        seconds: stop before a run that would last beyond these, by the longest of its stem so far.
+    `run` is called with stem, library and the seconds that are left; none begins that would last
+    beyond `seconds`, by the longest of its stem so far. `about` stands in the file beside the runs.
     """
     begin = time.monotonic()
     runs: list[Run] = json.loads(path.read_text())["runs"] if path.exists() else []
@@ -221,7 +185,10 @@ def compare(
                 return False
             told = {"figures": {}, "error": f"takes longer than {seconds} s", "seconds": seconds}
         runs.append({"stem": stem, "round": number, "library": library, **told})
-        store(path, runs, about)
+        fresh = path.with_suffix(".partial")  # then it is replaced as a whole
+        fresh.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
+        fresh.replace(path)
+        path.with_suffix(".md").write_text(as_text(runs) + "\n")
         print(f"{stem}, round {number + 1}, {library}: {told['seconds']:.1f} s", flush=True)
     return True
 

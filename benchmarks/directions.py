@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 import speedtorch
 from benchmarks.harness import Figure, fresh_ids, measure, turns
-from benchmarks.peers import cupy_view, has_cupy
 from benchmarks.sizes import DEVICE, SIZES
+from benchmarks.tables import cupy_view, has_cupy
 
-__all__ = ["GATHER", "SCATTER", "Direction"]
+Move: TypeAlias = Callable[[Tensor, Tensor, Tensor], object]
+"""Takes the table, the ids and the rows on the GPU."""
 
 
 @dataclass(frozen=True)
 class Direction:
-    """To the GPU or from it: our op, torch's on a table of the GPU, and the copy that bounds them.
+    """To the GPU or from it: our op, torch's on a table of the GPU, and what others do."""
 
-    Each function takes the table, the ids and the rows on the GPU.
-    """
-
-    stem: str
-    title: str
-    ours: Callable[[Tensor, Tensor, Tensor], object]
-    on_gpu: Callable[[Tensor, Tensor, Tensor], object]
-    on_gpu_name: str
     inward: bool
+    ours: Move
+    on_gpu: Move
+    on_gpu_name: str
+    as_timed: Move
+    """By torch, as SpeedTorch timed it in 2019."""
+    done_well: Callable[[Tensor, Tensor, Tensor, Tensor], object]
+    """By torch, through pinned staging."""
+    cupy_move: Callable[[Any, Any, Any], object]
+    """The same on CuPy's arrays."""
 
     def bound(self, section: str, count: int, row_bytes: int) -> Figure:
         """memcpy of as many contiguous bytes between pinned memory and the GPU."""
@@ -54,11 +57,10 @@ class Direction:
         *,
         kind: str,
         count: int = SIZES.batch,
-        bound: Figure | None = None,
         ids: Sequence[Tensor] | None = None,
-        run: Callable[[Tensor, Tensor, Tensor], object] | None = None,
-        on_host_clock: bool = False,
-        repetitions: int | None = None,
+        run: Move | None = None,
+        repetitions: int = SIZES.repetitions,
+        **told: Any,
     ) -> Figure:
         """Times one way of moving `count` rows of the table, ids fresh, planning included."""
         rows = torch.empty(count, *table.shape[1:], dtype=table.dtype, device=DEVICE)
@@ -71,70 +73,37 @@ class Direction:
             lambda batch: work(table, batch, rows[: len(batch)]),
             ids or fresh_ids(table.shape[0], count, repetitions),
             nbytes=count * row_bytes,
-            bound=bound,
-            on_host_clock=on_host_clock,
             kind=kind,
             row_bytes=row_bytes,
             batch=count,
             table_bytes=table.shape[0] * row_bytes,
+            **told,
         )
 
-    def peers(self, section: str, table: Tensor, bound: Figure) -> list[Figure]:
+    def peers(self, section: str, table: Tensor, bound: Figure) -> Iterator[Figure]:
         """What users have today, on the same table in mapped memory."""
-        rows = torch.empty(SIZES.batch, table.shape[1], device=DEVICE)
         staging = torch.empty(SIZES.batch, table.shape[1], pin_memory=DEVICE == "cuda")
-        ways = {"torch as SpeedTorch timed it": (_as_timed_in if self.inward else _as_timed_out)}
-        well = _staged_in if self.inward else _staged_out
-        ways["torch done well"] = lambda table, ids, rows: well(table, ids, rows, staging)
-        figures = []
+        ways: dict[str, Move] = {
+            "torch as SpeedTorch timed it": self.as_timed,
+            "torch done well": lambda *move: self.done_well(*move, staging),
+        }
         for name, way in ways.items():
-            figures.append(
-                measure(
-                    section,
-                    name,
-                    lambda ids, way=way: way(table, ids, rows),
-                    [ids.cpu() for ids in fresh_ids(table.shape[0], SIZES.batch, 9)],
-                    nbytes=rows.nbytes,
-                    bound=bound,
-                    on_host_clock=True,
-                    kind=name,
-                    row_bytes=table.shape[1] * 4,
-                    batch=SIZES.batch,
-                    table_bytes=table.nbytes,
-                )
-            )
-        if has_cupy():
-            figures.append(self.cupy(section, table, SIZES.batch, bound))
-        return figures
+            ids = [ids.cpu() for ids in fresh_ids(table.shape[0], SIZES.batch, 9)]
+            told = {"kind": name, "ids": ids, "run": way, "bound": bound, "on_host_clock": True}
+            yield self.move(section, name, table, **told)
+        yield from self.cupy(section, table, SIZES.batch, bound)
 
-    def cupy(self, section: str, table: Tensor, count: int, bound: Figure | None = None) -> Figure:
-        """CuPy's zero-copy take and put, which SpeedTorch was made of."""
+    def cupy(
+        self, section: str, table: Tensor, count: int, bound: Figure | None = None
+    ) -> Iterator[Figure]:
+        """CuPy's zero-copy take and put, which SpeedTorch was made of, where CuPy is."""
+        if not has_cupy():
+            return
         view = cupy_view(table)
-
-        def take(_: Tensor, ids: Tensor, __: Tensor) -> None:
-            view.take(cupy_view(ids), axis=0)
-
-        def put(_: Tensor, ids: Tensor, rows: Tensor) -> None:
-            view[cupy_view(ids)] = cupy_view(rows)
-
-        return self.move(
-            section,
-            "CuPy zero-copy, as SpeedTorch did",
-            table,
-            kind="CuPy",
-            count=count,
-            bound=bound,
-            run=take if self.inward else put,
-            repetitions=9,
-        )
-
-
-def _as_timed_in(table: Tensor, ids: Tensor, rows: Tensor) -> None:
-    table[ids].to(DEVICE)
-
-
-def _as_timed_out(table: Tensor, ids: Tensor, rows: Tensor) -> None:
-    table[ids] = rows.cpu()
+        name = "CuPy zero-copy, as SpeedTorch did"
+        told = {"kind": "CuPy", "count": count, "bound": bound, "repetitions": 9}
+        told["run"] = lambda _, ids, rows: self.cupy_move(view, cupy_view(ids), rows)
+        yield self.move(section, name, table, **told)
 
 
 def _staged_in(table: Tensor, ids: Tensor, rows: Tensor, staging: Tensor) -> None:
@@ -148,18 +117,20 @@ def _staged_out(table: Tensor, ids: Tensor, rows: Tensor, staging: Tensor) -> No
 
 
 GATHER = Direction(
-    stem="pinned_gather",
-    title="rows from host memory to the GPU",
+    inward=True,
     ours=lambda table, ids, rows: speedtorch.pinned_gather(table, ids, out=rows),
     on_gpu=lambda table, ids, rows: torch.index_select(table, 0, ids, out=rows),
     on_gpu_name="torch.index_select",
-    inward=True,
+    as_timed=lambda table, ids, rows: table[ids].to(DEVICE),
+    done_well=_staged_in,
+    cupy_move=lambda view, ids, rows: view.take(ids, axis=0),
 )
 SCATTER = Direction(
-    stem="pinned_scatter",
-    title="rows from the GPU to host memory",
+    inward=False,
     ours=lambda table, ids, rows: speedtorch.pinned_scatter(table, ids, rows),
     on_gpu=lambda table, ids, rows: table.index_copy_(0, ids, rows),
     on_gpu_name="torch index_copy_",
-    inward=False,
+    as_timed=lambda table, ids, rows: table.__setitem__(ids, rows.cpu()),
+    done_well=_staged_out,
+    cupy_move=lambda view, ids, rows: view.__setitem__(ids, cupy_view(rows)),
 )

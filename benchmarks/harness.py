@@ -1,26 +1,30 @@
-"""Timing with fresh inputs, facts about the machine, and results as JSON.
+"""Runs a benchmark: times each of its ways on fresh inputs, and stores the figures as JSON.
 
-A figure is the median of several repetitions with its lowest and highest; every repetition gets
-inputs of its own, made before the clock starts, because translations of addresses that were used
-before make a repetition look too good.
+A benchmark is a module `bench_<stem>` with a TITLE and a function `measured`, which yields its
+figures and, as pairs of name and value, facts beside them. A figure is the median of several
+repetitions with its lowest and highest; every repetition gets inputs of its own, made before the
+clock starts, because translations of addresses that were used before make a repetition look too
+good.
 """
 
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from benchmarks.processes import commit_of
 from benchmarks.sizes import DEVICE, SIZES
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,36 +41,59 @@ class Figure:
     low_ms: float
     high_ms: float
     gigabytes_per_s: float
-    share_of_bound: float | None = None
-    parameters: dict[str, Any] = field(default_factory=dict)
+    share_of_bound: float | None
+    parameters: dict[str, Any]
 
-
-@dataclass
-class Report:
-    """The figures of one benchmark, in one run on one machine."""
-
-    stem: str
-    title: str
-    figures: list[Figure] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, figure: Figure) -> Figure:
-        """Stores a figure and prints it."""
-        share = f"{figure.share_of_bound:6.2f} of the bound" if figure.share_of_bound else ""
-        print(
-            f"{self.stem}: {figure.section}: {figure.name:60} {figure.median_ms:9.4f} ms"
-            f" ({figure.low_ms:.4f} to {figure.high_ms:.4f})"
-            f" {figure.gigabytes_per_s:7.1f} GB/s {share}",
-            flush=True,
+    def __str__(self) -> str:
+        share = f"{self.share_of_bound:6.2f} of the bound" if self.share_of_bound else ""
+        return (
+            f"{self.section}: {self.name:60} {self.median_ms:9.4f} ms"
+            f" ({self.low_ms:.4f} to {self.high_ms:.4f}) {self.gigabytes_per_s:7.1f} GB/s {share}"
         )
-        self.figures.append(figure)
-        return figure
 
-    def save(self) -> Path:
-        """Writes results/<stem>.json, to $OUT instead where that is set."""
-        path = results_folder() / f"{self.stem}.json"
-        path.write_text(json.dumps({"machine": machine(), **asdict(self)}, indent=1) + "\n")
-        return path
+
+Measured: TypeAlias = Iterator[Figure | tuple[str, Any]]
+
+
+def figure_of(
+    section: str,
+    name: str,
+    times_ms: Iterable[float],
+    *,
+    nbytes: float = 0,
+    bound: Figure | None = None,
+    **parameters: Any,
+) -> Figure:
+    """A figure of repetitions that moved `nbytes` over the link; plots look for the parameters."""
+    times = list(times_ms)
+    median = statistics.median(times)
+    share = bound.median_ms / median if bound else None
+    rate = nbytes / median / 1e6
+    return Figure(section, name, median, min(times), max(times), rate, share, parameters)
+
+
+def run(stem: str) -> None:
+    """Measures, prints and stores all of one benchmark."""
+    benchmark = importlib.import_module(f"benchmarks.bench_{stem}")
+    figures: list[Figure] = []
+    extra: dict[str, Any] = {}
+    for told in benchmark.measured():
+        if isinstance(told, Figure):
+            figures.append(told)
+            print(f"{stem}: {told}", flush=True)
+        else:
+            name, fact = told
+            extra[name] = fact
+            if not name.endswith("_spans"):  # hundreds of numbers
+                print(f"{stem}: {name}: {fact}", flush=True)
+    result = {
+        "machine": machine(),
+        "stem": stem,
+        "title": benchmark.TITLE,
+        "figures": [asdict(figure) for figure in figures],
+        "extra": extra,
+    }
+    (results_folder() / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def results_folder() -> Path:
@@ -83,8 +110,6 @@ def machine() -> dict[str, str]:
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
         told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
         gpu, driver = (part.strip() for part in told.split(","))
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    known = subprocess.run(head, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": gpu,
         "driver": driver,
@@ -92,7 +117,7 @@ def machine() -> dict[str, str]:
         "cpu_cores": str(os.cpu_count()),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
-        "commit": os.environ.get("SPEEDTORCH_COMMIT") or known or "unknown",
+        "commit": os.environ.get("SPEEDTORCH_COMMIT") or commit_of(),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -103,16 +128,38 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+class _HostEvent:
+    """Does as an event of CUDA where there is no GPU."""
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: _HostEvent) -> float:
+        return (later.seconds - self.seconds) * 1e3
+
+
+def event() -> Any:
+    """Is recorded on the stream, and tells the milliseconds to another."""
+    return torch.cuda.Event(enable_timing=True) if DEVICE == "cuda" else _HostEvent()
+
+
 def _stream_ms(run: Callable[[Any], object], given: Any) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, stop = event(), event()
     start.record()
     run(given)
     stop.record()
-    torch.cuda.synchronize()
+    stop.synchronize()
     return float(start.elapsed_time(stop))
 
 
-def _wall_ms(run: Callable[[Any], object], given: Any) -> float:
+def wall_ms(run: Callable[[Any], object], given: Any = None) -> float:
+    """Milliseconds from a call until the GPU is done."""
     begin = time.perf_counter()
     run(given)
     synchronize()
@@ -125,63 +172,26 @@ def measure(
     run: Callable[[Any], object],
     inputs: Sequence[Any],
     *,
-    nbytes: float,
-    bound: Figure | None = None,
     on_host_clock: bool = False,
-    **parameters: Any,
+    **told: Any,
 ) -> Figure:
-    """Times `run` once for each of the inputs, the first of which warm up.
+    """Times `run` once for each of the inputs, none used twice, the first of which warm up.
 
-    Args:
-        section: which part of a benchmark this belongs to.
-        name: what is measured.
-        run: the work, queued on the current stream.
-        inputs: one for each repetition and warm-up, none used twice.
-        nbytes: bytes that cross the link.
-        bound: the figure to compare with.
-        on_host_clock: wall time from the call until the GPU is done, instead of events on the
-            stream; for work that the host takes part in.
-        **parameters: what plots and tables look for.
+    Work that the host takes part in is timed on its clock, other work by events on the stream.
     """
-    clock = _wall_ms if on_host_clock or DEVICE == "cpu" else _stream_ms
+    clock = wall_ms if on_host_clock else _stream_ms
     times = []
     for given in inputs:
         synchronize()
         times.append(clock(run, given))
-    times = times[WARM_UPS:]
-    median = statistics.median(times)
-    share = bound.median_ms / median if bound else None
-    rate = nbytes / median / 1e6
-    return Figure(section, name, median, min(times), max(times), rate, share, parameters)
+    return figure_of(section, name, times[WARM_UPS:], **told)
 
 
-def turns(repetitions: int | None = None) -> range:
+def turns(repetitions: int = SIZES.repetitions) -> range:
     """Inputs of work that needs none."""
-    wanted = SIZES.repetitions if repetitions is None else repetitions
-    return range(min(wanted, SIZES.most_repetitions) + WARM_UPS)
+    return range(min(repetitions, SIZES.most_repetitions) + WARM_UPS)
 
 
-def fresh_ids(rows: int, count: int, repetitions: int | None = None) -> list[torch.Tensor]:
+def fresh_ids(rows: int, count: int, repetitions: int = SIZES.repetitions) -> list[torch.Tensor]:
     """Random ids on the GPU, a batch for each repetition and warm-up."""
     return [torch.randint(rows, (count,), device=DEVICE) for _ in turns(repetitions)]
-
-
-def microseconds_synchronised(run: Callable[[], object]) -> list[float]:
-    """Wall times of calls, each waited for."""
-    times = []
-    for _ in range(SIZES.calls + SIZES.calls // 5):
-        times.append(_wall_ms(lambda _: run(), None) * 1e3)
-    return times[SIZES.calls // 5 :]
-
-
-def microseconds_issued(run: Callable[[], object]) -> float:
-    """Time that a call keeps the CPU, of many that nothing waits for."""
-    for _ in range(SIZES.calls // 5):
-        run()
-    synchronize()
-    begin = time.perf_counter()
-    for _ in range(SIZES.calls):
-        run()
-    spent = time.perf_counter() - begin
-    synchronize()
-    return spent / SIZES.calls * 1e6

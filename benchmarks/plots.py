@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from benchmarks.harness import results_folder
 
@@ -40,70 +41,65 @@ def curve(result: dict[str, Any], section: str, kind: str, x: str) -> list[tuple
     )
 
 
-def peers(result: dict[str, Any]) -> dict[str, float]:
-    """GB/s of torch's two ways with 512-byte rows: one point each, drawn where 512 bytes are."""
-    return {
-        figure["name"]: figure["gigabytes_per_s"]
-        for figure in result["figures"]
-        if figure["section"] == "128 float32" and figure["name"].startswith("torch")
-    }
-
-
-def draw_overlap(result: dict[str, Any], folder: Path) -> Path:
+def _draw_overlap(result: dict[str, Any]) -> Figure:
     """A few steps of a profiler's trace: the exchange, and the GPU's other work."""
     facts = result["extra"]
     figure, ax = plt.subplots(figsize=(12, 2.2))
-    for place, (name, color) in enumerate(
-        (("exchange", "tab:green"), ("compute", "tab:blue")), start=0
-    ):
+    for place, (name, color) in enumerate((("exchange", "tab:green"), ("compute", "tab:blue"))):
         spans = [(begin, end - begin) for begin, end in facts[f"{name}_spans"]]
         ax.broken_barh(spans, (place - 0.4, 0.8), color=color)
     ax.set_yticks([0, 1], ["exchange", "compute"])
     ax.set_xlabel("ms")
+    share = f"{facts['share_hidden']:.0%} of the exchange runs beside compute"
+    ax.set_title(share + _machine(result))
+    return figure
+
+
+def _draw_curves(result: dict[str, Any], title: str) -> Figure:
+    figure, axes = plt.subplots(1, len(_AXES), figsize=(15, 4.2), sharey=True)
+    for ax, (section, x, label, unit) in zip(axes, _AXES, strict=True):
+        for kind, style in _STYLES.items():
+            points = curve(result, section, kind, x)
+            if points:
+                ax.plot([p[0] / unit for p in points], [p[1] for p in points], **style)
+        if section == "curve: table size":
+            bound = curve(result, "128 float32", "bound", "row_bytes")
+            ax.axhline(bound[0][1], **_STYLES["bound"])
+        if x == "row_bytes":
+            # torch's two ways with 512-byte rows: one point each.
+            torchs = (
+                (each["name"], each["gigabytes_per_s"])
+                for each in result["figures"]
+                if each["section"] == "128 float32" and each["name"].startswith("torch")
+            )
+            for (name, rate), marker in zip(torchs, "xv", strict=False):
+                ax.plot([512], [rate], marker, color="tab:gray", label=name)
+        ax.set_xscale("log", base=2 if x != "batch" else 10)
+        ax.set_xlabel(label)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("GB/s over the link")
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title + _machine(result))
+    return figure
+
+
+def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
-    ax.set_title(
-        f"{facts['share_hidden']:.0%} of the exchange runs beside compute ({machine['gpu']},"
-        f" torch {machine['torch']}, {machine['date']})"
-    )
-    figure.tight_layout()
-    path = folder / f"{OVERLAP}.png"
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+    return f" ({machine['gpu']}, torch {machine['torch']}, {machine['date']})"
 
 
 def draw(results: dict[str, Any], folder: Path | None = None) -> list[Path]:
-    """Writes a picture for each direction that has been measured."""
-    drawn = []
+    """Writes a picture for each direction that has been measured, and of the overlap."""
+    figures = {}
     if results.get(OVERLAP, {}).get("extra"):
-        drawn.append(draw_overlap(results[OVERLAP], folder or results_folder()))
+        figures[OVERLAP] = _draw_overlap(results[OVERLAP])
     for stem, title in PICTURES.items():
-        if stem not in results:
-            continue
-        result = results[stem]
-        figure, axes = plt.subplots(1, len(_AXES), figsize=(15, 4.2), sharey=True)
-        for ax, (section, x, label, unit) in zip(axes, _AXES, strict=True):
-            for kind, style in _STYLES.items():
-                points = curve(result, section, kind, x)
-                if points:
-                    ax.plot([p[0] / unit for p in points], [p[1] for p in points], **style)
-            if section == "curve: table size":
-                bound = curve(result, "128 float32", "bound", "row_bytes")
-                ax.axhline(bound[0][1], **_STYLES["bound"])
-            if x == "row_bytes":
-                for (name, rate), marker in zip(peers(result).items(), "xv", strict=False):
-                    ax.plot([512], [rate], marker, color="tab:gray", label=name)
-            ax.set_xscale("log", base=2 if x != "batch" else 10)
-            ax.set_xlabel(label)
-            ax.grid(alpha=0.3)
-        axes[0].set_ylabel("GB/s over the link")
-        axes[0].set_ylim(bottom=0)
-        axes[0].legend(fontsize=8)
-        machine = result["machine"]
-        figure.suptitle(f"{title} ({machine['gpu']}, torch {machine['torch']}, {machine['date']})")
+        if stem in results:
+            figures[stem] = _draw_curves(results[stem], title)
+    paths = {stem: (folder or results_folder()) / f"{stem}.png" for stem in figures}
+    for stem, figure in figures.items():
         figure.tight_layout()
-        path = (folder or results_folder()) / f"{stem}.png"
-        figure.savefig(path, dpi=110)
+        figure.savefig(paths[stem], dpi=110)
         plt.close(figure)
-        drawn.append(path)
-    return drawn
+    return list(paths.values())

@@ -27,6 +27,12 @@ STEMS = (
 )
 
 
+def commit_of(checkout: Path = ROOT) -> str:
+    """What git calls it, if git knows it."""
+    ask = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(ask, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
 def run_stem(
     stem: str,
     folder: Path = ROOT,
@@ -35,23 +41,13 @@ def run_stem(
     quiet: bool = False,
     **environment: str,
 ) -> str | None:
-    """Runs one benchmark, which leaves its figures in $OUT.
+    """Runs one benchmark, which leaves its figures in $OUT; the end of what it said if it failed.
 
-    Args:
-        stem: of STEMS.
-        folder: where `benchmarks` and `speedtorch` are found.
-        timeout: seconds, after which it is killed.
-        quiet: keep what it prints.
-        **environment: variables beside those of this process.
-
-    Returns:
-        None, or the end of what it said when it failed.
-
-    Raises:
-        subprocess.TimeoutExpired: it took too long.
+    `benchmarks` and `speedtorch` are those of the folder. After `timeout` seconds it is killed,
+    and subprocess.TimeoutExpired raised.
     """
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.bench_{stem}"],
+        [sys.executable, "-c", f"from benchmarks.harness import run; run({stem!r})"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), **environment},
         stdout=subprocess.DEVNULL if quiet else None,

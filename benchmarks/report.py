@@ -70,9 +70,8 @@ def memory_table(result: dict[str, Any]) -> list[str]:
         "|---|---|---|---|",
     ]
     for kind, run in result["extra"].items():
-        beyond, tables = (
-            run[key] / 2**20 for key in ("resident_bytes_beyond_payload", "page_table_bytes")
-        )
+        beyond = run["resident_bytes_beyond_payload"] / 2**20
+        tables = run["page_table_bytes"] / 2**20
         lines.append(f"| {kind} | {run['seconds']:.2f} | {beyond:.1f} | {tables:.1f} |")
     return lines
 

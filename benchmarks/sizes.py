@@ -3,81 +3,45 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
-__all__ = ["DEVICE", "SIZES", "Sizes"]
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Most of a full run makes tables ready; quick sizes are enough to compare two libraries.
+_CHOSEN = "small" if DEVICE == "cpu" else os.environ.get("SPEEDTORCH_BENCH_SIZES", "full")
+_PLACE = {"full": 0, "quick": 1, "small": 2}[_CHOSEN]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+def _of(*sizes: T) -> T:
+    return sizes[_PLACE]
+
+
 class Sizes:
     """Counts of rows and bytes; tables are parts of one buffer for each kind of memory."""
 
-    rows: int
+    rows = _of(10_000_000, 3_000_000, 20_000)
     """Of the table that most sections use, 128 float32 each."""
-    batch: int
-    large_batch: int
-    managed_bytes: int
+    batch = _of(131_072, 131_072, 256)
+    large_batch = _of(1 << 20, 1 << 20, 2048)
+    managed_bytes = _of(48 << 30, 12 << 30, 48 << 20)
     """Of the largest table."""
-    registered_bytes: int
-    repetitions: int
-    most_repetitions: int
+    registered_bytes = _of(16 << 30, 6 << 30, 16 << 20)
+    repetitions = _of(15, 15, 3)
+    most_repetitions = _of(61, 61, 3)
     """Where a benchmark asks for its own number of them."""
-    run_bytes: int
+    run_bytes = _of(1 << 30, 1 << 30, 1 << 20)
     """Of a contiguous range."""
-    product: int
+    product = _of(8192, 8192, 64)
     """Rows of the square matrices that are multiplied beside an exchange."""
-    calls: int
+    calls = _of(300, 100, 5)
     """Of small calls for one figure."""
-    centres: int
+    centres = _of(512, 512, 16)
     """Of a word2vec step."""
-    headline_rows: tuple[int, int]
-    headline_grows: bool
+    headline_rows = _of((2_829_853, 14_886_544), (700_000, 3_700_000), (2_829, 14_886))
+    headline_grows = _of(True, False, True)
     """Whether the headline's tables are widened to what fits."""
 
 
-_FULL = Sizes(
-    rows=10_000_000,
-    batch=131_072,
-    large_batch=1 << 20,
-    managed_bytes=48 << 30,
-    registered_bytes=16 << 30,
-    repetitions=15,
-    most_repetitions=61,
-    run_bytes=1 << 30,
-    product=8192,
-    calls=300,
-    centres=512,
-    headline_rows=(2_829_853, 14_886_544),
-    headline_grows=True,
-)
-# Most of a full run makes tables ready; these are enough to compare two libraries.
-_QUICK = replace(
-    _FULL,
-    rows=3_000_000,
-    managed_bytes=12 << 30,
-    registered_bytes=6 << 30,
-    calls=100,
-    headline_rows=(700_000, 3_700_000),
-    headline_grows=False,
-)
-_SMALL = Sizes(
-    rows=20_000,
-    batch=256,
-    large_batch=2048,
-    managed_bytes=48 << 20,
-    registered_bytes=16 << 20,
-    repetitions=3,
-    most_repetitions=3,
-    run_bytes=1 << 20,
-    product=64,
-    calls=5,
-    centres=16,
-    headline_rows=(2_829, 14_886),
-    headline_grows=True,
-)
-_CHOSEN = "small" if DEVICE == "cpu" else os.environ.get("SPEEDTORCH_BENCH_SIZES", "full")
-SIZES = {"full": _FULL, "quick": _QUICK, "small": _SMALL}[_CHOSEN]
+SIZES = Sizes()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
-__all__ = ["Target", "as_text", "targets"]
-
-Result = dict[str, Any]
+Result: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -18,12 +17,15 @@ class Target:
     work: str
     measured: float
     limit: float
-    at_least: bool
+    at_least: bool = True
 
     @property
     def met(self) -> bool:
         """Whether it is kept."""
         return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+
+
+_at_most = partial(Target, at_least=False)
 
 
 def _pick(result: Result, section: str, **wanted: Any) -> list[Result]:
@@ -35,108 +37,102 @@ def _pick(result: Result, section: str, **wanted: Any) -> list[Result]:
     ]
 
 
-def _ms(figures: list[Result]) -> float:
-    return float(figures[0]["median_ms"])
+def _ratio(
+    result: Result, section: str, over: Any, under: Any, *, key: str = "kind", **both: Any
+) -> float:
+    """The time of one figure of a section over that of another, which differ in one parameter."""
+    over, under = (
+        _pick(result, section, **{key: value}, **both)[0]["median_ms"] for value in (over, under)
+    )
+    return float(over / under)
 
 
-def _moves(name: str, result: Result, inward: bool) -> Iterator[Target]:
-    share, record_share = (0.88, 0.90) if inward else (0.84, 0.90)
-    section = "128 float32"
-    ours = _pick(result, section, kind="managed")
-    for figure in ours:
-        yield Target(f"{figure['name']}, {name}", figure["share_of_bound"], share, True)
-    for figure in _pick(result, section, kind="registered"):
-        limit = 0.84 if inward else 0.72
-        yield Target(f"{figure['name']}, {name}", figure["share_of_bound"], limit, True)
-    for kind, times in (
-        ("torch as SpeedTorch timed it", 12 if inward else 34),
-        ("torch done well", 1.55 if inward else 2.2),
-        ("CuPy", 2.8 if inward else 2.7),
-    ):
-        peer = _pick(result, section, kind=kind)
-        if peer:
-            yield Target(f"{name}: times as fast as {kind}", _ms(peer) / _ms(ours), times, True)
-    for figure in _pick(result, "records of 384 float32", kind="managed"):
-        work = f"records, {figure['name']}, {name}"
-        yield Target(work, figure["share_of_bound"], record_share, True)
-    on_gpu = {kind: _pick(result, "table on the GPU", kind=kind) for kind in ("ours", "torch")}
-    ratio = _ms(on_gpu["ours"]) / _ms(on_gpu["torch"])
-    yield Target(f"{name}, table on the GPU, time / torch's", ratio, 1 if inward else 2, False)
-    narrow = _pick(result, "16 float32", kind="managed")
-    if inward:
-        yield Target("1,048,576 rows of 64 B, GB/s", narrow[0]["gigabytes_per_s"], 19, True)
-    repeated = {
-        kind: _ms(_pick(result, "repeated ids", kind=kind))
-        for kind in ("zipf", "distinct", "uniform", "half")
-    }
-    zipf = repeated["zipf"] / repeated["distinct"]
-    yield Target(f"{name}, Zipf batch, time / its distinct rows'", zipf, 1.15, False)
-    half = repeated["half"] / repeated["uniform"]
-    yield Target(f"{name}, one row half of the batch, time / uniform", half, 1, False)
+def _shares(
+    result: Result, work: str, limit: float, section: str, **wanted: Any
+) -> Iterator[Target]:
+    """The share of the bound of each figure; `work` has a place for the figure's name."""
+    for figure in _pick(result, section, **wanted):
+        yield Target(work.format(figure["name"]), figure["share_of_bound"], limit)
+
+
+# Of a gather and of a scatter: shares of the bound, and times as fast as others.
+_SHARES = {"managed": (0.88, 0.84), "registered": (0.84, 0.72)}
+_TIMES = {
+    "torch as SpeedTorch timed it": (12, 34),
+    "torch done well": (1.55, 2.2),
+    "CuPy": (2.8, 2.7),
+}
+
+
+def _moves(name: str, result: Result) -> Iterator[Target]:
+    way, section = ("gather", "scatter").index(name), "128 float32"
+    for kind, shares in _SHARES.items():
+        yield from _shares(result, f"{{}}, {name}", shares[way], section, kind=kind)
+    for kind, limits in _TIMES.items():
+        if _pick(result, section, kind=kind):
+            times = _ratio(result, section, kind, "managed")
+            yield Target(f"{name}: times as fast as {kind}", times, limits[way])
+    work = f"records, {{}}, {name}"
+    yield from _shares(result, work, 0.90, "records of 384 float32", kind="managed")
+    ratio = _ratio(result, "table on the GPU", "ours", "torch")
+    yield _at_most(f"{name}, table on the GPU, time / torch's", ratio, (1, 2)[way])
+    if name == "gather":
+        rate = _pick(result, "16 float32", kind="managed")[0]["gigabytes_per_s"]
+        yield Target("1,048,576 rows of 64 B, GB/s", rate, 19)
+    zipf = _ratio(result, "repeated ids", "zipf", "distinct")
+    yield _at_most(f"{name}, Zipf batch, time / its distinct rows'", zipf, 1.15)
+    half = _ratio(result, "repeated ids", "half", "uniform")
+    yield _at_most(f"{name}, one row half of the batch, time / uniform", half, 1)
     for dtype in ("float32", "bfloat16"):
-        for odd in _pick(result, f"widths, {dtype}", kind="odd"):
+        section = f"widths, {dtype}"
+        for odd in _pick(result, section, kind="odd"):
             width = odd["parameters"]["width"]
-            even = _pick(result, f"widths, {dtype}", kind="even", width=width)
-            ratio = _ms(even) / odd["median_ms"]
-            work = f"{name}, {width} {dtype}, rows per second / next wider"
-            yield Target(work, ratio, 0.85, True)
-    yield from _multiprocessors(name, result)
-    if inward:
+            ratio = _ratio(result, section, "even", "odd", width=width)
+            yield Target(f"{name}, {width} {dtype}, rows per second / next wider", ratio, 0.85)
+    for row_bytes in (512, 1536):
+        yield from _multiprocessors(f"{name}, {row_bytes} B", row_bytes, result)
+    if name == "gather":
         yield from _small_calls(result)
 
 
-def _multiprocessors(name: str, result: Result) -> Iterator[Target]:
-    for row_bytes in (512, 1536):
-        rates = {
-            figure["parameters"]["sms"]: figure["gigabytes_per_s"]
-            for figure in _pick(result, "multiprocessors", row_bytes=row_bytes)
-        }
-        best = max(rates.values())
-        fewest = min(sms for sms, rate in rates.items() if rate >= 0.97 * best)
-        yield Target(f"{name}, {row_bytes} B, SMs at link speed", fewest, 12, False)
-        beside = _pick(result, "beside a matrix product", kind="product", row_bytes=row_bytes)
-        slower = beside[0]["parameters"]["slow_down"]
-        yield Target(f"{name}, {row_bytes} B, slow-down of a product beside", slower, 0.12, False)
+def _multiprocessors(name: str, row_bytes: int, result: Result) -> Iterator[Target]:
+    rates = {
+        figure["parameters"]["sms"]: figure["gigabytes_per_s"]
+        for figure in _pick(result, "multiprocessors", row_bytes=row_bytes)
+    }
+    best = max(rates.values())
+    fewest = min(sms for sms, rate in rates.items() if rate >= 0.97 * best)
+    yield _at_most(f"{name}, SMs at link speed", fewest, 12)
+    (beside,) = _pick(result, "beside a matrix product", kind="product", row_bytes=row_bytes)
+    slower = beside["parameters"]["slow_down"]
+    yield _at_most(f"{name}, slow-down of a product beside", slower, 0.12)
 
 
 def _small_calls(result: Result) -> Iterator[Target]:
-    for count, peer, limit in (
-        (1, "torch.index_select, table on the GPU", 1.25),
-        (10, "torch.index_select, table on the GPU", 1.25),
-        (100, "torch.index_select, table on the GPU", 1.25),
-        (1000, "torch copy of contiguous pinned rows", 1.4),
-    ):
-        ours, theirs = (
-            _ms(_pick(result, "small calls", kind=kind, batch=count))
-            for kind in ("speedtorch", peer)
-        )
-        work = f"{count:,} rows in one call, time / {peer}"
-        yield Target(work, ours / theirs, limit, False)
+    on_gpu = "torch.index_select, table on the GPU"
+    copy = "torch copy of contiguous pinned rows"
+    limits = {1: (on_gpu, 1.25), 10: (on_gpu, 1.25), 100: (on_gpu, 1.25), 1000: (copy, 1.4)}
+    for count, (peer, limit) in limits.items():
+        ratio = _ratio(result, "small calls", "speedtorch", peer, batch=count)
+        yield _at_most(f"{count:,} rows in one call, time / {peer}", ratio, limit)
 
 
 def _swaps(result: Result) -> Iterator[Target]:
-    def pick(kind: str, size: int, overlap: float, planning: str) -> Result:
-        parameters = {"kind": kind, "gibibytes": size, "overlap": overlap, "planning": planning}
-        return _pick(result, "records", **parameters)[0]
-
+    shares = partial(_shares, result, "swap, {}", section="records", overlap=0.0)
     for size in (16, 48):
-        for planning, limit in (("excluded", 0.78), ("included", 0.74)):
-            figure = pick("managed", size, 0.0, planning)
-            yield Target(f"swap, {figure['name']}", figure["share_of_bound"], limit, True)
-        ratio = _ms([pick("managed", size, 0.5, "included")]) / _ms(
-            [pick("managed", size, 0.0, "included")]
-        )
-        yield Target(f"swap, {size} GiB, half staying / none", ratio, 0.6, False)
-    figure = pick("registered", 16, 0.0, "excluded")
-    yield Target(f"swap, {figure['name']}", figure["share_of_bound"], 0.70, True)
+        managed = {"kind": "managed", "gibibytes": size}
+        yield from shares(0.78, planning="excluded", **managed)
+        yield from shares(0.74, planning="included", **managed)
+        ratio = _ratio(result, "records", 0.5, 0.0, key="overlap", planning="included", **managed)
+        yield _at_most(f"swap, {size} GiB, half staying / none", ratio, 0.6)
+    yield from shares(0.70, kind="registered", gibibytes=16, planning="excluded")
 
 
 def _copies(result: Result) -> Iterator[Target]:
     for section in ("to the GPU", "from the GPU"):
         for kind in ("managed", "registered"):
-            figure = _pick(result, section, kind=f"speedtorch, {kind} memory")[0]
             work = f"a contiguous range {section}, {kind} memory"
-            yield Target(work, figure["share_of_bound"], 0.90, True)
+            yield from _shares(result, work, 0.90, section, kind=f"speedtorch, {kind} memory")
 
 
 def _memory(result: Result) -> Iterator[Target]:
@@ -145,65 +141,59 @@ def _memory(result: Result) -> Iterator[Target]:
         return
     for kind in ("managed", "registered"):
         beyond = runs[kind]["resident_bytes_beyond_payload"] / 2**20
-        yield Target(f"{kind} table, MiB resident beyond the payload", beyond, 2, False)
+        yield _at_most(f"{kind} table, MiB resident beyond the payload", beyond, 2)
         times = runs["torch pin_memory"]["seconds"] / runs[kind]["seconds"]
-        yield Target(f"{kind} table, times as fast ready as torch's", times, 6, True)
+        yield Target(f"{kind} table, times as fast ready as torch's", times, 6)
 
 
 def _cpu(result: Result) -> Iterator[Target]:
     threads = max(figure["parameters"]["threads"] for figure in result["figures"])
     for section in ("gather", "scatter"):
-        ours, torchs = (
-            _ms(_pick(result, section, kind=kind, threads=threads)) for kind in ("ours", "torch")
-        )
-        work = f"on the CPU, {section}, {threads} threads, times as fast as torch"
-        yield Target(work, torchs / ours, 1, True)
+        times = _ratio(result, section, "torch", "ours", threads=threads)
+        yield Target(f"on the CPU, {section}, {threads} threads, times as fast as torch", times, 1)
 
 
-# Zipf exponent, and most ms of a step at once and with prefetch.
-_STEP_MS = {0.0: (44, 37), 0.9: (24, 17), 1.05: (13, 9), 1.2: (6.4, 4)}
+# Zipf exponent, optimizer, and most ms of a step at once and with prefetch.
+_STEP_MS = (
+    (0.0, "Adam, fused", (44, 37)),
+    (0.9, "Adam, fused", (24, 17)),
+    (1.05, "Adam, fused", (13, 9)),
+    (1.2, "Adam, fused", (6.4, 4)),
+    (1.05, "SGD", (6, 4)),
+)
 
 
 def _embedding(result: Result) -> Iterator[Target]:
-    for exponent, limits in _STEP_MS.items():
-        for ahead, limit in zip((False, True), limits, strict=True):
-            figure = _pick(
-                result, f"Zipf {exponent}", kind="ours", optimizer="Adam, fused", ahead=ahead
-            )
-            work = f"a step, Zipf {exponent}, {figure[0]['name']}, ms"
-            yield Target(work, _ms(figure), limit, False)
-    for ahead, limit in ((False, 6), (True, 4)):
-        figure = _pick(result, "Zipf 1.05", kind="ours", optimizer="SGD", ahead=ahead)
-        yield Target(f"a step, Zipf 1.05, {figure[0]['name']}, ms", _ms(figure), limit, False)
+    for exponent, optimizer, limits in _STEP_MS:
+        steps = _pick(result, f"Zipf {exponent}", kind="ours", optimizer=optimizer)
+        for figure, limit in zip(steps, limits, strict=True):
+            work = f"a step, Zipf {exponent}, {figure['name']}, ms"
+            yield _at_most(work, figure["median_ms"], limit)
 
 
 def _word2vec(result: Result) -> Iterator[Target]:
-    def best(kind: str, *optimizers: str) -> float:
-        return min(
-            _ms([figure])
-            for optimizer in optimizers
-            for figure in _pick(result, "step", kind=kind, optimizer=optimizer)
-        )
+    def best(kind: str, optimizer: str) -> float:
+        steps = _pick(result, "step", kind=kind, optimizer=optimizer)
+        return min(float(each["median_ms"]) for each in steps)
 
-    adam = best("ours", "SparseAdam", "Adam, fused")
-    ratio = adam / best("torch", "SparseAdam")
-    yield Target("word2vec step, time / torch's SparseAdam in GPU memory", ratio, 1.25, False)
-    adamax = best("ours", "Adamax")
-    for kind, times in (("torch", 3), ("CuPy", 5), ("factories", 1)):
+    ours = min(best("ours", "SparseAdam"), best("ours", "Adam, fused"))
+    ratio = ours / best("torch", "SparseAdam")
+    yield _at_most("word2vec step, time / torch's SparseAdam in GPU memory", ratio, 1.25)
+    for kind, limit in (("torch", 3), ("CuPy", 5), ("factories", 1)):
         if _pick(result, "step", kind=kind, optimizer="Adamax"):
-            work = f"word2vec step, Adamax, times as fast as {kind}"
-            yield Target(work, best(kind, "Adamax") / adamax, times, True)
+            times = best(kind, "Adamax") / best("ours", "Adamax")
+            yield Target(f"word2vec step, Adamax, times as fast as {kind}", times, limit)
 
 
 def _overlap(result: Result) -> Iterator[Target]:
     if "share_hidden" in result["extra"]:
         work = "share of the exchange that is hidden behind compute"
-        yield Target(work, result["extra"]["share_hidden"], 0.8, True)
+        yield Target(work, result["extra"]["share_hidden"], 0.8)
 
 
 _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
-    "pinned_gather": lambda result: _moves("gather", result, True),
-    "pinned_scatter": lambda result: _moves("scatter", result, False),
+    "pinned_gather": partial(_moves, "gather"),
+    "pinned_scatter": partial(_moves, "scatter"),
     "optimizer_state_swap": _swaps,
     "pinned_copy": _copies,
     "host_memory": _memory,

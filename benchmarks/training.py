@@ -1,61 +1,60 @@
-"""Times of training steps that follow each other, as in a loop."""
+"""Training steps that follow each other, as in a loop, and their times."""
 
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
+from torch import nn, optim
 
-from benchmarks.harness import WARM_UPS, Figure, synchronize
-from benchmarks.sizes import DEVICE
+import speedtorch
+from benchmarks.harness import WARM_UPS, Figure, event, figure_of, synchronize
 
-__all__ = ["Loop", "step_figure"]
-
-Loop = Callable[[Sequence[Any]], Iterable[object]]
+Loader: TypeAlias = Callable[[Sequence[Any]], Iterable[Any]]
+Loop: TypeAlias = Callable[[Sequence[Any]], Iterable[object]]
 """Trains batch after batch and yields after each step."""
 
 
-def _intervals_ms(loop: Loop, batches: Sequence[Any]) -> Iterator[float]:
-    """From the end of each step to that of the next, on the GPU's clock where there is one."""
-    synchronize()
-    if DEVICE == "cpu":
-        ends = [time.perf_counter() * 1e3]
-        ends += [time.perf_counter() * 1e3 for _ in loop(batches)]
-        yield from (after - before for before, after in itertools.pairwise(ends))
-        return
-    events = []
-    for _ in loop(batches):
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record()
-    torch.cuda.synchronize()
-    for before, after in itertools.pairwise(events):
-        yield float(before.elapsed_time(after))
+def prefetched(module: nn.Module, ids: Callable[[Any], Any] = lambda batch: batch) -> Loader:
+    """A loader of batches whose rows come before them."""
+    return lambda batches: speedtorch.prefetch(batches, module, ids=ids)
+
+
+def loop_of(
+    optimizer: optim.Optimizer,
+    backward: Callable[[Any], object],
+    *,
+    loader: Loader = iter,
+    before: Callable[[Any], object] = lambda batch: None,
+    after: Callable[[Any], object] = lambda batch: None,
+) -> Loop:
+    """Trains on batch after batch of a loader, with calls before and after each step."""
+
+    def loop(batches: Sequence[Any]) -> Iterator[None]:
+        for batch in loader(batches):
+            before(batch)
+            optimizer.zero_grad()
+            backward(batch)
+            optimizer.step()
+            after(batch)
+            yield
+
+    return loop
 
 
 def step_figure(
-    section: str,
-    name: str,
-    loop: Loop,
-    batches: Sequence[Any],
-    *,
-    nbytes: float = 0,
-    **parameters: Any,
+    section: str, name: str, loop: Loop, batches: Sequence[Any], **parameters: Any
 ) -> Figure:
-    """Times a step of a loop: the median over its batches, the first of which warm up.
+    """Times a step from the end of the one before; batches are used once, the first warm up.
 
-    Args:
-        section: which part of a benchmark this belongs to.
-        name: what is measured.
-        loop: trains the batches; whatever it prepares for a later step counts as well.
-        batches: none used twice.
-        nbytes: bytes that cross the link in a step.
-        **parameters: what plots and tables look for.
+    Whatever a loop prepares for a later step counts as well.
     """
-    times = list(_intervals_ms(loop, batches))[WARM_UPS:]
-    median = statistics.median(times)
-    rate = nbytes / median / 1e6
-    return Figure(section, name, median, min(times), max(times), rate, None, parameters)
+    synchronize()
+    ends = []
+    for _ in loop(batches):
+        ends.append(event())
+        ends[-1].record()
+    synchronize()
+    times = [before.elapsed_time(after) for before, after in itertools.pairwise(ends)]
+    return figure_of(section, name, times[WARM_UPS:], **parameters)

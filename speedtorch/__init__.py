@@ -1,30 +1,15 @@
 """Train on rows that live in host memory: tables larger than the GPU, at the speed of its link."""
 
-from speedtorch import legacy
+from speedtorch import legacy, ops
 from speedtorch.info import info
 from speedtorch.legacy import *  # noqa: F403
-from speedtorch.memory import (
-    empty,
-    memory_kind,
-    memory_stats,
-    pin_memory_,
-    unpin_memory_,
-)
+from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
 from speedtorch.memory.calibration import calibrate, load_costs_with_first_gpu
 from speedtorch.memory.cost_model import explain, get_num_sms, set_num_sms
 from speedtorch.nn.embedding import Embedding
 from speedtorch.nn.embedding_bag import EmbeddingBag
 from speedtorch.nn.prefetch import prefetch
-from speedtorch.ops import (
-    optimizer_state_swap,
-    pinned_copy,
-    pinned_gather,
-    pinned_scatter,
-    plan_rows,
-    sum_rows,
-    synchronize,
-    tracing,  # noqa: F401
-)
+from speedtorch.ops import *  # noqa: F403
 from speedtorch.optim.attach import attach, detach
 from speedtorch.table import HostTable
 from speedtorch.version import __version__ as __version__
@@ -36,24 +21,18 @@ __all__ = [
     "attach",
     "calibrate",
     "detach",
-    "empty",
     "explain",
     "get_num_sms",
+    "empty",
     "info",
     "memory_kind",
     "memory_stats",
-    "optimizer_state_swap",
     "pin_memory_",
-    "pinned_copy",
-    "pinned_gather",
-    "pinned_scatter",
-    "plan_rows",
     "prefetch",
     "set_num_sms",
-    "sum_rows",
-    "synchronize",
     "unpin_memory_",
     *legacy.__all__,
+    *ops.__all__,
 ]
 
 load_costs_with_first_gpu()

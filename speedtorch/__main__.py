@@ -15,27 +15,15 @@ __all__ = ["main"]
 
 _WRONG_USE = 2
 # A demonstration's module has HELP, ABOUT, Settings, add_arguments and run.
-_DEMOS: dict[str, ModuleType] = {
-    "word2vec": word2vec,
-    "glove": glove_run,
-    "ncf": ncf,
-}
+_DEMOS: dict[str, ModuleType] = {"word2vec": word2vec, "glove": glove_run, "ncf": ncf}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
-
-    Args:
-        arguments: what follows `python -m speedtorch`; by default this process's own.
+    """Runs a command: what follows `python -m speedtorch`, by default in this process.
 
     Returns:
         The exit status: 0, 1 if a comparison found a difference, 2 for a wrong use, 130 after
         Ctrl-C.
-
-    Example:
-        >>> main(["info"])  # doctest: +ELLIPSIS
-        speedtorch ...
-        0
     """
     parser = argparse.ArgumentParser("python -m speedtorch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -57,10 +57,7 @@ def _link_of_first_gpu() -> str:
 
 
 def info() -> Info:
-    """Collects versions, build, GPU, link and memory in use.
-
-    Returns:
-        An `Info`; `print(speedtorch.info())` shows it as a table.
+    """Collects versions, build, GPU, link and memory in use; prints as a table.
 
     Example:
         >>> info().torch == torch.__version__
@@ -71,15 +68,8 @@ def info() -> Info:
     ops = torch.ops.speedtorch
     with_gpu = torch.cuda.is_available()
     with_kernels = ops.built_with_cuda()
-    names = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if with_gpu
-        else []
-    )
-    if ops.managed_supported():
-        default_memory = "managed"
-    else:
-        default_memory = "registered" if with_gpu and with_kernels else "plain"
+    gpus = range(torch.cuda.device_count() if with_gpu else 0)
+    without_managed = "registered" if with_gpu and with_kernels else "plain"
     return Info(
         speedtorch=__version__,
         python=platform.python_version(),
@@ -88,8 +78,8 @@ def info() -> Info:
         kernels="CPU and CUDA"
         if with_kernels
         else "CPU (built without nvcc, or with SPEEDTORCH_CUDA=0)",
-        gpu=", ".join(names) or "none",
+        gpu=", ".join(map(torch.cuda.get_device_name, gpus)) or "none",
         link=_link_of_first_gpu() if with_gpu else "none",
-        default_memory=default_memory,
+        default_memory="managed" if ops.managed_supported() else without_managed,
         host_bytes=memory_stats(),
     )

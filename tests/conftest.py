@@ -45,8 +45,9 @@ def pytest_xdist_auto_num_workers() -> int:
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # The files that take longest begin first: begun last, one would run alone beside idle cores.
-LONGEST = ["embedding_machine", "packaging", "benchmarks", "embedding_exact", "notebooks"]
-LONGEST += ["embedding_interrupts", "skipgram", "memory_processes", "switch_interrupts", "setup"]
+LONGEST = ["embedding_machine", "packaging", "embedding_interrupts", "notebooks", "embedding_exact"]
+LONGEST += ["properties", "switch_interrupts", "benchmarks", "skipgram", "training_exact", "glove"]
+LONGEST += ["binary", "ncf", "readme", "memory_processes", "prefetch_errors", "word2vec", "setup"]
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 
 

@@ -187,13 +187,13 @@ MUTANTS = [
     Mutant(
         "announced rows do not join a planned batch",
         "step/exchange.py",
-        "        if batch is not None and told:\n            self._extend(told)\n",
+        "        if batch is not None and told.parts:\n            self._extend(told.parts)\n",
         "",
     ),
     Mutant(
         "announced rows do not begin the step",
         "step/exchange.py",
-        "begun = batch or plan or self.planned(told or parts)",
+        "begun = batch or told.plan or self.planned(told.parts or parts)",
         "begun = batch or self.planned(parts)",
     ),
     Mutant(
@@ -273,7 +273,7 @@ MUTANTS = [
     Mutant(
         "announcements of an earlier step are those of this one",
         "step/trained_rows.py",
-        "        if told.parts:\n            self._told = _Told()\n",
+        "        if found is not None and told.parts:\n            self._told = Told()\n",
         "",
     ),
     # ---- gradient_sums.py and planned_batch.py
@@ -292,7 +292,7 @@ MUTANTS = [
     ),
     Mutant(
         "the padding has no place behind rows that joined",
-        "step/planned_batch.py",
+        "ops/planned_batch.py",
         "            places = torch.where(self.plan[0] == self._padding, len(ids), places)\n",
         "            pass\n",
     ),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import speedtorch
 from speedtorch import HostTable, ModelFactory, OptimizerFactory
-from speedtorch.legacy import switcher as switcher_module
+from speedtorch.legacy import batch_exchange, switcher
 from speedtorch.table import plan_memo
 from speedtorch.table.plan_memo import PlanMemo
 
@@ -60,7 +60,7 @@ def check(found: tuple[Tensor, Any], ids: list[int]) -> None:
 def planning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every table makes plans on the CPU too."""
     monkeypatch.setattr(
-        "speedtorch.table.records.PlanMemo", lambda rows, memory: PlanMemo(rows, memory, always)
+        "speedtorch.table.host_table.PlanMemo", lambda rows, memory: PlanMemo(rows, memory, always)
     )
 
 
@@ -76,8 +76,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
         return call
 
-    for name in ("pinned_gather", "pinned_scatter"):
-        monkeypatch.setattr(switcher_module, name, watched(getattr(speedtorch, name)))
+    for module, name in ((switcher, "pinned_gather"), (batch_exchange, "pinned_scatter")):
+        monkeypatch.setattr(module, name, watched(getattr(speedtorch, name)))
     yield given
 
 

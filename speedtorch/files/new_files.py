@@ -76,17 +76,12 @@ class NewFile:
             calls.fsync(self._descriptor)
         self._close()
 
-    def keep_previous(self) -> None:
-        """Gives the file that is there now a second name, to go back to."""
-        if os.path.exists(self.path):
-            calls.link(self.path, self.previous)
-
     def switch(self) -> None:
         """Lets the new file take the place of the old one."""
         calls.rename(self.partial, self.path)
 
     def undo(self) -> None:
-        """Brings back the file that keep_previous found, or none if there was none."""
+        """Brings back the file of the second name, or none if there was none."""
         if os.path.lexists(self.partial):
             return  # Not switched yet.
         if os.path.lexists(self.previous):
@@ -109,30 +104,17 @@ class NewFile:
 
 @contextmanager
 def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewFile]]:
-    """Replaces files by new ones at once: either all of them, whole and on disk, or none.
+    """Replaces or creates files at once: all of them, whole and on disk, or none.
 
-    The new files are written beside the old ones under hidden names, synced, then renamed, then
-    their folder is synced. One file switches in one atomic step, also at a power loss; several
-    follow each other, and an error between two brings the earlier ones back. What a killed process
-    left behind is removed by the next replacement of the same file.
-
-    Args:
-        paths: The files to replace or to create; a symbolic link's target is replaced.
-
-    Yields:
-        A NewFile for each path, to be written within the `with` block.
+    The new files are written within the `with` block, beside the old ones under hidden names, then
+    synced, then renamed, then their folder is synced. One file switches in one atomic step, also at
+    a power loss; several follow each other, and an error between two brings the earlier ones back.
+    What a killed process left behind is removed by the next replacement of the same file. A
+    symbolic link's target is replaced.
 
     Raises:
         OSError: A file call failed. The old files are as they were, except if only the last step
             failed, the folder's sync: the message then says that the new files are in place.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with replace_files([f"{folder}/rows.txt"]) as (file,):
-        ...         file.write(b"1 2 3")
-        ...     print(os.listdir(folder), open(f"{folder}/rows.txt").read())
-        ['rows.txt'] 1 2 3
     """
     targets = [os.path.realpath(path) for path in paths]
     token = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -162,7 +144,8 @@ def _switch(files: Sequence[NewFile]) -> None:
         return
     try:
         for file in files:
-            file.keep_previous()
+            if os.path.exists(file.path):
+                calls.link(file.path, file.previous)  # a second name, to go back to
         for file in files:
             file.switch()
     except BaseException:

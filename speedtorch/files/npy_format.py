@@ -1,20 +1,35 @@
-"""The header of .npy files, written and read without touching any row (and without pickle)."""
+""".npy files, each with the rows of one field, without pickle.
+
+A table with only a weight is the file of its name; any other has one for each field,
+`table.weight.npy`, `table.exp_avg.npy` for `table.npy`.
+"""
 
 from __future__ import annotations
 
+import errno
+import glob
 import io
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from tokenize import TokenError
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from speedtorch.files.stored_array import StoredArray, are_sizes
+from speedtorch.files.file_format import NewContent, Read, StoredArray, are_sizes
 
-__all__ = ["NPY_DTYPES", "NPY_HEADER_BYTES", "npy_header", "read_npy_header"]
+__all__ = [
+    "NPY_DTYPES",
+    "files_to_read",
+    "files_to_write",
+    "npy_header",
+    "read_arrays",
+    "read_npy_header",
+]
 
 # More than NumPy believes of a header (10,000 characters).
-NPY_HEADER_BYTES = 16_384
+_HEADER_BYTES = 16_384
 
 # What NumPy's parser raises at texts that are no header.
 _BROKEN = (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError)
@@ -29,22 +44,66 @@ NPY_DTYPES: dict[str, torch.dtype] = {
 }
 
 
+def files_to_write(path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
+    """See FileFormat; refuses names of files that would be read as fields of another table."""
+    targets = _paths(path, fields)
+    files = [
+        (targets[name], npy_header(field.shape, field.dtype), [field])
+        for name, field in fields.items()
+    ]
+    if path not in targets.values():
+        others = {path, *_siblings(path).values()} - set(targets.values())
+        if beside := sorted(each for each in others if os.path.lexists(each)):
+            raise ValueError(
+                f"{path}: {', '.join(beside)} would be read as part of this table; remove it, or"
+                " save under another name or as .safetensors"
+            )
+    return files
+
+
+def files_to_read(path: str, names: Collection[str] | None) -> dict[str, str]:
+    """See FileFormat."""
+    if names is not None:
+        return _paths(path, names)
+    if os.path.lexists(path):
+        return {"weight": path}
+    if found := _siblings(path):
+        return found
+    stem = path.removesuffix(".npy")
+    raise FileNotFoundError(errno.ENOENT, f"neither this nor {stem}.<field>.npy exists", path)
+
+
+def _paths(path: str, names: Collection[str]) -> dict[str, str]:
+    if list(names) == ["weight"]:
+        return {"weight": path}
+    for name in names:
+        if "." in name:
+            raise ValueError(f"field {name!r}: no dots in .npy files' names; save as .safetensors")
+    return {name: f"{path.removesuffix('.npy')}.{name}.npy" for name in names}
+
+
+def _siblings(path: str) -> dict[str, str]:
+    """Field name to file, of the files that are named as those of several fields."""
+    stem = path.removesuffix(".npy")
+    found = {
+        target[len(stem) + 1 : -len(".npy")]: target
+        for target in sorted(glob.glob(f"{glob.escape(stem)}.*.npy"))
+    }
+    return {name: target for name, target in found.items() if "." not in name}
+
+
+def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
+    """See FileFormat."""
+    start = bytearray(min(size, _HEADER_BYTES))
+    read(memoryview(start), 0)
+    return {"": read_npy_header(bytes(start), size)}
+
+
 def npy_header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
-    """The first bytes of a .npy file.
-
-    Args:
-        shape: The array's shape.
-        dtype: Its elements.
-
-    Returns:
-        Everything that comes before the elements.
+    """Everything that comes before the elements of a .npy file.
 
     Raises:
         ValueError: NumPy has no such dtype (bfloat16, float8).
-
-    Example:
-        >>> np.load(io.BytesIO(npy_header((2, 2), torch.int8) + bytes(4))).tolist()
-        [[0, 0], [0, 0]]
     """
     names = {its_dtype: name for name, its_dtype in NPY_DTYPES.items()}
     if dtype not in names:
@@ -56,22 +115,11 @@ def npy_header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
 
 
 def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
-    """Reads the header of a .npy file.
-
-    Args:
-        start: The first NPY_HEADER_BYTES of the file, or all of a shorter one.
-        file_bytes: Size of the whole file.
-
-    Returns:
-        The array.
+    """The array of a .npy file, of which `start` holds the header at least.
 
     Raises:
         ValueError: No such header, an array that torch cannot hold in this form (objects, other
             byte orders, Fortran order), or one that does not end where the file ends.
-
-    Example:
-        >>> read_npy_header(npy_header((2, 3), torch.int8), 134).shape
-        (2, 3)
     """
     file = io.BytesIO(start)
     try:
@@ -91,9 +139,9 @@ def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
     if not are_sizes(list(shape)):
         raise ValueError(f"it has the shape {shape}; expected sizes of 0 or more")
     array = StoredArray(tuple(shape), NPY_DTYPES[dtype.str], file.tell())
-    if array.offset + array.nbytes != file_bytes:
+    described = array.offset + array.nbytes
+    if described != file_bytes:
         raise ValueError(
-            f"its header describes a file of {array.offset + array.nbytes:,} bytes, it has "
-            f"{file_bytes:,}"
+            f"its header describes a file of {described:,} bytes, it has {file_bytes:,}"
         )
     return array

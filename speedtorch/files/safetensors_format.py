@@ -1,88 +1,90 @@
-"""The header of safetensors files, written and read without touching any row.
+"""safetensors files, each with all fields: a header that describes plain arrays, then their bytes.
 
-It describes plain arrays and nothing else: no pickle, no code. What it says is believed only after
-it agrees with the size of the file, so that a hostile file can take no memory.
+It describes nothing else: no pickle, no code.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from speedtorch.files.file_format import NewContent, Read, StoredArray, are_sizes
 from speedtorch.files.npy_format import NPY_DTYPES
-from speedtorch.files.stored_array import StoredArray, are_sizes
 
-__all__ = ["LARGEST_HEADER", "in_file_order", "read_safetensors_header", "safetensors_header"]
+__all__ = [
+    "LARGEST_HEADER",
+    "files_to_read",
+    "files_to_write",
+    "in_file_order",
+    "read_arrays",
+    "read_safetensors_header",
+    "safetensors_header",
+]
 
 # The format allows 100 MB; a table with a thousand fields needs 0.1 MB.
 LARGEST_HEADER = 1 << 20
 
-_SAFETENSORS_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "U32": "uint32",
-    "I32": "int32",
-    "F32": "float32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
+_DTYPES = {
+    "BOOL": torch.bool,
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
-_SAFETENSORS: dict[str, torch.dtype] = {
-    name: getattr(torch, dtype)
-    for name, dtype in _SAFETENSORS_NAMES.items()
-    if hasattr(torch, dtype)
-}
+
+
+def files_to_write(path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
+    """See FileFormat."""
+    arrays = {name: (field.shape, field.dtype) for name, field in fields.items()}
+    order = in_file_order({name: field.dtype for name, field in fields.items()})
+    return [(path, safetensors_header(arrays), [fields[name] for name in order])]
+
+
+def files_to_read(path: str, names: Collection[str] | None) -> dict[str, str]:
+    """See FileFormat."""
+    return {"": path}
+
+
+def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
+    """See FileFormat."""
+    if size < 8:
+        raise ValueError(f"a safetensors file has at least 8 bytes, this one {size}")
+    length = bytearray(8)
+    read(memoryview(length), 0)
+    header_bytes = int.from_bytes(length, "little")
+    if header_bytes > LARGEST_HEADER or header_bytes > size - 8:
+        raise ValueError(
+            f"it announces a header of {header_bytes:,} bytes; the file has {size:,} and the "
+            f"limit is {LARGEST_HEADER:,}"
+        )
+    header = bytearray(header_bytes)
+    read(memoryview(header), 8)
+    return read_safetensors_header(bytes(header), size - 8 - header_bytes)
 
 
 def in_file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Names in the order of their bytes: larger items first, so that each array is aligned.
-
-    Args:
-        dtypes: Name to elements.
-
-    Returns:
-        The names.
-
-    Example:
-        >>> in_file_order({"id": torch.int8, "weight": torch.float32})
-        ['weight', 'id']
-    """
+    """Names in the order of their bytes: larger items first, so that each array is aligned."""
     return sorted(dtypes, key=lambda name: -dtypes[name].itemsize)
 
 
 def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> bytes:
-    """The first bytes of a safetensors file.
-
-    Args:
-        arrays: Name to (shape, dtype); their bytes follow in the order of `in_file_order`.
-
-    Returns:
-        Length, JSON and padding to a multiple of 8 bytes.
+    """Length, JSON and padding to a multiple of 8 bytes; arrays follow as `in_file_order` has them.
 
     Raises:
         ValueError: A dtype that the format does not know, or too many or too long names.
-
-    Example:
-        >>> safetensors_header({"weight": ((2, 3), torch.float32)})[8:70]
-        b'{"__metadata__":{"format":"pt"},"weight":{"dtype":"F32","shape'
     """
-    names = {dtype: name for name, dtype in _SAFETENSORS.items()}
+    names = {dtype: name for name, dtype in _DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | dict.fromkeys(arrays)
     end = 0
     for name in in_file_order({name: dtype for name, (_, dtype) in arrays.items()}):
@@ -91,11 +93,8 @@ def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
             remedy = " (.npy files can)" if dtype in NPY_DTYPES.values() else ""
             raise ValueError(f"safetensors files cannot hold {dtype} (field {name!r}){remedy}")
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": names[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
+        offsets = [start, end]
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > LARGEST_HEADER:
@@ -103,26 +102,14 @@ def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
             f"the header takes {len(text):,} bytes, the limit is {LARGEST_HEADER:,}: use fewer "
             "fields or shorter names"
         )
-    return struct.pack("<Q", len(text)) + text
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredArray]:
-    """Reads the JSON of a safetensors file.
-
-    Args:
-        header: The JSON, without the length before it.
-        data_bytes: How many bytes follow the header in the file.
-
-    Returns:
-        The arrays in the header's order, without metadata.
+    """The arrays of a safetensors file whose JSON this is, in its order, without metadata.
 
     Raises:
         ValueError: Anything that the format forbids: the arrays must cover the data exactly.
-
-    Example:
-        >>> text = safetensors_header({"weight": ((2, 3), torch.float32)})
-        >>> read_safetensors_header(text[8:], 24)["weight"].shape
-        (2, 3)
     """
     try:
         content = json.loads(header.decode(), object_pairs_hook=_without_repeats)
@@ -133,7 +120,8 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
     if not isinstance(content, dict):
         raise ValueError("the header is no JSON object")
     content.pop("__metadata__", None)
-    arrays = {name: _array(name, entry) for name, entry in content.items()}
+    begin = 8 + len(header)
+    arrays = {name: _array(name, entry, begin) for name, entry in content.items()}
     end = 0
     for name, (start, stop, array) in sorted(arrays.items(), key=lambda item: item[1][:2]):
         if stop - start != array.nbytes:
@@ -146,10 +134,7 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
         end = stop
     if end != data_bytes:
         raise ValueError(f"the header describes {end:,} bytes of data, the file has {data_bytes:,}")
-    return {
-        name: array._replace(offset=8 + len(header) + start)
-        for name, (start, _, array) in arrays.items()
-    }
+    return {name: array for name, (_, _, array) in arrays.items()}
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -159,18 +144,18 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _array(name: str, entry: Any) -> tuple[int, int, StoredArray]:
+def _array(name: str, entry: Any, begin: int) -> tuple[int, int, StoredArray]:
+    """An entry's offsets and array, for data that begins at this byte of the file."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r} needs exactly dtype, shape and data_offsets")
-    dtype = _SAFETENSORS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise ValueError(
-            f"{name!r} has the dtype {str(entry['dtype'])[:40]!r}; known are "
-            + ", ".join(_SAFETENSORS)
+            f"{name!r} has the dtype {str(entry['dtype'])[:40]!r}; known are " + ", ".join(_DTYPES)
         )
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not are_sizes(shape) or len(shape) > 64:
         raise ValueError(f"{name!r} has the shape {str(shape)[:80]}; expected sizes of 0 or more")
     if not are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"{name!r} has the data_offsets {str(offsets)[:80]}; expected two sizes")
-    return offsets[0], offsets[1], StoredArray(tuple(shape), dtype, 0)
+    return offsets[0], offsets[1], StoredArray(tuple(shape), dtype, begin + offsets[0])

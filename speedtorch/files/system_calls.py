@@ -37,7 +37,7 @@ NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @dataclass
 class FileCalls:
-    """The file calls of tables and checkpoints; tests put failing or recording ones here."""
+    """The file calls of tables and what is saved; tests put failing or recording ones here."""
 
     open: Callable[..., int] = os.open
     chmod: Callable[[int, int], None] = os.fchmod
@@ -106,25 +106,9 @@ def sync_folder(folder: str, descriptor: int) -> None:
 
 @contextmanager
 def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., None], int]]:
-    """Opens a regular file for reads at any place.
+    """Opens a regular file: `read(view, offset)` fills a view from there on, and its size in bytes.
 
-    Args:
-        path: The file.
-
-    Yields:
-        `(read, size)`: `read(view, offset)` fills `view` with the bytes from `offset` on, and
-        `size` is the file's length in bytes.
-
-    Raises:
-        ValueError: It is no regular file, or it ends before `view` is full.
-        OSError: It cannot be opened or read.
-
-    Example:
-        >>> with open_to_read(__file__) as (read, size):
-        ...     first = bytearray(3)
-        ...     read(memoryview(first), 0)
-        >>> bytes(first)
-        b'\"\"\"'
+    ValueError where it is no regular file, or ends before a view is full.
     """
     name = os.fspath(path)
     # Opening a named pipe must not wait for its writer.
@@ -148,29 +132,12 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
 
 
 def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]:
-    """Maps a new file of `count` zero bytes whose disk space is already taken.
+    """Maps a new file of `count` zero bytes; an error leaves nothing behind.
 
-    With the space taken first, a full disk is an error here and no SIGBUS later.
-
-    Args:
-        path: The file, which must not exist yet.
-        count: Its size in bytes.
+    Its disk space is taken first, so that a full disk is an error here and no SIGBUS later.
 
     Returns:
-        The mapped bytes, uint8 `[count]`, and the file's open descriptor (for fsync; the caller
-        closes it).
-
-    Raises:
-        FileExistsError: There is such a file already.
-        OSError: Too little space, or no permission; nothing is left behind.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     data, descriptor = map_new_file(f"{folder}/rows.bin", 8)
-        ...     os.close(descriptor)
-        >>> data
-        tensor([0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)
+        The bytes, uint8 `[count]`, and the open descriptor, for fsync; the caller closes it.
     """
     name = os.path.abspath(path)
     folder = os.path.dirname(name)
@@ -185,12 +152,10 @@ def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]
             raise FileExistsError(errno.EEXIST, text, name) from error
         try:
             reserve(descriptor, count, name)
-            with about(name):  # An empty file cannot be mapped.
-                data = (
-                    torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
-                    if (count)
-                    else torch.empty(0, dtype=torch.uint8, device="cpu")
-                )
+            data = torch.empty(0, dtype=torch.uint8, device="cpu")
+            if count:  # An empty file cannot be mapped.
+                with about(name):
+                    data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
             sync_folder(folder, parent)
         except BaseException:
             calls.close(descriptor)

@@ -1,7 +1,4 @@
-"""DataGadget: rows of a file or an array, brought to where they are trained on.
-
-Five families with one implementation; families.py says what they differ in.
-"""
+"""DataGadget: rows of a file or an array, brought to where they are trained on."""
 
 from __future__ import annotations
 
@@ -16,16 +13,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.files.table_files import StoredField, open_fields
-from speedtorch.legacy.families import (
-    TablePlace,
-    default_device,
-    host_or_variable,
-    in_file,
-    in_host_memory,
-    of_family,
-    of_kind,
-    with_variable,
-)
+from speedtorch.legacy import families
 from speedtorch.legacy.numpy_index import Index, parts_of, put_parts, row_ids
 from speedtorch.legacy.switcher import OneField, Stored
 from speedtorch.legacy.switcher_files import (
@@ -37,7 +25,6 @@ from speedtorch.legacy.switcher_files import (
 )
 from speedtorch.ops.batch_ids import Indexes, flat_index
 from speedtorch.ops.functions import pinned_scatter
-from speedtorch.table.host_table import HostTable
 
 __all__ = [
     "CPUPytorchDataGadget",
@@ -55,10 +42,8 @@ class GadgetSwitcher(OneField):
 
     _how_to_start = "gadgetInit() first"
 
-    def _start(self, place: TablePlace, fileName: Source, *, field: str | None = None) -> None:
+    def _start(self, fileName: Source, *, field: str | None = None) -> None:
         """Checks the source; its rows are read by gadgetInit or at their first use."""
-        super().__init__()
-        self._place = place
         self._field = field
         self._data: Tensor | None = None
         self.fileName: str | None = None
@@ -82,21 +67,22 @@ class GadgetSwitcher(OneField):
             self._data = None  # so that the rows are not held twice
 
     def _copy_in(self, data: Tensor) -> None:
-        made = self._make(tuple(data.shape), data.dtype)
-        made["weight"].copy_(data)
-        self._use_table(made, ("weight",))
+        made = self._new(tuple(data.shape), data.dtype)
+        made.fields["weight"].copy_(data)
+        self._stored = made
 
     def _read_file(self, path: str) -> None:
         with open_fields(path) as stored:
             chosen = _choose(stored, self._field)
-            made = self._make(chosen.shape, chosen.dtype)
-            chosen.read_into(made["weight"])
-        self._use_table(made, ("weight",))
+            made = self._new(chosen.shape, chosen.dtype)
+            chosen.read_into(made.fields["weight"])
+        self._stored = made
 
-    def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostTable:
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
         """A table for new rows; the gadget takes it once they are all there."""
         fields = {"weight": (shape[1:], dtype)}
-        return self._place.make_table(shape[0], fields, default_device())
+        table = self._place.make_table(shape[0], fields, families.default_device())
+        return Stored(table, {"weight": table["weight"]})
 
     def _rows(self) -> dict[str, Tensor]:
         if self._stored is None:
@@ -119,12 +105,9 @@ class GadgetSwitcher(OneField):
         Raises:
             IndexError: an id out of range.
         """
-        return self._get(indexes, retrievedNegIndexes)
-
-    def _get(self, indexes: Index, negatives: Indexes | None) -> Tensor:
-        device = default_device()
+        device = families.default_device()
         field = self._rows()["weight"]
-        ids = self._ids_of(indexes, negatives, device)
+        ids = self._ids_of(indexes, retrievedNegIndexes, device)
         if ids is None:
             self._settle()
             return parts_of(field, indexes).to(device)
@@ -136,9 +119,9 @@ class GadgetSwitcher(OneField):
     ) -> Tensor | None:
         """The ids of whole rows, in the shape of the result; None for parts of rows."""
         total = self._rows()["weight"].shape[0]
-        if negatives is None:
-            return row_ids(indexes, total, device)
-        return row_ids(flat_index(cast(Indexes, indexes), negatives, device), total, device)
+        if negatives is not None:
+            indexes = flat_index(cast(Indexes, indexes), negatives, device)
+        return row_ids(indexes, total, device)
 
     def insertData(
         self,
@@ -243,7 +226,7 @@ class _TorchGadget(TorchFiles, GadgetSwitcher):
         self._copy_in(content["weight"])
 
 
-@of_family(host_or_variable)
+@families.of_family(families.host_or_variable)
 class DataGadget(_CupyGadget):
     """Holds data of any number of dimensions and brings rows of it to the GPU.
 
@@ -267,22 +250,22 @@ class DataGadget(_CupyGadget):
     """
 
 
-@of_family(with_variable)
+@families.of_family(families.with_variable)
 class GPUPytorchDataGadget(_TorchGadget):
     """DataGadget with the rows on the GPU, if there is one, and torch's files."""
 
 
-@of_family(in_host_memory)
+@families.of_family(families.in_host_memory)
 class CPUPytorchDataGadget(_TorchGadget):
     """DataGadget with the rows in host memory, and torch's files."""
 
 
-@of_family(of_kind)
+@families.of_family(families.of_kind)
 class PytorchDataGadget(_TorchGadget):
     """DataGadget with the rows where deviceType and pinType say, and torch's files."""
 
 
-@of_family(partial(in_file, ""))
+@families.of_family(partial(families.in_file, ""))
 class DataGadgetMM(MappedFiles, _CupyGadget):
     """DataGadget whose rows stay in their file, mapped into memory: inserting changes the file.
 
@@ -307,7 +290,7 @@ class DataGadgetMM(MappedFiles, _CupyGadget):
         Raises:
             IndexError: an id out of range.
         """
-        return self._get(retrievedPosIndexes, retrievedNegIndexes)
+        return super().getData(retrievedPosIndexes, retrievedNegIndexes)
 
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
         """As DataGadget's, to another file: the gadget's own holds every insert already.
@@ -320,10 +303,10 @@ class DataGadgetMM(MappedFiles, _CupyGadget):
             raise ValueError(f"{target} is the file that this gadget maps: it is saved already")
         super().saveCupy(saveFileName)
 
-    def _start(self, place: TablePlace, fileName: Source, *, field: str | None = None) -> None:
+    def _start(self, fileName: Source, *, field: str | None = None) -> None:
         if isinstance(fileName, np.ndarray | Tensor):
             raise TypeError("fileName: DataGadgetMM maps a file; DataGadget takes arrays")
-        super()._start(place, fileName, field=field)
+        super()._start(fileName, field=field)
 
     @property
     def table(self) -> NoReturn:
@@ -336,7 +319,7 @@ class DataGadgetMM(MappedFiles, _CupyGadget):
 
     def _read_file(self, path: str) -> None:
         with open_fields(path) as stored:
-            array = _choose(stored, self._field).array
+            array = _choose(stored, self._field)
         data = torch.empty(array.shape, dtype=array.dtype)
         if array.nbytes:  # an empty range cannot be mapped
             mapped = np.memmap(path, np.uint8, "r+", offset=array.offset, shape=(array.nbytes,))

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,92 +25,57 @@ import torch
 
 from speedtorch.table.host_table import HostTable
 
-__all__ = [
-    "Datatype",
-    "TablePlace",
-    "as_dtype",
-    "default_device",
-    "host_or_variable",
-    "in_file",
-    "in_host_memory",
-    "of_family",
-    "of_kind",
-    "with_variable",
-]
-
 _Class = TypeVar("_Class", bound=type)
 
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of rows, or of whole fields, by name."""
 Datatype = str | torch.dtype | npt.DTypeLike
 
 
 @dataclass(frozen=True)
 class TablePlace:
-    """A place for tables that are made later.
-
-    Attributes:
-        memory: "variable" for the device of the variable that the table serves, or one of
-            HostTable's kinds.
-        diskname: for "file", how the names of the files start.
-    """
+    """A place for tables that are made later."""
 
     memory: str
+    """One of HostTable's kinds, or "variable": the device of the variable that a table serves."""
     diskname: str = ""
+    """For "file", how the names of the files start."""
 
-    def make_table(
-        self,
-        rows: int,
-        fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        device: torch.device,
-    ) -> HostTable:
-        """Makes a table of zeros.
+    def make_table(self, rows: int, fields: Fields, device: torch.device) -> HostTable:
+        """A table of zeros, for a variable on `device`.
 
-        Args:
-            rows: how many rows.
-            fields: name to (shape of a row, dtype).
-            device: where the variable is that the table serves.
-
-        Returns:
-            The table; one in a file gets the first free name `<diskname><number>.memmap`.
+        One in a file gets the first free name `<diskname><number>.memmap`.
         """
+        settings: dict[str, Any] = {"memory": self.memory}
         if self.memory == "file":
-            return HostTable.from_fields(
-                rows, fields, memory="file", path=_unused_name(self.diskname)
-            )
-        if self.memory == "variable":
-            if device.type == "cuda":
-                return HostTable.from_fields(rows, fields, memory="cuda", device=device)
-            return HostTable.from_fields(rows, fields, memory="plain")
-        return HostTable.from_fields(rows, fields, memory=self.memory)
-
-
-def _unused_name(start: str) -> str:
-    number = 0
-    while os.path.lexists(f"{start}{number}.memmap"):
-        number += 1
-    return f"{start}{number}.memmap"
+            names = (f"{self.diskname}{number}.memmap" for number in itertools.count())
+            settings["path"] = next(name for name in names if not os.path.lexists(name))
+        elif self.memory == "variable" and device.type == "cuda":
+            settings = {"memory": "cuda", "device": device}
+        elif self.memory == "variable":
+            settings = {"memory": "plain"}
+        return HostTable.from_fields(rows, fields, **settings)
 
 
 def of_family(place: Callable[..., TablePlace], **defaults: Any) -> Callable[[_Class], _Class]:
     """Gives a class the constructor of its family.
 
-    It takes what the class's method `_start(self, place, ...)` takes behind the place, and what
-    `place` takes: `diskname` before the first argument that may be left out, the others after the
-    last that goes by position.
-
-    Args:
-        place: makes the place from what is given for it.
-        **defaults: of arguments, where the family has its own.
+    It takes what the class's method `_start` takes, and what `place` takes, which makes the place:
+    `diskname` before the first argument that may be left out, the others after the last that goes
+    by position. `defaults` are of arguments, where the family has its own.
     """
 
     def decorate(made: _Class) -> _Class:
         known: Any = made
         start = known._start
-        every = [*inspect.signature(start).parameters.values()][2:]
-        every = [each.replace(default=defaults.get(each.name, each.default)) for each in every]
-        of_place = [
-            each.replace(default=defaults.get(each.name, each.default))
-            for each in inspect.signature(place).parameters.values()
-        ]
+        every, of_place = (
+            [
+                each.replace(default=defaults.get(each.name, each.default))
+                for each in inspect.signature(function).parameters.values()
+            ]
+            for function in (start, place)
+        )
+        of_self = every.pop(0).replace(kind=inspect.Parameter.POSITIONAL_ONLY)
         for each in of_place:
             first = each.name == "diskname"
             behind = (
@@ -126,12 +92,11 @@ def of_family(place: Callable[..., TablePlace], **defaults: Any) -> Callable[[_C
             except TypeError as error:
                 raise TypeError(f"{type(self).__name__}: {error}; it takes {signature}") from None
             given.apply_defaults()
-            chosen = {name: given.arguments.pop(name) for name in names}
-            start(self, place(**chosen), **given.arguments)
+            self._place = place(**{name: given.arguments.pop(name) for name in names})
+            start(self, **given.arguments)
 
         told: Any = constructor
         told.__name__, told.__doc__ = "__init__", "See the class."
-        of_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         told.__signature__ = signature.replace(parameters=[of_self, *every])
         known.__init__ = told
         return made
@@ -166,11 +131,7 @@ def in_file(diskname: str = "", CPUPinn: bool = False) -> TablePlace:
 
 
 def of_kind(deviceType: str | torch.device = "cuda", pinType: bool = False) -> TablePlace:
-    """What torch.zeros(device=deviceType, pin_memory=pinType) means for a table.
-
-    Raises:
-        ValueError: neither "cuda" nor "cpu", or pinned memory on the GPU.
-    """
+    """What torch.zeros(device=deviceType, pin_memory=pinType) means for a table."""
     kind = str(deviceType).partition(":")[0]
     if kind == "cpu":
         return TablePlace("auto" if pinType else "plain")
@@ -191,16 +152,6 @@ def default_device() -> torch.device:
 
 def as_dtype(datatype: object, argument: str) -> torch.dtype:
     """The torch dtype that a torch dtype, a NumPy dtype or a name stands for.
-
-    Args:
-        datatype: torch.float32, np.float32, "float32", "f4", "bfloat16", ...
-        argument: what it is called where it came from.
-
-    Returns:
-        The torch dtype.
-
-    Raises:
-        ValueError: torch has no such dtype.
 
     Example:
         >>> as_dtype("float32", "dtype"), as_dtype(np.int8, "dtype"), as_dtype("bfloat16", "dtype")

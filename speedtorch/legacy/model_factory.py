@@ -11,21 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from speedtorch.legacy.checks import check_held, check_rows, check_table
-from speedtorch.legacy.families import (
-    Datatype,
-    TablePlace,
-    as_dtype,
-    host_or_variable,
-    in_file,
-    in_host_memory,
-    of_family,
-    of_kind,
-    with_variable,
-)
+from speedtorch.legacy import families
+from speedtorch.legacy.batch_exchange import BatchExchange, RowShape, check_rows
+from speedtorch.legacy.families import Datatype
 from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
-from speedtorch.ops.batch_ids import Indexes
 from speedtorch.ops.functions import pinned_gather, pinned_scatter, plan_rows
 from speedtorch.ops.shapes import row_shape
 from speedtorch.step.exchange import replace_rows
@@ -38,14 +28,12 @@ __all__ = [
     "ModelFactory",
     "ModelFactoryMM",
     "PytorchModelFactory",
-    "RowShape",
 ]
 
 Variable = nn.Module | nn.Parameter
-RowShape = int | tuple[int, ...]
 
 
-class ModelSwitcher(OneField):
+class ModelSwitcher(BatchExchange, OneField):
     """What the ModelFactory of every family does."""
 
     _how_to_start = (
@@ -55,7 +43,6 @@ class ModelSwitcher(OneField):
 
     def _start(
         self,
-        place: TablePlace,
         model_variable: Variable,
         total_classes: int,
         embed_dimension: RowShape,
@@ -65,19 +52,17 @@ class ModelSwitcher(OneField):
         table: HostTable | None = None,
     ) -> None:
         """Checks everything that can be checked before the table is made."""
-        super().__init__()
         self.model_variable = model_variable
         self.total_classes = total_classes
         self.embed_dimension = embed_dimension
         self.sumDuplicates = sumDuplicates
-        self._place = place
         self._shape = row_shape(embed_dimension, "embed_dimension")
-        self._dtype = as_dtype(datatype, "datatype")
+        self._dtype = families.as_dtype(datatype, "datatype")
         self._before: Tensor | None = None  # with sumDuplicates: the rows as they were gathered
         check_rows(self._parameter(), self._shape, self._dtype, "model_variable", "datatype")
         if table is not None:
-            check_table(table, total_classes, {"weight": (self._shape, self._dtype)})
-            self._use_table(table, ("weight",))
+            self._check_table(table)
+            self._stored = self._all_of(table)
 
     def _parameter(self) -> Tensor:
         variable = self.model_variable
@@ -92,14 +77,8 @@ class ModelSwitcher(OneField):
     def _started(self) -> HostTable:
         self._finish()
         if self._stored is None:
-            fields = {"weight": (self._shape, self._dtype)}
-            device = self._parameter().device
-            made = self._place.make_table(self.total_classes, fields, device)
-            self._use_table(made, ("weight",))
+            self._stored = self._make(self._place, self._parameter().device)
         return self.table
-
-    def _layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {"weight": ((self.total_classes, *self._shape), self._dtype)}
 
     def _to_load(self) -> dict[str, Tensor]:
         self._started()
@@ -142,54 +121,21 @@ class ModelSwitcher(OneField):
         negatives = np.arange(end, end + batchSize * negPerBatch)
         return positives, negatives.reshape(batchSize, negPerBatch)
 
-    def beforeForwardPass(
-        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
-    ) -> None:
-        """Makes the variable hold the rows of a batch, one for each id in order.
-
-        Args:
-            retrievedPosIndexes: ids of any shape; NumPy, list, or a tensor on either device.
-            retrievedNegIndexes: more of them, whose rows follow.
-
-        Raises:
-            IndexError: an id out of range; the variable is as it was.
-        """
-        parameter = self._parameter()
-        device = parameter.device
-        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
-        rows = self._gather("weight", index, device, plan)
-        before = rows.clone() if self.sumDuplicates else None
-        self._take(partial(self._show, parameter, rows, before))
+    def _hold(self, rows: dict[str, Tensor]) -> None:
+        before = rows["weight"].clone() if self.sumDuplicates else None
+        self._take(partial(self._show, self._parameter(), rows["weight"], before))
 
     def _show(self, parameter: Tensor, rows: Tensor, before: Tensor | None) -> None:
         replace_rows(parameter, rows)
         self._before = before
 
-    def afterOptimizerStep(
-        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
-    ) -> None:
-        """Puts the variable's rows back into the table.
+    def _held(self, name: str) -> tuple[Tensor, str]:
+        return self._parameter(), "the variable"
 
-        Of an id that occurs several times the last row stays; with sumDuplicates the change of each
-        is added, in order. After an exception the call can be made again.
-
-        Args:
-            retrievedPosIndexes: what beforeForwardPass got.
-            retrievedNegIndexes: what beforeForwardPass got.
-
-        Raises:
-            IndexError: an id out of range; the table is as it was.
-            ValueError: another number of ids than the variable has rows.
-            RuntimeError: with sumDuplicates, no beforeForwardPass came before, or the changes are
-                added already: an exception came after that.
-        """
-        device = self._parameter().device
-        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
-        rows = self._parameter().detach()
-        check_held(index, rows, self._rows()["weight"], "the variable")
-        if self.sumDuplicates:
-            rows = self._added(index, rows, plan)
-        self._put(index, {"weight": rows}, plan)
+    def _to_put(
+        self, index: Tensor, rows: dict[str, Tensor], plan: Plan | None
+    ) -> dict[str, Tensor]:
+        return {"weight": self._added(index, rows["weight"], plan)} if self.sumDuplicates else rows
 
     def _added(self, index: Tensor, rows: Tensor, plan: Plan | None) -> Tensor:
         """What each id's row is after all of its changes, at the last place of the id.
@@ -212,7 +158,7 @@ class ModelSwitcher(OneField):
         self._before = None
 
 
-@of_family(host_or_variable, datatype="float32")
+@families.of_family(families.host_or_variable, datatype="float32")
 class ModelFactory(CupyFiles, ModelSwitcher):
     """Keeps all rows of a variable; the model holds and trains those of one batch.
 
@@ -244,21 +190,21 @@ class ModelFactory(CupyFiles, ModelSwitcher):
     """
 
 
-@of_family(with_variable)
+@families.of_family(families.with_variable)
 class GPUPytorchModelFactory(TorchFiles, ModelSwitcher):
     """ModelFactory with the table on the variable's device, and torch's files."""
 
 
-@of_family(in_host_memory)
+@families.of_family(families.in_host_memory)
 class CPUPytorchModelFactory(TorchFiles, ModelSwitcher):
     """ModelFactory with the table in host memory, and torch's files."""
 
 
-@of_family(of_kind)
+@families.of_family(families.of_kind)
 class PytorchModelFactory(TorchFiles, ModelSwitcher):
     """ModelFactory with the table where deviceType and pinType say, and torch's files."""
 
 
-@of_family(in_file, diskname="variable", datatype="float32")
+@families.of_family(families.in_file, diskname="variable", datatype="float32")
 class ModelFactoryMM(MappedFiles, ModelSwitcher):
     """ModelFactory with the table in a memory-mapped file, `<diskname><number>.memmap`."""

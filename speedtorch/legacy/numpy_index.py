@@ -21,19 +21,10 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 
 def row_ids(index: Index, rows: int, device: torch.device) -> Tensor | None:
-    """The ids of the rows that an index names, in its shape, if it names whole rows.
+    """The ids of the rows that an index names, in its shape; None if it is of several axes.
 
-    Args:
-        index: integers of any shape, a slice, or a mask `[rows]`.
-        rows: rows of the data; ids from -rows on count from its end.
-        device: where the rows are worked on; see flat_index.
-
-    Returns:
-        int32 or int64 ids; None for an index of several axes, such as a tuple.
-
-    Raises:
-        IndexError: a mask of another length.
-        TypeError: neither integers nor anything else that NumPy knows.
+    Integers of any shape, from -rows on, a slice, or a mask `[rows]` name whole rows. `device` is
+    where these are worked on; see flat_index.
 
     Example:
         >>> row_ids([[-1, 0]], 7, torch.device("cpu"))

@@ -15,22 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.legacy.checks import check_held, check_rows, check_table
-from speedtorch.legacy.families import (
-    Datatype,
-    TablePlace,
-    as_dtype,
-    host_or_variable,
-    in_file,
-    in_host_memory,
-    of_family,
-    of_kind,
-    with_variable,
-)
-from speedtorch.legacy.model_factory import RowShape
-from speedtorch.legacy.switcher import Stored, Switcher
+from speedtorch.legacy import families
+from speedtorch.legacy.batch_exchange import BatchExchange, RowShape, check_rows
+from speedtorch.legacy.families import Datatype
+from speedtorch.legacy.switcher import Stored
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
-from speedtorch.ops.batch_ids import Indexes
 from speedtorch.ops.shapes import row_shape
 from speedtorch.optim.optimizer_copy import snapshot
 from speedtorch.optim.probe import probe_optimizer
@@ -45,14 +34,13 @@ __all__ = [
 ]
 
 
-class OptimizerSwitcher(Switcher):
+class OptimizerSwitcher(BatchExchange):
     """What the OptimizerFactory of every family does."""
 
     _how_to_start = "optInit() or a load method first"
 
     def _start(
         self,
-        place: TablePlace,
         given_optimizer: Optimizer,
         total_classes: int,
         embed_dimension: RowShape,
@@ -63,48 +51,49 @@ class OptimizerSwitcher(Switcher):
         table: HostTable | None = None,
     ) -> None:
         """Finds the variable, probes the optimizer, and checks that everything fits."""
-        super().__init__()
         self.given_optimizer = given_optimizer
         self.total_classes = total_classes
         self.embed_dimension = embed_dimension
         self.model = model
         self.variable_name = variable_name
         name = f"{variable_name}{type(given_optimizer).__name__}"
-        self._place = replace(place, diskname=name)  # where the place is a file
-        self._parameter = _find_parameter(model, variable_name)
+        self._place = replace(self._place, diskname=name)  # where the place is a file
+        self._found = _find_parameter(model, variable_name)
         shape = row_shape(embed_dimension, "embed_dimension")
-        check_rows(self._parameter, shape, as_dtype(dtype, "dtype"), repr(variable_name), "dtype")
-        self._probe = probe_optimizer(given_optimizer, self._parameter)
+        rows_dtype = families.as_dtype(dtype, "dtype")
+        check_rows(self._found, shape, rows_dtype, repr(variable_name), "dtype")
+        self._probe = probe_optimizer(given_optimizer, self._found)
         self._given_table = table
         if table is not None:
-            check_table(table, total_classes, self._row_fields())
+            self._check_table(table)
 
-    def _row_fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _parameter(self) -> Tensor:
+        return self._found
+
+    def _row_fields(self) -> families.Fields:
         return {name: (row.shape, row.dtype) for name, row in self._probe.row_state.items()}
 
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.given_optimizer.state.get(self._parameter, {})
+        state: dict[str, Any] = self.given_optimizer.state.get(self._found, {})
         return state
 
-    def _show(self, entries: Mapping[str, Any]) -> None:
+    def _hold(self, entries: Mapping[str, Any]) -> None:
         """Gives the optimizer entries of the variable's state, at once, and what it lacks yet."""
         held = self._state()
         scalars = self._probe.scalar_state.items()
         missing = {name: snapshot(value) for name, value in scalars if name not in held}
-        self.given_optimizer.state.setdefault(self._parameter, {}).update({**missing, **entries})
+        self.given_optimizer.state.setdefault(self._found, {}).update({**missing, **entries})
 
     def _started(self) -> Stored:
         """Where the rows are, or where they are to be."""
         self._finish()
         if self._stored is not None:
             return self._stored
-        fields = self._row_fields()
-        if not fields:  # plain SGD: there is nothing to keep
+        if not self._row_fields():  # plain SGD: there is nothing to keep
             return Stored(None, {})
-        table = self._given_table
-        if table is None:
-            table = self._place.make_table(self.total_classes, fields, self._parameter.device)
-        return Stored(table, {name: table[name] for name in fields})
+        if self._given_table is not None:
+            return self._all_of(self._given_table)
+        return self._make(self._place, self._found.device)
 
     def _rows(self) -> dict[str, Tensor]:
         # State that was read from a file needs no optInit, which would put initial values over it.
@@ -125,53 +114,14 @@ class OptimizerSwitcher(Switcher):
                 stored.table.fill_(row.cpu(), name)
         self._stored = stored
 
-    def beforeForwardPass(
-        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
-    ) -> None:
-        """Makes the optimizer hold the state of a batch's rows, one for each id in order.
-
-        Args:
-            retrievedPosIndexes: ids of any shape; NumPy, list, or a tensor on either device.
-            retrievedNegIndexes: more of them, whose rows follow.
-
-        Raises:
-            IndexError: an id out of range; the optimizer's rows are as they were.
-        """
-        device = self._parameter.device
-        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
-        rows = {name: self._gather(name, index, device, plan) for name in self._rows()}
-        self._show(rows)
-
-    def afterOptimizerStep(
-        self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
-    ) -> None:
-        """Puts the state of a batch's rows back; of an id named several times the last row stays.
-
-        After an exception the call can be made again.
-
-        Args:
-            retrievedPosIndexes: what beforeForwardPass got.
-            retrievedNegIndexes: what beforeForwardPass got.
-
-        Raises:
-            IndexError: an id out of range; the table is as it was.
-            ValueError: another number of ids than the optimizer has rows.
-            RuntimeError: the optimizer has no rows: no beforeForwardPass came before.
-        """
-        device = self._parameter.device
-        index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
-        state = self._state()
-        rows = {}
-        for name, field in self._rows().items():
-            held = state.get(name)
-            if not isinstance(held, Tensor):
-                raise RuntimeError(
-                    f"the optimizer has no state {name!r} of {self.variable_name!r}: call"
-                    " beforeForwardPass before its step"
-                )
-            check_held(index, held, field, f"the optimizer's {name!r}")
-            rows[name] = held.detach()
-        self._put(index, rows, plan)
+    def _held(self, name: str) -> tuple[Tensor, str]:
+        held = self._state().get(name)
+        if not isinstance(held, Tensor):
+            raise RuntimeError(
+                f"the optimizer has no state {name!r} of {self.variable_name!r}: call"
+                " beforeForwardPass before its step"
+            )
+        return held, f"the optimizer's {name!r}"
 
     def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:
         """The state of all rows as NumPy arrays by name, current when this returns.
@@ -207,11 +157,10 @@ class OptimizerSwitcher(Switcher):
         repeated = {name: v.expand(self.total_classes, *v.shape) for name, v in scalars.items()}
         return self._rows() | repeated
 
-    def _layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        rows = self._row_fields()
-        scalars = {name: (tuple(v.shape), v.dtype) for name, v in self._scalars().items()}
-        layout = (rows | scalars).items()
-        return {name: ((self.total_classes, *shape), dtype) for name, (shape, dtype) in layout}
+    def _layout(self) -> families.Fields:
+        once = self._scalars().items()
+        scalars = {name: ((self.total_classes, *v.shape), v.dtype) for name, v in once}
+        return {**super()._layout(), **scalars}
 
     def _to_load(self) -> dict[str, Tensor]:
         self._stored = self._started()
@@ -226,7 +175,7 @@ class OptimizerSwitcher(Switcher):
                 first = content[name][0]
                 is_tensor = isinstance(value, Tensor)
                 scalars[name] = first.to(value.device, copy=True) if is_tensor else first.item()
-        self._show(scalars)
+        self._hold(scalars)
 
 
 def _find_parameter(model: nn.Module, variable_name: str) -> Tensor:
@@ -241,7 +190,7 @@ def _find_parameter(model: nn.Module, variable_name: str) -> Tensor:
     )
 
 
-@of_family(host_or_variable, dtype="float32")
+@families.of_family(families.host_or_variable, dtype="float32")
 class OptimizerFactory(CupyFiles, OptimizerSwitcher):
     """Keeps the optimizer's state of all rows; the optimizer holds that of one batch.
 
@@ -277,21 +226,21 @@ class OptimizerFactory(CupyFiles, OptimizerSwitcher):
     """
 
 
-@of_family(with_variable)
+@families.of_family(families.with_variable)
 class GPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
     """OptimizerFactory with the table on the variable's device, and torch's files."""
 
 
-@of_family(in_host_memory)
+@families.of_family(families.in_host_memory)
 class CPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
     """OptimizerFactory with the table in host memory, and torch's files."""
 
 
-@of_family(of_kind)
+@families.of_family(families.of_kind)
 class PytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
     """OptimizerFactory with the table where deviceType and pinType say, and torch's files."""
 
 
-@of_family(partial(in_file, ""), dtype="float32")
+@families.of_family(partial(families.in_file, ""), dtype="float32")
 class OptimizerFactoryMM(MappedFiles, OptimizerSwitcher):
     """OptimizerFactory with the table in a memory-mapped file, `<variable><optimizer>...`."""

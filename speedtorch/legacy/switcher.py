@@ -1,8 +1,4 @@
-"""What all SpeedTorch classes share: a table and the ids of a batch.
-
-A switcher holds all rows of a variable, of its optimizer state or of data, and exchanges those of a
-batch. Ids arrive as the 2019 classes took them: positives of any shape and, if there are, negatives
-of any shape; both are flattened, the positives first.
+"""What all SpeedTorch classes share: a table of all rows of a variable, of state or of data.
 
 An exception at any line (out of memory, Ctrl-C) leaves an exchange wholly done or not done. What it
 needs is made first and can be thrown away; then one assignment, `_take`'s, makes the exchange
@@ -11,16 +7,15 @@ current; what follows can be repeated, and every method repeats it first until i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.ops.batch_ids import Indexes, all_within, flat_index
-from speedtorch.ops.functions import pinned_gather, pinned_scatter, synchronize
+from speedtorch.legacy.families import Fields, TablePlace
+from speedtorch.ops.functions import pinned_gather, synchronize
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.plan_memo import Plan
 
@@ -35,14 +30,13 @@ class Stored(NamedTuple):
 
 
 class Switcher:
-    """A set of fields, all with one row per class, whose rows are exchanged batch by batch."""
+    """A set of fields, all with one row per class."""
 
+    total_classes: int
+    _place: TablePlace
     _how_to_start = ""  # which methods make the table
-
-    def __init__(self) -> None:
-        """Starts without a table."""
-        self._stored: Stored | None = None
-        self._unfinished: Callable[[], object] | None = None
+    _stored: Stored | None = None
+    _unfinished: Callable[[], object] | None = None
 
     @property
     def table(self) -> HostTable:
@@ -59,8 +53,15 @@ class Switcher:
     def _not_started(self) -> RuntimeError:
         return RuntimeError(f"{type(self).__name__} has no table yet: call {self._how_to_start}")
 
-    def _use_table(self, table: HostTable, names: tuple[str, ...]) -> None:
-        self._stored = Stored(table, {name: table[name] for name in names})
+    def _row_fields(self) -> Fields:
+        """Shape and dtype of a row of each field."""
+        raise NotImplementedError
+
+    def _make(self, place: TablePlace, device: torch.device) -> Stored:
+        return self._all_of(place.make_table(self.total_classes, self._row_fields(), device))
+
+    def _all_of(self, table: HostTable) -> Stored:
+        return Stored(table, {name: table[name] for name in self._row_fields()})
 
     def _take(self, exchange: Callable[[], object]) -> None:
         """Makes an exchange current: something that can be repeated, and that nothing refuses."""
@@ -85,18 +86,6 @@ class Switcher:
             _ = self._stored.table.record  # a closed table refuses: rows put there would be lost
         return self._stored.fields
 
-    def _ids(
-        self, positives: Indexes, negatives: Indexes | None, device: torch.device, step: int
-    ) -> tuple[Tensor, Plan | None]:
-        """The ids of a batch as one row of numbers, and their plan where the ops need one.
-
-        Everyone who shares the table shares the plan. `step` is 0 before a batch, 1 after it.
-        """
-        self._finish()
-        if self._stored is None or self._stored.table is None:
-            return flat_index(positives, negatives, device), None
-        return self._stored.table.plans.find(positives, negatives, device, id(self), step)
-
     def _gather(
         self, name: str, index: Tensor, device: torch.device, plan: Plan | None = None
     ) -> Tensor:
@@ -104,29 +93,6 @@ class Switcher:
         out = torch.empty((index.numel(), *field.shape[1:]), dtype=field.dtype, device=device)
         pinned_gather(field, index, out=out, plan=plan)
         return out
-
-    def _put(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
-        """Puts a batch's rows back, of all fields or of none; they are known to fit.
-
-        Repeated, it writes the same rows to the same places: ids may lie in the caller's memory,
-        where the next batch's come, and are copied, unless a GPU takes the plan in their place; the
-        rows are in memory that the next exchange leaves alone.
-
-        Raises:
-            IndexError: an id on the CPU is out of range; nothing is changed.
-        """
-        fields = self._rows()
-        held = {name: each.contiguous() for name, each in rows.items()}
-        total = next((field.shape[0] for field in fields.values()), 0)
-        if plan is None and index.is_cpu and held and not all_within(index, total):
-            self._write(index, held, plan)  # the op refuses
-        ids = index.clone() if plan is None or index.is_cpu else index
-        self._take(partial(self._write, ids, held, plan))
-
-    def _write(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
-        fields = self._open_fields()
-        for name, each in rows.items():
-            pinned_scatter(fields[name], index, each, plan=plan)
 
     def _settle(self) -> None:
         """Waits for the GPU, so that the CPU's view of the rows is current."""
@@ -151,9 +117,10 @@ class Switcher:
         """What files hold: tensors with one row per class."""
         return self._rows()
 
-    def _layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _layout(self) -> Fields:
         """Shape and dtype of what a file must hold, by name."""
-        return {name: (tuple(rows.shape), rows.dtype) for name, rows in self._to_save().items()}
+        rows = self._row_fields().items()
+        return {name: ((self.total_classes, *shape), dtype) for name, (shape, dtype) in rows}
 
     def _to_load(self) -> dict[str, Tensor]:
         """Where the content of a file goes; called when it is known to fit."""
@@ -165,6 +132,12 @@ class Switcher:
 
 class OneField(Switcher):
     """A switcher of a single field, "weight"."""
+
+    _shape: tuple[int, ...]
+    _dtype: torch.dtype
+
+    def _row_fields(self) -> Fields:
+        return {"weight": (self._shape, self._dtype)}
 
     def getNumpyVersion(self) -> npt.NDArray[Any]:
         """All rows as a NumPy array, current when this returns.

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from speedtorch.files.new_files import NewFile, replace_files
-from speedtorch.files.table_files import open_fields, save_fields
+from speedtorch.files.table_files import FORMATS, open_fields, save_fields
+from speedtorch.legacy.families import Fields
 from speedtorch.legacy.switcher import Switcher
 
 __all__ = ["CupyFiles", "MappedFiles", "TorchFiles", "file_name", "read_tensors"]
-
-_Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class CupyFiles(Switcher):
@@ -60,8 +59,7 @@ class CupyFiles(Switcher):
         """
         path = file_name(loadFileName)
         self._settle()
-        names = tuple(self._layout()) if path.endswith(".npy") else None
-        with open_fields(path, names) as stored:
+        with open_fields(path, self._layout()) as stored:
             has = {name: (each.shape, each.dtype) for name, each in stored.items()}
             _check_layout(path, has, self._layout())
             content = self._to_load()
@@ -117,11 +115,7 @@ class TorchFiles(Switcher):
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors in what saveTorch wrote, on the CPU; a single one is called "weight".
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """The tensors in what saveTorch wrote, on the CPU; a single one is called "weight"."""
     name = os.fspath(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -146,12 +140,12 @@ def _is_rows(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
 
 
-def _check_layout(path: str, has: _Layout, wanted: _Layout) -> None:
+def _check_layout(path: str, has: Fields, wanted: Fields) -> None:
     if has != wanted:
         raise ValueError(f"{path} holds {_listed(has)}; expected {_listed(wanted)}")
 
 
-def _listed(layout: _Layout) -> str:
+def _listed(layout: Fields) -> str:
     named = [f"{name} {list(shape)} {str(dtype)[6:]}" for name, (shape, dtype) in layout.items()]
     return ", ".join(sorted(named)) or "nothing"
 
@@ -181,4 +175,4 @@ def _alone(field: Tensor) -> Tensor:
 def file_name(name: str | os.PathLike[str]) -> str:
     """The name with `.npy` added, as np.save does, unless it says a format."""
     path = os.fspath(name)
-    return path if path.endswith((".npy", ".safetensors")) else f"{path}.npy"
+    return path if path.endswith(tuple(FORMATS)) else f"{path}.npy"

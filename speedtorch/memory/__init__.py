@@ -1,23 +1,6 @@
 """Host memory: kinds, where a table's bytes are placed, what moving a row costs."""
 
-from speedtorch.memory.host_memory import (
-    available_bytes,
-    check_owner,
-    empty,
-    memory_kind,
-    memory_stats,
-    pin_memory_,
-    release,
-    unpin_memory_,
-)
+from speedtorch.memory import host_memory
+from speedtorch.memory.host_memory import *  # noqa: F403
 
-__all__ = [
-    "available_bytes",
-    "check_owner",
-    "empty",
-    "memory_kind",
-    "memory_stats",
-    "pin_memory_",
-    "release",
-    "unpin_memory_",
-]
+__all__ = host_memory.__all__

@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
         raise RuntimeError("calibrate: there is no GPU to measure; paths matter only with one")
     # What cannot be measured here (managed memory where it is not supported) stays as it was.
     costs = _ops.costs()
-    steps = tqdm(list(_steps()), desc="calibrating", unit="step", disable=not progress)
-    for step in steps:
+    for step in tqdm(list(_steps()), desc="calibrating", unit="step", disable=not progress):
         step(costs)
     figures = {
         "version": VERSION,
@@ -112,9 +111,6 @@ def calibrate_once(nbytes: int) -> None:
 
     Does nothing where figures are there already, where they could not be kept, while another
     process is at it or a CUDA graph is captured, and with SPEEDTORCH_CALIBRATE=0.
-
-    Args:
-        nbytes: size of the table.
     """
     if nbytes < WORTH_BYTES or os.environ.get("SPEEDTORCH_CALIBRATE") == "0":
         return
@@ -155,11 +151,7 @@ def load_costs_with_first_gpu() -> None:
 
 
 def load_costs() -> bool:
-    """Goes by the figures of this machine and its current GPU if there are any; never fails.
-
-    Returns:
-        Whether there were any.
-    """
+    """Goes by the figures of this machine and its GPU, and says if there are any; never fails."""
     gpu = _gpu()
     path = cache_file(gpu)
     if path is None:
@@ -204,13 +196,10 @@ def _believable(costs: Any) -> Tensor:
     return torch.tensor(costs, dtype=torch.float64)
 
 
-def _steps() -> Iterator[Callable[[Tensor], None]]:
-    yield _measure_link
-    yield _measure_planning
-    for kind in range(len(KINDS)):
-        if kind == 0 and not _ops.managed_supported():
-            continue
-        yield partial(_measure_moves, kind=kind)
+def _steps() -> list[Callable[[Tensor], None]]:
+    kinds = range(0 if _ops.managed_supported() else 1, len(KINDS))
+    moves = (partial(_measure_moves, kind=kind) for kind in kinds)
+    return [_measure_link, _measure_planning, *moves]
 
 
 def _microseconds(run: Callable[[Tensor], object], inputs: list[Tensor]) -> float:
@@ -257,10 +246,6 @@ def _measure_planning(costs: Tensor) -> None:
         costs[at + 1] = per_id_us * 1e3
 
 
-def _scatter(table: Tensor, rows: Tensor, ids: Tensor) -> None:
-    pinned_scatter(table, ids, rows)
-
-
 def _measure_moves(costs: Tensor, kind: int) -> None:
     claim_us, claim_ns, plan_us, plan_ns = costs[-6:-2].tolist()
     before_us = (claim_us + BATCH * claim_ns / 1e3, plan_us + BATCH * plan_ns / 1e3)
@@ -274,7 +259,7 @@ def _measure_moves(costs: Tensor, kind: int) -> None:
         rows = torch.zeros(BATCH, row_bytes, dtype=torch.uint8, device="cuda")
         works: tuple[Callable[[Tensor], object], ...] = (
             partial(pinned_gather, table, out=rows),
-            partial(_scatter, table, rows),
+            partial(pinned_scatter, table, src=rows),
         )
         for direction, work in enumerate(works):
             for order, path in enumerate(ORDERS):

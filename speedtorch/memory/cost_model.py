@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -102,20 +103,18 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     return _EXPLAINERS[op](**bound.arguments)
 
 
-def _explain_gather(table: Tensor, index: Tensor, out: Tensor | None, plan: Any) -> Explanation:
-    work = index if out is None else out
-    return _explain_move("pinned_gather", table, index, work, 0, False, plan)
-
-
-def _explain_scatter(
-    table: Tensor, index: Tensor, src: Tensor, accumulate: bool, plan: Any
-) -> Explanation:
-    return _explain_move("pinned_scatter", table, index, src, 1, accumulate, plan)
-
-
 def _explain_move(
-    op: str, table: Tensor, index: Tensor, work: Tensor, direction: int, accumulate: bool, plan: Any
+    op: str,
+    direction: int,
+    *,
+    table: Tensor,
+    index: Tensor,
+    plan: Any,
+    out: Tensor | None = None,
+    src: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Explanation:
+    work = next(each for each in (out, src, index) if each is not None)
     if work.device.type == "cpu":
         return Explanation(op, "cpu", "the rows go to and come from the CPU")
     count, row_bytes = index.numel(), math.prod(table.shape[1:]) * table.itemsize
@@ -158,15 +157,7 @@ def _explain_copy(dst: Tensor, src: Tensor) -> Explanation:
 
 
 def _explain_swap(
-    host: list[Tensor],
-    leaving: list[Tensor],
-    evict: Tensor,
-    arriving: list[Tensor],
-    load: Tensor,
-    evict_plan: Any,
-    load_plan: Any,
-    evict_places: Any,
-    load_places: Any,
+    host: list[Tensor], evict: Tensor, arriving: list[Tensor], load: Tensor, **others: Any
 ) -> Explanation:
     if arriving[0].device.type == "cpu":
         return Explanation("optimizer_state_swap", "cpu", "the rows go to and come from the CPU")
@@ -188,8 +179,8 @@ def _explain_whole(op: str, host: Tensor, rows: int, direction: int, path: str) 
 
 
 _EXPLAINERS: dict[str, Callable[..., Explanation]] = {
-    "pinned_gather": _explain_gather,
-    "pinned_scatter": _explain_scatter,
+    "pinned_gather": partial(_explain_move, "pinned_gather", 0),
+    "pinned_scatter": partial(_explain_move, "pinned_scatter", 1),
     "pinned_copy": _explain_copy,
     "optimizer_state_swap": _explain_swap,
 }
@@ -198,12 +189,7 @@ _calibrated = False
 
 
 def use_costs(costs: Tensor, *, calibrated: bool) -> None:
-    """Lets the library go by these costs.
-
-    Args:
-        costs: float64 on the CPU, in the order of `Costs` in csrc/move/cost_model.h.
-        calibrated: whether they were measured on this machine.
-    """
+    """Lets the library go by these costs, in the order of `Costs` in csrc/move/cost_model.h."""
     global _calibrated
     _ops.set_costs(costs)
     _calibrated = calibrated
@@ -211,15 +197,7 @@ def use_costs(costs: Tensor, *, calibrated: bool) -> None:
 
 @contextmanager
 def forced_path(path: str) -> Iterator[None]:
-    """Makes gathers and scatters take one path, for tests and measurements.
-
-    Args:
-        path: "direct", "distinct" or "ordered". An op that cannot take it raises ValueError.
-
-    Example:
-        >>> with forced_path("ordered"):
-        ...     pass
-    """
+    """Makes gathers and scatters take one path, or raise ValueError: for tests and measurements."""
     if path not in PATHS[:3]:
         raise ValueError(f"forced_path: path={path!r}; choose direct, distinct or ordered")
     _ops.force_path(PATHS.index(path))

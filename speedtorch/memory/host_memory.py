@@ -25,11 +25,9 @@ import speedtorch.ops.functions  # noqa: F401  (registers the ops)
 from speedtorch.ops.shapes import check_dtype, check_span, row_shape
 
 __all__ = [
-    "HOST_KINDS",
     "available_bytes",
     "check_owner",
     "empty",
-    "is_checked",
     "memory_kind",
     "memory_stats",
     "pin_memory_",
@@ -208,9 +206,7 @@ def available_bytes() -> int:
 def release(tensor: Tensor | None = None) -> None:
     """Says that no captured CUDA graph will use this tensor again: its memory goes with it.
 
-    Args:
-        tensor: the tensor; None stands for all tensors that are gone, whose memory goes now
-            ("captured" in `memory_stats`).
+    None stands for all tensors that are gone: their memory goes now ("captured" in memory_stats).
     """
     if tensor is None:
         _ops.let_orphans_go()
@@ -219,9 +215,5 @@ def release(tensor: Tensor | None = None) -> None:
 
 
 def check_owner(tensor: Tensor) -> None:
-    """Refuses managed memory in a forked child, where touching it would kill the process.
-
-    Raises:
-        RuntimeError: the memory was made in another process; the message says what to do instead.
-    """
+    """RuntimeError for managed memory in a forked child, where touching it would kill that."""
     _ops.check_owner(tensor)

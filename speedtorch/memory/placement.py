@@ -38,26 +38,9 @@ def check_kind(
 
 
 class Placement:
-    """Zeroed bytes of one kind of memory, exactly as many as asked for.
+    """Zeroed bytes of one kind of memory, `data` uint8 `[count]`, exactly as many as asked for.
 
-    Args:
-        count: Number of bytes.
-        kind: "auto", "managed", "registered", "plain", "cuda" or "file".
-        device: The GPU of "cuda"; None is the current one.
-        path: The new file of "file".
-
-    Attributes:
-        data: The bytes, uint8 `[count]`.
-        memory: The kind that "auto" became, or else `kind`.
-        path: The mapped file, or None.
-
-    Raises:
-        ValueError: An unknown kind, arguments that do not go with it, or too many bytes.
-        MemoryError, OSError, RuntimeError: The memory, the file or the GPU cannot be had.
-
-    Example:
-        >>> Placement(16, "plain").data.sum()
-        tensor(0)
+    Kind, device and path are those of HostTable; `memory` is the kind that "auto" became.
     """
 
     def __init__(

@@ -162,13 +162,13 @@ class Embedding(RowModule, nn.Embedding):
             embeddings: `[rows, columns]`, copied; a HostTable, used as it is; or
                 the path of a saved one (`*.safetensors`, `*.npy`), read without a second copy.
             freeze: Do not train them.
-            padding_idx: As for Embedding.
-            max_norm: As for Embedding.
-            norm_type: As for Embedding.
-            scale_grad_by_freq: As for Embedding.
-            sparse: As for Embedding.
-            device: As for Embedding.
-            memory: As for Embedding.
+            padding_idx: As for Embedding, like all that follow.
+            max_norm: Rows with a larger norm are shortened when they are looked up.
+            norm_type: The p of that norm.
+            scale_grad_by_freq: Divide a row's gradient by how often the lookup names it.
+            sparse: Give the optimizer a sparse gradient of the held rows.
+            device: Where lookups give their rows.
+            memory: The table's memory.
 
         Returns:
             The Embedding.
@@ -193,30 +193,6 @@ class Embedding(RowModule, nn.Embedding):
             scale_grad_by_freq=scale_grad_by_freq,
             sparse=sparse,
         )
-
-    @classmethod
-    def from_module(
-        cls, module: nn.Embedding, *, device: Device = None, memory: str = "auto"
-    ) -> Embedding:
-        """Makes an Embedding with the rows and arguments of torch's.
-
-        Args:
-            module: Its rows are copied.
-            device: As for Embedding; by default the module's.
-            memory: As for Embedding.
-
-        Returns:
-            The Embedding.
-
-        Raises:
-            TypeError: It is another module.
-            MemoryError: As for Embedding.
-
-        Example:
-            >>> Embedding.from_module(torch.nn.Embedding(10, 4, padding_idx=0)).padding_idx
-            0
-        """
-        return cls._of_module(module, nn.Embedding, device, memory)
 
 
 _not_compiled = not_compiled(Embedding.forward)

@@ -183,27 +183,10 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         device: Device = None,
         memory: str = "auto",
     ) -> EmbeddingBag:
-        """Makes an EmbeddingBag of rows that exist; see Embedding.from_pretrained.
+        """Makes an EmbeddingBag of rows that exist.
 
-        Args:
-            embeddings: As for Embedding.from_pretrained.
-            freeze: Do not train them.
-            max_norm: As for EmbeddingBag.
-            norm_type: As for EmbeddingBag.
-            scale_grad_by_freq: As for EmbeddingBag.
-            mode: As for EmbeddingBag.
-            sparse: As for EmbeddingBag.
-            include_last_offset: As for EmbeddingBag.
-            padding_idx: As for EmbeddingBag.
-            device: As for EmbeddingBag.
-            memory: As for EmbeddingBag.
-
-        Returns:
-            The EmbeddingBag.
-
-        Raises:
-            ValueError: As for Embedding.from_pretrained.
-            MemoryError: As for EmbeddingBag.
+        `embeddings`, `freeze` and what is raised are those of Embedding.from_pretrained, all else
+        is as for EmbeddingBag.
 
         Example:
             >>> bag = EmbeddingBag.from_pretrained(torch.eye(3), mode="sum")
@@ -223,30 +206,6 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             include_last_offset=include_last_offset,
             padding_idx=padding_idx,
         )
-
-    @classmethod
-    def from_module(
-        cls, module: nn.EmbeddingBag, *, device: Device = None, memory: str = "auto"
-    ) -> EmbeddingBag:
-        """Makes an EmbeddingBag with the rows and arguments of torch's.
-
-        Args:
-            module: Its rows are copied.
-            device: As for EmbeddingBag; by default the module's.
-            memory: As for EmbeddingBag.
-
-        Returns:
-            The EmbeddingBag.
-
-        Raises:
-            TypeError: It is another module.
-            MemoryError: As for EmbeddingBag.
-
-        Example:
-            >>> EmbeddingBag.from_module(torch.nn.EmbeddingBag(10, 4, mode="max")).mode
-            'max'
-        """
-        return cls._of_module(module, nn.EmbeddingBag, device, memory)
 
 
 _not_compiled = not_compiled(EmbeddingBag.forward)

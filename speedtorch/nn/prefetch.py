@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from speedtorch.nn.row_module import RowModule, check_ids
-from speedtorch.step.planned_batch import PlannedBatch
+from speedtorch.nn.row_module import RowModule
+from speedtorch.ops.planned_batch import PlannedBatch, check_ids
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["Prefetch", "prefetch"]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
+from speedtorch.ops.planned_batch import check_ids
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.step.row_store import Draw, RowStore
 from speedtorch.step.trained_rows import TrainedRows, random_seed
@@ -26,7 +27,7 @@ from speedtorch.torch_internals import (
     is_transformed,
 )
 
-__all__ = ["Device", "RowModule", "Rows", "Source", "check_ids"]
+__all__ = ["Device", "RowModule", "Rows", "Source"]
 
 Rows = Tensor | HostTable
 Source = Rows | str | os.PathLike[str]
@@ -149,10 +150,34 @@ class RowModule(nn.Module):
         return cls(*shape, **given, _owned=source is not embeddings)
 
     @classmethod
-    def _of_module(
-        cls: type[_Self], module: Any, kind: type[Any], device: Device, memory: str
+    def from_module(
+        cls: type[_Self],
+        module: nn.Embedding | nn.EmbeddingBag,
+        *,
+        device: Device = None,
+        memory: str = "auto",
     ) -> _Self:
-        """Makes a module with the rows and settings of torch's."""
+        """Makes an Embedding or EmbeddingBag with the rows and arguments of torch's.
+
+        Args:
+            module: Of the same kind; its rows are copied.
+            device: Where lookups give their rows; by default the module's.
+            memory: The table's memory, as for HostTable.
+
+        Returns:
+            The module.
+
+        Raises:
+            TypeError: It is of another kind.
+            MemoryError: As for Embedding.
+
+        Example:
+            >>> import speedtorch
+            >>> plain = torch.nn.Embedding(10, 4, padding_idx=0)
+            >>> speedtorch.Embedding.from_module(plain).padding_idx
+            0
+        """
+        kind = nn.Embedding if issubclass(cls, nn.Embedding) else nn.EmbeddingBag
         if not isinstance(module, kind) or isinstance(module, RowModule):
             given = type(module)
             raise TypeError(
@@ -425,20 +450,6 @@ class RowModule(nn.Module):
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise NotImplementedError(
             f"{type(self).__name__}: DataParallel would copy its rows to every GPU; use one GPU"
-        )
-
-
-def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
-    """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
-    if not isinstance(ids, Tensor):
-        raise TypeError(
-            f"{name}: expected an int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor"
-            " makes one"
-        )
-    if ids.dtype not in (torch.int64, torch.int32) or ids.layout != torch.strided:
-        raise numbers(
-            f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
-            f" {list(ids.shape)}"
         )
 
 

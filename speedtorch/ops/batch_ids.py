@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -10,33 +9,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.torch_internals import version_of
-
 __all__ = [
     "Indexes",
-    "Unread",
     "all_within",
     "flat_index",
-    "private_copy",
+    "on_gpu",
 ]
 
 Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
 
 
 def flat_index(positives: Indexes, negatives: Indexes | None, device: torch.device) -> Tensor:
-    """The ids of a batch as one row of numbers.
+    """The ids of a batch as one row of numbers, int32 or int64 `[ids]`.
 
-    Args:
-        positives: ids of any shape: a NumPy array, a list or a tensor on either device.
-        negatives: more of them, which follow, or None.
-        device: where the rows are worked on. Ids on a GPU stay there if it is this one; ids on the
-            CPU stay where they are (the ops take them from there, so that nothing waits).
-
-    Returns:
-        int32 or int64 `[ids]`.
-
-    Raises:
-        TypeError: they are not integers.
+    Ids on the CPU stay there, as the ops take them from there and nothing waits then; others come
+    to the device that works on the rows. TypeError if they are not integers.
 
     Example:
         >>> flat_index(np.array([[3, 1], [0, 3]]), [7], torch.device("cpu"))
@@ -79,28 +66,6 @@ def all_within(index: Tensor, rows: int) -> bool:
     return int(low) >= 0 and int(high) < rows
 
 
-def private_copy(index: Tensor, device: torch.device) -> Tensor:
-    """A copy on the CPU that nobody else writes to; a GPU takes it without waiting."""
-    return torch.empty_like(index, pin_memory=device.type == "cuda").copy_(index)
-
-
-class Unread:
-    """A tensor that is recognised, if it has not changed, without reading it.
-
-    It is kept, and so is its memory, which it can be made to leave (`tensor.data = other`): no
-    other tensor comes to lie there.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self.memory = tensor.detach()
-        self._state = self._state_of(tensor)
-
-    @staticmethod
-    def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
-        layout = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return (version_of(tensor), *layout)
-
-    def is_still(self, ids: Indexes) -> bool:
-        """Whether these are the tensor, unchanged."""
-        return ids is self._tensor and self._state_of(self._tensor) == self._state
+def on_gpu(ids: Indexes) -> bool:
+    """Whether these lie where nobody waits to read them."""
+    return isinstance(ids, Tensor) and ids.is_cuda

@@ -13,25 +13,15 @@ from speedtorch.torch_internals import out_of_graphs
 __all__ = ["not_compiled"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
 _REASON = "the number of held rows changes from step to step"
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Breaks a graph that torch.compile makes; costs nothing where none is made.
-
-    Example:
-        >>> @not_compiled
-        ... def count(ids: torch.Tensor) -> int:
-        ...     return len(set(ids.tolist()))
-        >>> count(torch.tensor([1, 1, 2]))
-        2
-    """
+    """Breaks a graph that torch.compile makes; costs nothing where none is made."""
     broken = out_of_graphs(function, _REASON)
 
     @wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:
-        chosen = broken if torch.compiler.is_compiling() else function
-        return chosen(*args, **kwargs)
+        return (broken if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
     return cast(_Function, either)

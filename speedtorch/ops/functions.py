@@ -12,10 +12,8 @@ raises `IndexError`, at the latest `synchronize`.
 from __future__ import annotations
 
 import atexit
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,47 +30,38 @@ __all__ = [
 ]
 
 
-def _load_library() -> None:
-    """Registers the ops, or says what keeps the library from loading."""
-    try:
-        from speedtorch import _C  # type: ignore[attr-defined]  # noqa: F401
-    except ImportError as error:
-        built = sorted(Path(__file__).parents[1].glob("_C*.so"))
-        if not built:
-            raise ImportError(
-                "speedtorch: its library is not built; run `make setup` or `pip install "
-                "--no-build-isolation .` in a checkout"
-            ) from None
+try:
+    from speedtorch import _C  # type: ignore[attr-defined]  # noqa: F401
+except ImportError as error:
+    built = sorted(Path(__file__).parents[1].glob("_C*.so"))
+    if not built:
         raise ImportError(
-            f"speedtorch: its library does not load beside torch {torch.__version__} ({error}). "
-            f"Library: {built[0]}. It needs torch >= 2.11; build it with "
-            "`pip install --no-build-isolation .` in a checkout."
-        ) from error
+            "speedtorch: its library is not built; run `make setup` or `pip install "
+            "--no-build-isolation .` in a checkout"
+        ) from None
+    raise ImportError(
+        f"speedtorch: its library does not load beside torch {torch.__version__} ({error}). "
+        f"Library: {built[0]}. It needs torch >= 2.11; build it with "
+        "`pip install --no-build-isolation .` in a checkout."
+    ) from error
 
-
-_load_library()
 _ops = torch.ops.speedtorch
 # Tensors that go while the interpreter ends must make no CUDA call any more.
 atexit.register(_ops.stop)
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+def _tell_of_memory(error: RuntimeError) -> None:
+    """Raises torch's own error where memory ran out, which the library cannot throw."""
+    if ": out of memory: " in str(error):
+        raise torch.OutOfMemoryError(str(error)) from None
 
 
-def _tells_of_memory(op: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The library can throw no exception of torch's own: this one makes it."""
-
-    @functools.wraps(op)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return op(*args, **kwargs)
-        except RuntimeError as error:
-            if ": out of memory: " in str(error):
-                raise torch.OutOfMemoryError(str(error)) from None
-            raise
-
-    return call
+def not_ids(name: str, given: object) -> TypeError:
+    """The error about something else than a tensor where ids are taken."""
+    return TypeError(
+        f"{name}: expected an int32 or int64 tensor, got {type(given).__name__}; torch.as_tensor"
+        " makes one of a list or an array"
+    )
 
 
 def _check_written(op: str, name: str, tensor: Tensor) -> None:
@@ -84,15 +73,6 @@ def _check_written(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_ids(name: str, ids: object) -> None:
-    if not isinstance(ids, Tensor):
-        raise TypeError(
-            f"{name}: expected an int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor"
-            " makes one of a list or an array"
-        )
-
-
-@_tells_of_memory
 def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
     """Puts the ids of a batch in address order, once for every op on the same ids.
 
@@ -119,11 +99,16 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
         >>> unique.tolist(), inverse.tolist(), order.tolist(), offsets.tolist()
         ([2, 7, -1], [1, 0, 1], [1, 0, 2], [0, 1, 3, 3])
     """
-    _check_ids("index", index)
-    return list(_ops.plan_rows(index, rows))
+    if not isinstance(index, Tensor):
+        raise not_ids("index", index)
+    try:
+        plan: list[Tensor] = _ops.plan_rows(index, rows)
+    except RuntimeError as error:
+        _tell_of_memory(error)
+        raise
+    return plan
 
 
-@_tells_of_memory
 def pinned_gather(
     table: Tensor, index: Tensor, *, out: Tensor | None = None, plan: Sequence[Tensor] | None = None
 ) -> Tensor:
@@ -157,38 +142,45 @@ def pinned_gather(
         >>> pinned_gather(table, torch.tensor([2, 0])).tolist()
         [[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]
     """
-    _check_ids("index", index)
+    if not isinstance(index, Tensor):
+        raise not_ids("index", index)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(table).tangent is not None:  # type: ignore[no-untyped-call]
         raise NotImplementedError(
             "pinned_gather: forward-mode gradients are not supported; use reverse mode, or "
             "torch.nn.functional.embedding"
         )
-    if out is None:
-        rows: Tensor
-        if plan is not None:
+    rows: Tensor
+    try:
+        if out is not None:
+            rows = out
+            _check_written("pinned_gather", "out", out)
+            with torch.no_grad():
+                if plan is None:
+                    _ops.pinned_gather.out(table, index, out)
+                else:
+                    _ops.pinned_gather.planned_out(table, index, list(plan), out)
+        elif plan is not None:
             rows = _ops.pinned_gather.planned(table, index, list(plan))
         elif table.requires_grad:
             rows = _ops.pinned_gather(table, index)
         else:
             rows = _ops.pinned_gather_detached(table, index)
-        return rows
-    _check_written("pinned_gather", "out", out)
-    with torch.no_grad():
-        if plan is None:
-            _ops.pinned_gather.out(table, index, out)
-        else:
-            _ops.pinned_gather.planned_out(table, index, list(plan), out)
-    return out
-
-
-@_tells_of_memory
-def gather_detached(table: Tensor, index: Tensor) -> Tensor:
-    """pinned_gather for who makes its arguments itself: a tensor of ids, no gradients."""
-    rows: Tensor = _ops.pinned_gather_detached(table, index)
+    except RuntimeError as error:
+        _tell_of_memory(error)
+        raise
     return rows
 
 
-@_tells_of_memory
+def gather_detached(table: Tensor, index: Tensor) -> Tensor:
+    """pinned_gather for who makes its arguments itself: a tensor of ids, no gradients."""
+    try:
+        rows: Tensor = _ops.pinned_gather_detached(table, index)
+    except RuntimeError as error:
+        _tell_of_memory(error)
+        raise
+    return rows
+
+
 def pinned_scatter(
     table: Tensor,
     index: Tensor,
@@ -223,16 +215,20 @@ def pinned_scatter(
         >>> table.tolist()
         [[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]]
     """
-    _check_ids("index", index)
+    if not isinstance(index, Tensor):
+        raise not_ids("index", index)
     _check_written("pinned_scatter", "table", table)
-    with torch.no_grad():
-        if plan is None:
-            _ops.pinned_scatter(table, index, src, accumulate)
-        else:
-            _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
+    try:
+        with torch.no_grad():
+            if plan is None:
+                _ops.pinned_scatter(table, index, src, accumulate)
+            else:
+                _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
+    except RuntimeError as error:
+        _tell_of_memory(error)
+        raise
 
 
-@_tells_of_memory
 def pinned_copy(dst: Tensor, src: Tensor) -> None:
     """Copies a range of rows, or a whole table, between host memory and a GPU: `dst[:] = src`.
 
@@ -255,11 +251,14 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
         [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     """
     _check_written("pinned_copy", "dst", dst)
-    with torch.no_grad():
-        _ops.pinned_copy(dst, src)
+    try:
+        with torch.no_grad():
+            _ops.pinned_copy(dst, src)
+    except RuntimeError as error:
+        _tell_of_memory(error)
+        raise
 
 
-@_tells_of_memory
 def swap_placed(
     host: Sequence[Tensor],
     leaving: Sequence[Tensor],
@@ -270,12 +269,15 @@ def swap_placed(
     load_places: Tensor,
 ) -> None:
     """optimizer_state_swap with places, for who makes its arguments itself: lists, no gradients."""
-    _ops.optimizer_state_swap.placed(
-        host, leaving, evict, evict_places, arriving, load, load_places
-    )
+    try:
+        _ops.optimizer_state_swap.placed(
+            host, leaving, evict, evict_places, arriving, load, load_places
+        )
+    except RuntimeError as error:
+        _tell_of_memory(error)
+        raise
 
 
-@_tells_of_memory
 def optimizer_state_swap(
     host: Sequence[Tensor],
     leaving: Sequence[Tensor],
@@ -324,43 +326,36 @@ def optimizer_state_swap(
         >>> weight.flatten().tolist(), come.flatten().tolist()
         ([0.0, 10.0, 2.0, 3.0], [30.0, 0.0])
     """
-    _check_ids("evict", evict)
-    _check_ids("load", load)
+    for name, ids in (("evict", evict), ("load", load)):
+        if not isinstance(ids, Tensor):
+            raise not_ids(name, ids)
     for name, fields in (("host", host), ("arriving", arriving)):
         for k, field in enumerate(fields):
             _check_written("optimizer_state_swap", f"{name}[{k}]", field)
-    with torch.no_grad():
-        if evict_places is not None or load_places is not None:
-            if evict_places is None or load_places is None or evict_plan or load_plan:
-                raise ValueError(
-                    "optimizer_state_swap: evict_places and load_places go together, and with no"
-                    " plan"
+    host, leaving, arriving = list(host), list(leaving), list(arriving)
+    try:
+        with torch.no_grad():
+            if evict_places is not None or load_places is not None:
+                if evict_places is None or load_places is None or evict_plan or load_plan:
+                    raise ValueError(
+                        "optimizer_state_swap: evict_places and load_places go together, and with"
+                        " no plan"
+                    )
+                _ops.optimizer_state_swap.placed(
+                    host, leaving, evict, evict_places, arriving, load, load_places
                 )
-            _ops.optimizer_state_swap.placed(
-                list(host),
-                list(leaving),
-                evict,
-                evict_places,
-                list(arriving),
-                load,
-                load_places,
-            )
-            return
-        if evict_plan is None and load_plan is None:
-            _ops.optimizer_state_swap(list(host), list(leaving), evict, list(arriving), load)
-            return
-        _ops.optimizer_state_swap.planned(
-            list(host),
-            list(leaving),
-            evict,
-            list(evict_plan or ()),
-            list(arriving),
-            load,
-            list(load_plan or ()),
-        )
+            elif evict_plan is None and load_plan is None:
+                _ops.optimizer_state_swap(host, leaving, evict, arriving, load)
+            else:
+                plans = list(evict_plan or ()), list(load_plan or ())
+                _ops.optimizer_state_swap.planned(
+                    host, leaving, evict, plans[0], arriving, load, plans[1]
+                )
+    except RuntimeError as error:
+        _tell_of_memory(error)
+        raise
 
 
-@_tells_of_memory
 def sum_rows(
     rows: Tensor,
     plan: Sequence[Tensor],
@@ -397,7 +392,11 @@ def sum_rows(
     """
     if distinct is None:
         distinct = int(plan[4][3])
-    summed: Tensor = _ops.sum_rows(rows, list(plan), table_rows, begin, distinct)
+    try:
+        summed: Tensor = _ops.sum_rows(rows, list(plan), table_rows, begin, distinct)
+    except RuntimeError as error:
+        _tell_of_memory(error)
+        raise
     return summed
 
 

@@ -15,23 +15,7 @@ _LARGEST = 2**63 - 1
 
 
 def row_shape(dim: int | Sequence[int], what: str = "dim") -> tuple[int, ...]:
-    """A row's shape as a tuple.
-
-    Args:
-        dim: Number of columns, or a shape.
-        what: Its name in error messages.
-
-    Returns:
-        The shape.
-
-    Raises:
-        TypeError: Not made of integers.
-        ValueError: A negative number.
-
-    Example:
-        >>> row_shape(3), row_shape([2, 4])
-        ((3,), (2, 4))
-    """
+    """The shape that a number of columns, or a shape, stands for; errors call it `what`."""
     parts = dim if isinstance(dim, Sequence) and not isinstance(dim, str) else (dim,)
     try:
         if any(isinstance(part, bool) for part in parts):
@@ -45,12 +29,7 @@ def row_shape(dim: int | Sequence[int], what: str = "dim") -> tuple[int, ...]:
 
 
 def check_dtype(what: str, dtype: object) -> None:
-    """Raises unless this is a dtype whose elements stand for themselves.
-
-    Raises:
-        TypeError: It is no dtype.
-        ValueError: A quantized one.
-    """
+    """Raises unless this is a dtype whose elements stand for themselves."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{what}: expected a torch.dtype, got {dtype!r}")
     if dtype in _QUANTIZED:
@@ -58,12 +37,6 @@ def check_dtype(what: str, dtype: object) -> None:
 
 
 def check_span(what: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raises ValueError for a shape without elements whose strides torch cannot count.
-
-    Example:
-        >>> check_span("x", (0, 2**40, 2**40), torch.int8)
-        Traceback (most recent call last):
-        ValueError: x: rows of [0, 1099511627776, 1099511627776] span more than 2^63 - 1 bytes
-    """
+    """Raises ValueError for a shape without elements whose strides torch cannot count."""
     if 0 in shape and math.prod(max(1, size) for size in shape) * dtype.itemsize > _LARGEST:
         raise ValueError(f"{what}: rows of {list(shape)} span more than 2^63 - 1 bytes")

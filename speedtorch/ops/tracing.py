@@ -5,7 +5,8 @@ Importing this registers them; functions.py has loaded the library that holds th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +31,9 @@ def _refuse_meta_mix(tensors: Iterable[Tensor]) -> None:
         raise ValueError("speedtorch: meta tensors cannot be mixed with real ones in one op")
 
 
-def _pinned_gather_fake(table: Tensor, index: Tensor) -> Tensor:
+def _pinned_gather_fake(table: Tensor, index: Tensor, plan: Sequence[Tensor] = ()) -> Tensor:
     _refuse_meta_mix((table, index))
     return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
-
-
-def _pinned_gather_planned_fake(table: Tensor, index: Tensor, plan: list[Tensor]) -> Tensor:
-    return _pinned_gather_fake(table, index)
 
 
 def _sum_rows_fake(
@@ -63,7 +60,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_gather": _pinned_gather_fake,
     "pinned_gather_detached": _pinned_gather_fake,
     "pinned_gather.out": _writes_its_arguments,
-    "pinned_gather.planned": _pinned_gather_planned_fake,
+    "pinned_gather.planned": _pinned_gather_fake,
     "pinned_gather.planned_out": _writes_its_arguments,
     "sum_rows": _sum_rows_fake,
     "compare_rows": _compare_rows_fake,
@@ -78,9 +75,6 @@ for _name, _kernel in _FAKE_KERNELS.items():
     torch.library.register_fake(f"speedtorch::{_name}", _kernel)
 
 
-# ------------------------------------------------------------------------------------- autograd
-
-
 def _remember_index(
     ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor
 ) -> None:
@@ -90,27 +84,20 @@ def _remember_index(
     ctx.table_device = table.device  # type: ignore[attr-defined]
 
 
-def _table_gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+def _gather_backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor, others: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The gradients of the table and, `others`, of what has none."""
     (index,) = ctx.saved_tensors  # type: ignore[attr-defined]
     shape, device = ctx.table_shape, ctx.table_device  # type: ignore[attr-defined]
     rows = index.reshape(1, -1).to(device=device, dtype=torch.int64)
     values = grad.reshape(rows.shape[1], *shape[1:]).to(device)
-    return torch.sparse_coo_tensor(rows, values, shape, check_invariants=False)
+    return torch.sparse_coo_tensor(rows, values, shape, check_invariants=False), *others
 
 
-def _gather_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-    return _table_gradient(ctx, grad), None
-
-
-def _planned_gather_backward(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor
-) -> tuple[Tensor, None, list[None]]:
-    return _table_gradient(ctx, grad), None, [None] * 5
-
-
-torch.library.register_autograd(
-    "speedtorch::pinned_gather", _gather_backward, setup_context=_remember_index
-)
-torch.library.register_autograd(
-    "speedtorch::pinned_gather.planned", _planned_gather_backward, setup_context=_remember_index
-)
+for _name, _others in (("pinned_gather", (None,)), ("pinned_gather.planned", (None, [None] * 5))):
+    torch.library.register_autograd(
+        f"speedtorch::{_name}",
+        partial(_gather_backward, others=_others),
+        setup_context=_remember_index,
+    )

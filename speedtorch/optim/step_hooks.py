@@ -57,7 +57,7 @@ class OptimizerStep:
             for rows in self._rows:
                 _check(optimizer, rows, self)
             for rows in self._rows:
-                rows.before_optimizer(self)
+                rows.exchange.before_optimizer(self)
             self.paused, self.has_begun = False, True
             for rows in self._rows:
                 hide_rows(rows.parameter)
@@ -81,7 +81,7 @@ class OptimizerStep:
         self._show()
         with as_plain():
             for rows in self._rows:
-                rows.after_optimizer()
+                rows.exchange.after_optimizer()
                 state = rows.state
                 if isinstance(state, AttachedState):
                     state.after_step()

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
-from speedtorch.step.planned_batch import PlannedBatch
 from speedtorch.step.row_store import RowStore
 from speedtorch.step.side_stream import SideStream
 from speedtorch.torch_internals import of_another_dtype, sparse_values, version_of
@@ -32,6 +32,7 @@ __all__ = [
     "Requester",
     "ShownRows",
     "Step",
+    "Told",
     "replace_rows",
 ]
 
@@ -55,6 +56,13 @@ class Coming(NamedTuple):
     rows: Rows
     """Those that left the step before while they arrived are newer than the table's."""
     padded: Tensor
+
+
+class Told(NamedTuple):
+    """Ids that were announced for the step that the next lookup begins."""
+
+    parts: Sequence[Tensor] = ()
+    plan: PlannedBatch | None = None
 
 
 class Placed(NamedTuple):
@@ -195,8 +203,7 @@ class ShownRows:
     def rows_of(self, step: Step) -> Rows:
         """The rows of the step, as who trains them has them now.
 
-        Raises:
-            RuntimeError: who trains them has changed their number or thrown some away.
+        Raises RuntimeError if who trains them has changed their number or thrown some away.
         """
         rows, state = [self.parameter.detach()], self.kept.state
         if state is not None:
@@ -247,11 +254,9 @@ class ShownRows:
 
 
 def replace_rows(parameter: Tensor, rows: Tensor) -> None:
-    """Makes a parameter hold other rows, in another number perhaps.
+    """Makes a parameter hold other rows, not copied, and in another number perhaps.
 
-    Args:
-        parameter: `[any, ...]`; a gradient of another shape is dropped.
-        rows: `[rows, ...]`, same dtype and device; not copied.
+    A gradient of another shape is dropped.
     """
     if parameter.grad is not None and parameter.grad.shape != rows.shape:
         parameter.grad = None
@@ -288,11 +293,7 @@ class OptimizerCall(Protocol):
     """Whether a closure of the user runs within it."""
 
     def leave(self) -> bool:
-        """Called by the next one in: cleans up behind a call that was left by an exception.
-
-        Returns:
-            Whether it was.
-        """
+        """The next one in cleans up behind a call that an exception left; whether one did."""
 
 
 class Exchange:
@@ -373,13 +374,9 @@ class Exchange:
     # Completion
 
     def complete(self, *, ahead: bool = True) -> Step:
-        """Finishes what belongs to the step of now.
+        """Finishes what belongs to the step of now, which it returns.
 
-        Args:
-            ahead: rows of the batch after it are sent for as well, if it is planned.
-
-        Returns:
-            The step.
+        With `ahead` rows of the batch after it are sent for as well, if it is planned.
         """
         now, shown = self.now, self._shown
         if shown.rows is not now.rows or now.owed is not None or (ahead and now.ahead):
@@ -406,8 +403,7 @@ class Exchange:
     def _settle(self) -> bool:
         """Takes note of what an optimizer, or somebody else, did to the held rows.
 
-        Returns:
-            Whether an optimizer has stepped them.
+        Returns whether an optimizer has stepped them.
         """
         now, written, stepped = self.now, self._shown.was_written(), False
         left = False
@@ -481,38 +477,32 @@ class Exchange:
     # Rows of a step
 
     def hold(
-        self,
-        parts: Sequence[Tensor],
-        told: Sequence[Tensor] = (),
-        plan: PlannedBatch | None = None,
-        *,
-        announced: bool = False,
-    ) -> list[Placed]:
+        self, parts: Sequence[Tensor], told: Told, *, announced: bool = False
+    ) -> list[Placed] | None:
         """Holds the rows that ids name from now until the step after the optimizer's begins.
 
-        Args:
-            parts: ids of any shape, on either device.
-            told: ids that were announced for the step, which holds them as well.
-            plan: their plan.
-            announced: whether lookups of the parts are still to come.
+        Gives for each part, ids of any shape on either device, where its rows are. What was told
+        for the step is held as well. Bad ids raise IndexError, and what is held did not change.
 
-        Returns:
-            For each part where its rows are.
-
-        Raises:
-            IndexError: an id is out of range; what is held did not change.
+        With `announced`, lookups of the parts are still to come. The result is None if no step has
+        begun or may now: the ids are to be given with the step that begins next.
         """
-        if self.device.type == "cuda":
-            self._refuse_capture()
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
+                " changes from step to step; capture what comes after it"
+            )
         self.complete()
         found: list[Placed] = []
-        if self.is_over():
-            is_known = not self._begin(parts, told, plan)
-        else:
-            is_known = True
+        is_known = True
+        if not self.is_over():
             self._read_again()
-            if any(self.now.find(part) is None for part in told):
-                self._extend(told)
+            if any(self.now.find(part) is None for part in told.parts):
+                self._extend(told.parts)
+        elif announced and self._due is None:
+            return None
+        else:
+            is_known = not self._begin(parts, told)
         if is_known:
             found = [each for part in parts if (each := self.now.find(part)) is not None]
             if len(found) < len(parts):
@@ -524,31 +514,6 @@ class Exchange:
         if self.now.announced is not announced:
             self.now = self.now._replace(announced=announced)
         return found
-
-    def announce(
-        self,
-        parts: Sequence[Tensor],
-        told: Sequence[Tensor] = (),
-        plan: PlannedBatch | None = None,
-    ) -> bool:
-        """As hold(), for lookups that are still to come, where a step has begun or may now.
-
-        Returns:
-            Whether they are held; if not, the ids are to be given with the step that begins next.
-        """
-        self._refuse_capture()
-        self.complete()
-        if self._due is None and self.is_over():
-            return False
-        self.hold(parts, told, plan, announced=True)
-        return True
-
-    def _refuse_capture(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
-                " changes from step to step; capture what comes after it"
-            )
 
     def is_over(self) -> bool:
         """Whether the next rows that are asked for begin a step of their own."""
@@ -567,9 +532,7 @@ class Exchange:
             self.now = self.now._replace(newer=True)
         return self.now
 
-    def _begin(
-        self, parts: Sequence[Tensor], told: Sequence[Tensor], plan: PlannedBatch | None
-    ) -> bool:
+    def _begin(self, parts: Sequence[Tensor], told: Told) -> bool:
         """Begins a step that holds the rows of these ids; whether their plan is one of its own."""
         planned, self._due = self._due, None  # two steps of one batch take its plan once
         batch = None if planned is None else self._taken(planned, parts)
@@ -577,12 +540,12 @@ class Exchange:
         if batch is not None and coming is not None and coming.batch is batch:
             self._advance(coming)
         else:
-            begun = batch or plan or self.planned(told or parts)
+            begun = batch or told.plan or self.planned(told.parts or parts)
             begun.count()  # bad ids change nothing
             self._replace(begun, ahead=batch is not None)
-        if batch is not None and told:
-            self._extend(told)
-        return batch is None and not told
+        if batch is not None and told.parts:
+            self._extend(told.parts)
+        return batch is None and not told.parts
 
     def planned(
         self, parts: Sequence[Tensor], after: PlannedBatch | Tensor | None = None
@@ -676,8 +639,7 @@ class Exchange:
     def bring_home(self, *, changes: bool = True) -> None:
         """Writes the rows that are newer here to the table; they stay held.
 
-        Args:
-            changes: who asks may change the table: held rows are read again before they are used.
+        With `changes` who asks may change the table: held rows are read again before they are used.
         """
         self.complete(ahead=False)
         if self.now.coming is not None or self.now.ahead:
@@ -701,14 +663,9 @@ class Exchange:
     # Gradients and the optimizer's step
 
     def add_gradient(self, gradient: Tensor, number: int) -> None:
-        """Gives the held rows a gradient.
+        """Gives the rows held in a step a gradient `[n, ...]`, summed over all who asked for them.
 
-        Args:
-            gradient: summed over all who asked, of all held rows `[n, ...]`.
-            number: that of the step.
-
-        Raises:
-            RuntimeError: the rows of that step have left.
+        Raises RuntimeError if the rows of that step have left.
         """
         self.refuse_earlier(number)
         self._shown.parameter.grad = gradient
@@ -756,11 +713,7 @@ class Exchange:
         return batch
 
     def start_loop(self, loop: object) -> None:
-        """Lets a loop plan batches ahead, for as long as it lives.
-
-        Raises:
-            RuntimeError: another one has not ended.
-        """
+        """Lets a loop plan batches ahead while it lives; RuntimeError if another has not ended."""
         if self._loop is not None and self._loop() not in (None, loop):
             gc.collect()  # it may have ended by an exception, whose traceback has its frames
         if self._loop is not None and self._loop() not in (None, loop):

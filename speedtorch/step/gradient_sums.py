@@ -24,15 +24,9 @@ class GradientSums:
         self._given: weakref.ref[Tensor] | None = None
 
     def add(self, gradient: Tensor | None, added: Tensor, *, more_to_come: bool) -> Tensor:
-        """The gradient with what one lookup adds to it, within a backward.
+        """The gradient with what one lookup adds to it within a backward, in place if it can be.
 
-        Args:
-            gradient: what there is so far; changed in place if it can be.
-            added: of the same shape.
-            more_to_come: whether other lookups may add to it in this backward.
-
-        Returns:
-            The sum.
+        `more_to_come`: other lookups may add to it in this backward.
         """
         summed = self._added(gradient, added, more_to_come)
         self._given = weakref.ref(summed)
@@ -76,12 +70,7 @@ def among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
 
 
 def sparse_of_all(gradient: Tensor, every: Tensor) -> Tensor:
-    """A gradient as a sparse one that names every row, also those that got none.
-
-    Args:
-        gradient: of n rows, sparse or not.
-        every: 0 to n - 1.
-    """
+    """A gradient as a sparse one that names `every` row, 0 to n - 1, also those that got none."""
     if gradient.is_sparse:
         summed = gradient.coalesce()
         gradient = among_more(sparse_values(summed), sparse_indices(summed)[0], len(every))

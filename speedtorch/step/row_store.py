@@ -20,9 +20,8 @@ from speedtorch.ops.functions import (
     synchronize,
 )
 from speedtorch.ops.shapes import row_shape
-from speedtorch.table.host_table import HostTable
+from speedtorch.table.host_table import HostTable, RowHolder
 from speedtorch.table.record_layout import lay_out
-from speedtorch.table.records import RowHolder
 
 __all__ = ["Draw", "RowStore"]
 
@@ -112,8 +111,7 @@ class RowStore:
     def table(self) -> HostTable:
         """The table, with its first values; it takes its memory now if it has none yet.
 
-        Raises:
-            MemoryError: The machine has too little; nothing was taken.
+        Raises MemoryError if the machine has too little; nothing was taken.
         """
         table = self._in_memory()
         if self._draws:
@@ -129,11 +127,9 @@ class RowStore:
         return self._table is not None and not self._draws
 
     def draw(self, draw: Draw, *, anew: bool) -> None:
-        """Gives all rows other values: when somebody needs them, if nobody has yet.
+        """Gives all rows other values, when somebody needs them if nobody has yet.
 
-        Args:
-            draw: What gives them.
-            anew: Whether values of before do not matter.
+        With `anew` values of before do not matter.
         """
         if self.is_drawn:
             draw(self.table)
@@ -230,16 +226,10 @@ class RowStore:
         return weight if name == "weight" else self._home_of(name).fields[name]
 
     def make_room(self, fields: Fields) -> bool:
-        """Makes room for the state of every row beside the weight.
+        """Makes room for fields of every row's state, name to (row shape, dtype).
 
-        Args:
-            fields: name to (row shape, dtype).
-
-        Returns:
-            Whether they have values already, because the table was read from a file with them.
-
-        Raises:
-            MemoryError: there is no room for them; nothing has changed.
+        Returns whether they have values already, because the table was read from a file with them.
+        Raises MemoryError if there is no room; nothing has changed.
         """
         table = self._in_memory(fields)
         if all(table.fields.get(name) == field for name, field in fields.items()):
@@ -280,11 +270,9 @@ class RowStore:
         self._home_of(name).fill_(row, name)
 
     def load(self, name: str, value: Tensor) -> None:
-        """Copies all rows of a field, without taking memory for another copy of them.
+        """Copies all rows `[rows, ...]` of a field, without taking memory for another copy of them.
 
-        Args:
-            name: which field.
-            value: `[rows, ...]` on any device, of any dtype that torch converts to the field's.
+        They may be on any device and of any dtype that torch converts to the field's.
         """
         home = self._in_memory() if name == "weight" else self._home_of(name)
         home.settle()
@@ -337,14 +325,9 @@ class RowStore:
     ) -> None:
         """Rows leave for the table while others arrive from it, all fields of each at once.
 
-        Args:
-            names: the fields, in the order of the blocks.
-            leaving: for each field `[n, ...]`; may have no rows if none leave.
-            evict: ids of the rows that leave, ascending.
-            arriving: for each field memory `[m, ...]` for those that arrive.
-            load: ids of the rows that arrive, ascending.
-            evict_places: which rows of `leaving` they are; by default the first, in order.
-            load_places: which rows of `arriving` they become; by default the first, in order.
+        `leaving` is for each field `[n, ...]`, of which the ids `evict` leave, `arriving` memory
+        `[m, ...]` for those of `load`; ids ascend. Places say which rows of the blocks they are; by
+        default the first, in order. No row need leave, and none arrive.
         """
         reached = self._reached
         if reached is None or reached[0] is not names:

@@ -8,7 +8,6 @@ an error that says what to use.
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -177,13 +176,9 @@ def _rows_of(weight: Tensor) -> TableRows:
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: Any) -> Any:
-    """What a function of torch gives that was called with a weight.
+    """What a function of torch gives that was called with a weight, by the frame `caller`.
 
-    Args:
-        func: the function; of a property its __get__ or __set__.
-        args: what it was given.
-        kwargs: what it was given by name.
-        caller: the frame that called it.
+    Of a property the function is its __get__ or __set__.
     """
     name = getattr(func, "__name__", str(func))
     if getattr(func, "__module__", "") == nn.init.__name__:
@@ -195,7 +190,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
             if name not in _ELEMENTS:
                 return _attribute(func, args, access, name, caller)
         elif name in _EXTENTS:
-            return _extent(name, _rows_of(weight).shape, args, kwargs)
+            return func(_extents_of(weight), *args[1:], **kwargs)
         elif name == "detach":
             return _whole(weight)
     if caller.f_code is TRUNCATED_NORMAL:
@@ -233,25 +228,14 @@ def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str, ca
         if not _stands_for(args[1], rows):  # weight.data *= 2 assigns what it has changed
             rows.load(args[1])
         return None
-    if access == "__get__":
-        if attribute == "shape":
-            return rows.shape
-        if attribute == "ndim":
-            return len(rows.shape)
-        if attribute == "nbytes":
-            return math.prod(rows.shape) * int(weight.element_size())
+    if access == "__get__" and attribute in ("shape", "ndim", "nbytes"):
+        return func(_extents_of(weight))
     with as_plain():
         return func(*args)
 
 
 def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
-    """The gradient of the held rows, or another one for them.
-
-    Args:
-        func: the property's __get__ or __set__.
-        args: what it was given.
-        caller: the code that asks.
-    """
+    """The gradient of the held rows, or another one for them, that some code asks for or sets."""
     with as_plain():
         rows = _rows_of(args[0])
         if len(args) > 1 and func.__name__ == "__set__":
@@ -292,13 +276,10 @@ def _truncated(
         return func(*args, **kwargs)
 
 
-def _extent(name: str, shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if name == "size":
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        return shape if dim is None else shape[dim]
-    if name == "__len__":
-        return shape[0]
-    return len(shape) if name in ("dim", "ndimension") else math.prod(shape)
+def _extents_of(weight: Tensor) -> Tensor:
+    """A tensor that has the table's extents and no elements."""
+    with as_plain():
+        return torch.empty(_rows_of(weight).shape, dtype=weight.dtype, device="meta")
 
 
 def _weights_among(given: Any) -> list[Tensor]:

@@ -19,14 +19,7 @@ def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
 
 
 class SideStream:
-    """A stream beside the current one, and where its last work ends.
-
-    Args:
-        purpose: streams of one purpose are the same stream.
-
-    Attributes:
-        end: where its last work ends, until somebody has joined it.
-    """
+    """A stream beside the current one, one for each purpose, and where its last work ends."""
 
     def __init__(self, purpose: str) -> None:
         self._purpose = purpose

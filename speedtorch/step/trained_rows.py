@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from speedtorch.ops.functions import gather_detached, sum_rows
-from speedtorch.step.exchange import Exchange, HeldState, OptimizerCall, Placed, ShownRows
+from speedtorch.ops.planned_batch import PlannedBatch
+from speedtorch.step.exchange import Exchange, HeldState, Placed, ShownRows, Told
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
-from speedtorch.step.planned_batch import PlannedBatch
 from speedtorch.step.row_store import Draw, Fields, RowStore
 from speedtorch.step.row_weight import show_rows
 from speedtorch.torch_internals import (
@@ -27,13 +27,6 @@ __all__ = ["TrainedRows", "random_seed", "rows_held_by"]
 
 class _Token:
     """Lives as long as a graph may still bring a gradient of a step's lookups."""
-
-
-class _Told(NamedTuple):
-    """Ids that were announced for the step that the next lookup begins."""
-
-    parts: Sequence[Tensor] = ()
-    plan: PlannedBatch | None = None
 
 
 class TrainedRows:
@@ -65,7 +58,7 @@ class TrainedRows:
         self.exchange = Exchange(name, store, self._shown, padding, self)
         self._token: tuple[int, ref[_Token] | None] = (0, None)
         """Of the lookups of a step, and its number."""
-        self._told = _Told()
+        self._told = Told()
         self._sums: tuple[int, GradientSums] = (0, GradientSums())
         self._claimed = False
         if parameter.requires_grad:
@@ -107,50 +100,30 @@ class TrainedRows:
         """Lets the next lookup bring the rows of all of these ids; those after it load nothing.
 
         Nothing waits: where a step is over, the ids are planned, so that several tables can be
-        announced to before the first of them counts its rows.
-
-        Raises:
-            IndexError: rows are held on the CPU and an id is out of range; on a GPU the next lookup
-                says so.
+        announced to before the first of them counts its rows. Bad ids raise IndexError, on a GPU at
+        the next lookup.
         """
+        if self._hold(parts, announced=True) is None:
+            parts = [*self._told.parts, *parts]
+            self._told = Told(parts, self.exchange.planned(parts))
+
+    def _hold(self, parts: Sequence[Tensor], *, announced: bool = False) -> list[Placed] | None:
+        """Holds rows, and those that were announced before: until they are held they wait."""
         self._claim()
-        told = self._told_here()
+        told = self._told
+        if told.plan is not None and told.plan.device != self.exchange.device:
+            told = Told(told.parts)
         try:
-            is_held = self.exchange.announce(parts, *told)
+            found = self.exchange.hold(parts, told, announced=announced)
         except IndexError:
-            self._forget_bad_ids()
+            if self._told.plan is not None:
+                try:  # ids of which one is bad, which somebody is told now, are forgotten
+                    self._told.plan.count()
+                except IndexError:
+                    self._told = Told()
             raise
-        if is_held:
-            self._told = _Told()
-        else:
-            parts = [*told.parts, *parts]
-            self._told = _Told(parts, self.exchange.planned(parts))
-
-    def _told_here(self) -> _Told:
-        """What was announced, with its plan unless that was made on another device."""
-        parts, plan = self._told
-        at_home = plan is None or plan.device == self.exchange.device
-        return self._told if at_home else _Told(parts)
-
-    def _forget_bad_ids(self) -> None:
-        """Forgets announced ids of which one is bad, which somebody is told now."""
-        if self._told.plan is not None:
-            try:
-                self._told.plan.count()
-            except IndexError:
-                self._told = _Told()
-
-    def _hold(self, ids: Tensor) -> Placed:
-        """Holds the rows of ids, and those that were announced before: until then they wait."""
-        self._claim()
-        told = self._told_here() if self._told.parts else self._told
-        try:
-            (found,) = self.exchange.hold([ids], *told)
-        except IndexError:
-            self._forget_bad_ids()
-            raise
-        if told.parts:
-            self._told = _Told()
+        if found is not None and told.parts:
+            self._told = Told()
         return found
 
     def rows_of(
@@ -158,19 +131,12 @@ class TrainedRows:
     ) -> tuple[Tensor, Tensor]:
         """The rows that ids name, held from now until the optimizer's next step is done.
 
-        Args:
-            ids: of any shape, on either device.
-            max_norm: rows with a larger norm are shortened, as torch.embedding_renorm_ does.
-            norm_type: the p of that norm.
-
-        Returns:
-            Positions of the shape of ids, and the held rows `[n, ...]`, or `[n + 1, ...]` with the
-            padding's as the last, both on the device; gradients of the rows go to the parameter.
-
-        Raises:
-            IndexError: an id is out of range; what is held did not change.
+        Gives positions of the shape of ids, and the held rows `[n, ...]`, or `[n + 1, ...]` with
+        the padding's as the last, both on the device; gradients of the rows go to the parameter.
+        With `max_norm` rows of a larger norm are shortened, as torch.embedding_renorm_ does. Bad
+        ids raise IndexError, and what is held did not change.
         """
-        found = self._hold(ids)
+        found = (self._hold([ids]) or [])[0]
         if found.has_moved and _recomputes():
             raise RuntimeError(
                 f"{self.name}: a checkpoint computes a lookup again after other rows have joined"
@@ -189,7 +155,7 @@ class TrainedRows:
 
     def summed(self, ids: Tensor) -> Tensor:
         """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows_of` are."""
-        found = self._hold(ids)
+        found = (self._hold([ids]) or [])[0]
         parameter, number = self.parameter, self.exchange.now.number
         looked_up: Tensor = _SummedLookup.apply(  # type: ignore[no-untyped-call]
             parameter, parameter.detach(), found, self.store.rows, self, number
@@ -286,11 +252,7 @@ class TrainedRows:
             self.store.draw(Draw((function,), random_seed(), None), anew=anew)
 
     def load(self, values: Tensor) -> None:
-        """Copies values `[rows, ...]` to all rows.
-
-        Raises:
-            ValueError: they have another shape.
-        """
+        """Copies values `[rows, ...]` to all rows."""
         if tuple(values.shape) != tuple(self.shape):
             raise ValueError(
                 f"{self.name}: its weight stands for a table of {list(self.shape)}, got values of"
@@ -317,15 +279,9 @@ class TrainedRows:
         return token
 
     def add_gradient(self, gradient: Tensor, ids: Tensor, number: int) -> None:
-        """Adds the gradient of rows that were held in a step to the parameter's.
+        """Adds the gradient of the rows `ids`, held in the step of this number, to the parameter's.
 
-        Args:
-            gradient: of the rows `ids`, in their order, and perhaps of the padding after them.
-            ids: of the rows that were held when they were looked up.
-            number: of the step in which that was.
-
-        Raises:
-            RuntimeError: the rows of that step have left.
+        It may have the padding's row after them. Raises RuntimeError if the rows have left.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -367,17 +323,10 @@ class TrainedRows:
         return self._shown.kept.state
 
     def attach(self, state: HeldState, fields: Fields) -> bool:
-        """Keeps fields of state beside the weight.
+        """Keeps fields of state, name to (row shape, dtype), beside the weight.
 
-        Args:
-            state: holds the state of the held rows.
-            fields: name to (row shape, dtype).
-
-        Returns:
-            Whether they have values already, because the table was read from a file with them.
-
-        Raises:
-            MemoryError: there is no room for them; nothing has changed.
+        Returns whether they have values already, because the table was read from a file with them.
+        Raises MemoryError if there is no room for them; nothing has changed.
         """
         with as_plain():
             self._claim()
@@ -390,22 +339,13 @@ class TrainedRows:
     def detach(self, *, was_read: bool = False) -> None:
         """Keeps the weight alone; the fields of the state stay unused, held rows stay held.
 
-        Args:
-            was_read: whether the next optimizer's state goes on with what a file has given.
+        With `was_read` the next optimizer's state goes on with what a file has given.
         """
         with as_plain():
             self.exchange.bring_home()
             self._shown.keep(None)
             self.exchange.show_anew()
             self.store.note_read(was_read)
-
-    def before_optimizer(self, call: OptimizerCall) -> None:
-        """Called before an optimizer's step: see Exchange."""
-        self.exchange.before_optimizer(call)
-
-    def after_optimizer(self) -> bool:
-        """Called after it; whether there was something to step."""
-        return self.exchange.after_optimizer()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -434,11 +374,7 @@ class _RowsOfStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        """Hands the gradient on.
-
-        Raises:
-            NotImplementedError: the gradient is to be differentiated itself.
-        """
+        """Hands the gradient on."""
         _check_once(gradient)
         ctx.token = None
         ctx.asker.add_gradient(gradient, ctx.ids, ctx.number)
@@ -468,11 +404,7 @@ class _SummedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        """Adds the gradient up and hands it on.
-
-        Raises:
-            NotImplementedError: the gradient is to be differentiated itself.
-        """
+        """Adds the gradient up and hands it on."""
         _check_once(gradient)
         ctx.token = None
         batch: PlannedBatch = ctx.batch

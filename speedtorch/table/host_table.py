@@ -7,22 +7,43 @@ neighbours there, so that they travel as one run of bytes; each field is an ordi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
 
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from speedtorch.files import table_files
-from speedtorch.table.initialise import Initialisers
-from speedtorch.table.record_layout import weight_and_state
+from speedtorch.files.npy_format import NPY_DTYPES
+from speedtorch.memory import host_memory
+from speedtorch.memory.placement import Placement
+from speedtorch.ops.functions import pinned_gather, pinned_scatter
+from speedtorch.ops.shapes import check_span, row_shape
+from speedtorch.table import row_blocks
+from speedtorch.table.plan_memo import PlanMemo
+from speedtorch.table.record_layout import lay_out, weight_and_state
 
-__all__ = ["HostTable"]
+__all__ = ["HostTable", "RowHolder"]
 
+_Self = TypeVar("_Self", bound="HostTable")  # typing.Self needs Python 3.11.
 _Shape = int | Sequence[int]
 _Device = str | int | torch.device | None
 _Path = str | os.PathLike[str]
 
 
-class HostTable(Initialisers):
+class RowHolder(Protocol):
+    """Who holds rows of a table elsewhere, as the parameter of a step for instance."""
+
+    def bring_home(self) -> None:
+        """Writes rows that are newer elsewhere to the table.
+
+        Whoever asks may change the table then: held rows are read again before they are used.
+        """
+
+
+class HostTable:
     """A table of records, one per row, with a weight and any number of fields beside it.
 
     Fields of one dtype lie side by side in the given order; with different dtypes larger items come
@@ -34,6 +55,12 @@ class HostTable(Initialisers):
     the GPU writes to the table on its own time. In a forked child (a DataLoader worker) managed
     memory cannot be used and every method says so; memory="registered" can, and a spawned process
     opens a saved table by its name.
+
+    `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` give a field its first values, in parallel,
+    and return the table. With a seed the bits are the same whatever the number of threads, the kind
+    of memory and the other fields; without one it comes from torch's default generator
+    (`torch.manual_seed`). `progress` shows a bar on stderr: always, never, or (None) when it takes
+    longer than a moment.
 
     Args:
         rows: Number of rows.
@@ -84,8 +111,7 @@ class HostTable(Initialisers):
         device: _Device = None,
         path: _Path | None = None,
     ) -> None:
-        fields = weight_and_state(dim, dtype, state)
-        super().__init__(rows, fields, memory, device, path)
+        self._take_memory(rows, weight_and_state(dim, dtype, state), memory, device, path)
 
     @classmethod
     def from_fields(
@@ -97,27 +123,16 @@ class HostTable(Initialisers):
         device: _Device = None,
         path: _Path | None = None,
     ) -> HostTable:
-        """Makes a table of any fields; none of them has to be a weight.
+        """Makes a table of any fields, name to (row shape, dtype), all zeros; no weight is needed.
 
-        Args:
-            rows: Number of rows.
-            fields: Name to (row shape, dtype).
-            memory: As for HostTable.
-            device: As for HostTable.
-            path: As for HostTable.
-
-        Returns:
-            The table, all zeros.
-
-        Raises:
-            TypeError, ValueError, MemoryError, OSError: As for HostTable.
+        All else, and what it raises, is as for HostTable.
 
         Example:
             >>> HostTable.from_fields(3, {"sum": (2, torch.float32)}, memory="plain").record_bytes
             8
         """
         table = cls.__new__(cls)
-        Initialisers.__init__(table, rows, fields, memory, device, path)
+        table._take_memory(rows, fields, memory, device, path)
         return table
 
     @classmethod
@@ -131,17 +146,9 @@ class HostTable(Initialisers):
     ) -> HostTable:
         """Makes a table with the fields and the rows of a saved one.
 
-        The file is read, not mapped: pinning a mapped file would hold it in memory twice.
-
-        Args:
-            source: What save() was given, or a file of anyone's: `*.safetensors` whose tensors all
-                have the same number of rows, or `*.npy`.
-            memory: As for HostTable.
-            device: As for HostTable.
-            path: As for HostTable: the new file of memory="file".
-
-        Returns:
-            The table.
+        `source` is what save() was given, or a file of anyone's: `*.safetensors` whose tensors all
+        have the same number of rows, or `*.npy`. It is read, not mapped: pinning a mapped file
+        would hold it in memory twice. All else is as for HostTable.
 
         Raises:
             ValueError: The file is broken or holds no table; found before memory is taken.
@@ -165,6 +172,324 @@ class HostTable(Initialisers):
                 table.close()
                 raise
         return table
+
+    def _take_memory(
+        self,
+        rows: int,
+        fields: Mapping[str, tuple[_Shape, torch.dtype]],
+        kind: str,
+        device: _Device,
+        path: _Path | None,
+    ) -> None:
+        if isinstance(rows, Sequence):
+            raise TypeError(f"rows: expected an int, got {rows!r}")
+        (self.rows,) = row_shape(rows, "rows")
+        layout = lay_out(fields)
+        for name, field in layout.fields.items():
+            check_span(f"field {name!r}", (self.rows, *field.shape), field.dtype)
+        self.fields = {name: (field.shape, field.dtype) for name, field in layout.fields.items()}
+        self.record_bytes = layout.record_bytes
+        self.nbytes = self.rows * self.record_bytes
+        self.dim: int | tuple[int, ...] | None = None
+        self.dtype: torch.dtype | None = layout.dtype
+        if "weight" in self.fields:
+            shape, self.dtype = self.fields["weight"]
+            self.dim = shape[0] if len(shape) == 1 else shape
+        self._placement: Placement | None = Placement(self.nbytes, kind, device, path)
+        data = self._placement.data
+        self.memory = self._placement.memory
+        self.device = data.device
+        self._views = {name: layout.rows_of(data, self.rows, name) for name in self.fields}
+        self._record = layout.records_of(data, self.rows)
+        self.plans = PlanMemo(self.rows, self.memory)
+
+    holder: weakref.ref[RowHolder] | None = None
+    """Who trains rows of the table."""
+
+    def be_held(self, holder: weakref.ref[RowHolder] | None) -> None:
+        """Says who trains rows of the table."""
+        self.holder = holder
+
+    def bring_home(self) -> None:
+        """Brings rows home that a module trains: the table has all rows as they are now."""
+        holder = None if self.holder is None else self.holder()
+        if holder is not None:
+            holder.bring_home()
+
+    def _placed(self) -> Placement:
+        if self._placement is None:
+            raise ValueError("this table is closed")
+        return self._placement
+
+    def _at_home(self) -> Placement:
+        """Where all rows are, as they are now."""
+        self._placed()
+        self.bring_home()
+        return self._placed()
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __contains__(self, field: object) -> bool:
+        return field in self.fields
+
+    # Iterating would mean rows to some and fields to others.
+    __iter__ = None
+
+    def __getitem__(self, field: str) -> Tensor:
+        """All rows of one field, `[rows, *shape]`: a strided view of the records."""
+        host_memory.check_owner(self._placed().data)
+        self.bring_home()
+        return self._rows_of_field(field)
+
+    def rows_of(self, field: str | None) -> Tensor:
+        """A field, or (None) all of them, as it is in memory; rows held elsewhere stay there."""
+        self._placed()
+        return self._record if field is None else self._rows_of_field(field)
+
+    def _rows_of_field(self, field: str) -> Tensor:
+        if field not in self.fields:
+            raise KeyError(f"no field {field!r} in this table; it has {', '.join(self.fields)}")
+        return self._views[field]
+
+    def __repr__(self) -> str:
+        fields = ", ".join(
+            f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}"
+            for name, (shape, dtype) in self.fields.items()
+        )
+        kind = self.memory if self._placement else "closed"
+        return (
+            f"{type(self).__name__}({self.rows:,} rows of {fields}; {self.nbytes:,} bytes, {kind})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a table is not pickled or copied: save() it, and open it by name in the other "
+            "process, or fork with memory='registered'"
+        )
+
+    @property
+    def record(self) -> Tensor:
+        """All fields of all rows, `[rows, columns]` of their common dtype, or else uint8."""
+        host_memory.check_owner(self._placed().data)
+        self.bring_home()
+        return self._record
+
+    # --------------------------------------------------------------------------------------------
+    # Rows by their ids
+
+    def gather(
+        self,
+        index: Tensor,
+        field: str | None = None,
+        *,
+        out: Tensor | None = None,
+        plan: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Rows by their ids, as ops.pinned_gather.
+
+        Args:
+            index: Row ids, int32 or int64, any shape.
+            field: Which field; None: the whole record.
+            out: Where to, also on another device than the ids; None: new memory.
+            plan: Result of plan_rows for these ids.
+
+        Returns:
+            `[*index.shape, *shape]`, or `[*index.shape, columns]` of the record.
+
+        Raises:
+            IndexError: An id out of range; on the GPU at a later call or at flush().
+            KeyError, ValueError: No such field; misfitting arguments.
+
+        Example:
+            >>> HostTable(3, 2, memory="plain").gather(torch.tensor([[0], [2]])).shape
+            torch.Size([2, 1, 2])
+        """
+        rows = self.rows_of(field)
+        self.bring_home()
+        return pinned_gather(rows, index, out=out, plan=plan)
+
+    def scatter(
+        self,
+        index: Tensor,
+        src: Tensor,
+        field: str | None = None,
+        *,
+        accumulate: bool = False,
+        plan: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Writes rows by their ids, as ops.pinned_scatter: the last occurrence of an id wins.
+
+        Args:
+            index: Row ids, int32 or int64, any shape.
+            src: The rows, `[*index.shape, *shape]`, or `[*index.shape, columns]` of the record.
+            field: Which field; None: the whole record.
+            accumulate: Add instead, in the order of the ids.
+            plan: Result of plan_rows for these ids.
+
+        Raises:
+            IndexError: An id out of range; on the GPU at a later call or at flush().
+            KeyError, ValueError: No such field; misfitting arguments; adding to records of
+                different dtypes.
+
+        Example:
+            >>> table = HostTable(3, 1, memory="plain")
+            >>> table.scatter(torch.tensor([2, 2]), torch.tensor([[1.0], [5.0]]))
+            >>> table["weight"].tolist()
+            [[0.0], [0.0], [5.0]]
+        """
+        rows = self.rows_of(field)
+        if accumulate and field is None and len({dtype for _, dtype in self.fields.values()}) > 1:
+            raise ValueError("scatter: records of different dtypes cannot be added; name a field")
+        self.bring_home()
+        pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
+
+    def numpy(self, field: str = "weight") -> npt.NDArray[Any]:
+        """A field as a NumPy array `[rows, *shape]`, once the GPU's work on it is done.
+
+        It shares the table's memory: writing to it writes to the table.
+
+        Raises:
+            KeyError: There is no such field.
+            ValueError: The rows are on a GPU, or NumPy has no such dtype.
+
+        Example:
+            >>> HostTable(2, 1, memory="plain").numpy().tolist()
+            [[0.0], [0.0]]
+        """
+        rows = self[field]
+        if rows.is_cuda:
+            raise ValueError("numpy: the rows are on a GPU; gather() those that you need")
+        if rows.dtype not in NPY_DTYPES.values():
+            raise ValueError(
+                f"numpy: NumPy has no {rows.dtype}; view {field!r} as integers of the same size"
+            )
+        self.settle()
+        return rows.numpy()
+
+    # --------------------------------------------------------------------------------------------
+    # First values
+
+    def zeros_(self: _Self, field: str = "weight", *, progress: bool | None = None) -> _Self:
+        """Sets all elements of a field to zero; see the class for `progress`.
+
+        Raises:
+            KeyError: There is no such field.
+
+        Example:
+            >>> HostTable(2, 2).zeros_()["weight"].tolist()
+            [[0.0, 0.0], [0.0, 0.0]]
+        """
+        return self.fill_(False, field, progress=progress)
+
+    def uniform_(
+        self: _Self,
+        low: float = 0.0,
+        high: float = 1.0,
+        *,
+        field: str = "weight",
+        seed: int | None = None,
+        progress: bool | None = None,
+    ) -> _Self:
+        """Draws all elements of a field evenly from `[low, high)`; see the class for the rest.
+
+        Raises:
+            KeyError: There is no such field.
+            ValueError: `low` above `high`, or a field of integers.
+
+        Example:
+            >>> table = HostTable(100, 8).uniform_(-1, 1, seed=0)
+            >>> bool(table["weight"].abs().max() <= 1)
+            True
+        """
+        if not low <= high:
+            raise ValueError(f"uniform_: low must not exceed high, got {low} and {high}")
+        function = torch.nn.init.uniform_
+        return self.init_(function, low, high, field=field, seed=seed, progress=progress)
+
+    def normal_(
+        self: _Self,
+        mean: float = 0.0,
+        std: float = 1.0,
+        *,
+        field: str = "weight",
+        seed: int | None = None,
+        progress: bool | None = None,
+    ) -> _Self:
+        """Draws all elements of a field from a normal distribution; see the class for the rest.
+
+        Raises:
+            KeyError: There is no such field.
+            ValueError: A negative `std`, or a field of integers.
+
+        Example:
+            >>> table = HostTable(1000, 8).normal_(5, 0.1, seed=0)
+            >>> round(float(table["weight"].mean()), 1)
+            5.0
+        """
+        if not std >= 0:
+            raise ValueError(f"normal_: std must be 0 or more, got {std}")
+        function = torch.nn.init.normal_
+        return self.init_(function, mean, std, field=field, seed=seed, progress=progress)
+
+    def init_(
+        self: _Self,
+        function: Callable[..., object],
+        *args: Any,
+        field: str = "weight",
+        seed: int | None = None,
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> _Self:
+        """Runs any function of torch.nn.init, or one like it, on a field.
+
+        It is called as function(tensor, *args, **kwargs), on a stand-in of the field's shape and on
+        parts of it: it changes the tensor in place and does nothing else. Functions that need the
+        whole tensor at once (orthogonal_, eye_, dirac_, sparse_) take a copy of the field while
+        they run, and as many threads as they like. See the class for the rest.
+
+        Raises:
+            KeyError: There is no such field.
+            TypeError: `kwargs` holds a generator, or the seed is no int.
+            ValueError: Random numbers for a field of integers.
+
+        Example:
+            >>> table = HostTable(100, 8).init_(torch.nn.init.xavier_uniform_, seed=1)
+            >>> bool(table["weight"].abs().max() <= (6 / 108) ** 0.5)
+            True
+        """
+        rows = self[field]
+        self.settle()
+        row_blocks.draw_rows(rows, function, *args, seed=seed, progress=progress, **kwargs)
+        self.settle()
+        return self
+
+    def fill_(
+        self: _Self, value: Any, field: str = "weight", *, progress: bool | None = None
+    ) -> _Self:
+        """Copies a number, or one row of the field's shape, to all rows of a field.
+
+        A tensor of the field's dtype arrives bit for bit; see the class for `progress`.
+
+        Raises:
+            KeyError: There is no such field.
+            TypeError: Neither a number nor a row of them.
+            ValueError: A row of another shape, of a dtype that loses its kind (complex to real,
+                floating to integers), or with numbers beyond the field's dtype.
+
+        Example:
+            >>> HostTable(2, 3).fill_([1, 2, 3])["weight"].tolist()
+            [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
+        """
+        rows = self[field]
+        row = row_blocks.row_for(rows, field, value)
+        self.settle()
+        row_blocks.fill_rows(rows, row, progress=progress)
+        self.settle()
+        return self
+
+    # --------------------------------------------------------------------------------------------
+    # Files
 
     def save(self, path: _Path) -> None:
         """Saves all fields; the files appear whole or not at all, and are on the disk then.
@@ -202,10 +527,7 @@ class HostTable(Initialisers):
         self.was_read = was_read
 
     def load(self, path: _Path) -> None:
-        """Reads all fields from what save() wrote, or from files like it.
-
-        Args:
-            path: As for save().
+        """Reads all fields from what save() wrote there, or from files like it.
 
         Raises:
             ValueError: The file is broken, or its fields' names, shapes or dtypes are not those of
@@ -222,7 +544,12 @@ class HostTable(Initialisers):
             [[7.0], [7.0]]
         """
         self.settle()
-        with table_files.open_fields(path, tuple(self.fields)) as stored:
+        with table_files.open_fields(path, self.fields) as stored:
+            if set(stored) != set(self.fields):
+                raise ValueError(
+                    f"{os.fspath(path)}: it holds the fields {sorted(stored)}, the table "
+                    f"{sorted(self.fields)}"
+                )
             for name, (shape, dtype) in self.fields.items():
                 each = stored[name]
                 if (each.shape, each.dtype) != ((self.rows, *shape), dtype):
@@ -237,3 +564,62 @@ class HostTable(Initialisers):
             each.read_into(self[name])
         self.settle()
         self.was_read = True
+
+    # --------------------------------------------------------------------------------------------
+    # Its life
+
+    def settle(self) -> None:
+        """Brings rows home and waits for the GPU's work on them: CPU views are current then.
+
+        Raises:
+            IndexError: An id that the GPU found out of range.
+            RuntimeError: Managed memory in a forked child.
+
+        Example:
+            >>> HostTable(2, 1, memory="plain").settle()
+        """
+        self._at_home().settle()
+
+    def flush(self) -> None:
+        """Settles, and with memory="file" brings all rows to the disk.
+
+        Raises:
+            IndexError: An id that the GPU found out of range.
+            OSError: The disk did not take it.
+
+        Example:
+            >>> HostTable(2, 1, memory="plain").flush()
+        """
+        self._at_home().flush()
+
+    def close(self) -> None:
+        """Flushes and lets the memory go, once no view is left, also if a CUDA graph holds it.
+
+        The file of memory="file" stays. Closing twice is fine; any other use is a ValueError, by a
+        module that trains the rows as well.
+
+        Raises:
+            IndexError, OSError: As flush(); the table is closed all the same.
+
+        Example:
+            >>> with HostTable(2, 1, memory="plain") as table:
+            ...     table.rows
+            2
+        """
+        if self._placement is None:
+            return
+        self.bring_home()
+        placement, self._placement = self._placement, None
+        self.plans.close()
+        self._views.clear()
+        del self._record
+        try:
+            placement.flush()
+        finally:
+            placement.release()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -8,13 +8,16 @@ the table shares the plans. A plan is used again only if its ids are known to be
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from speedtorch.ops.batch_ids import Indexes, Unread, all_within, flat_index, private_copy
+from speedtorch.ops import batch_ids
+from speedtorch.ops.batch_ids import Indexes, all_within, flat_index
 from speedtorch.ops.functions import plan_rows
+from speedtorch.ops.planned_batch import SeenIds
 
 __all__ = ["Plan", "PlanMemo", "plans_pay"]
 
@@ -23,27 +26,16 @@ _Place = tuple[torch.device, int | None]
 
 _BATCHES = 2  # remembered at most, so that the next one can be fetched ahead
 _MOST_IDS = 2**31  # from so many on the ops refuse, in their own words
-_MAPPED = ("managed", "registered")
 
 
 def plans_pay(memory: str, device: torch.device) -> bool:
-    """Whether the ops on a table are faster with a plan that is made before.
+    """Whether the ops on a kind of memory are faster with a plan that is made before.
 
     Only kernels that cross the link use the order of a plan; staged copies and the CPU do not. The
     ids of a CUDA graph change between its replays, so that a plan must be made within it.
-
-    Args:
-        memory: the table's kind of memory.
-        device: where the rows are worked on.
-
-    Returns:
-        True for a GPU that reaches the table in host memory, while no CUDA graph is captured.
-
-    Example:
-        >>> plans_pay("plain", torch.device("cuda")), plans_pay("managed", torch.device("cpu"))
-        (False, False)
     """
-    return device.type == "cuda" and memory in _MAPPED and not _captures(device)
+    mapped = memory in ("managed", "registered")
+    return device.type == "cuda" and mapped and not _captures(device)
 
 
 def _captures(device: torch.device) -> bool:
@@ -56,41 +48,25 @@ def _stream(device: torch.device) -> int | None:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
-def _on_gpu(ids: Indexes) -> bool:
-    return isinstance(ids, Tensor) and ids.is_cuda
-
-
 @dataclass(eq=False)
 class _Batch:
-    """A plan, and how to know its ids again.
-
-    Attributes:
-        place: device and stream that the plan was made on.
-        index: the ids, on that device.
-        plan: their plan.
-        content: ids that came from the CPU; None if they came from a GPU.
-        tensors: ids that came from a GPU, as they were given.
-        steps: what has been done with it: the last step of each who asked.
-    """
+    """A plan, and how to know its ids again."""
 
     place: _Place
     index: Tensor
     plan: Plan
-    content: Tensor | None
-    tensors: tuple[Unread, ...]
-    steps: dict[Hashable, int] = field(default_factory=dict)
+    seen: list[SeenIds]
+    """The ids as one row of numbers, or, if they all came from a GPU, as they were given."""
+    unread: bool
+    """Whether they all came from a GPU."""
+    steps: dict[Hashable, int]
+    """The last step of each who asked."""
 
-    def is_of(self, place: _Place, parts: Sequence[Indexes], flat: Tensor | None) -> bool:
-        """Whether these are its ids: flattened, or if they all are on a GPU as they were given."""
-        if place != self.place:
+    def is_of(self, place: _Place, given: Sequence[Tensor], unread: bool) -> bool:
+        """Whether these are its ids."""
+        if (place, unread, len(given)) != (self.place, self.unread, len(self.seen)):
             return False
-        if flat is None:
-            return len(parts) == len(self.tensors) and all(
-                tensor.is_still(part) for tensor, part in zip(self.tensors, parts, strict=True)
-            )
-        if self.content is None or not flat.is_cpu or self.content.dtype != flat.dtype:
-            return False
-        return torch.equal(self.content, flat)
+        return all(seen.are(ids) for seen, ids in zip(self.seen, given, strict=True))
 
     def serves(self, asker: Hashable, step: int) -> bool:
         """Whether it may be used for this step.
@@ -99,17 +75,11 @@ class _Batch:
         one through `.data` or another library. Who asks for an earlier step has come to another
         batch, which may lie in the same tensors.
         """
-        return self.content is not None or step > self.steps.get(asker, -1)
+        return not self.unread or step > self.steps.get(asker, -1)
 
 
 class PlanMemo:
-    """The plans of the last two batches of a table.
-
-    Args:
-        rows: rows of the table.
-        memory: the table's kind of memory.
-        wanted: says for a kind of memory and a device whether plans are to be made.
-    """
+    """The plans of the last two batches of a table."""
 
     def __init__(
         self,
@@ -134,7 +104,7 @@ class PlanMemo:
         asker: Hashable = None,
         step: int = 0,
     ) -> tuple[Tensor, Plan | None]:
-        """The ids of a batch and their plan, which is made if it is not known yet.
+        """The ids of a batch, as flat_index takes them, and their plan, new if it is not known yet.
 
         Ids from the CPU are compared by content with a copy of the last ones. Ids on a GPU are
         never waited for: they must be the same tensors, of the same version. Bad ids get no plan if
@@ -152,42 +122,29 @@ class PlanMemo:
         Returns:
             The flattened ids and the plan, both on `device`; or what flat_index gives, and None
             where a plan is not wanted or not possible.
-
-        Raises:
-            TypeError: the ids are not integers.
-
-        Example:
-            >>> memo = PlanMemo(10, "plain", wanted=lambda memory, device: True)
-            >>> index, plan = memo.find([7, 2], [7], torch.device("cpu"))
-            >>> index.tolist(), plan[2].tolist()
-            ([7, 2, 7], [1, 0, 2])
-            >>> memo.find([7, 2, 7], None, torch.device("cpu"))[1] is plan
-            True
         """
         if self._closed or not self.wanted(self._memory, device):
             return flat_index(positives, negatives, device), None
         parts = [part for part in (positives, negatives) if part is not None]
-        on_gpu = bool(parts) and all(_on_gpu(part) for part in parts)
-        flat = None if on_gpu else flat_index(positives, negatives, device)
+        unread = bool(parts) and all(map(batch_ids.on_gpu, parts))
+        given: Any = parts if unread else [flat_index(positives, negatives, device)]
         place = (device, _stream(device))
-        known = [each for each in self._batches if each.is_of(place, parts, flat)]
+        known = [each for each in self._batches if each.is_of(place, given, unread)]
         for batch in known:
             if batch.serves(asker, step):
                 batch.steps[asker] = step
                 return batch.index, batch.plan
-        index = flat_index(positives, negatives, device) if flat is None else flat
+        index = flat_index(positives, negatives, device) if unread else given[0]
         if not self._can_plan(index):
             return index, None
-        content = None
-        tensors: tuple[Unread, ...] = ()
-        if on_gpu:
-            tensors = _unread(parts)
-        elif index.is_cpu:
-            content = private_copy(index, device)
-            index = content.to(device, non_blocking=True)
+        # An inference tensor does not count its versions; of mixed parts no tensor can be kept.
+        known_again = not any(ids.is_inference() for ids in given) if unread else index.is_cpu
+        seen = [SeenIds(ids, device, unread=unread) for ids in given] if known_again else []
+        if seen and not unread:
+            index = seen[0].values.to(device, non_blocking=device.type == "cuda")
         plan = plan_rows(index, self._rows)
-        if content is not None or tensors:  # something to know these ids again by
-            made = _Batch(place, index, plan, content, tensors, {asker: step})
+        if seen:
+            made = _Batch(place, index, plan, seen, unread, {asker: step})
             others = [each for each in self._batches if each not in known]
             self._batches = (made, *others)[:_BATCHES]
         return index, plan
@@ -198,18 +155,6 @@ class PlanMemo:
         return all_within(index, self._rows) if index.is_cpu else index.is_cuda
 
     def close(self) -> None:
-        """Forgets all plans and makes no more.
-
-        Example:
-            >>> PlanMemo(10, "plain").close()
-        """
+        """Forgets all plans and makes no more."""
         self._closed = True
         self._batches = ()
-
-
-def _unread(parts: Sequence[Indexes]) -> tuple[Unread, ...]:
-    """The tensors, or none if one of them has no version."""
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    if any(tensor.is_inference() for tensor in tensors):
-        return ()
-    return tuple(Unread(tensor) for tensor in tensors)

@@ -10,50 +10,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedtorch.ops.shapes import check_dtype, row_shape
 
-__all__ = [
-    "Field",
-    "Record",
-    "lay_out",
-    "weight_and_state",
-]
+__all__ = ["Field", "Record", "lay_out", "weight_and_state"]
 
 
-@dataclass(frozen=True)
-class Field:
-    """One field of a record.
-
-    Attributes:
-        shape: Shape of one row.
-        dtype: Its elements.
-        offset: Bytes from the start of the record.
-    """
+class Field(NamedTuple):
+    """One field of a record: a row's shape and dtype, and bytes from the start of the record."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
 
 
-@dataclass(frozen=True)
-class Record:
-    """The layout of one row's record.
-
-    Attributes:
-        fields: The fields in their given order.
-        record_bytes: Bytes from one record to the next.
-        dtype: The dtype that all fields share, or None.
-    """
+class Record(NamedTuple):
+    """The layout of one row's record."""
 
     fields: dict[str, Field]
+    """In their given order."""
     record_bytes: int
+    """From one record to the next."""
     dtype: torch.dtype | None
+    """The dtype that all fields share."""
 
     def rows_of(self, data: Tensor, rows: int, name: str) -> Tensor:
         """One field of all rows, `[rows, *shape]`, a strided view of `data` (uint8, 1-D)."""
@@ -76,24 +59,7 @@ def weight_and_state(
     dtype: torch.dtype,
     state: Iterable[str] | Mapping[str, tuple[int | Sequence[int], torch.dtype]],
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The fields of a weight and of what an optimizer remembers about it.
-
-    Args:
-        dim: Shape of a row of the weight.
-        dtype: The weight's elements.
-        state: Names of state like the weight, or a mapping of names to (shape, dtype).
-
-    Returns:
-        The fields by name, "weight" first.
-
-    Raises:
-        TypeError: `state` is a single string.
-        ValueError: A name occurs twice.
-
-    Example:
-        >>> weight_and_state(4, torch.float32, ["exp_avg"])["exp_avg"]
-        ((4,), torch.float32)
-    """
+    """The fields of a weight and of what an optimizer remembers about it; see HostTable."""
     shape = row_shape(dim)
     if isinstance(state, str):
         raise TypeError(f"state: expected several names, got one string; write ({state!r},)")
@@ -114,42 +80,22 @@ def weight_and_state(
 
 
 def lay_out(fields: Mapping[str, tuple[int | Sequence[int], torch.dtype]]) -> Record:
-    """Places fields in a record.
-
-    Args:
-        fields: Name to (row shape, dtype).
-
-    Returns:
-        The layout.
-
-    Raises:
-        TypeError: A name, shape or dtype of the wrong type.
-        ValueError: No field, or an unusable name or dtype.
-
-    Example:
-        >>> record = lay_out({"id": (1, torch.int8), "weight": (2, torch.float32)})
-        >>> record.fields["weight"].offset, record.fields["id"].offset, record.record_bytes
-        (0, 8, 12)
-    """
+    """Places fields, name to (row shape, dtype), in a record."""
     if not fields:
         raise ValueError("fields: a table needs at least one field")
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    placed: dict[str, Field] = {}
     for name, shape, dtype in _pairs("field", fields):
         _check_name(name)
-        shapes[name] = row_shape(shape, f"field {name!r}")
+        placed[name] = Field(row_shape(shape, f"field {name!r}"), dtype, 0)
         check_dtype(f"field {name!r}", dtype)
-        dtypes[name] = dtype
-    offsets: dict[str, int] = {}
     end = 0
-    for name in sorted(shapes, key=lambda name: -dtypes[name].itemsize):
-        offsets[name] = end
-        end += math.prod(shapes[name]) * dtypes[name].itemsize
-    largest = max(dtype.itemsize for dtype in dtypes.values())
-    record_bytes = -(-end // largest) * largest
-    shared = next(iter(dtypes.values())) if len(set(dtypes.values())) == 1 else None
-    placed = {name: Field(shapes[name], dtypes[name], offsets[name]) for name in shapes}
-    return Record(placed, record_bytes, shared)
+    for name, field in sorted(placed.items(), key=lambda item: -item[1].dtype.itemsize):
+        placed[name] = field._replace(offset=end)
+        end += math.prod(field.shape) * field.dtype.itemsize
+    dtypes = {field.dtype for field in placed.values()}
+    largest = max(dtype.itemsize for dtype in dtypes)
+    shared = dtypes.pop() if len(dtypes) == 1 else None
+    return Record(placed, -(-end // largest) * largest, shared)
 
 
 def _pairs(what: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from threading import Lock
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-__all__ = ["draw_rows", "fill_rows"]
+__all__ = ["draw_rows", "fill_rows", "row_for"]
 
 # A block is one task of one thread: 4 MiB of float32.
 _BLOCK_ELEMENTS = 1 << 20
@@ -35,19 +35,7 @@ _KNOWN = (torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.trunc_nor
 
 
 def fill_rows(field: Tensor, row: Tensor, *, progress: bool | None = None) -> None:
-    """Copies one row to all.
-
-    Args:
-        field: Where to, `[N, *shape]`, any row stride.
-        row: What, `[*shape]`, of the same dtype: its bits arrive as they are.
-        progress: A bar on stderr: always, never, or (None) when it takes long.
-
-    Example:
-        >>> field = torch.zeros(2, 3)
-        >>> fill_rows(field, torch.arange(3.0))
-        >>> field.tolist()
-        [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
-    """
+    """Copies one row of the field's dtype to all, bit for bit."""
 
     def work(rows: Tensor, block: int) -> None:
         for piece in _pieces(rows):
@@ -64,30 +52,12 @@ def draw_rows(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> None:
-    """Runs an initialiser of torch's, or one like it, over all rows.
+    """Runs an initialiser of torch's, or one like it, over all rows; see HostTable.init_.
 
     Functions that treat all elements alike, once they know the tensor's shape (uniform_, normal_,
     trunc_normal_, xavier_..., kaiming_..., constant_, ...) run in parallel, with a few MB of extra
     memory. Those that look at the whole (orthogonal_, eye_, dirac_, sparse_) run once, on a copy of
     the field.
-
-    Args:
-        field: What to initialise, `[N, *shape]`, any row stride, on any device.
-        function: Called as function(tensor, *args, **kwargs); it changes the tensor in place.
-        *args: Passed on.
-        seed: The same seed gives the same bits. None takes one from torch's default generator.
-        progress: A bar on stderr: always, never, or (None) when it takes long.
-        **kwargs: Passed on.
-
-    Raises:
-        TypeError: A generator was given, or the seed is no int.
-        ValueError: Random numbers for a field of integers.
-
-    Example:
-        >>> field = torch.zeros(1000, 8)
-        >>> draw_rows(field, torch.nn.init.uniform_, -1, 1, seed=7)
-        >>> bool(field.min() < -0.9), bool(field.max() > 0.9)
-        (True, True)
     """
     if "generator" in kwargs:
         raise TypeError("generator: every block of rows has its own; give seed= instead")
@@ -106,16 +76,13 @@ def draw_rows(
         steps = [_Step(function, args, kwargs, random=True, overwrites=True)]
     else:
         steps = _elementwise_steps(values.expand(field.shape), function, args, kwargs)
-    if any(step.random for step in steps) and not (small or _is_continuous(field.dtype)):
+    continuous = field.dtype.is_floating_point or field.dtype.is_complex
+    if any(step.random for step in steps) and not continuous:
         raise ValueError(f"random numbers need a floating or complex field, this has {field.dtype}")
     if steps:
         _draw_elements(field, values.dtype, steps, seed, progress)
     else:
         _draw_whole(field, values.dtype, lambda rows: function(rows, *args, **kwargs), seed)
-
-
-def _is_continuous(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 class _Step(NamedTuple):
@@ -186,10 +153,9 @@ def _draw_elements(
     def work(rows: Tensor, block: int) -> None:
         # torch's CPU generator looks at 32 bits of its seed: consecutive ones never meet.
         generator = torch.Generator().manual_seed((first_seed + block) & 0xFFFFFFFF)
-        buffer: Tensor | None = None
-        for piece in _pieces(rows):
-            if buffer is None:
-                buffer = torch.empty(piece.numel(), dtype=dtype, device="cpu")
+        pieces = _pieces(rows)
+        buffer = torch.empty(pieces[0].numel(), dtype=dtype, device="cpu")
+        for piece in pieces:
             values = buffer[: piece.numel()]
             if not steps[0].overwrites:
                 values.view(piece.shape).copy_(piece)
@@ -220,11 +186,9 @@ def _mixed(seed: int) -> int:
     return value ^ (value >> 31)
 
 
-def _pieces(rows: Tensor) -> Iterator[Tensor]:
+def _pieces(rows: Tensor) -> Sequence[Tensor]:
     """Runs of whole rows that one thread of torch works on, at least one row each."""
-    rows_per_piece = max(1, _PIECE_ELEMENTS // math.prod(rows.shape[1:]))
-    for start in range(0, len(rows), rows_per_piece):
-        yield rows[start : start + rows_per_piece]
+    return torch.split(rows, max(1, _PIECE_ELEMENTS // math.prod(rows.shape[1:])))
 
 
 def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: bool | None) -> None:
@@ -269,3 +233,41 @@ def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: b
         except BaseException:
             deque(waiting, maxlen=0)  # No thread begins another block.
             raise
+
+
+def row_for(rows: Tensor, name: str, value: Any) -> Tensor:
+    """A number, or a row, as a row or a number of a field: of its dtype, beside its rows."""
+    try:
+        given = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(f"fill_: expected a number or a row of them, got {value!r}") from error
+    if given.layout != torch.strided:
+        raise TypeError(f"fill_: expected a dense row, got {given.layout}")
+    if not isinstance(value, Tensor) and given.dtype in (torch.float32, torch.complex64):
+        # Python's numbers have 64 bits; as float32 some would be infinite already.
+        wide = torch.complex128 if given.dtype.is_complex else torch.float64
+        given = torch.as_tensor(value, dtype=wide, device="cpu")
+    if given.ndim and given.shape != rows.shape[1:]:
+        raise ValueError(
+            f"fill_: a row of {name!r} has the shape {tuple(rows.shape[1:])}, got "
+            f"{tuple(given.shape)}"
+        )
+    if not torch.can_cast(given.dtype, rows.dtype):
+        raise ValueError(f"fill_: {given.dtype} does not go into {name!r} of {rows.dtype}")
+    row = given.detach().to(rows.dtype)
+    if not _fits(given, row):
+        raise ValueError(f"fill_: {value!r} is beyond what {name!r} of {rows.dtype} can hold")
+    return row.to(rows.device)
+
+
+def _fits(given: Tensor, row: Tensor) -> bool:
+    """Whether no integer wrapped and no number was cut off when `given` became `row`."""
+    if row.dtype == given.dtype:
+        return True
+    if not (row.dtype.is_floating_point or row.dtype.is_complex):
+        return torch.equal(row.to(given.dtype), given)
+    numbers, kept = given.to(torch.complex128), row.to(torch.complex128)
+    # Some dtypes have no infinity and stop at their largest number instead.
+    largest = torch.finfo(row.dtype).max
+    small_enough = numbers.real.abs().maximum(numbers.imag.abs()) <= largest
+    return bool((~numbers.isfinite() | kept.isfinite() & small_enough).all())

@@ -122,6 +122,7 @@ def test_every_epoch_has_each_pair_once_in_an_order_of_its_own(pairs: Cooccurren
     assert [len(b) for b in PairBatches(pairs, batch=10**6, steps=3)] == [len(pairs)] * 3
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_finds_the_topics(
     corpus: Corpus, pairs: Cooccurrence, device: str
 ) -> None:
@@ -230,6 +231,7 @@ def test_the_report_and_the_files_tell_all_that_was_promised(
     assert numbers.tobytes() == saved.tobytes()
 
 
+@pytest.mark.slow
 def test_the_seed_decides_everything(text: Path, tmp_path: Path) -> None:
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
         assert demo(text, tmp_path / name, "--seed", seed) == 0
@@ -253,6 +255,7 @@ def test_it_runs_on_a_gpu(text: Path, tmp_path: Path, memory: str) -> None:
     assert found["training"]["losses"][-1] < found["training"]["losses"][0]
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_what_there_is(text: Path, tmp_path: Path) -> None:
     given = ("--corpus", str(text), "--out", str(tmp_path), "--device", "cpu", *SMALL)
     command = [sys.executable, "-m", "speedtorch", "demo", "glove", *given, "--epochs", "100000"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm_python import warm_python
 
 from speedtorch import __main__ as command
 from speedtorch.__main__ import main
@@ -37,6 +37,7 @@ def test_info_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.__version__ in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -49,7 +50,7 @@ def test_info_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
     ids=["info", "help", "demos_help", "word2vec_help", "glove_help"],
 )
 def test_the_module_runs_as_a_command(arguments: list[str], expected: str) -> None:
-    line = [sys.executable, "-m", "speedtorch", *arguments]
+    line = [warm_python(), "-m", "speedtorch", *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout

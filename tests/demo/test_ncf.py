@@ -58,6 +58,7 @@ def stream_of(ratings: Ratings) -> BatchStream:
     return BatchStream(leave_one_out(ratings), len(ratings.item_ids), batch=256)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_training_raises_the_hit_rate_clearly_above_chance(ratings: Ratings, device: str) -> None:
     model, optimizer = made(ratings, device)
@@ -71,6 +72,7 @@ def test_training_raises_the_hit_rate_clearly_above_chance(ratings: Ratings, dev
     assert outcome.ratings == 6 * (len(ratings) - 600)
 
 
+@pytest.mark.slow
 def test_with_and_without_prefetch_the_numbers_are_the_same(ratings: Ratings) -> None:
     results = []
     for ahead in (True, False):

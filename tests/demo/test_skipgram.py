@@ -74,6 +74,7 @@ def trained_both_ways(
     return model, plain, outcome, train(plain, rows, stream, steps=50, ahead=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("dim", [7, 32])
 @pytest.mark.parametrize("name", [n for n in optimizer_names() if n not in REFUSED])
@@ -144,6 +145,7 @@ def test_gradients_of_a_word_that_occurs_twice_add_up(device: str) -> None:
         assert torch.allclose(rows, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_training_finds_the_topics(corpus: Corpus, device: str) -> None:
     stream = PairStream(corpus, batch=128, sample=0)

@@ -138,6 +138,7 @@ def test_without_held_out_text_there_is_no_score(
     assert facts(tmp_path)["held_out"] is None
 
 
+@pytest.mark.slow
 def test_the_seed_decides_everything(text: Path, tmp_path: Path) -> None:
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
         assert demo(text, tmp_path / name, "--seed", seed) == 0
@@ -153,6 +154,7 @@ def test_a_gzip_corpus_gives_the_same_vectors_as_a_plain_one(text: Path, tmp_pat
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_what_there_is(text: Path, tmp_path: Path) -> None:
     given = ("--corpus", str(text), "--out", str(tmp_path), "--device", "cpu", *SMALL)
     command = [sys.executable, "-m", "speedtorch", "demo", "word2vec", *given, "--epochs", "100000"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from file_faults import NEW, count_calls, fail, interrupt, replace, snapshot
+from warm_python import warm_python
 
 from speedtorch.files import new_files, system_calls
 from speedtorch.files.new_files import replace_files
@@ -107,6 +108,7 @@ def test_an_interrupt_between_two_switches_brings_the_first_file_back(
     assert snapshot(folder) == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="settrace tells of no instruction")
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=["one file", "two files"])
 @pytest.mark.parametrize("there", [True, False], ids=["old files", "no old files"])
@@ -225,6 +227,7 @@ def test_a_file_system_without_modes_is_written_to_all_the_same(
 # ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_the_old_file_and_the_next_one_cleans_up(folder: Path) -> None:
     script = (
         "import os, signal, sys\n"
@@ -236,7 +239,7 @@ def test_a_killed_process_leaves_the_old_file_and_the_next_one_cleans_up(folder:
     )
     root = Path(system_calls.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", script, str(folder / "a")]
+    command = [warm_python(), "-c", script, str(folder / "a")]
     result = subprocess.run(command, env=environment, timeout=120, check=False)
     assert result.returncode == -signal.SIGKILL
     left = snapshot(folder)

@@ -90,6 +90,7 @@ def test_no_rows_and_no_columns_come_back(tmp_path: Path, name: str, rows: int, 
     opened.load(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_torchs_default_device_plays_no_part(tmp_path: Path) -> None:
     with torch.device("meta"):
         table = (

@@ -21,7 +21,10 @@ from speedtorch import HostTable, ModelFactory, OptimizerFactory
 from speedtorch.legacy import optimizer_factory
 from speedtorch.optim.probe import probe_optimizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 ROWS, WIDTH = 9, 2
 BATCHES = ([1, 4, 2], [4, 7], [2, 7, 1, 0])
 CALLS = ("weights_out", "state_out", "learn", "weights_back", "state_back")

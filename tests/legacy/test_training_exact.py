@@ -20,8 +20,10 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 
+pytestmark = pytest.mark.slow
+
 ROWS = 60
-STEPS = 50
+STEPS = 24
 WIDTHS = (1, 3, 47, 100, 128)
 
 

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cuda_calls import library_path
+from warm_python import warm_python
+
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 
-# Importing torch takes seconds: one process does it, and forks for each program. A fork runs its
-# program to the end as any Python does, five minutes at most.
-SOURCE_OF_PROCESSES = """
-import atexit, gc, json, os, resource, signal, sys
+PRELUDE = """
+import atexit, gc, json, os, resource, signal, sys, warnings
 import torch
 import cuda_calls
 
-while request := sys.stdin.readline():
-    program, out, err = json.loads(request)
-    if (pid := os.fork()) == 0:
-        for path, number in ((out, 1), (err, 2)):
-            os.dup2(os.open(path, os.O_WRONLY), number)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        signal.alarm(300)
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-else:
-    sys.exit()
-exec(compile(program, "<string>", "exec"))
+warnings.simplefilter("ignore")  # of forks beside threads
 """
 
 # A table of each kind on two pretended GPUs, which stay until the process ends.
@@ -65,33 +52,16 @@ def forked(child):
 """
 
 
-@functools.cache
-def source_of_processes() -> subprocess.Popen[str]:
-    """The process that every program of this file is a fork of; it ends with this one."""
-    folders = [
-        str(TESTS),
-        str(library_path().parent.parent),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SOURCE_OF_PROCESSES],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
-    )
-
-
 def run_python(*parts: str) -> subprocess.CompletedProcess[str]:
     """Runs a program of these parts in a new process that finds the package and the tests."""
-    program, source = "\n".join(parts), source_of_processes()
-    assert source.stdin is not None and source.stdout is not None
-    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        print(json.dumps([program, out.name, err.name]), file=source.stdin, flush=True)
-        told = source.stdout.readline()
-        assert told, "the process that all programs are forks of has ended"
-        status = int(told)
-        return subprocess.CompletedProcess(program, status, out.read(), err.read())
+    folders = [str(TESTS), str(library_path().parent.parent), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [warm_python(), "-c", "\n".join([PRELUDE, *parts])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
 
 
 def lines_of(*parts: str) -> list[Any]:

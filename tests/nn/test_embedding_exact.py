@@ -21,9 +21,9 @@ from torch import Tensor, optim
 
 import speedtorch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 ROWS = 97
-STEPS = 200
+STEPS = 80
 WIDTH = 8
 
 

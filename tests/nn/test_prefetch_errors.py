@@ -219,6 +219,7 @@ def test_a_refused_announcement_within_the_loop_takes_no_other_with_it() -> None
     assert changed_after(refused) == [1, 2, 17, 18]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_announcement_within_the_loop_takes_no_other_with_it() -> None:
     found = set()

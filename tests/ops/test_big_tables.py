@@ -134,6 +134,7 @@ def test_one_id_past_the_end_is_refused(big: Tensor, place: Place) -> None:
         speedtorch.synchronize()
 
 
+@pytest.mark.slow
 def test_a_result_beyond_32_bits(place: Place) -> None:
     count, width = 2**21 + 1, 1024
     if place.device == "cpu" and free_bytes() < 2**32:

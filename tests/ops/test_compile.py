@@ -16,6 +16,7 @@ import torch
 from conftest import Place
 from reference import assert_same_bytes, assert_same_storage, layout_copy, random_rows
 from torch import Tensor, nn
+from warm_python import warm_python
 
 import speedtorch
 
@@ -49,6 +50,7 @@ class Step:
         assert_same_storage(self.table, self.expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_gather_gives_the_rows(place: Place) -> None:
     step = Step(place)
     function = compiled(lambda table, index: speedtorch.pinned_gather(table, index + 1) * 2)
@@ -190,6 +192,7 @@ torch.save((rows.cpu(), table), rows_out)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch refuses TorchScript on Python 3.14")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_scripted_module_runs_with_the_library_alone(device: str, tmp_path: Path) -> None:
@@ -200,7 +203,7 @@ def test_a_scripted_module_runs_with_the_library_alone(device: str, tmp_path: Pa
         torch.jit.script(Exchange()).save(str(files[0]))
     values = random_rows(ROWS, (COLUMNS,), torch.int32)
     torch.save((values, torch.tensor(IDS)), files[1])
-    command = [sys.executable, "-c", RUN_SCRIPTED, str(library), *map(str, files), device]
+    command = [warm_python(), "-c", RUN_SCRIPTED, str(library), *map(str, files), device]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows, table = torch.load(files[2], weights_only=True)

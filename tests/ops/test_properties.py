@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import reference
 import torch
 from conftest import Place
@@ -20,6 +21,8 @@ from test_optimizer_state_swap import check
 from torch import Tensor
 
 import speedtorch
+
+pytestmark = pytest.mark.slow
 
 
 @st.composite

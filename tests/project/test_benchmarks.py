@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     known = {key: value for key, value in os.environ.items() if key != "OUT"}
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
+        [warm_python(), "-m", "benchmarks", *arguments],
         cwd=ROOT,
         env=known | {"CUDA_VISIBLE_DEVICES": ""} | environment,
         capture_output=True,
@@ -38,6 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return folder, report.read_results(folder), done.stdout
 
 
+@pytest.mark.slow
 def test_every_benchmark_leaves_its_results(results: tuple[Path, dict[str, Any], str]) -> None:
     folder, by_stem, _ = results
     assert tuple(by_stem) == report.STEMS
@@ -50,6 +51,7 @@ def test_every_benchmark_leaves_its_results(results: tuple[Path, dict[str, Any],
     assert json.loads((folder / "cpu.json").read_text()) == by_stem["cpu"]
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_of_every_curve(results: tuple[Path, dict[str, Any], str]) -> None:
     folder, by_stem, _ = results
     for stem in plots.PICTURES:
@@ -61,6 +63,7 @@ def test_pictures_are_drawn_of_every_curve(results: tuple[Path, dict[str, Any], 
             assert len(plots.curve(by_stem[stem], f"curve: {section}", "managed", x)) >= 6
 
 
+@pytest.mark.slow
 def test_every_target_has_a_line(results: tuple[Path, dict[str, Any], str]) -> None:
     _, by_stem, printed = results
     all_targets = targets.targets(by_stem)
@@ -84,6 +87,7 @@ def test_the_readmes_tables_are_those_of_the_results() -> None:
     assert between == report.tables(report.read_results(report.RESULTS))
 
 
+@pytest.mark.slow
 def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     assert "no GPU here" in run("cpu").stderr
     assert "needs a folder for its results in OUT" in run("--small").stderr

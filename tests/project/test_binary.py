@@ -100,6 +100,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "gather"
 
 
+@pytest.mark.slow
 @needs("g++")
 @pytest.mark.parametrize(
     "environment", [{}, {"LD_BIND_NOW": "1"}], ids=["bound-at-first-call", "bound-at-load"]
@@ -115,6 +116,7 @@ def test_a_program_without_python_gathers_rows(program: Path, environment: dict[
     ]
 
 
+@pytest.mark.slow
 @needs("g++")
 def test_a_program_told_to_load_a_library_that_is_not_there_says_so(program: Path) -> None:
     done = subprocess.run([program, "nowhere.so"], capture_output=True, text=True)

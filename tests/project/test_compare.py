@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 import speedtorch
 from benchmarks import compare
@@ -124,10 +124,11 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 def run_compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.compare", *map(str, arguments)]
+    command = [warm_python(), "-m", "benchmarks.compare", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_checkout_without_a_built_library_is_refused(tmp_path: Path) -> None:
     (tmp_path / "speedtorch").mkdir()
     done = run_compare("--old", tmp_path, "--out", tmp_path / "runs.json")
@@ -135,6 +136,7 @@ def test_a_checkout_without_a_built_library_is_refused(tmp_path: Path) -> None:
     assert "has no built library; run `python setup.py build_ext --inplace` in" in done.stderr
 
 
+@pytest.mark.slow
 def test_two_checkouts_are_compared_on_the_benchmarks_of_one(tmp_path: Path) -> None:
     old = tmp_path / "old"
     shutil.copytree(ROOT / "speedtorch", old / "speedtorch")

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import speedtorch
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(speedtorch.__file__).parents[1]
 

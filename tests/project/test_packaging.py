@@ -22,7 +22,10 @@ LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.eg
 tools = {package.metadata["Name"] for package in importlib.metadata.distributions()}
 missing = [name for name in ("pip", "setuptools", "wheel") if name not in tools]
 missing += [] if shutil.which("g++") else ["g++"]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}"),
+]
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -102,7 +105,7 @@ def test_the_source_archive_holds_every_file_that_the_build_and_the_tests_read(
         str(path.relative_to(checkout)) for line in patterns for path in checkout.glob(line)
     }
     expected |= {"setup.py", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "LICENSE"}
-    expected |= {"speedtorch/py.typed"}
+    expected |= {"speedtorch/py.typed", "CONTRIBUTING.md", "CITATION.cff", "docs/journeys.md"}
     assert expected - names == set()
 
 

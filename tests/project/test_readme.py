@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from readme import README, Block, blocks
+from warm_python import warm_python
 
 import speedtorch
 
@@ -18,13 +18,14 @@ ROOT = README.parent
 TEXT = README.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: f"line-{block.line}")
 def test_a_block_of_python_runs_by_itself(block: Block, tmp_path: Path) -> None:
     if block.needs_gpu and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{block.text}"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
+        [warm_python(), "-c", program], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 

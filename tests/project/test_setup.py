@@ -6,11 +6,11 @@ import os
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def setup_ends_with(tree: Path, change: str, **environment: str) -> str:
     program = f"import runpy, sys\n{change}\nsys.argv = ['setup.py', 'build_ext', '--inplace']\n"
     program += "runpy.run_path('setup.py', run_name='__main__')\n"
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [warm_python(), "-c", program],
         cwd=tree,
         capture_output=True,
         text=True,
@@ -51,21 +51,25 @@ def setup_ends_with(tree: Path, change: str, **environment: str) -> str:
 NO_PROGRAMS = "import shutil; shutil.which = lambda *_, **__: None"
 
 
+@pytest.mark.slow
 def test_cuda_asked_for_without_nvcc_stops_with_a_reason(tree: Path) -> None:
     line = setup_ends_with(tree, NO_PROGRAMS, SPEEDTORCH_CUDA="1")
     assert line.startswith("error: speedtorch: SPEEDTORCH_CUDA=1 but nvcc was not found in")
 
 
+@pytest.mark.slow
 def test_an_unknown_choice_of_cuda_is_refused(tree: Path) -> None:
     line = setup_ends_with(tree, "", SPEEDTORCH_CUDA="yes")
     assert line == "error: speedtorch: SPEEDTORCH_CUDA=yes; allowed are auto, 1 and 0"
 
 
+@pytest.mark.slow
 def test_a_build_without_torch_says_how_to_get_it(tree: Path) -> None:
     line = setup_ends_with(tree, "sys.modules['torch'] = None")
     assert "needs torch >= 2.11" in line and "pip install --no-build-isolation ." in line
 
 
+@pytest.mark.slow
 def test_a_build_with_an_old_torch_is_refused(tree: Path) -> None:
     line = setup_ends_with(tree, "import torch; torch.__version__ = '2.10.1+cu128'")
     assert line == "error: speedtorch: needs torch >= 2.11, found 2.10.1+cu128"
@@ -119,6 +123,7 @@ def test_architectures_that_nvcc_does_not_know_are_refused(
         assert text.endswith(f"knows no architecture {unknown}; allowed are 80, 90")
 
 
+@pytest.mark.slow
 def test_an_nvcc_that_does_not_run_is_refused(tree: Path, toolkit: Path) -> None:
     (toolkit / "bin" / "nvcc").write_text("#!/bin/sh\necho no licence; exit 3\n")
     line = setup_ends_with(tree, "", CUDA_HOME=str(toolkit))

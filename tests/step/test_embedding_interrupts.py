@@ -46,9 +46,12 @@ import speedtorch
 ROWS, WIDTH = 10, 2
 ROUND = [[1, 2], [3, 4], [1, 5, 5], [6, 2, 7]]
 """Ids of the batches: a row comes back after one batch without it; counts that are equal or not."""
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"  # what may not fail swallows an interrupt
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning"  # what may not fail swallows an interrupt
+    ),
+]
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 ERRORS = [out_of_memory, KeyboardInterrupt]
 

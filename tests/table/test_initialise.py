@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from conftest import NEEDS_GPU
 from reference import DTYPES, FLOAT8, assert_same_bytes, assert_same_storage, dtype_name
 from torch import Tensor
+from warm_python import warm_python
 
 from speedtorch import HostTable
 from speedtorch.table import row_blocks
@@ -251,9 +251,10 @@ def last_words():
 """
 
 
+@pytest.mark.slow
 def test_everything_works_while_the_process_exits() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT],
+        [warm_python(), "-c", AT_EXIT],
         env=os.environ | {"PYTHONPATH": str(Path(row_blocks.__file__).parents[2])},
         capture_output=True,
         text=True,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from speedtorch.ops import batch_ids
 from speedtorch.table import plan_memo
 from speedtorch.table.plan_memo import PlanMemo
 
@@ -35,7 +36,7 @@ class NoReads(TorchDispatchMode):
 @pytest.fixture
 def gpu_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of ids passes for one on a GPU; whether ids are good is not looked at."""
-    monkeypatch.setattr(plan_memo, "_on_gpu", lambda ids: isinstance(ids, Tensor))
+    monkeypatch.setattr(batch_ids, "on_gpu", lambda ids: isinstance(ids, Tensor))
     monkeypatch.setattr(PlanMemo, "_can_plan", lambda memo, index: True)
 
 

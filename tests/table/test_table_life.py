@@ -7,13 +7,13 @@ import gc
 import os
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from warm_python import warm_python
 
 from speedtorch import HostTable, memory
 from speedtorch.memory import host_memory, placement
@@ -115,6 +115,7 @@ os.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "answer"),
     [
@@ -126,7 +127,7 @@ os.wait()
 def test_a_forked_child_uses_a_table_or_is_told_why_not(kind: str, answer: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parents[2])}
     result = subprocess.run(
-        [sys.executable, "-c", FORK, kind],
+        [warm_python(), "-c", FORK, kind],
         env=environment,
         check=True,
         capture_output=True,

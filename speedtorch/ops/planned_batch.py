@@ -8,15 +8,15 @@ which rows it has in common with that one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from speedtorch.ops.batch_ids import Unread
-from speedtorch.ops.functions import plan_rows
+from speedtorch.ops.functions import not_ids, plan_rows
+from speedtorch.torch_internals import version_of
 
-__all__ = ["PlannedBatch"]
+__all__ = ["PlannedBatch", "SeenIds", "check_ids"]
 
 _BAD, _BAD_POSITION, _BAD_ID, _DISTINCT = range(4)
 _STATUS_FIELDS = 8
@@ -62,30 +62,54 @@ class HostNumbers:
         return self._read
 
 
-class SeenIds:
-    """Ids of any shape that are recognised when they come again.
+def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
+    """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
+    if not isinstance(ids, Tensor):
+        raise not_ids(name, ids)
+    if ids.dtype not in (torch.int64, torch.int32) or ids.layout != torch.strided:
+        raise numbers(
+            f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
+            f" {list(ids.shape)}"
+        )
 
-    Ids on the CPU are compared with a copy, which a GPU takes without waiting. Ids on a GPU are
-    never read: they must be the same tensor, unchanged.
+
+class SeenIds:
+    """Ids that are recognised when they come again.
+
+    Ids on the CPU are compared with a copy, which nobody else writes to and which a GPU takes
+    without waiting. Ids on a GPU are never read: they must be the same tensor, unchanged. It is
+    kept, and so is its memory, which it can be made to leave (`tensor.data = other`): no other
+    tensor comes to lie there.
+
+    Args:
+        ids: of any shape, on either device.
+        device: where they will be needed.
     """
 
-    def __init__(self, ids: Tensor, device: torch.device) -> None:
+    def __init__(self, ids: Tensor, device: torch.device, *, unread: bool) -> None:
         self.shape = ids.shape
-        self._unread = Unread(ids) if ids.is_cuda and not ids.is_inference() else None
-        if self._unread is not None:
-            self.values = self._unread.memory
-        else:
-            self.values = ids.detach()
-            if ids.is_cpu:
-                copy = torch.empty_like(self.values, pin_memory=device.type == "cuda")
-                self.values = copy.copy_(self.values)
+        self.values = ids.detach()
+        self._is_copy = False
+        self._unread: Tensor | None = None
+        if unread:
+            if not ids.is_inference():  # such a tensor does not count its versions
+                self._unread, self._state = ids, _state_of(ids)
+        elif ids.is_cpu:
+            self._is_copy, pinned = True, device.type == "cuda"
+            self.values = torch.empty_like(self.values, pin_memory=pinned).copy_(self.values)
 
     def are(self, ids: Tensor) -> bool:
         """Whether these are the ids, for certain."""
         if self._unread is not None:
-            return self._unread.is_still(ids)
-        known = self.values
-        return known.is_cpu and ids.is_cpu and ids.dtype == known.dtype and torch.equal(ids, known)
+            return ids is self._unread and _state_of(ids) == self._state
+        same_kind = self._is_copy and ids.is_cpu and ids.dtype == self.values.dtype
+        return same_kind and torch.equal(ids, self.values)
+
+
+def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What shows that a tensor has changed, without reading it."""
+    layout = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (version_of(tensor), *layout)
 
 
 class PlannedBatch:
@@ -135,7 +159,7 @@ class PlannedBatch:
         self._begins = [0]
         flat = []
         for part in parts or [torch.empty(0, dtype=torch.int64)]:
-            seen = SeenIds(part, device)
+            seen = SeenIds(part, device, unread=part.is_cuda)
             ids = seen.values.reshape(-1)
             if ids.device != device:  # towards a GPU nobody waits
                 ids = ids.to(device, non_blocking=device.type == "cuda")
@@ -170,11 +194,10 @@ class PlannedBatch:
         self._counted = HostNumbers(counts)
 
     def _compared(self, held: Tensor, held_status: Tensor) -> list[Tensor]:
-        """Which rows arrive, stay and leave when this batch follows on held rows.
+        """Which rows arrive, stay and leave when this batch follows on held rows, ids ascending.
 
-        Returns:
-            Ids and places of those that arrive, places now and before of those that stay, ids and
-            places before of those that leave; with the counts of all, arriving and leaving rows.
+        Gives ids and places of those that arrive, places now and before of those that stay, ids and
+        places before of those that leave; and the counts of all, arriving and leaving rows.
         """
         padding = -1 if self._padding is None else self._padding
         lists: list[Tensor] = torch.ops.speedtorch.compare_rows(
@@ -183,11 +206,7 @@ class PlannedBatch:
         return lists
 
     def count(self) -> None:
-        """Waits for the counts.
-
-        Raises:
-            IndexError: an id on a GPU is out of range.
-        """
+        """Waits for the counts; IndexError if an id on a GPU is out of range."""
         if self._is_counted:
             return
         counts = self._counted.read()
@@ -234,9 +253,7 @@ class PlannedBatch:
     def local(self, part: int, places: Tensor | None = None) -> Tensor:
         """The places of the rows that a part names, in the part's shape.
 
-        Args:
-            part: which one.
-            places: of the distinct rows; by default those of the batch alone.
+        `places` are those of the distinct rows; by default those of the batch alone.
         """
         entries, places = self.plan[1], self._place if places is None else places
         if len(self._seen) > 1:

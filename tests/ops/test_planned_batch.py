@@ -9,7 +9,7 @@ import torch
 from conftest import NEEDS_GPU
 from torch import Tensor
 
-from speedtorch.step.planned_batch import PlannedBatch
+from speedtorch.ops.planned_batch import PlannedBatch
 
 ROWS = 40
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]

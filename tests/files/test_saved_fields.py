@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -24,6 +23,7 @@ from reference import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from warm_python import warm_python
 
 from speedtorch.files import table_files
 from speedtorch.files.new_files import replace_files
@@ -224,11 +224,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)
 """
 
 
+@pytest.mark.slow
 def test_saving_and_loading_take_a_few_mb_whatever_the_size(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(table_files.__file__).parents[2])}
     paths = [str(tmp_path / "t.safetensors"), str(tmp_path / "warm.safetensors")]
     result = subprocess.run(
-        [sys.executable, "-c", PEAK, *paths],
+        [warm_python(), "-c", PEAK, *paths],
         env=environment,
         check=True,
         capture_output=True,

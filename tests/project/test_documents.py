@@ -1,0 +1,48 @@
+"""What CONTRIBUTING.md, docs and CITATION.cff name is there, and says what the package says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import speedtorch
+
+ROOT = Path(__file__).parents[2]
+# A file by its ending or a folder by its slash; one of a placeholder, `<op>`, is none.
+ENDING = r"\.(?:py|cpp|cuh?|h|md|toml|cff)\b"
+NAMED = re.compile(rf"(?<![\w<>/*.])[\w.]+(?:/[\w.]+)*(?:{ENDING}|/(?![\w<*]))")
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/journeys.md"])
+def test_every_file_named_is_there(document: str) -> None:
+    named = set(NAMED.findall((ROOT / document).read_text()))
+    assert len(named) > 15
+    missing = [
+        name for name in named if not any((ROOT / at / name).exists() for at in ("", "speedtorch"))
+    ]
+    assert missing == []
+
+
+def test_files_are_known_by_their_names() -> None:
+    text = "`csrc/ops/<op>.cu`, `a/b.py`: c.cpp d/e.cuh, `tests/files/`: `x/y` and emb.table"
+    assert NAMED.findall(text) == ["a/b.py", "c.cpp", "d/e.cuh", "tests/files/"]
+
+
+def test_every_make_target_that_contributors_are_told_is_one() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in ("CONTRIBUTING.md", ".github/workflows/ci.yml"):
+        named = set(re.findall(r"\bmake ([a-z]+)", (ROOT / document).read_text()))
+        assert {"check", "test"} <= named <= targets
+
+
+def test_the_citation_is_of_this_version() -> None:
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    told = dict(line.split(": ", 1) for line in lines if re.match(r"\w[\w-]*: ", line))
+    project = (ROOT / "pyproject.toml").read_text()
+    assert told["version"] == speedtorch.__version__
+    assert f'name = "{told["title"]}"' in project
+    assert f'license = "{told["license"]}"' in project
+    (author,) = re.findall(r"^  - name: (.*)$", "\n".join(lines), re.MULTILINE)
+    assert f'authors = [{{ name = "{author}" }}]' in project
