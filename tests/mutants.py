@@ -307,7 +307,7 @@ MUTANTS = [
     Mutant(
         "a closure sees the weight as the optimizer does",
         "optim/step_hooks.py",
-        "        step.pause()\n",
+        "            self.paused = True\n            self._show()\n",
         "",
         "tests/step/test_embedding_steps.py::test_a_closure_sees_the_weight_as_the_table",
     ),

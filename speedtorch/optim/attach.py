@@ -157,7 +157,7 @@ def _attach_rows(
             " original's state_dict()"
         )
     else:
-        _refuse_built_with(optimizer, rows, set(probe.row_state) | set(probe.scalar_state))
+        _refuse_built_with(optimizer, rows, {*probe.row_state, *probe.scalar_state})
     fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
     has_values = rows.attach(state, fields)
     if was_loaded or not has_values:

@@ -173,7 +173,7 @@ class AttachedState:
     # --------------------------------------------------------------------------------------------
     # state_dict
 
-    def complete(self) -> dict[str, Any] | None:
+    def complete(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """The state of all rows, as views of the table; None before the first step.
 
         Copies where views would be of no use: torch.save takes no views of one memory with several
@@ -183,10 +183,9 @@ class AttachedState:
             return None
         self.table_rows.flush()
         rows = {name: self.table_rows.store.field(name) for name in self.names}
-        optimizer, parameter = self.optimizer(), self.table_rows.parameter
-        group = {} if optimizer is None else group_of(optimizer, parameter)
-        dtypes = {parameter.dtype, *(field.dtype for field in rows.values())}
-        if len(dtypes) > 1 or (parameter.is_cpu and group.get("fused")):
+        parameter = self.table_rows.parameter
+        fused = parameter.is_cpu and group_of(optimizer, parameter).get("fused")
+        if fused or {field.dtype for field in rows.values()} - {parameter.dtype}:
             rows = {name: field.contiguous() for name, field in rows.items()}
         return {**self.entries(), **rows}
 
@@ -280,7 +279,7 @@ class SavedState:
         numbers = _numbers(optimizer, state_dict["param_groups"])
         for state in self.states:
             number = numbers[id(state.table_rows.parameter)]
-            entries = state.complete()
+            entries = state.complete(optimizer)
             if entries is None:
                 state_dict["state"].pop(number, None)
             else:

@@ -172,7 +172,7 @@ class OptimizerCopy:
         construct: bool,
     ) -> None:
         kind, group = type(optimizer), group_of(optimizer, parameter)
-        self.probe = nn.Parameter(values.detach().clone())
+        self.parameter = nn.Parameter(values.detach().clone())
         self._states = _StateMap(Recorder)
         attributes = {
             # Schedulers put a `step` that is bound to the original in front of the class's.
@@ -187,7 +187,7 @@ class OptimizerCopy:
             for any_group in optimizer.param_groups
             for held in any_group["params"]
         }
-        memo |= {id(parameter): self.probe, id(optimizer.state): self._states}
+        memo |= {id(parameter): self.parameter, id(optimizer.state): self._states}
         groups = memo[id(optimizer.param_groups)] = [{}]
         _stand_in_for_large([group, attributes, for_all], memo)
         own = groups[0] = {
@@ -198,13 +198,13 @@ class OptimizerCopy:
         for name in settings.keys() & own.keys():
             is_tensor = isinstance(own[name], Tensor)
             own[name] = torch.full_like(own[name], settings[name]) if is_tensor else settings[name]
-        own["params"] = [self.probe]
+        own["params"] = [self.parameter]
         self._states.update(copy.deepcopy(for_all, memo))
         if construct:
             accepted = set(inspect.signature(kind).parameters) & set(own) - {"params"}
-            self.optimizer = kind([self.probe], **{name: own[name] for name in accepted})
+            self.optimizer = kind([self.parameter], **{name: own[name] for name in accepted})
             self.optimizer.param_groups[0].update(own)
-            self._states[self.probe] = Recorder(self.optimizer.state[self.probe])
+            self._states[self.parameter] = Recorder(self.optimizer.state[self.parameter])
             self.optimizer.state = self._states
         else:
             self.optimizer = memo[id(optimizer)] = object.__new__(kind)
@@ -213,7 +213,7 @@ class OptimizerCopy:
     @property
     def state(self) -> dict[str, Any]:
         """The state of the small parameter; empty before the optimizer makes one."""
-        state: dict[str, Any] = self._states[self.probe]
+        state: dict[str, Any] = self._states[self.parameter]
         return state
 
     def first_values(self) -> dict[str, Any] | None:
@@ -222,8 +222,8 @@ class OptimizerCopy:
 
     def hold(self, rows: Mapping[str, Tensor]) -> None:
         """Puts other rows, under "", with their state in place of the parameter's."""
-        self.probe.grad = None
-        self.probe.data = rows[""].clone()
+        self.parameter.grad = None
+        self.parameter.data = rows[""].clone()
         self.state.update({name: each.clone() for name, each in rows.items() if name})
 
     def step(self, gradient: Tensor, *, sparse: bool) -> None:
@@ -231,5 +231,5 @@ class OptimizerCopy:
         if sparse:
             every_row = torch.arange(len(gradient), device=gradient.device)
             gradient = sparse_of_all(gradient, every_row)
-        self.probe.grad = gradient.clone()  # which some optimizers change in place
+        self.parameter.grad = gradient.clone()  # which some optimizers change in place
         step_without_hooks(type(self.optimizer))(self.optimizer)

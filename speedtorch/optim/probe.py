@@ -122,8 +122,8 @@ class _Probe:
     """
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
-        self._optimizer = optimizer
-        self._parameter = parameter
+        self.optimizer = optimizer
+        self.parameter = parameter
         self._dtype = dtype
         self._row_shape = tuple(parameter.shape[1:])
         self._rows = next(count for count in _ROW_COUNTS if count not in self._row_shape)
@@ -137,7 +137,7 @@ class _Probe:
     def learn(self, settings: Mapping[str, Any] = MappingProxyType({})) -> OptimizerProbe:
         """The state before the first update, with these settings, and which of it goes by rows."""
         self._choose_way()
-        decay = group_of(self._optimizer, self._parameter).get("weight_decay")
+        decay = group_of(self.optimizer, self.parameter).get("weight_decay")
         # A momentum buffer made out of the first gradient holds the decay of the row as well.
         for each in [settings, {**settings, "weight_decay": 0.0}][: 2 if decay else 1]:
             first, again = self._first_values(each), self._first_values(each)
@@ -145,6 +145,7 @@ class _Probe:
             uneven = [name for name in by_rows if not _alike(first[name], again[name])]
             if not uneven:
                 break
+        rows: dict[str, Tensor] = {}
         for name in by_rows:
             if name in uneven:
                 raise self._refusal(
@@ -153,9 +154,9 @@ class _Probe:
                 )
             if name == "weight" or not isinstance(name, str):
                 raise self._refusal(f"a table cannot hold a state called {name!r}")
-        # -0.0, from a gradient of zero that was negated, is a zero as well.
-        rows = {name: first[name][0].clone() for name in by_rows}
-        rows = {name: row.masked_fill_(row == 0, 0) for name, row in rows.items()}
+            row = first[name][0].clone()
+            # -0.0, from a gradient of zero that was negated, is a zero as well.
+            rows[name] = row.masked_fill_(row == 0, 0)
         others = {name: value for name, value in first.items() if name not in rows}
         return OptimizerProbe(rows, others, self._sparse)
 
@@ -175,7 +176,7 @@ class _Probe:
 
     def _stepped_once(self, settings: Mapping[str, Any]) -> OptimizerCopy:
         copied = self._copy(self._random_rows(), settings)
-        copied.step(torch.zeros_like(copied.probe), sparse=self._sparse)
+        copied.step(torch.zeros_like(copied.parameter), sparse=self._sparse)
         return copied
 
     def _first_values(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +217,7 @@ class _Probe:
             values, gradient = self._random_rows(rows), self._random_rows(rows)
             many, parts = (self._copy(values[:count], _PLAIN) for count in (rows, few))
             for copied in (many, parts):
-                copied.step(gradient[: len(copied.probe)], sparse=self._sparse)
+                copied.step(gradient[: len(copied.parameter)], sparse=self._sparse)
         except Exception as error:
             raise self._refusal(f"its step fails where there are many rows ({error})") from error
         for name in learnt.scalar_state:
@@ -235,7 +236,7 @@ class _Probe:
                     " parameter, if the optimizer has a setting for that"
                 )
             self._compare(name, many.state[name][:few], parts.state[name])
-        self._compare("", many.probe[:few], parts.probe, parts.probe - values[:few])
+        self._compare("", many.parameter[:few], parts.parameter, parts.parameter - values[:few])
 
     # --------------------------------------------------------------------------------------------
     # Whether rows are treated separately
@@ -306,15 +307,13 @@ class _Probe:
         if first.numel() and torch.equal(table[""], first):
             raise self._refusal(f"{len(_BATCHES)} steps of it with random gradients train no row")
 
-    def _check_shared(
-        self, together: OptimizerCopy, apart: OptimizerCopy, names: list[str]
-    ) -> None:
+    def _check_shared(self, one: OptimizerCopy, other: OptimizerCopy, names: list[str]) -> None:
         """Raises ValueError if what is kept for all rows depends on which of them were stepped."""
-        one, other = (_shared(copied, names) for copied in (together, apart))
-        for (place, name), value in one.items():
-            if not _agree(value, other.get((place, name))):
+        expected, found = _shared(one, names), _shared(other, names)
+        for place, value in expected.items():
+            if not _agree(value, found.get(place)):
                 raise self._refusal(
-                    f"it keeps {name!r} for all rows at once, and that depends on which rows a"
+                    f"it keeps {place[1]!r} for all rows at once, and that depends on which rows a"
                     " batch has"
                 )
 
@@ -323,9 +322,7 @@ class _Probe:
     def _copy(
         self, values: Tensor, settings: Mapping[str, Any], of: OptimizerCopy | None = None
     ) -> OptimizerCopy:
-        optimizer, parameter = self._optimizer, self._parameter
-        if of is not None:
-            optimizer, parameter = of.optimizer, of.probe
+        optimizer, parameter = (of or self).optimizer, (of or self).parameter
         return OptimizerCopy(optimizer, parameter, values, settings, construct=self._construct)
 
     def _start(self, learnt: OptimizerProbe) -> dict[str, Tensor]:
@@ -349,7 +346,7 @@ class _Probe:
             by_rows = getattr(value, "shape", None) == gradient.shape and gradient.shape[0] != 1
             if by_rows and name not in names:
                 raise self._refusal(f"it makes its state {name!r} in a later step only")
-        return _snapshots({"": copied.probe, **{name: state[name] for name in names}})
+        return _snapshots({"": copied.parameter, **{name: state[name] for name in names}})
 
     def _compare(self, name: str, rows: Tensor, apart: Tensor, scale: Tensor | None = None) -> None:
         if not _agree(rows, apart, scale):
@@ -361,12 +358,12 @@ class _Probe:
             )
 
     def _refusal(self, reason: str) -> ValueError:
-        return ValueError(f"{type(self._optimizer).__name__} cannot be used: {reason}")
+        return ValueError(f"{type(self.optimizer).__name__} cannot be used: {reason}")
 
     def _random_rows(self, rows: int | None = None) -> Tensor:
         shape = (rows or self._rows, *self._row_shape)
         drawn = torch.randn(shape, generator=self._random, device="cpu")
-        return drawn.to(self._parameter.device, self._dtype)
+        return drawn.to(self.parameter.device, self._dtype)
 
 
 def _snapshots(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -390,7 +387,7 @@ def _shared(copied: OptimizerCopy, names: Iterable[str]) -> dict[tuple[int, str]
     """Numbers that an optimizer keeps for all rows: in its state, its group and its attributes."""
     states: Mapping[Any, Any] = copied.optimizer.state
     for_all = {key: value for key, value in states.items() if isinstance(key, str)}
-    group, rows = copied.optimizer.param_groups[0], len(copied.probe)
+    group, rows = copied.optimizer.param_groups[0], len(copied.parameter)
 
     def is_shared(value: Any) -> bool:
         if isinstance(value, Tensor):

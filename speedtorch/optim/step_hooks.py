@@ -44,18 +44,15 @@ class OptimizerStep:
     `rows` are those that it holds the parameters of, `frame` is that of torch's step().
     """
 
-    def __init__(self, optimizer: Optimizer, rows: list[TrainedRows], frame: FrameType) -> None:
+    def __init__(self, rows: list[TrainedRows], frame: FrameType) -> None:
         self.done = False  # one assignment for all tables of the call
         self.paused = False
         self.has_begun = False
-        self._optimizer = weakref.ref(optimizer)
         self._rows = rows
         self._frame: FrameType | None = frame
 
-    def enter(self) -> None:
+    def enter(self, optimizer: Optimizer) -> None:
         """From here on the optimizer's own code sees the held rows."""
-        optimizer = self._optimizer()
-        assert optimizer is not None  # its step runs
         with as_plain():
             for rows in self._rows:
                 _check(optimizer, rows, self)
@@ -65,10 +62,17 @@ class OptimizerStep:
             for rows in self._rows:
                 hide_rows(rows.parameter)
 
-    def pause(self) -> None:
-        """Code of the user runs within the step."""
-        self.paused = True
-        self._show()
+    def by_user(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """A closure, which is the user's code within the optimizer's."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.paused = True
+            self._show()
+            result = closure(*args, **kwargs)
+            self.enter(optimizer)
+            return result
+
+        return called
 
     def finish(self) -> None:
         """The optimizer has stepped all rows."""
@@ -119,12 +123,12 @@ def _before_step(
     rows = rows_held_by(optimizer)
     if not rows:
         return None
-    step = _steps[optimizer] = OptimizerStep(optimizer, rows, _caller())
-    step.enter()
+    step = _steps[optimizer] = OptimizerStep(rows, _caller())
+    step.enter(optimizer)
     if len(args) > 1 and callable(args[1]):
-        return (args[0], _by_user(args[1], step), *args[2:]), kwargs
+        return (args[0], step.by_user(optimizer, args[1]), *args[2:]), kwargs
     if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _by_user(kwargs["closure"], step)}
+        return args, {**kwargs, "closure": step.by_user(optimizer, kwargs["closure"])}
     return None
 
 
@@ -133,18 +137,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     step = _steps.pop(optimizer, None)
     if step is not None:
         step.finish()
-
-
-def _by_user(closure: Callable[..., Any], step: OptimizerStep) -> Callable[..., Any]:
-    """A closure, which is the user's code within the optimizer's."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        step.pause()
-        result = closure(*args, **kwargs)
-        step.enter()
-        return result
-
-    return called
 
 
 _stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Any]]]
