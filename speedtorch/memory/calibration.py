@@ -29,6 +29,7 @@ from speedtorch.files.system_calls import open_to_read
 from speedtorch.memory import host_memory
 from speedtorch.memory.cost_model import forced_path, use_costs
 from speedtorch.ops.functions import _ops, pinned_gather, pinned_scatter
+from speedtorch.torch_internals import call_with_first_gpu
 
 __all__ = ["calibrate", "calibrate_once", "load_costs", "load_costs_with_first_gpu"]
 
@@ -147,7 +148,7 @@ def _store(figures: dict[str, Any]) -> None:
 
 def load_costs_with_first_gpu() -> None:
     """Lets load_costs run when torch first turns to a GPU, at once where it has done so."""
-    torch.cuda._lazy_call(load_costs)  # type: ignore[no-untyped-call]
+    call_with_first_gpu(load_costs)
 
 
 def load_costs() -> bool:

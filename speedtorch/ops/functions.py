@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from speedtorch.torch_internals import forward_level
+
 __all__ = [
     "optimizer_state_swap",
     "pinned_copy",
@@ -144,7 +146,7 @@ def pinned_gather(
     """
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(table).tangent is not None:  # type: ignore[no-untyped-call]
+    if forward_level() >= 0 and forward_ad.unpack_dual(table).tangent is not None:  # type: ignore[no-untyped-call]
         raise NotImplementedError(
             "pinned_gather: forward-mode gradients are not supported; use reverse mode, or "
             "torch.nn.functional.embedding"

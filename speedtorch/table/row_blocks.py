@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
+
+from speedtorch.torch_internals import TorchDispatchMode, schema_name, tree_leaves
 
 __all__ = ["draw_rows", "fill_rows", "row_for"]
 
@@ -119,7 +119,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fills = func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
         alike = random or fills or torch.Tag.pointwise in func.tags
         others = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args[1:], kwargs)))
-        in_place = bool(args) and args[0] is self._target and func._schema.name.endswith("_")
+        in_place = bool(args) and args[0] is self._target and schema_name(func).endswith("_")
         if not (alike and in_place) or others:
             raise _NotElementwiseError
         # dropout_ and its like are random and read what was there.
