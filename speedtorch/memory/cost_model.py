@@ -201,7 +201,7 @@ def use_costs(costs: Tensor, *, calibrated: bool) -> None:
     """Lets the library go by these costs.
 
     Args:
-        costs: float64 on the CPU, in the order of `Costs` in csrc/move/cost_model.h.
+        costs: float64 on the CPU, in the order of `Costs` in csrc/move/cost_model.cpp.
         calibrated: whether they were measured on this machine.
     """
     global _calibrated
