@@ -1,14 +1,8 @@
-// The schema of every op in one table, the ops on memory, and an empty Python module.
+// The schema of every op in one table, and an empty Python module.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
-
-#include "core/cuda_calls.h"
-#include "core/gpu.h"
-#include "memory/host_blocks.h"
-#include "memory/host_memory.h"
-#include "memory/host_pages.h"
 
 // Without Python (in a C++ program) this symbol is missing, and nobody calls the module's
 // initialiser.
@@ -23,26 +17,23 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
   m.def("pinned_gather.out(Tensor table, Tensor index, Tensor(a!) out) -> ()");
   m.def("pinned_gather.planned(Tensor table, Tensor index, Tensor[] plan) -> Tensor");
   m.def(
-      "pinned_gather.planned_out(Tensor table, Tensor index, Tensor[] plan, Tensor(a!) out) -> ()");
+      "pinned_gather.planned_out(Tensor table, Tensor index, Tensor[] plan, Tensor(a!) out) -> "
+      "()");
 
   m.def("pinned_scatter(Tensor(a!) table, Tensor index, Tensor src, bool accumulate=False) -> ()");
   m.def(
       "pinned_scatter.planned(Tensor(a!) table, Tensor index, Tensor src, Tensor[] plan, bool "
-      "accumulate=False) "
-      "-> ()");
+      "accumulate=False) -> ()");
 
   m.def(
       "optimizer_state_swap(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor(b!)[] "
-      "arriving, Tensor load) "
-      "-> ()");
+      "arriving, Tensor load) -> ()");
   m.def(
-      "optimizer_state_swap.planned(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor[] "
-      "evict_plan, "
-      "Tensor(b!)[] arriving, Tensor load, Tensor[] load_plan) -> ()");
+      "optimizer_state_swap.planned(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor[]"
+      " evict_plan, Tensor(b!)[] arriving, Tensor load, Tensor[] load_plan) -> ()");
   m.def(
       "optimizer_state_swap.placed(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor "
-      "evict_places, "
-      "Tensor(b!)[] arriving, Tensor load, Tensor load_places) -> ()");
+      "evict_places, Tensor(b!)[] arriving, Tensor load, Tensor load_places) -> ()");
 
   m.def("pinned_copy(Tensor(a!) dst, Tensor src) -> ()");
 
@@ -50,15 +41,13 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
   // For speedtorch/step/planned_batch.py.
   m.def(
       "compare_rows(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int "
-      "padding) "
-      "-> Tensor[]");
+      "padding) -> Tensor[]");
 
   // The choice of path, for speedtorch/memory/cost_model.py.
   m.def("explain_move(Tensor table, int ids, int direction, bool accumulate) -> Tensor");
   m.def(
       "link_launch(int direction, int row_bytes, int host_bits, int other_bits, int rows, bool "
-      "bulk, int sms) "
-      "-> int[]");
+      "bulk, int sms) -> int[]");
   m.def("costs() -> Tensor");
   m.def("set_costs(Tensor costs) -> ()");
   m.def("force_path(int path) -> ()");
@@ -79,50 +68,6 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
   m.def("built_with_cuda() -> bool");
   m.def("throw_pending() -> ()");
   m.def("stop() -> ()");
-}
-
-namespace speedtorch {
-namespace {
-
-// True if every GPU can use managed memory that stays on the host; false without a GPU.
-bool managed_supported() {
-  int devices = 0;
-  if (cuda_calls().device_count(&devices) != 0) {
-    cuda_calls().last_error();
-    return false;
-  }
-  for (int device = 0; device < devices; ++device) {
-    int supported = 0;
-    if (cuda_calls().concurrent_managed_access(device, &supported) != 0) cuda_calls().last_error();
-    if (!supported) return false;
-  }
-  return devices > 0;
-}
-
-bool built_with_cuda() { return kWithCuda; }
-
-void throw_pending_and_drop_finished() {
-  drop_finished();
-  throw_pending();
-}
-
-}  // namespace
-}  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("host_empty", TORCH_BOX(&speedtorch::host_empty));
-  m.impl("host_register", TORCH_BOX(&speedtorch::host_register));
-  m.impl("host_unregister", TORCH_BOX(&speedtorch::host_unregister));
-  m.impl("available_bytes", TORCH_BOX(&speedtorch::available_bytes));
-  m.impl("memory_kind", TORCH_BOX(&speedtorch::memory_kind));
-  m.impl("memory_stats", TORCH_BOX(&speedtorch::memory_stats));
-  m.impl("let_captured_go", TORCH_BOX(&speedtorch::let_captured_go));
-  m.impl("let_orphans_go", TORCH_BOX(&speedtorch::let_orphans_go));
-  m.impl("check_owner", TORCH_BOX(&speedtorch::check_owner));
-  m.impl("managed_supported", TORCH_BOX(&speedtorch::managed_supported));
-  m.impl("built_with_cuda", TORCH_BOX(&speedtorch::built_with_cuda));
-  m.impl("throw_pending", TORCH_BOX(&speedtorch::throw_pending_and_drop_finished));
-  m.impl("stop", TORCH_BOX(&speedtorch::stop));
 }
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {

@@ -8,7 +8,7 @@
 
 #include "call/torch_calls.h"
 #include "core/gpu.h"
-#include "memory/host_blocks.h"
+#include "memory/host_memory.h"
 
 namespace speedtorch {
 namespace {
@@ -20,7 +20,7 @@ std::string name_of(const Argument& argument, size_t at) {
 
 [[noreturn]] void refuse(const char* op, const Argument& argument, size_t at,
                          const std::string& rule) {
-  throw_value_error(op, name_of(argument, at) + " " + rule);
+  throw_value_error(op, name_of(argument, at), " ", rule);
 }
 
 void check_kind(const char* op, const Argument& argument, size_t at) {
@@ -125,11 +125,11 @@ void Arguments::check_memory() const {
       // Of two that are written the first is compared with the second.
       if (other.argument->is_written && &other <= &mine) continue;
       if (!share_a_byte(mine, other)) continue;
-      throw_value_error(op_, mine.name() + " and " + other.name() +
-                                 " overlap in memory; pass a .clone() of one of them");
+      throw_value_error(op_, mine.name(), " and ", other.name(),
+                        " overlap in memory; pass a .clone() of one of them");
     }
   }
-  if (!books_have_rules()) return;
+  if (!registry_has_rules()) return;
   for (const Piece& piece : pieces_) {
     if (!piece.tensor().is_cpu()) continue;
     check_access(op_, [&] { return piece.name(); }, piece.begin, piece.argument->is_written);

@@ -1,10 +1,10 @@
 // The protocol by which every op checks its tensors before the first byte moves. An op names all of
 // them once, with what it does to them, and goes through these steps in this order:
 //   1. kinds: the constructor (dense, on the CPU or a GPU, a dtype that moves, storage that is
-//      there); shapes, dtypes and devices that must fit each other: rows.h
+//      there); shapes, dtypes and devices that must fit each other: tensor_checks.h
 //   2. aliases: nothing that is written shares a byte with anything else   check_memory()
 //   3. owner: no managed memory of the process that forked this one        check_memory()
-//   4. reach: how a GPU gets at host memory                                reach_of()
+//   4. reach: how a GPU gets at host memory                                access_of()
 //   5. ids on the CPU, and plans there (those on a GPU are checked by the kernels)
 //   6. marking as written, so that a refused write leaves autograd alone   mark_written()
 //   7. the first byte
@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "core/rows.h"
+#include "core/tensor_checks.h"
 
 namespace speedtorch {
 

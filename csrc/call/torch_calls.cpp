@@ -9,7 +9,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "memory/host_blocks.h"
 #include "memory/host_memory.h"
 
 namespace speedtorch {
@@ -38,12 +37,12 @@ auto ask_torch(const char* op, const What& what, const Call& call, const char* u
     const std::string words = words_of_torch();
     const bool is_memory = words.find("out of memory") != std::string::npos;
     throw std::runtime_error(
-        std::string(op) + ": " +
-        (is_memory       ? kOutOfMemory
-         : words.empty() ? unknown
-                         : "") +
-        "torch failed at " + what() +
-        (words.empty() ? "; its own message is on standard error" : ": " + words));
+        text(op, ": ",
+             (is_memory       ? kOutOfMemory
+              : words.empty() ? unknown
+                              : ""),
+             "torch failed at ", what(),
+             (words.empty() ? "; its own message is on standard error" : ": " + words)));
   }
 }
 
@@ -67,13 +66,6 @@ Tensor empty_like_device(const std::vector<int64_t>& shape, ScalarType dtype, co
       aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
                                static_cast<int32_t>(dtype), device_type, device_index, &made));
   return Tensor(made);
-}
-
-void copy(const char* op, const Tensor& from, const Tensor& to, bool non_blocking) {
-  Tensor target = to;
-  ask_torch(
-      op, [&] { return "copying between " + device_text(from) + " and " + device_text(to); },
-      [&] { return torch::stable::copy_(target, from, non_blocking); });
 }
 
 }  // namespace
@@ -117,14 +109,15 @@ Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
                                        op, [] { return "copying ids"; },
                                        [&] { return torch::stable::clone(ids.keep); });
   const Tensor there = new_tensor(op, shape_of(source), source.scalar_type(), on);
-  copy_async(op, source, there);
+  copy(op, source, there, false);
   return there;
 }
 
-void copy_async(const char* op, const Tensor& from, const Tensor& to) { copy(op, from, to, true); }
-
-void copy_and_wait(const char* op, const Tensor& from, const Tensor& to) {
-  copy(op, from, to, false);
+void copy(const char* op, const Tensor& from, const Tensor& to, bool wait) {
+  Tensor target = to;
+  ask_torch(
+      op, [&] { return "copying between " + device_text(from) + " and " + device_text(to); },
+      [&] { return torch::stable::copy_(target, from, !wait); });
 }
 
 void mark_written(const char* op, const Tensor& tensor) {

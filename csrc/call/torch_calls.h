@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/gpu.h"
-#include "core/rows.h"
+#include "core/tensor_checks.h"
 
 namespace speedtorch {
 
@@ -22,11 +22,8 @@ Tensor copy_to_cpu(const char* op, const Tensor& tensor);
 // Ids from the CPU to the device of `on`. Does not wait, and the source may change as soon as this
 // returns.
 Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on, const CurrentStream& stream);
-// Copies without waiting; a source from new_pinned stays until the copy is done.
-void copy_async(const char* op, const Tensor& from, const Tensor& to);
-
-// The same, done when it returns.
-void copy_and_wait(const char* op, const Tensor& from, const Tensor& to);
+// Copies; without waiting, a source from new_pinned stays until the copy is done.
+void copy(const char* op, const Tensor& from, const Tensor& to, bool wait);
 
 // Tells autograd that the tensor has new contents, as torch's own in-place operations do: a
 // backward pass that needs the old ones then raises instead of giving wrong gradients. Comes before

@@ -3,11 +3,11 @@
 #include "core/cuda_calls.h"
 
 #include <stdexcept>
-#include <string>
+
+#include "core/text.h"
 
 #ifdef SPEEDTORCH_CUDA
 #include <cuda_runtime_api.h>
-
 #endif
 
 namespace speedtorch {
@@ -28,21 +28,17 @@ Location device_location(int device) { return device; }
 int pointer_kind(const void* address, int* kind) {
   cudaPointerAttributes attributes{};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, address);
-  if (error != cudaSuccess) return error;
-  switch (attributes.type) {
-    case cudaMemoryTypeHost:
-      *kind = static_cast<int>(PointerKind::kHost);
-      break;
-    case cudaMemoryTypeDevice:
-      *kind = static_cast<int>(PointerKind::kDevice);
-      break;
-    case cudaMemoryTypeManaged:
-      *kind = static_cast<int>(PointerKind::kManaged);
-      break;
-    default:
-      *kind = static_cast<int>(PointerKind::kPageable);
-  }
-  return cudaSuccess;
+  if (error == cudaSuccess) *kind = attributes.type;
+  return error;
+}
+
+// A CUDA call whose arguments differ from the table's by their types alone.
+template <auto kCall, typename... From>
+int call(From... from) {
+  auto convert = [&]<typename... To>(cudaError_t (*)(To...)) {
+    return kCall(static_cast<To>(from)...);
+  };
+  return convert(kCall);
 }
 
 int stream_is_capturing(void* stream, int* capturing) {
@@ -61,7 +57,7 @@ int relax_capture(int* mode) {
 
 CudaCalls real_calls() {
   return {
-      .device_count = [](int* count) -> int { return cudaGetDeviceCount(count); },
+      .device_count = call<cudaGetDeviceCount>,
       .concurrent_managed_access = [](int device, int* supported) -> int {
         return cudaDeviceGetAttribute(supported, cudaDevAttrConcurrentManagedAccess, device);
       },
@@ -69,7 +65,7 @@ CudaCalls real_calls() {
       .malloc_managed = [](void** address, size_t bytes) -> int {
         return cudaMallocManaged(address, bytes);
       },
-      .free_managed = [](void* address) -> int { return cudaFree(address); },
+      .free_managed = call<cudaFree>,
       .advise_preferred_host = [](void* address, size_t bytes) -> int {
         return cudaMemAdvise(address, bytes, cudaMemAdviseSetPreferredLocation, host_location());
       },
@@ -81,7 +77,7 @@ CudaCalls real_calls() {
                                (read_only ? cudaHostRegisterReadOnly : 0u);
         return cudaHostRegister(address, bytes, flags);
       },
-      .host_unregister = [](void* address) -> int { return cudaHostUnregister(address); },
+      .host_unregister = call<cudaHostUnregister>,
       .host_alloc = [](void** address, size_t bytes) -> int {
         return cudaHostAlloc(address, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
       },
@@ -90,59 +86,23 @@ CudaCalls real_calls() {
         return cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event),
                                         cudaEventDisableTiming);
       },
-      .event_record = [](void* event, void* stream) -> int {
-        return cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream));
-      },
-      .event_query = [](void* event) -> int {
-        return cudaEventQuery(static_cast<cudaEvent_t>(event));
-      },
-      .event_synchronize = [](void* event) -> int {
-        return cudaEventSynchronize(static_cast<cudaEvent_t>(event));
-      },
-      .event_destroy = [](void* event) -> int {
-        return cudaEventDestroy(static_cast<cudaEvent_t>(event));
-      },
+      .event_record = call<cudaEventRecord>,
+      .event_query = call<cudaEventQuery>,
+      .event_synchronize = call<cudaEventSynchronize>,
+      .event_destroy = call<cudaEventDestroy>,
       .stream_is_capturing = stream_is_capturing,
       .relax_capture = relax_capture,
-      .get_device = [](int* device) -> int { return cudaGetDevice(device); },
-      .set_device = [](int device) -> int { return cudaSetDevice(device); },
-      .device_synchronize = []() -> int { return cudaDeviceSynchronize(); },
-      .last_error = []() -> int { return cudaGetLastError(); },
+      .get_device = call<cudaGetDevice>,
+      .set_device = call<cudaSetDevice>,
+      .device_synchronize = call<cudaDeviceSynchronize>,
+      .last_error = call<cudaGetLastError>,
       .error_string = [](int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
   };
 }
 
 #else
 
-constexpr int kNoDevice = 100;  // cudaErrorNoDevice
-
-CudaCalls real_calls() {
-  return {
-      .device_count = [](int* count) { return *count = 0, kNoDevice; },
-      .concurrent_managed_access = [](int, int* supported) { return *supported = 0, kNoDevice; },
-      .bulk_copies = [](int, int* supported) { return *supported = 0, kNoDevice; },
-      .malloc_managed = [](void**, size_t) { return kNoDevice; },
-      .free_managed = [](void*) { return kNoDevice; },
-      .advise_preferred_host = [](void*, size_t) { return kNoDevice; },
-      .advise_accessed_by = [](void*, size_t, int) { return kNoDevice; },
-      .host_register = [](void*, size_t, int) { return kNoDevice; },
-      .host_unregister = [](void*) { return kNoDevice; },
-      .host_alloc = [](void**, size_t) { return kNoDevice; },
-      .pointer_kind = [](const void*, int*) { return kNoDevice; },
-      .event_create = [](void**) { return kNoDevice; },
-      .event_record = [](void*, void*) { return kNoDevice; },
-      .event_query = [](void*) { return kNoDevice; },
-      .event_synchronize = [](void*) { return kNoDevice; },
-      .event_destroy = [](void*) { return kNoDevice; },
-      .stream_is_capturing = [](void*, int*) { return kNoDevice; },
-      .relax_capture = [](int*) { return kNoDevice; },
-      .get_device = [](int*) { return kNoDevice; },
-      .set_device = [](int) { return kNoDevice; },
-      .device_synchronize = []() { return kNoDevice; },
-      .last_error = []() { return 0; },
-      .error_string = [](int) { return "built without CUDA"; },
-  };
-}
+CudaCalls real_calls() { return {}; }
 
 #endif
 
@@ -156,8 +116,8 @@ CudaCalls& cuda_calls() {
 void check_cuda(int error, const char* what) {
   if (error == 0) return;
   cuda_calls().last_error();
-  throw std::runtime_error(std::string(what) + " failed: " + cuda_calls().error_string(error) +
-                           " (CUDA error " + std::to_string(error) + ")");
+  throw std::runtime_error(
+      text(what, " failed: ", cuda_calls().error_string(error), " (CUDA error ", error, ")"));
 }
 
 }  // namespace speedtorch

@@ -8,40 +8,43 @@
 
 namespace speedtorch {
 
-// Whether the current device, `device`, has bulk copies; bulk_mover.cu knows. A cudaError_t.
+// Whether the current device, `device`, has bulk copies; pinned_copy.cu knows. A cudaError_t.
 int ask_bulk_copies(int device, int* supported);
 
+// The values are cudaMemoryType's.
 enum class PointerKind : int { kPageable = 0, kHost = 1, kDevice = 2, kManaged = 3 };
 
-extern "C" {
+// What each call does in a build without CUDA: cudaErrorNoDevice; nothing is written.
+template <typename... Arguments>
+int no_device(Arguments...) {
+  return 100;
+}
 
 struct CudaCalls {
-  int (*device_count)(int* count);
-  int (*concurrent_managed_access)(int device, int* supported);
-  int (*bulk_copies)(int device, int* supported);
-  int (*malloc_managed)(void** address, size_t bytes);
-  int (*free_managed)(void* address);
-  int (*advise_preferred_host)(void* address, size_t bytes);
-  int (*advise_accessed_by)(void* address, size_t bytes, int device);
-  int (*host_register)(void* address, size_t bytes, int read_only);
-  int (*host_unregister)(void* address);
-  int (*host_alloc)(void** address, size_t bytes);
-  int (*pointer_kind)(const void* address, int* kind);
-  int (*event_create)(void** event);
-  int (*event_record)(void* event, void* stream);
-  int (*event_query)(void* event);
-  int (*event_synchronize)(void* event);
-  int (*event_destroy)(void* event);
-  int (*stream_is_capturing)(void* stream, int* capturing);
-  int (*relax_capture)(int* mode);
-  int (*get_device)(int* device);
-  int (*set_device)(int device);
-  int (*device_synchronize)();
-  int (*last_error)();
-  const char* (*error_string)(int error);
+  int (*device_count)(int* count) = no_device;
+  int (*concurrent_managed_access)(int device, int* supported) = no_device;
+  int (*bulk_copies)(int device, int* supported) = no_device;
+  int (*malloc_managed)(void** address, size_t bytes) = no_device;
+  int (*free_managed)(void* address) = no_device;
+  int (*advise_preferred_host)(void* address, size_t bytes) = no_device;
+  int (*advise_accessed_by)(void* address, size_t bytes, int device) = no_device;
+  int (*host_register)(void* address, size_t bytes, int read_only) = no_device;
+  int (*host_unregister)(void* address) = no_device;
+  int (*host_alloc)(void** address, size_t bytes) = no_device;
+  int (*pointer_kind)(const void* address, int* kind) = no_device;
+  int (*event_create)(void** event) = no_device;
+  int (*event_record)(void* event, void* stream) = no_device;
+  int (*event_query)(void* event) = no_device;
+  int (*event_synchronize)(void* event) = no_device;
+  int (*event_destroy)(void* event) = no_device;
+  int (*stream_is_capturing)(void* stream, int* capturing) = no_device;
+  int (*relax_capture)(int* mode) = no_device;
+  int (*get_device)(int* device) = no_device;
+  int (*set_device)(int device) = no_device;
+  int (*device_synchronize)() = no_device;
+  int (*last_error)() = [] { return 0; };
+  const char* (*error_string)(int error) = [](int) { return "built without CUDA"; };
 };
-
-}  // extern "C"
 
 CudaCalls& cuda_calls();
 

@@ -1,4 +1,4 @@
-// Streams and the letter box; see gpu.h.
+// Streams and the error record; see gpu.h.
 
 #include "core/gpu.h"
 
@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/process_id.h"
+#include "core/process.h"
 
 namespace speedtorch {
 namespace {
@@ -40,36 +40,34 @@ bool asks_bulk_copies(int device) {
   return supported != 0;
 }
 
-void refuse_if_capturing(void* stream, const char* op, const char* why) {
+void refuse_if_capturing(void* stream, const char* op, const std::string& why) {
   int capturing = 0;
   check_cuda(cuda_calls().stream_is_capturing(stream, &capturing), op);
   if (!capturing) return;
-  throw std::runtime_error(std::string(op) +
-                           ": not possible while a CUDA graph is captured: " + why);
+  throw std::runtime_error(text(op, ": not possible while a CUDA graph is captured: ", why));
 }
 
-std::atomic<Letter*> the_letter_box{nullptr};
-pid_t letter_box_owner = 0;  // a forked child must not touch it
+std::atomic<ErrorRecord*> the_record{nullptr};
+pid_t record_owner = 0;  // a forked child must not touch it
 
 }  // namespace
 
 CurrentStream::CurrentStream(const char* op, const Tensor& tensor) {
   if constexpr (!kWithCuda) {
     throw std::runtime_error(
-        std::string(op) +
-        ": this speedtorch was built without CUDA kernels; install nvcc and build it again "
-        "(SPEEDTORCH_CUDA=1 says why if that fails)");
+        text(op,
+             ": this speedtorch was built without CUDA kernels; install nvcc and build it again "
+             "(SPEEDTORCH_CUDA=1 says why if that fails)"));
   }
   const CurrentStreamOf stream_of = current_stream_of();
   if (stream_of == nullptr) {
-    throw std::runtime_error(std::string(op) +
-                             ": torch's CUDA library is not loaded or has no "
-                             "aoti_torch_get_current_cuda_stream (torch >= 2.11 is needed)");
+    throw std::runtime_error(text(op,
+                                  ": torch's CUDA library is not loaded or has no "
+                                  "aoti_torch_get_current_cuda_stream (torch >= 2.11 is needed)"));
   }
   device_ = tensor.get_device_index();
   if (stream_of(device_, &stream_) != 0) {
-    throw std::runtime_error(std::string(op) +
-                             ": torch gave no current stream for cuda:" + std::to_string(device_));
+    throw std::runtime_error(text(op, ": torch gave no current stream for cuda:", device_));
   }
   guard_.emplace(device_);
 }
@@ -83,11 +81,19 @@ bool CurrentStream::has_bulk_copies() const {
   return answer == 2;
 }
 
-void CurrentStream::refuse_capture(const char* op, const char* why) const {
+void CurrentStream::refuse_capture(const char* op, const std::string& why) const {
   refuse_if_capturing(stream_, op, why);
 }
 
-void refuse_during_capture(const char* op, const char* why) {
+void CurrentStream::refuse_capture_of_pageable(const char* op, const std::string& what,
+                                               const char* name) const {
+  refuse_capture(op, what +
+                         " is in pageable memory, which takes the host; pin it with "
+                         "speedtorch.pin_memory_(" +
+                         name + ") or keep it in a HostTable");
+}
+
+void refuse_during_capture(const char* op, const std::string& why) {
   const CurrentStreamOf stream_of = current_stream_of();
   int device = 0;
   if (stream_of == nullptr) return;
@@ -99,36 +105,36 @@ void refuse_during_capture(const char* op, const char* why) {
   if (stream_of(device, &stream) == 0) refuse_if_capturing(stream, op, why);
 }
 
-Letter* letter_box() {
-  if (Letter* box = the_letter_box.load()) return box;
+ErrorRecord* error_record() {
+  if (ErrorRecord* record = the_record.load()) return record;
   static std::mutex making;
   std::lock_guard lock(making);
-  if (Letter* box = the_letter_box.load()) return box;
+  if (ErrorRecord* record = the_record.load()) return record;
   const RelaxedCapture while_capturing;
   void* memory = nullptr;
-  check_cuda(cuda_calls().host_alloc(&memory, sizeof(Letter)),
+  check_cuda(cuda_calls().host_alloc(&memory, sizeof(ErrorRecord)),
              "speedtorch: cudaHostAlloc of the letter box");
-  std::memset(memory, 0, sizeof(Letter));
-  letter_box_owner = process_id();
-  the_letter_box = static_cast<Letter*>(memory);
-  return the_letter_box;
+  std::memset(memory, 0, sizeof(ErrorRecord));
+  record_owner = process_id();
+  the_record = static_cast<ErrorRecord*>(memory);
+  return the_record;
 }
 
 void throw_pending() {
-  Letter* box = the_letter_box.load();
-  if (box == nullptr || letter_box_owner != process_id()) return;
-  auto* full = reinterpret_cast<std::atomic<int32_t>*>(&box->full);
+  ErrorRecord* record = the_record.load();
+  if (record == nullptr || record_owner != process_id()) return;
+  auto* full = reinterpret_cast<std::atomic<int32_t>*>(&record->full);
   if (full->load(std::memory_order_acquire) == 0) return;
-  const Letter letter = *box;
+  const ErrorRecord error = *record;
   if (full->exchange(0) == 0) return;  // another thread took it
-  throw_bad_ids({.kind = static_cast<LetterKind>(letter.kind),
-                 .op = kOpNames[letter.op],
-                 .list = kListNames[letter.list],
-                 .rows = letter.rows,
-                 .id = letter.id,
-                 .position = letter.position,
-                 .bad_count = letter.bad_count,
-                 .count = letter.count});
+  throw_bad_ids({.kind = static_cast<IdError>(error.kind),
+                 .op = kOpNames[error.op],
+                 .list = kListNames[error.list],
+                 .rows = error.rows,
+                 .id = error.id,
+                 .position = error.position,
+                 .bad_count = error.bad_count,
+                 .count = error.count});
 }
 
 }  // namespace speedtorch

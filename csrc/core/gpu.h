@@ -1,15 +1,16 @@
-// What an op needs of the GPU besides its kernels: the current stream, and the letter box in which
+// What an op needs of the GPU besides its kernels: the current stream, and the record in which
 // kernels leave word of bad ids. Checking ids on the GPU costs no synchronisation this way: the op
-// that has a bad id moves nothing, and a later call reads the letter and throws.
+// that has a bad id moves nothing, and a later call reads the record and throws.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
 
 #include <optional>
+#include <string>
 
 #include "core/cuda_calls.h"
-#include "core/letter.h"
-#include "core/rows.h"
+#include "core/error_record.h"
+#include "core/tensor_checks.h"
 
 namespace speedtorch {
 
@@ -26,7 +27,10 @@ class CurrentStream {
   bool has_bulk_copies() const;
   // Throws while this stream captures a CUDA graph; `why` says what cannot be done then, or the
   // remedy.
-  void refuse_capture(const char* op, const char* why) const;
+  void refuse_capture(const char* op, const std::string& why) const;
+  // The same for a way through the host, which `what` (an argument `name`) needs in pageable
+  // memory.
+  void refuse_capture_of_pageable(const char* op, const std::string& what, const char* name) const;
 
  private:
   void* stream_ = nullptr;
@@ -36,11 +40,11 @@ class CurrentStream {
 };
 
 // As CurrentStream::refuse_capture, for the current device and without needing one.
-void refuse_during_capture(const char* op, const char* why);
+void refuse_during_capture(const char* op, const std::string& why);
 
-// The letter box of this process, mapped into every GPU; made at the first call.
-Letter* letter_box();
-// If a kernel has left word of bad ids: empties the letter box and throws IndexError.
+// The error record of this process, mapped into every GPU; made at the first call.
+ErrorRecord* error_record();
+// If a kernel has left word of bad ids: empties the error record and throws IndexError.
 void throw_pending();
 
 }  // namespace speedtorch

@@ -1,23 +1,392 @@
-// Makes and pins host memory; see host_memory.h.
+// Makes and pins host memory, keeps a registry of it, and lets it go; see host_memory.h.
 
 #include "memory/host_memory.h"
 
+#include <pthread.h>
+#include <sys/mman.h>
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
+#include <list>
+#include <map>
 #include <memory>
-#include <stdexcept>
-#include <string>
-#include <utility>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <vector>
 
-#include "core/cuda_calls.h"
 #include "core/gpu.h"
-#include "memory/host_blocks.h"
+#include "core/process.h"
 #include "memory/host_pages.h"
-#include "memory/registration.h"
 
 namespace speedtorch {
+namespace {
+
+std::atomic<bool> process_exits{false};
+// True once this process has memory that is not to be touched or not to be written.
+std::atomic<bool> has_rules{false};
+// Of the captures that may use host memory; numbers them.
+std::atomic<int64_t> capture_count{0};
+
+int current_device() {
+  int device = 0;
+  check_cuda(cuda_calls().get_device(&device), "host memory: cudaGetDevice");
+  return device;
+}
+
+// The last use of a piece of memory on each stream.
+class StreamUses {
+ public:
+  // `stream` belongs to the current device, as the caller's device guard has set it.
+  void record(void* stream) {
+    const int device = current_device();
+    auto found = std::find_if(uses_.begin(), uses_.end(), [&](const Use& use) {
+      return use.stream == stream && use.device == device;
+    });
+    if (found == uses_.end()) {
+      void* event = nullptr;
+      check_cuda(cuda_calls().event_create(&event), "host memory: cudaEventCreate");
+      found = uses_.insert(uses_.end(), {stream, device, event});
+    }
+    check_cuda(cuda_calls().event_record(found->event, stream), "host memory: cudaEventRecord");
+  }
+  bool finished() const {
+    return std::all_of(uses_.begin(), uses_.end(), [](const Use& use) {
+      if (cuda_calls().event_query(use.event) == 0) return true;
+      cuda_calls().last_error();  // not ready, or not to be known now
+      return false;
+    });
+  }
+  // Waits for every use and forgets it. Errors are not reported: memory must go all the same.
+  void wait() noexcept {
+    for (const Use& use : uses_) {
+      if (cuda_calls().event_synchronize(use.event) != 0) cuda_calls().last_error();
+      if (cuda_calls().event_destroy(use.event) != 0) cuda_calls().last_error();
+    }
+    uses_.clear();
+  }
+
+ private:
+  struct Use {
+    void* stream;  // the default streams of all devices have the same handle
+    int device;
+    void* event;
+  };
+  std::vector<Use> uses_;
+};
+
+// The GPUs on which captured graphs may use a piece of memory.
+class CapturedOn {
+ public:
+  bool any() const { return !devices_.empty(); }
+  void add_current_device() {
+    devices_.insert(current_device());
+    last_ = ++capture_count;
+  }
+  void add(const CapturedOn& other) {
+    devices_.insert(other.devices_.begin(), other.devices_.end());
+  }
+  // Forgets the captures made before `capture`, a number of capture_count, unless there is one
+  // after them.
+  void forget_before(int64_t capture) {
+    if (last_ <= capture) devices_.clear();
+  }
+  // Waits for all that is queued there, replays of the graphs among it. Errors are not reported:
+  // memory must go all the same.
+  void wait() const noexcept {
+    if (devices_.empty()) return;
+    const RelaxedCapture while_capturing;
+    int before = 0;
+    bool failed = cuda_calls().get_device(&before) != 0;
+    // Making a device current, if only again, may open a context on it.
+    const bool elsewhere = devices_.size() > 1 || !devices_.contains(before);
+    for (const int device : devices_) {
+      if (elsewhere) failed |= cuda_calls().set_device(device) != 0;
+      failed |= cuda_calls().device_synchronize() != 0;
+    }
+    if (elsewhere) failed |= cuda_calls().set_device(before) != 0;
+    if (failed) cuda_calls().last_error();
+  }
+
+ private:
+  std::set<int> devices_;
+  int64_t last_ = 0;
+};
+
+// What uses a piece of memory on GPUs.
+struct Uses {
+  CapturedOn captured;
+  StreamUses queued;
+
+  void add(void* stream, bool capturing) {
+    if (capturing) {  // no event can be asked for then
+      captured.add_current_device();
+    } else {
+      queued.record(stream);
+    }
+  }
+};
+
+// A piece of host memory that we made or registered.
+struct Block {
+  char* base = nullptr;
+  int64_t bytes = 0;
+  MemoryKind kind = MemoryKind::kPlain;
+  // Of a piece registered where the user had it, which is not ours to unmap: its number, and a
+  // tensor over it, which lies elsewhere once its storage was resized.
+  int64_t pin = 0;
+  std::optional<Tensor> pinned{};
+  bool read_only = false;
+  Uses uses{};
+  bool tensor_gone = false;
+  pid_t maker = process_id();
+
+  char* end() const { return base + bytes; }
+};
+
+// Mapped memory of others (a torch-pinned tensor): kept alive until the GPU is done with it.
+struct ForeignUse {
+  Tensor table;
+  const char* base;
+  Uses uses;
+};
+
+using Blocks = std::map<const char*, std::unique_ptr<Block>>;  // by base
+
+struct Registry {
+  std::mutex mutex;
+  Blocks blocks;
+  // Pinned in place and left by their storage, while a captured graph may use them.
+  std::list<std::unique_ptr<Block>> left;
+  std::list<ForeignUse> foreign;
+};
+
+Registry& registry();
+
+// In a forked child, from which the driver takes managed memory. What the registry still says of it
+// must not come to mean memory that the child maps there: a mapping without access keeps the place.
+void keep_places() {
+  for (const auto& [base, block] : registry().blocks) {
+    if (block->kind != MemoryKind::kManaged) continue;
+    has_rules = true;
+    mmap(block->base, static_cast<size_t>(block->bytes), PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+  }
+  registry().mutex.unlock();
+}
+
+// Never destroyed: tensors may go after static destructors ran. A fork waits until no thread is in
+// the registry, so that the child finds it unlocked.
+Registry& registry() {
+  static Registry* const instance = [] {
+    pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); }, keep_places);
+    return new Registry;
+  }();
+  return *instance;
+}
+
+constexpr auto is_captured = [](const std::unique_ptr<Block>& block) {
+  return block->uses.captured.any();
+};
+
+void free_memory(Block& block) noexcept {
+  const bool exits = process_exits;
+  if (block.kind != MemoryKind::kPlain && !exits && block.maker == process_id()) {
+    const RelaxedCapture while_capturing;
+    block.uses.queued.wait();
+    if (block.kind == MemoryKind::kRegistered) unregister_pages(block.base, block.bytes);
+    if (block.kind == MemoryKind::kManaged && cuda_calls().free_managed(block.base) != 0) {
+      cuda_calls().last_error();
+    }
+  }
+  if (block.kind != MemoryKind::kManaged && !block.pinned && !exits) {
+    unmap_pages(block.base, block.bytes);
+  }
+}
+
+// Whether the storage of a piece pinned in place has other memory by now.
+bool was_left(const Block& block) {
+  void* now = nullptr;
+  return block.pinned &&
+         (aoti_torch_get_data_ptr(block.pinned->get(), &now) != 0 || now != block.base);
+}
+
+// The registry, locked while this lives. Pieces that their storage has left are found to be so when
+// somebody asks for them; they go when this does, outside the lock.
+class OpenRegistry {
+ public:
+  OpenRegistry() : all_(registry()), lock_(all_.mutex) {}
+  ~OpenRegistry() {
+    lock_.unlock();
+    for (const std::unique_ptr<Block>& block : going_) free_memory(*block);
+  }
+  OpenRegistry(const OpenRegistry&) = delete;
+  OpenRegistry& operator=(const OpenRegistry&) = delete;
+
+  Registry* operator->() { return &all_; }
+
+  // Some piece that holds one of these bytes, or null.
+  Block* find(const void* address, int64_t bytes = 1) {
+    const char* begin = static_cast<const char*>(address);
+    while (true) {
+      auto after = all_.blocks.lower_bound(begin + bytes);
+      if (after == all_.blocks.begin()) return nullptr;
+      const auto found = std::prev(after);
+      if (found->second->end() <= begin) return nullptr;
+      if (!was_left(*found->second)) return found->second.get();
+      if (is_captured(found->second)) {
+        all_.left.push_back(std::move(found->second));
+        all_.blocks.erase(found);
+      } else {
+        take_out(found);
+      }
+    }
+  }
+  // The memory goes with this.
+  void take_out(Blocks::iterator block) {
+    going_.push_back(std::move(block->second));
+    all_.blocks.erase(block);
+  }
+  // Moves the tensors of others that no GPU work uses any more to `dropped`, which outlives the
+  // lock: dropping a tensor may call tensor_gone.
+  void drop_finished(std::vector<Tensor>& dropped) {
+    if (all_.foreign.empty() || process_exits) return;
+    const RelaxedCapture while_capturing;  // of another thread: a query must not disturb it
+    for (auto use = all_.foreign.begin(); use != all_.foreign.end();) {
+      const auto next = std::next(use);
+      if (!use->uses.captured.any() && use->uses.queued.finished()) {
+        use->uses.queued.wait();
+        dropped.push_back(use->table);
+        all_.foreign.erase(use);
+      }
+      use = next;
+    }
+  }
+
+ private:
+  std::vector<std::unique_ptr<Block>> going_;
+  Registry& all_;
+  std::unique_lock<std::mutex> lock_;
+};
+
+void refuse_in_fork(const Block* block) {
+  if (block == nullptr || block->kind != MemoryKind::kManaged || block->maker == process_id()) {
+    return;
+  }
+  throw std::runtime_error(text(
+      "host memory: managed memory made in process ", block->maker, ", used in its fork ",
+      process_id(),
+      ", which cannot touch it: open the table by name there, start the process with 'spawn', or "
+      "make the table with memory='registered'"));
+}
+
+// After this no CUDA call is made when memory goes (the process exits).
+void stop() { process_exits = true; }
+
+// Takes a piece into the registry, as made by this process.
+void remember(Block made) {
+  static const bool exit_hook_set = [] { return std::atexit(stop) == 0; }();
+  (void)exit_hook_set;
+  if (made.read_only) has_rules = true;
+  auto block = std::make_unique<Block>(std::move(made));
+  OpenRegistry all;
+  all->blocks[block->base] = std::move(block);
+}
+
+// The deleter of the tensors over our own pieces.
+void tensor_gone(char* base) {
+  const WithoutPythonLock while_waiting;
+  OpenRegistry all;
+  const auto found = all->blocks.find(base);
+  if (found == all->blocks.end()) return;
+  found->second->tensor_gone = true;
+  if (!is_captured(found->second)) all.take_out(found);
+}
+
+// What kind of piece holds one of these bytes; none if they are not ours.
+std::optional<MemoryKind> kind_of_block(const void* address, int64_t bytes = 1) {
+  OpenRegistry all;
+  const Block* block = all.find(address, bytes);
+  return block == nullptr ? std::nullopt : std::optional(block->kind);
+}
+
+}  // namespace
+
+int64_t memory_kind(const Tensor& tensor) {
+  auto kind = MemoryKind::kPlain;
+  int found = 0;
+  if (tensor.is_cuda()) {
+    kind = MemoryKind::kCuda;
+  } else if (tensor.numel() == 0) {
+  } else if (const auto ours = kind_of_block(tensor.data_ptr())) {
+    kind = *ours;
+  } else if (cuda_calls().pointer_kind(tensor.data_ptr(), &found) != 0) {
+    cuda_calls().last_error();
+  } else if (static_cast<PointerKind>(found) == PointerKind::kManaged) {
+    kind = MemoryKind::kManaged;
+  } else if (static_cast<PointerKind>(found) == PointerKind::kHost) {
+    kind = MemoryKind::kPinned;
+  }
+  return static_cast<int64_t>(kind);
+}
+
+bool registry_has_rules() { return has_rules.load(std::memory_order_relaxed); }
+
+void check_access(const char* op, const std::function<std::string()>& name, const void* address,
+                  bool is_written) {
+  OpenRegistry all;
+  const Block* block = all.find(address);
+  refuse_in_fork(block);
+  if (is_written && block != nullptr && block->read_only) {
+    throw_value_error(op, name(),
+                      " lies in a read-only mapping of a file; copy it into "
+                      "speedtorch.memory.empty(...) to write to it");
+  }
+}
+
+Access access_of(const char* op, const Tensor& table, const Rows& rows) {
+  if (table.is_cuda()) return Access::kOnGpu;
+  if (rows.base == nullptr) return Access::kManaged;  // there is nothing to reach
+  {
+    OpenRegistry all;
+    if (const Block* block = all.find(rows.base)) {
+      if (block->kind == MemoryKind::kPlain || rows.end() > block->end()) return Access::kNot;
+      return block->kind == MemoryKind::kManaged ? Access::kManaged : Access::kMapped;
+    }
+  }
+  int kind = 0;
+  for (const char* address : {rows.end() - 1, static_cast<const char*>(rows.base)}) {
+    check_cuda(cuda_calls().pointer_kind(address, &kind), op);
+    if (static_cast<PointerKind>(kind) == PointerKind::kPageable) return Access::kNot;
+  }
+  return static_cast<PointerKind>(kind) == PointerKind::kManaged ? Access::kManaged
+                                                                 : Access::kMapped;
+}
+
+void note_use(const Tensor& table, const Rows& rows, void* stream) {
+  if (table.is_cuda() || rows.base == nullptr) return;
+  int capturing = 0;
+  check_cuda(cuda_calls().stream_is_capturing(stream, &capturing),
+             "host memory: asking whether the stream captures");
+  std::vector<Tensor> dropped;
+  OpenRegistry all;
+  if (Block* block = all.find(rows.base)) return block->uses.add(stream, capturing);
+  auto use = std::find_if(all->foreign.begin(), all->foreign.end(),
+                          [&](const ForeignUse& u) { return u.base == rows.base; });
+  if (use == all->foreign.end()) {
+    use = all->foreign.insert(use, {table, rows.base, {}});
+  }
+  use->uses.add(stream, capturing);
+  if (!capturing) all.drop_finished(dropped);
+}
+
+// ------------------------------------------------------------------------------------------------
+// ops
+
 namespace {
 
 constexpr const char* kMakeBefore = "make and pin tables before the capture begins";
@@ -27,12 +396,12 @@ void check_managed(int error, const char* step, int64_t bytes) {
   if (error == 0) return;
   cuda_calls().last_error();
   if (is_without_gpu(error)) {
-    throw std::runtime_error(std::string("host memory: managed memory needs a GPU") + kWithoutGpu);
+    throw std::runtime_error(text("host memory: managed memory needs a GPU", kWithoutGpu));
   }
-  throw std::runtime_error(
-      "host memory: " + std::to_string(bytes) + " bytes of managed memory cannot be had, " + step +
-      " failed: " + cuda_calls().error_string(error) + " (CUDA error " + std::to_string(error) +
-      "); free memory, or use memory='registered' or memory='plain'");
+  throw std::runtime_error(text("host memory: ", bytes, " bytes of managed memory cannot be had, ",
+                                step, " failed: ", cuda_calls().error_string(error),
+                                " (CUDA error ", error,
+                                "); free memory, or use memory='registered' or memory='plain'"));
 }
 
 void* allocate_managed(int64_t bytes) {
@@ -44,9 +413,9 @@ void* allocate_managed(int64_t bytes) {
                   "cudaDeviceGetAttribute", bytes);
     if (!supported) {
       throw std::runtime_error(
-          "host memory: GPU " + std::to_string(device) +
-          " has no concurrentManagedAccess, so managed memory cannot serve; use "
-          "memory='registered'");
+          text("host memory: GPU ", device,
+               " has no concurrentManagedAccess, so managed memory cannot serve; use "
+               "memory='registered'"));
     }
   }
   void* address = nullptr;
@@ -62,105 +431,198 @@ void* allocate_managed(int64_t bytes) {
   return address;
 }
 
-// First and last byte that the tensor's elements span, whatever its strides.
-std::pair<char*, int64_t> span_of(const Tensor& tensor) {
-  int64_t last = 0;
-  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-  return {static_cast<char*>(tensor.data_ptr()), (last + 1) * element_bytes(tensor)};
-}
-
-}  // namespace
-
+// uint8 tensor of `bytes` zeros in host memory of that MemoryKind (plain, registered or managed).
 Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
   const auto wanted = static_cast<MemoryKind>(kind);
-  if (bytes < 0)
-    throw_value_error("host memory", "size must not be negative, got " + std::to_string(bytes));
+  if (bytes < 0) throw_value_error("host memory", "size must not be negative, got ", bytes);
   if (wanted != MemoryKind::kPlain && wanted != MemoryKind::kRegistered &&
       wanted != MemoryKind::kManaged) {
-    throw_value_error("host memory", "kind must be 0 (plain), 1 (registered) or 2 (managed), got " +
-                                         std::to_string(kind));
+    throw_value_error("host memory", "kind must be 0 (plain), 1 (registered) or 2 (managed), got ",
+                      kind);
   }
   std::array<int64_t, 1> sizes{bytes}, strides{1};
   if (bytes == 0) return torch::stable::empty(sizes, ScalarType::Byte);
   if (wanted != MemoryKind::kPlain) refuse_during_capture("host memory", kMakeBefore);
   if (check_memory) refuse_if_short(bytes);
 
-  auto block = std::make_unique<Block>();
-  block->kind = wanted;
-  block->bytes = bytes;
-  block->base = static_cast<char*>(wanted == MemoryKind::kManaged ? allocate_managed(bytes)
-                                                                  : map_pages(bytes));
-  overlaps_books(block->base, bytes);  // forgets what lay here, pinned, before its storage left
-  fill_with_zeros(block->base, bytes);
+  const bool managed = wanted == MemoryKind::kManaged;
+  char* base = static_cast<char*>(managed ? allocate_managed(bytes) : map_pages(bytes));
+  kind_of_block(base, bytes);  // forgets what lay here, pinned, before its storage left
+  fill_with_zeros(base, bytes);
   if (wanted == MemoryKind::kRegistered) {
-    if (const int error = register_pieces(block->base, bytes, false); error != 0) {
-      unmap_pages(block->base, bytes);
+    if (const int error = register_pages(base, bytes, false); error != 0) {
+      unmap_pages(base, bytes);
       throw std::runtime_error(registration_failure(bytes, error));
     }
   }
-  char* base = block->base;
-  remember(std::move(block));
+  remember({.base = base, .bytes = bytes, .kind = wanted});
   return torch::stable::from_blob(base, sizes, strides, Device(torch::headeronly::DeviceType::CPU),
                                   ScalarType::Byte,
                                   [](void* data) { tensor_gone(static_cast<char*>(data)); });
 }
 
+// Pins the memory of a CPU tensor in place; keeps the tensor, so that its memory goes after it is
+// unpinned. Returns a number for host_unregister, 0 for a tensor without elements.
 int64_t host_register(const Tensor& tensor) {
   constexpr const char* kOp = "pin_memory_";
   if (!tensor.is_cpu())
-    throw_value_error(kOp, "the tensor must be on the CPU, it is on " + device_text(tensor));
+    throw_value_error(kOp, "the tensor must be on the CPU, it is on ", device_text(tensor));
   if (tensor.layout() != torch::headeronly::Layout::Strided) {
     throw_value_error(kOp, "the tensor must be dense (strided)");
   }
   if (tensor.numel() == 0) return 0;
   refuse_during_capture(kOp, kMakeBefore);
   const auto [base, bytes] = span_of(tensor);
-  if (overlaps_books(base, bytes)) {
+  if (kind_of_block(base, bytes)) {
     throw_value_error(
         kOp,
         "the tensor's memory overlaps memory that speedtorch has pinned or allocated already; "
         "unpin_memory_ that tensor first, or make the table with memory='registered'");
   }
-  int kind = 0;
-  if (cuda_calls().pointer_kind(base, &kind) != 0) {
-    cuda_calls().last_error();
-  } else if (static_cast<PointerKind>(kind) != PointerKind::kPageable) {
+  if (static_cast<MemoryKind>(memory_kind(tensor)) != MemoryKind::kPlain) {
     throw_value_error(kOp, "the tensor's memory is pinned already, by another library");
   }
-  auto block = std::make_unique<Block>();
-  block->kind = MemoryKind::kRegistered;
-  block->in_place = true;
-  block->base = base;
-  block->bytes = bytes;
-  int error = register_pieces(base, bytes, false);
-  if (error != 0 && register_pieces(base, bytes, true) == 0) {  // a read-only mapping of a file
-    block->read_only = true;
-    error = 0;
-  }
-  if (error != 0) throw std::runtime_error(registration_failure(bytes, error));
+  const int error = register_pages(base, bytes, false);
+  // A read-only mapping of a file can be registered as such alone.
+  const bool read_only = error != 0 && register_pages(base, bytes, true) == 0;
+  if (error != 0 && !read_only) throw std::runtime_error(registration_failure(bytes, error));
   static std::atomic<int64_t> pins{0};
   const int64_t pin = ++pins;
-  block->pin = pin;
-  block->pinned = tensor;
-  remember(std::move(block));
+  remember({.base = base,
+            .bytes = bytes,
+            .kind = MemoryKind::kRegistered,
+            .pin = pin,
+            .pinned = tensor,
+            .read_only = read_only});
   return pin;
 }
 
-void host_unregister(int64_t pin, bool tensor_is_gone) { unpin_in_place(pin, tensor_is_gone); }
-
-int64_t memory_kind(const Tensor& tensor) {
-  if (tensor.is_cuda()) return static_cast<int64_t>(MemoryKind::kCuda);
-  if (tensor.numel() == 0) return static_cast<int64_t>(MemoryKind::kPlain);
-  if (const auto kind = kind_in_books(tensor.data_ptr())) return static_cast<int64_t>(*kind);
-  int kind = 0;
-  if (cuda_calls().pointer_kind(tensor.data_ptr(), &kind) != 0) {
-    cuda_calls().last_error();
-    return static_cast<int64_t>(MemoryKind::kPlain);
+// Unpins what was pinned in place under this number; nothing if its memory went before. Throws if a
+// captured graph may use it, or keeps it for the graph if nobody else has the tensor any more.
+void host_unregister(int64_t pin, bool tensor_is_gone) {
+  OpenRegistry all;
+  const auto is_it = [&](const std::unique_ptr<Block>& block) { return block->pin == pin; };
+  const auto found = std::find_if(all->blocks.begin(), all->blocks.end(),
+                                  [&](const auto& entry) { return is_it(entry.second); });
+  const bool here = found != all->blocks.end();
+  const bool captured =
+      here ? is_captured(found->second) : std::any_of(all->left.begin(), all->left.end(), is_it);
+  if (captured && !tensor_is_gone) {
+    throw std::runtime_error(
+        "unpin_memory_: a captured CUDA graph may still use the tensor; say that none will with "
+        "speedtorch.memory.release(tensor) first");
   }
-  const auto found = static_cast<PointerKind>(kind);
-  if (found == PointerKind::kManaged) return static_cast<int64_t>(MemoryKind::kManaged);
-  return static_cast<int64_t>(found == PointerKind::kHost ? MemoryKind::kPinned
-                                                          : MemoryKind::kPlain);
+  if (!here) return;
+  found->second->tensor_gone = tensor_is_gone;
+  if (!captured) all.take_out(found);
 }
 
+// Bytes in use: {plain, registered, managed, held by captured graphs}.
+Tensor memory_stats() {
+  std::array<int64_t, 1> sizes{4};
+  Tensor stats = torch::stable::empty(sizes, ScalarType::Long);
+  int64_t* bytes = data_of(stats);
+  std::fill_n(bytes, 4, 0);
+  OpenRegistry all;
+  for (const auto& [base, block] : all->blocks) {
+    bytes[block->tensor_gone ? 3 : static_cast<int64_t>(block->kind)] += block->bytes;
+  }
+  for (const std::unique_ptr<Block>& block : all->left) bytes[3] += block->bytes;
+  return stats;
+}
+
+// Lets go of tensors of others that were kept only until the GPU was done with them.
+void drop_finished() {
+  std::vector<Tensor> dropped;
+  OpenRegistry().drop_finished(dropped);
+}
+
+// From here on captured graphs do not keep this tensor's memory any more; waits for replays.
+void let_captured_go(const Tensor& tensor) {
+  if (tensor.numel() == 0 || !tensor.is_cpu()) return;
+  const auto [begin, bytes] = span_of(tensor);
+  auto for_each_captured = [begin = begin, end = begin + bytes](auto use) {
+    OpenRegistry all;
+    if (Block* block = all.find(begin)) use(block->uses.captured);
+    for (ForeignUse& each : all->foreign) {
+      if (begin <= each.base && each.base < end) use(each.uses.captured);
+    }
+  };
+  // Replays that are queued leave no event to wait for. A capture that another thread makes in the
+  // meantime stays.
+  const int64_t captures = capture_count;
+  CapturedOn captured;
+  for_each_captured([&](const CapturedOn& one) { captured.add(one); });
+  captured.wait();
+  for_each_captured([&](CapturedOn& one) { one.forget_before(captures); });
+  drop_finished();
+}
+
+// The same for all memory whose tensors are gone.
+void let_orphans_go() {
+  CapturedOn captured;
+  std::list<std::unique_ptr<Block>> orphans;
+  {
+    OpenRegistry all;
+    orphans.swap(all->left);
+    for (auto block = all->blocks.begin(); block != all->blocks.end();) {
+      const auto next = std::next(block);
+      if (block->second->tensor_gone) {
+        orphans.push_back(std::move(block->second));
+        all->blocks.erase(block);
+      }
+      block = next;
+    }
+  }
+  for (const std::unique_ptr<Block>& block : orphans) captured.add(block->uses.captured);
+  captured.wait();
+  for (const std::unique_ptr<Block>& block : orphans) free_memory(*block);
+}
+
+// Refuses managed memory in a forked child, where touching it would kill the process.
+void check_owner(const Tensor& tensor) {
+  if (tensor.numel() == 0 || !tensor.is_cpu()) return;
+  OpenRegistry all;
+  refuse_in_fork(all.find(tensor.data_ptr()));
+}
+
+// True if every GPU can use managed memory that stays on the host; false without a GPU.
+bool managed_supported() {
+  int devices = 0;
+  if (cuda_calls().device_count(&devices) != 0) {
+    cuda_calls().last_error();
+    return false;
+  }
+  for (int device = 0; device < devices; ++device) {
+    int supported = 0;
+    if (cuda_calls().concurrent_managed_access(device, &supported) != 0) cuda_calls().last_error();
+    if (!supported) return false;
+  }
+  return devices > 0;
+}
+
+bool built_with_cuda() { return kWithCuda; }
+
+void throw_pending_and_drop_finished() {
+  drop_finished();
+  throw_pending();
+}
+
+}  // namespace
 }  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("host_empty", TORCH_BOX(&speedtorch::host_empty));
+  m.impl("host_register", TORCH_BOX(&speedtorch::host_register));
+  m.impl("host_unregister", TORCH_BOX(&speedtorch::host_unregister));
+  m.impl("available_bytes", TORCH_BOX(&speedtorch::available_bytes));
+  m.impl("memory_kind", TORCH_BOX(&speedtorch::memory_kind));
+  m.impl("memory_stats", TORCH_BOX(&speedtorch::memory_stats));
+  m.impl("let_captured_go", TORCH_BOX(&speedtorch::let_captured_go));
+  m.impl("let_orphans_go", TORCH_BOX(&speedtorch::let_orphans_go));
+  m.impl("check_owner", TORCH_BOX(&speedtorch::check_owner));
+  m.impl("managed_supported", TORCH_BOX(&speedtorch::managed_supported));
+  m.impl("built_with_cuda", TORCH_BOX(&speedtorch::built_with_cuda));
+  m.impl("throw_pending", TORCH_BOX(&speedtorch::throw_pending_and_drop_finished));
+  m.impl("stop", TORCH_BOX(&speedtorch::stop));
+}

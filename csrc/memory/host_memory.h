@@ -1,22 +1,62 @@
-// Makes host memory that tables live in: managed, registered or plain; and pins memory where it is.
+// Host memory that tables live in: made (managed, registered or plain), pinned where it is, known
+// again, in use by GPU work, and when it may go. The ops on it are in host_memory.cpp.
 //
 // Guarantees: exact size (pages aside); refused in numbers before the first page when the machine
-// has not enough; all or nothing. host_blocks.h says when it goes.
+// has not enough; all or nothing. Memory goes only after the GPU work that used it is done,
+// unregistered strictly before it is unmapped; a captured CUDA graph that may use it keeps it until
+// let_captured_go(); no CUDA call once the process exits.
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
 
-#include "core/rows.h"
+#include "core/tensor_checks.h"
 
 namespace speedtorch {
 
-// uint8 tensor of `bytes` zeros in host memory of that MemoryKind (plain, registered or managed).
-Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory);
-// Pins the memory of a CPU tensor in place; keeps the tensor, so that its memory goes after it is
-// unpinned. Returns a number for host_unregister, 0 for a tensor without elements.
-int64_t host_register(const Tensor& tensor);
-void host_unregister(int64_t pin, bool tensor_is_gone);
+// Order and values are part of the ops' contract (host_empty, memory_kind): see
+// speedtorch/memory/host_memory.py.
+enum class MemoryKind : int64_t {
+  kPlain = 0,
+  kRegistered = 1,
+  kManaged = 2,
+  kPinned = 3,
+  kCuda = 4
+};
+
+// How a GPU reaches a table. Values are part of the contract with speedtorch/memory/cost_model.py.
+// Memory that is mapped but not managed has small pages.
+enum class Access : int64_t { kManaged = 0, kMapped = 1, kOnGpu = 2, kNot = 3 };
+
 // The MemoryKind of a tensor's memory.
 int64_t memory_kind(const Tensor& tensor);
+// Whether check_access can find anything to refuse.
+bool registry_has_rules();
+// Refuses host memory that this process must not touch (managed memory of the process that forked
+// it), and memory that was registered read-only if it is to be written. `name` makes the argument's
+// name.
+void check_access(const char* op, const std::function<std::string()>& name, const void* address,
+                  bool is_written);
+
+// How a GPU reaches these rows.
+Access access_of(const char* op, const Tensor& table, const Rows& rows);
+// Notes that work just queued on `stream` uses the table: its memory stays until that work is done.
+void note_use(const Tensor& table, const Rows& rows, void* stream);
+// Calls queue(), which queues such work, and notes it even if a later part of queue() fails.
+template <typename Queue>
+void queue_and_note(const Tensor& table, const Rows& rows, void* stream, const Queue& queue) {
+  try {
+    queue();
+  } catch (...) {
+    try {
+      note_use(table, rows, stream);
+    } catch (const std::runtime_error&) {  // the first failure is the one to tell of
+    }
+    throw;
+  }
+  note_use(table, rows, stream);
+}
 
 }  // namespace speedtorch

@@ -1,4 +1,4 @@
-// Mapping and filling of host pages; see host_pages.h.
+// Mapping, filling and pinning of host pages; see host_pages.h.
 
 #include "memory/host_pages.h"
 
@@ -19,12 +19,19 @@
 #include <thread>
 #include <vector>
 
+#include "core/cuda_calls.h"
+#include "core/text.h"
+
 namespace speedtorch {
 namespace {
 
 constexpr int64_t kLargePage = int64_t{2} << 20;
 constexpr int64_t kBytesPerThread = int64_t{32}
                                     << 20;  // a thread starts in 30 us, fills this in 5 ms
+
+// One registration of 512 GiB or more fails on recent drivers, so memory is registered in pieces of
+// at most this.
+constexpr int64_t kBytesPerRegistration = int64_t{64} << 30;
 
 class MemoryError : public std::bad_alloc {
  public:
@@ -64,10 +71,6 @@ std::optional<int64_t> number_after(const std::string& key, const std::string& p
     if (words >> name >> value && name == key) return value * unit;
   }
   return std::nullopt;
-}
-
-int64_t mem_available() {
-  return number_after("MemAvailable:", "/proc/meminfo", 1024).value_or(kUnlimited);
 }
 
 // Room under the limits of this process's cgroup and of every cgroup above it (version 2, then
@@ -112,8 +115,8 @@ void* map_pages(int64_t bytes) {
   void* mapped =
       mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) {
-    throw MemoryError("host memory: mapping " + std::to_string(bytes) +
-                      " bytes failed: " + std::strerror(errno));
+    throw MemoryError(
+        text("host memory: mapping ", bytes, " bytes failed: ", std::strerror(errno)));
   }
   char* begin = static_cast<char*>(mapped);
   if (slack != 0) {
@@ -145,16 +148,48 @@ void fill_with_zeros(void* address, int64_t bytes) {
   std::memset(begin, 0, std::min(share, bytes));
 }
 
-int64_t available_bytes() { return std::min(mem_available(), cgroup_room()); }
+int64_t available_bytes() {
+  const auto free = number_after("MemAvailable:", "/proc/meminfo", 1024);
+  return std::min(free.value_or(kUnlimited), cgroup_room());
+}
 
 void refuse_if_short(int64_t bytes) {
   const int64_t available = available_bytes();
   if (bytes <= available) return;
-  throw MemoryError("host memory: " + std::to_string(bytes) + " bytes asked for, " +
-                    std::to_string(available) +
-                    " bytes available (the least of MemAvailable and the cgroup's room); free "
-                    "memory, use fewer or "
-                    "narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to try all the same");
+  throw MemoryError(text("host memory: ", bytes, " bytes asked for, ", available,
+                         " bytes available (the least of MemAvailable and the cgroup's room); free "
+                         "memory, use fewer or "
+                         "narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to try all the same"));
+}
+
+void unregister_pages(char* base, int64_t bytes) noexcept {
+  for (int64_t start = 0; start < bytes; start += kBytesPerRegistration) {
+    if (cuda_calls().host_unregister(base + start) != 0) cuda_calls().last_error();
+  }
+}
+
+int register_pages(char* base, int64_t bytes, bool read_only) {
+  for (int64_t start = 0; start < bytes; start += kBytesPerRegistration) {
+    const int64_t piece = std::min(kBytesPerRegistration, bytes - start);
+    const int error = cuda_calls().host_register(base + start, piece, read_only);
+    if (error != 0) {
+      cuda_calls().last_error();
+      unregister_pages(base, start);
+      return error;
+    }
+  }
+  return 0;
+}
+
+std::string registration_failure(int64_t bytes, int error) {
+  if (is_without_gpu(error)) return std::string("host memory: pinning needs a GPU") + kWithoutGpu;
+  return "host memory: pinning " + std::to_string(bytes) +
+         " bytes with cudaHostRegister failed: " + cuda_calls().error_string(error) +
+         " (CUDA error " + std::to_string(error) +
+         "). Bytes available on this machine: " + std::to_string(available_bytes()) +
+         ". Not possible: writable shared mappings of disk files, and memory that is registered "
+         "already. Remedy: load "
+         "the data into speedtorch.memory.empty(...), free host memory, or use memory='plain'";
 }
 
 }  // namespace speedtorch

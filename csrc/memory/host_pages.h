@@ -1,8 +1,8 @@
-// Pages of host memory: mapping, filling in parallel, and what the machine has left. No CUDA here.
+// Pages of host memory: mapping, filling in parallel, pinning, and what the machine has left.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace speedtorch {
 
@@ -16,5 +16,12 @@ void fill_with_zeros(void* address, int64_t bytes);
 int64_t available_bytes();
 // Throws (MemoryError in Python) with the numbers and the remedy if `bytes` are not there.
 void refuse_if_short(int64_t bytes);
+
+// Pins with cudaHostRegister, all or nothing. Returns a cudaError_t; a failure leaves no error
+// behind for others to find.
+int register_pages(char* base, int64_t bytes, bool read_only);
+void unregister_pages(char* base, int64_t bytes) noexcept;
+// What to tell the user: how many bytes, why, what to do.
+std::string registration_failure(int64_t bytes, int error);
 
 }  // namespace speedtorch

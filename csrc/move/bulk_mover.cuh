@@ -66,14 +66,14 @@ struct Piece {
 };
 
 template <typename Moves>
-__device__ Piece piece_of(const Moves& moves, RowRange from, RowRange to, const BulkShape& shape,
-                          int64_t row_bytes, int64_t number, int64_t pieces) {
+__device__ Piece piece_of(const Moves& moves, const Rows& from, const Rows& to,
+                          const BulkShape& shape, int64_t number, int64_t pieces) {
   if (number >= pieces) return {nullptr, nullptr, 0};
   const int64_t m = shape.pieces_per_row == 1 ? number : number / shape.pieces_per_row;
   const int64_t row = moves.from(m);
   if (row < 0) return {nullptr, nullptr, 0};
   const int64_t begin = (number - m * shape.pieces_per_row) * shape.piece_bytes;
-  const int64_t left = row_bytes - begin;
+  const int64_t left = to.row_bytes - begin;
   return {from.base + row * from.stride_bytes + begin,
           to.base + moves.to(m) * to.stride_bytes + begin,
           static_cast<uint32_t>(left < shape.piece_bytes ? left : shape.piece_bytes)};
@@ -85,11 +85,10 @@ __device__ Piece piece_of(const Moves& moves, RowRange from, RowRange to, const 
 // times as slow as threads are.)
 template <typename Moves>
 __global__ void __launch_bounds__(kMostBulkWarps * 32)
-    bulk_move_rows_kernel(Moves moves, RowRange from, RowRange to, BulkShape shape,
-                          int64_t row_bytes, int64_t zero_rows) {
+    bulk_move_rows_kernel(Moves moves, Rows from, Rows to, BulkShape shape, int64_t zero_rows) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
-  if (moves.blocked()) return zero_instead<uint4>(moves, to, row_bytes, zero_rows);
+  if (moves.blocked()) return zero_instead<uint4>(moves, to, zero_rows);
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   uint64_t* barrier = reinterpret_cast<uint64_t*>(shared) + warp;
@@ -100,7 +99,7 @@ __global__ void __launch_bounds__(kMostBulkWarps * 32)
   const int64_t pieces = moves.count() * shape.pieces_per_row;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + warp * 32;
-  Piece next = piece_of(moves, from, to, shape, row_bytes, first + lane, pieces);
+  Piece next = piece_of(moves, from, to, shape, first + lane, pieces);
   uint32_t parity = 0;
   for (int64_t base = first; base < pieces; base += stride) {
     const Piece piece = next;
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(kMostBulkWarps * 32)
     if (lane == 0) expect_bytes(barrier, expected);
     __syncwarp();
     if (piece.bytes > 0) bulk_load(slot, piece.source, piece.bytes, barrier);
-    next = piece_of(moves, from, to, shape, row_bytes, base + stride + lane, pieces);
+    next = piece_of(moves, from, to, shape, base + stride + lane, pieces);
     wait_phase(barrier, parity);
     parity ^= 1;
     if (piece.bytes > 0) bulk_store(piece.target, slot, piece.bytes);
@@ -121,26 +120,22 @@ __global__ void __launch_bounds__(kMostBulkWarps * 32)
 #endif
 }
 
-template <typename Moves>
-int launch_bulk_moves(const Moves& moves, RowRange from, RowRange to, int64_t row_bytes,
-                      int64_t most_rows, int64_t zero_rows, int most_blocks, cudaStream_t stream) {
-  const BulkShape shape = bulk_shape(row_bytes, most_rows, most_blocks);
+// As launch_register_moves, by the kernel that `mover` names.
+template <Link kLink, typename Moves>
+int launch_moves(const Moves& moves, const Rows& from, const Rows& to, int64_t most_rows,
+                 int64_t zero_rows, Mover mover, void* stream) {
+  if (!mover.bulk) {
+    return launch_register_moves<kLink>(moves, from, to, most_rows, zero_rows, mover.most_blocks,
+                                        stream);
+  }
+  const BulkShape shape = bulk_shape(to.row_bytes, most_rows, mover.most_blocks);
   auto* kernel = bulk_move_rows_kernel<Moves>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<shape.blocks, shape.warps * 32, shape.shared_bytes, stream>>>(moves, from, to, shape,
-                                                                         row_bytes, zero_rows);
+  kernel<<<shape.blocks, shape.warps * 32, shape.shared_bytes, static_cast<cudaStream_t>(stream)>>>(
+      moves, from, to, shape, zero_rows);
   return cudaGetLastError();
-}
-
-template <Link kLink, typename Moves>
-int launch_moves(const Moves& moves, RowRange from, RowRange to, int64_t row_bytes,
-                 int64_t most_rows, int64_t zero_rows, Mover mover, cudaStream_t stream) {
-  return mover.bulk ? launch_bulk_moves(moves, from, to, row_bytes, most_rows, zero_rows,
-                                        mover.most_blocks, stream)
-                    : launch_register_moves<kLink>(moves, from, to, row_bytes, most_rows, zero_rows,
-                                                   mover.most_blocks, stream);
 }
 
 }  // namespace speedtorch

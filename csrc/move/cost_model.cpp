@@ -1,23 +1,54 @@
-// The choice of path; see cost_model.h.
+// The choice of path, and the ops that explain and steer it; see cost_model.h.
 
 #include "move/cost_model.h"
 
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <string>
+#include <vector>
 
-#include "core/rows.h"
+#include "call/arguments.h"
 
 namespace speedtorch {
 namespace {
+
+// Row lengths that movement is measured at; between them time is taken to be linear.
+constexpr size_t kLengths = 3;
+constexpr std::array<int64_t, kLengths> kMeasuredRowBytes{64, 512, 1536};
+
+// Nanoseconds for a row that moves in index order or in address order, by Access (managed, mapped),
+// Direction and length; and what finding repetitions and sorting cost.
+struct Costs {
+  double row_ns[2][2][2][kLengths];  // [access][direction][in address order][length]
+  double winners_us;                 // for any number of ids
+  double winners_ns;                 // and for each
+  double plan_us;
+  double plan_ns;
+  double link_gbps[2];  // of the copy engine, by Direction
+};
+constexpr int64_t kCostCount = sizeof(Costs) / sizeof(double);
+
+constexpr int kGpuPaths = 3;
+
+struct Choice {
+  Path path = Path::kOrdered;
+  // Microseconds of each GPU path for a batch of distinct ids; infinite: not possible.
+  std::array<double, kGpuPaths> path_us{};
+  double gigabytes_per_s = 0;  // of the movement alone, on the chosen path
+};
 
 constexpr double kImpossible = std::numeric_limits<double>::infinity();
 
 // A GPU's translations of small pages reach about this far: in tables up to it, order does not
 // matter.
-constexpr int64_t kReachBytes = int64_t{1} << 30;
+constexpr int64_t kTranslatedBytes = int64_t{1} << 30;
 
 // What crosses the link at once. Rows that begin elsewhere take bulk copies 1.7 times as long as
 // threads; and written in any order they cost a quarter more than in address order, in which
@@ -42,20 +73,31 @@ constexpr int sms_for_long_rows(int64_t row_bytes, Direction direction) {
 // moves both ways, in 16 and in 48 GiB; 16 reach 0.83 and 0.76, 64 reach 0.77 and 0.70.
 constexpr int64_t kSmsForSwap = 8;
 
+// Measured on an H200 (PCIe 5 x16) with tables of 16 GiB; serves where nothing else was measured.
+Costs stored_costs = {
+    .row_ns = {{{{2.9, 9.9, 29.6}, {2.1, 9.9, 29.6}}, {{2.8, 10.8, 28.9}, {1.5, 9.7, 28.9}}},
+               {{{25.0, 27.0, 35.0}, {6.4, 12.0, 30.0}}, {{25.0, 34.0, 40.0}, {6.4, 14.0, 30.0}}}},
+    .winners_us = 12,
+    .winners_ns = 0.06,
+    .plan_us = 60,
+    .plan_ns = 0.15,
+    .link_gbps = {55.4, 55.4}};
 std::mutex costs_lock;
-Costs& stored_costs() {
-  static Costs costs = default_costs();
-  return costs;
+
+// What this process goes by.
+Costs costs() {
+  std::lock_guard lock(costs_lock);
+  return stored_costs;
 }
 
-// Slots of claims are counted in 31 bits, two for each id.
-constexpr int64_t kMostClaimed = int64_t{1} << 29;
+// Slots of winners are counted in 31 bits, two for each id.
+constexpr int64_t kMostHashed = int64_t{1} << 29;
 
 std::atomic<int64_t> forced_path{-1};
 std::atomic<int64_t> sms{kDefaultSms};
 
 double row_ns(const Batch& batch, bool in_address_order, const Costs& costs) {
-  const bool small_pages = batch.reach == Reach::kMapped && batch.table_bytes > kReachBytes;
+  const bool small_pages = batch.access == Access::kMapped && batch.table_bytes > kTranslatedBytes;
   const auto& ns = costs.row_ns[small_pages][static_cast<int>(batch.direction)][in_address_order];
   if (batch.row_bytes <= kMeasuredRowBytes.front()) return ns[0];
   const size_t upper = batch.row_bytes <= kMeasuredRowBytes[1] ? 1 : 2;
@@ -66,7 +108,7 @@ double row_ns(const Batch& batch, bool in_address_order, const Costs& costs) {
 
 // Moves on the GPU itself cost the same in any order; what matters there is what comes before them.
 double moving_us(const Batch& batch, bool in_address_order, const Costs& costs) {
-  if (batch.reach == Reach::kOnGpu) return 0;
+  if (batch.access == Access::kOnGpu) return 0;
   const bool partial =
       batch.direction == Direction::kOut && !in_address_order && batch.host_bits % kLineBytes != 0;
   return static_cast<double>(batch.ids) * row_ns(batch, in_address_order, costs) *
@@ -74,55 +116,33 @@ double moving_us(const Batch& batch, bool in_address_order, const Costs& costs) 
 }
 
 bool direct_is_safe(const Batch& batch) {
-  if (batch.direction == Direction::kOut) return batch.ids <= kIdsClaimedInBlock;
+  if (batch.direction == Direction::kOut) return batch.ids <= kIdsDedupedInBlock;
   // Beyond this a row that stands in the batch often would cross the link as often.
-  return batch.ids <= kIdsCheckedInBlock || batch.reach == Reach::kOnGpu;
-}
-
-}  // namespace
-
-Costs default_costs() {
-  return {.row_ns = {{{{2.9, 9.9, 29.6}, {2.1, 9.9, 29.6}}, {{2.8, 10.8, 28.9}, {1.5, 9.7, 28.9}}},
-                     {{{25.0, 27.0, 35.0}, {6.4, 12.0, 30.0}},
-                      {{25.0, 34.0, 40.0}, {6.4, 14.0, 30.0}}}},
-          .claim_us = 12,
-          .claim_ns = 0.06,
-          .plan_us = 60,
-          .plan_ns = 0.15,
-          .link_gbps = {55.4, 55.4}};
-}
-
-Costs costs() {
-  std::lock_guard lock(costs_lock);
-  return stored_costs();
-}
-
-void set_costs(const Costs& costs) {
-  std::lock_guard lock(costs_lock);
-  stored_costs() = costs;
+  return batch.ids <= kIdsCheckedInBlock || batch.access == Access::kOnGpu;
 }
 
 Choice choose_path(const char* op, const Batch& batch, const Costs& costs) {
   Choice choice;
-  if (batch.reach == Reach::kNot) {
+  if (batch.access == Access::kNot) {
     choice.path = Path::kStaged;
     choice.path_us.fill(kImpossible);
     return choice;
   }
   const double ids = static_cast<double>(batch.ids);
   const double in_index_order = moving_us(batch, false, costs);
-  choice.path_us = {in_index_order, in_index_order + costs.claim_us + ids * costs.claim_ns / 1e3,
+  choice.path_us = {in_index_order,
+                    in_index_order + costs.winners_us + ids * costs.winners_ns / 1e3,
                     moving_us(batch, true, costs) + costs.plan_us + ids * costs.plan_ns / 1e3};
   if (!direct_is_safe(batch)) choice.path_us[0] = kImpossible;
-  if (batch.ids > kMostClaimed) choice.path_us[1] = kImpossible;
+  if (batch.ids > kMostHashed) choice.path_us[1] = kImpossible;
   // Sums need every occurrence of an id, in order.
   if (batch.accumulate) choice.path_us[0] = choice.path_us[1] = kImpossible;
   const auto best = std::min_element(choice.path_us.begin(), choice.path_us.end());
   choice.path = static_cast<Path>(best - choice.path_us.begin());
   if (const int64_t forced = forced_path; forced >= 0) {
     if (choice.path_us[static_cast<size_t>(forced)] == kImpossible) {
-      throw_value_error(op, "path " + std::to_string(forced) + " is not possible for " +
-                                std::to_string(batch.ids) + " ids of this table");
+      throw_value_error(op, "path ", forced, " is not possible for ", batch.ids,
+                        " ids of this table");
     }
     choice.path = static_cast<Path>(forced);
   }
@@ -131,9 +151,42 @@ Choice choose_path(const char* op, const Batch& batch, const Costs& costs) {
   return choice;
 }
 
+// For rows that cross the link; `bulk`: this GPU has bulk copies.
+Mover link_mover(const Batch& batch, uint64_t other_bits, bool bulk, int sms) {
+  const int64_t row_bytes = batch.row_bytes;
+  const int access = widest_access(other_bits | static_cast<uint64_t>(row_bytes));
+  const bool aligned = access == 16 && batch.host_bits % kLineBytes == 0;
+  if (!bulk || !aligned || row_bytes < kBulkRowBytes || batch.ids <= kBulkRows) {
+    return {false, sms};
+  }
+  if (row_bytes < kLongBulkRowBytes) return {true, sms};
+  return {true, std::min(sms, sms_for_long_rows(row_bytes, batch.direction))};
+}
+
+}  // namespace
+
+Path path_for(const char* op, const Batch& batch) { return choose_path(op, batch, costs()).path; }
+
+Mover mover_for(const Batch& batch, const Rows& other, const CurrentStream& stream) {
+  if (batch.access == Access::kOnGpu) return gpu_mover();
+  // Measured: over small pages bulk copies in address order are a fifth to a half slower.
+  const bool bulk = batch.access == Access::kManaged && stream.has_bulk_copies();
+  return link_mover(batch, other.bits(), bulk, static_cast<int>(num_sms()));
+}
+
+int64_t num_sms() { return sms; }
+
+int swap_sms() { return static_cast<int>(std::min(num_sms(), kSmsForSwap)); }
+
+// ------------------------------------------------------------------------------------------------
+// ops
+
+namespace {
+
+// From here on every op takes this path; -1: the cheapest again. For tests and measurements.
 void force_path(int64_t path) {
   if (path < -1 || path >= kGpuPaths) {
-    throw_value_error("force_path", "path must be -1 to 2, got " + std::to_string(path));
+    throw_value_error("force_path", "path must be -1 to 2, got ", path);
   }
   forced_path = path;
 }
@@ -141,25 +194,102 @@ void force_path(int64_t path) {
 void set_num_sms(int64_t count) {
   constexpr int64_t kMost = 1 << 16;  // more than any GPU has
   if (count < 1 || count > kMost) {
-    throw_value_error("set_num_sms", "the number of multiprocessors must be 1 to " +
-                                         std::to_string(kMost) + ", got " + std::to_string(count));
+    throw_value_error("set_num_sms", "the number of multiprocessors must be 1 to ", kMost, ", got ",
+                      count);
   }
   sms = count;
 }
 
-int64_t num_sms() { return sms; }
-
-int swap_sms() { return static_cast<int>(std::min(num_sms(), kSmsForSwap)); }
-
-Mover link_mover(Direction direction, int64_t row_bytes, uint64_t host_bits, uint64_t other_bits,
-                 int64_t rows, bool bulk, int sms) {
-  const int access = widest_access(other_bits | static_cast<uint64_t>(row_bytes));
-  const bool aligned = access == 16 && host_bits % kLineBytes == 0;
-  if (!bulk || !aligned || row_bytes < kBulkRowBytes || rows <= kBulkRows) {
-    return {false, sms};
-  }
-  if (row_bytes < kLongBulkRowBytes) return {true, sms};
-  return {true, std::min(sms, sms_for_long_rows(row_bytes, direction))};
+Tensor doubles(const double* values, int64_t count) {
+  std::array<int64_t, 1> sizes{count};
+  Tensor tensor = torch::stable::empty(sizes, ScalarType::Double);
+  std::memcpy(tensor.mutable_data_ptr(), values, static_cast<size_t>(count) * sizeof(double));
+  return tensor;
 }
 
+Direction direction_of(const char* op, int64_t direction) {
+  if (direction != 0 && direction != 1) {
+    throw_value_error(op, "direction must be 0 (in) or 1 (out), got ", direction);
+  }
+  return static_cast<Direction>(direction);
+}
+
+// {path, microseconds direct, distinct, ordered, GB/s of the movement, GB/s of the link, access}.
+Tensor explain_move(const Tensor& table, int64_t ids, int64_t direction, bool accumulate) {
+  constexpr const char* kOp = "explain";
+  const Arguments all(kOp, {read("table", table)});
+  const Rows rows = as_rows(kOp, "table", table);
+  const Direction way = direction_of(kOp, direction);
+  if (ids < 0) throw_value_error(kOp, "ids must not be negative, got ", ids);
+  all.check_memory();
+  const Access access = access_of(kOp, table, rows);
+  const Costs now = costs();
+  const Choice choice = choose_path(kOp, batch_of(way, access, rows, ids, accumulate), now);
+  const double values[] = {static_cast<double>(choice.path),
+                           choice.path_us[0],
+                           choice.path_us[1],
+                           choice.path_us[2],
+                           choice.gigabytes_per_s,
+                           now.link_gbps[direction],
+                           static_cast<double>(access)};
+  return doubles(values, std::size(values));
+}
+
+// {bulk, blocks, threads per block, bytes of one access or piece, lanes or pieces per row, shared
+// bytes per block}: the launch for rows that cross the link.
+std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t host_bits,
+                                 int64_t other_bits, int64_t rows, bool bulk, int64_t sms) {
+  constexpr const char* kOp = "link_launch";
+  if (row_bytes < 0 || rows < 0 || sms < 1) {
+    throw_value_error(kOp, "row_bytes and rows must not be negative and sms at least 1, got ",
+                      row_bytes, ", ", rows, " and ", sms);
+  }
+  const auto host = static_cast<uint64_t>(host_bits), other = static_cast<uint64_t>(other_bits);
+  const Batch batch{.direction = direction_of(kOp, direction),
+                    .ids = rows,
+                    .row_bytes = row_bytes,
+                    .host_bits = host};
+  const Mover mover = link_mover(batch, other, bulk, static_cast<int>(sms));
+  if (mover.bulk) {
+    const BulkShape shape = bulk_shape(row_bytes, rows, mover.most_blocks);
+    return {1,
+            shape.blocks,
+            shape.warps * 32,
+            shape.piece_bytes,
+            shape.pieces_per_row,
+            shape.shared_bytes};
+  }
+  const MoveShape shape = move_shape(row_bytes, host | other, rows, mover.most_blocks);
+  return {0, shape.blocks, kMoverThreads, shape.vec_bytes, shape.lanes_per_row, 0};
+}
+
+Tensor costs_as_tensor() {
+  const Costs now = costs();
+  return doubles(reinterpret_cast<const double*>(&now), kCostCount);
+}
+
+void set_costs(const Tensor& values) {
+  constexpr const char* kOp = "set_costs";
+  const Arguments arguments(kOp, {read("costs", values)});
+  check_shape(kOp, "costs", values, {kCostCount});
+  check_contiguous(kOp, "costs", values);
+  if (!values.is_cpu() || values.scalar_type() != ScalarType::Double) {
+    throw_value_error(kOp, "costs must be float64 on the CPU");
+  }
+  arguments.check_memory();
+  std::lock_guard lock(costs_lock);
+  std::memcpy(&stored_costs, values.data_ptr(), sizeof(Costs));
+}
+
+}  // namespace
 }  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("explain_move", TORCH_BOX(&speedtorch::explain_move));
+  m.impl("link_launch", TORCH_BOX(&speedtorch::link_launch));
+  m.impl("costs", TORCH_BOX(&speedtorch::costs_as_tensor));
+  m.impl("set_costs", TORCH_BOX(&speedtorch::set_costs));
+  m.impl("force_path", TORCH_BOX(&speedtorch::force_path));
+  m.impl("num_sms", TORCH_BOX(&speedtorch::num_sms));
+  m.impl("set_num_sms", TORCH_BOX(&speedtorch::set_num_sms));
+}

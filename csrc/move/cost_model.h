@@ -1,12 +1,12 @@
 // Which path an op takes: what each would cost, from measured times of moving one row. Pure
 // functions of a batch's shape, so that explain() tells exactly what an op will do, and that tests
-// need no GPU.
+// need no GPU. cost_model.cpp has the ops with which Python asks for the choice and steers it.
 #pragma once
 
-#include <array>
 #include <cstdint>
 
-#include "memory/reach.h"
+#include "core/gpu.h"
+#include "memory/host_memory.h"
 #include "move/row_mover.h"
 
 namespace speedtorch {
@@ -19,34 +19,12 @@ enum class Path : int64_t {
   kStaged = 3,    // by the CPU, through pinned staging
   kOnCpu = 4
 };
-constexpr int kGpuPaths = 3;
 
 enum class Direction : int64_t { kIn = 0, kOut = 1 };  // to the GPU, from it
 
-// Row lengths that movement is measured at; between them time is taken to be linear.
-constexpr std::array<int64_t, 3> kMeasuredRowBytes{64, 512, 1536};
-
-// Nanoseconds for a row that moves in index order or in address order, by Reach (managed, mapped),
-// Direction and length; and what finding repetitions and sorting cost.
-struct Costs {
-  double row_ns[2][2][2][kMeasuredRowBytes.size()];  // [reach][direction][in address order][length]
-  double claim_us;                                   // for any number of ids
-  double claim_ns;                                   // and for each
-  double plan_us;
-  double plan_ns;
-  double link_gbps[2];  // of the copy engine, by Direction
-};
-constexpr int64_t kCostCount = sizeof(Costs) / sizeof(double);
-
-// Measured on an H200 (PCIe 5 x16) with tables of 16 GiB; serves where nothing else was measured.
-Costs default_costs();
-// What this process goes by.
-Costs costs();
-void set_costs(const Costs& costs);
-
 struct Batch {
   Direction direction = Direction::kIn;
-  Reach reach = Reach::kManaged;
+  Access access = Access::kManaged;
   int64_t ids = 0;
   int64_t row_bytes = 0;
   int64_t table_bytes = 0;
@@ -54,29 +32,25 @@ struct Batch {
   bool accumulate = false;
 };
 
-struct Choice {
-  Path path = Path::kOrdered;
-  // Microseconds of each GPU path for a batch of distinct ids; infinite: not possible.
-  std::array<double, kGpuPaths> path_us{};
-  double gigabytes_per_s = 0;  // of the movement alone, on the chosen path
-};
+inline Batch batch_of(Direction direction, Access access, const Rows& rows, int64_t ids,
+                      bool accumulate = false) {
+  return {.direction = direction,
+          .access = access,
+          .ids = ids,
+          .row_bytes = rows.row_bytes,
+          .table_bytes = rows.count * rows.stride_bytes,
+          .host_bits = rows.bits(),
+          .accumulate = accumulate};
+}
 
 // The cheapest path, or the one that tests ask for; throws ValueError if that is not possible.
-Choice choose_path(const char* op, const Batch& batch, const Costs& costs);
+Path path_for(const char* op, const Batch& batch);
 
-// From here on every op takes this path; -1: the cheapest again. For tests and measurements.
-void force_path(int64_t path);
-
-// How many multiprocessors kernels over the link may fill, at least 1.
-void set_num_sms(int64_t count);
-int64_t num_sms();
-
-// The kernel for rows that cross the link (`bulk`: this GPU has bulk copies), or do not. Bits are
-// the address and stride of the host's side and of the other, or'ed together.
-Mover link_mover(Direction direction, int64_t row_bytes, uint64_t host_bits, uint64_t other_bits,
-                 int64_t rows, bool bulk, int sms);
+// The kernel for rows between a table and `other` rows, on the GPU.
+Mover mover_for(const Batch& batch, const Rows& other, const CurrentStream& stream);
 constexpr Mover gpu_mover() { return {false, kDeviceBlocks}; }
-// Blocks of a swap.
+// How many multiprocessors kernels over the link may fill, at least 1, and blocks of a swap.
+int64_t num_sms();
 int swap_sms();
 
 }  // namespace speedtorch

@@ -19,8 +19,6 @@
 #include <immintrin.h>
 #endif
 
-#include "move/addend.h"
-
 namespace speedtorch {
 namespace {
 
@@ -50,6 +48,13 @@ void prefetch(const char* row, int64_t row_bytes) {
   for (; row < end; row += kLineBytes) __builtin_prefetch(row);
   asm volatile("");  // GCC drops calls of functions that only prefetch: they have no effect
 }
+
+// Rounded to the type at each addition, as np.add.at rounds.
+template <typename T>
+T add(T a, T b) {
+  return static_cast<T>(a + b);
+}
+BoolByte add(BoolByte a, BoolByte b) { return {static_cast<uint8_t>(a.value | b.value)}; }
 
 template <typename T>
 [[gnu::always_inline]] inline void add_numbers(T* __restrict sum, const T* __restrict addend,
@@ -262,8 +267,8 @@ void scatter_on_cpu(const Rows& table, const Ids& ids, const Rows& src) {
   });
 }
 
-void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, AddendKind kind) {
-  with_addend_type<torch::headeronly::Half, torch::headeronly::BFloat16>(kind, [&](auto number) {
+void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, NumberKind kind) {
+  with_number_type<torch::headeronly::Half, torch::headeronly::BFloat16>(kind, [&](auto number) {
     using T = decltype(number);
     const int64_t numbers = src.row_bytes / static_cast<int64_t>(sizeof(T));
     const auto bits =

@@ -5,8 +5,8 @@
 // `out` nor `src`.
 #pragma once
 
-#include "core/rows.h"
-#include "move/addend_kind.h"
+#include "core/tensor_checks.h"
+#include "move/number_kind.h"
 
 namespace speedtorch {
 
@@ -15,6 +15,6 @@ void gather_on_cpu(const Rows& table, const Ids& ids, const Rows& out);
 // table[ids[i]] = src[i]; of repeated ids the last one in index order wins.
 void scatter_on_cpu(const Rows& table, const Ids& ids, const Rows& src);
 // table[ids[i]] += src[i] in index order, rounded to the kind's type at each addition.
-void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, AddendKind kind);
+void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, NumberKind kind);
 
 }  // namespace speedtorch

@@ -1,13 +1,14 @@
 // The kernel that moves rows one way, for gather, scatter and copy. `Moves` says which row goes
 // where:
 //   bool blocked()         the ids are bad: nothing may move; called by all threads of a block
-//   void complain()        leaves word of it; called by one thread
+//   void report()        leaves word of it; called by one thread
 //   int64_t count()        moves to make
 //   int64_t from(m), to(m) row numbers; from(m) < 0: no move
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include "core/rows.h"
 #include "move/row_mover.h"
 
 namespace speedtorch {
@@ -22,21 +23,14 @@ __device__ __forceinline__ void store_streaming(char* row, int64_t vec, Vec valu
   __stcs(reinterpret_cast<Vec*>(row) + vec, value);
 }
 
-struct RowRange {
-  char* base;
-  int64_t stride_bytes;
-  int64_t count;  // rows
-};
-
 // What happens when the ids are bad: word of it, and `zero_rows` contiguous rows of `to` become
 // zeros (none for a scatter).
 template <typename Vec, typename Moves>
-__device__ void zero_instead(const Moves& moves, RowRange to, int64_t row_bytes,
-                             int64_t zero_rows) {
+__device__ void zero_instead(const Moves& moves, const Rows& to, int64_t zero_rows) {
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t threads = int64_t{gridDim.x} * blockDim.x;
-  if (thread == 0) moves.complain();
-  const int64_t vecs = zero_rows * (row_bytes / static_cast<int64_t>(sizeof(Vec)));
+  if (thread == 0) moves.report();
+  const int64_t vecs = zero_rows * (to.row_bytes / static_cast<int64_t>(sizeof(Vec)));
   for (int64_t v = thread; v < vecs; v += threads) store_streaming(to.base, v, Vec{});
 }
 
@@ -56,11 +50,9 @@ __device__ int vecs_before(const char* row) {
 // begin: a line that two turns touch would cross the link in two requests (rows of 1,028 bytes: 17
 // requests instead of 9).
 template <typename Vec, int kRows, Link kLink, typename Moves>
-__global__ void __launch_bounds__(kMoverThreads)
-    move_rows_kernel(Moves moves, RowRange from, RowRange to, MoveShape shape, int64_t zero_rows) {
-  if (moves.blocked()) {
-    return zero_instead<Vec>(moves, to, shape.vecs_per_row * shape.vec_bytes, zero_rows);
-  }
+__global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone ? 2 : 0)
+    move_rows_kernel(Moves moves, Rows from, Rows to, MoveShape shape, int64_t zero_rows) {
+  if (moves.blocked()) return zero_instead<Vec>(moves, to, zero_rows);
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t groups = int64_t{gridDim.x} * blockDim.x / shape.lanes_per_row;
   const int64_t group = thread / shape.lanes_per_row;
@@ -106,15 +98,15 @@ __global__ void __launch_bounds__(kMoverThreads)
 // them one by one. Only at the ends of `from` a word may reach beyond what is ours.
 template <typename Vec, typename Moves>
 __global__ void __launch_bounds__(kMoverThreads)
-    move_words_kernel(Moves moves, RowRange from, const char* from_end, RowRange to,
-                      int64_t row_bytes, int64_t zero_rows) {
+    move_words_kernel(Moves moves, Rows from, const char* from_end, Rows to, int64_t zero_rows) {
   constexpr int kRows = 2 * kRowsInFlight;
   constexpr int kWord = sizeof(uint32_t), kVec = sizeof(Vec);
   union Word {
     uint32_t whole;
     Vec vecs[kWord / kVec];
   };
-  if (moves.blocked()) return zero_instead<Vec>(moves, to, row_bytes, zero_rows);
+  if (moves.blocked()) return zero_instead<Vec>(moves, to, zero_rows);
+  const int64_t row_bytes = to.row_bytes;
   const int64_t groups = int64_t{gridDim.x} * blockDim.x / 32;
   const int64_t group = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
@@ -182,28 +174,22 @@ void with_vec_type(int vec_bytes, Use use) {
   }
 }
 
-inline uint64_t alignment_bits(RowRange range) {
-  return reinterpret_cast<uint64_t>(range.base) | static_cast<uint64_t>(range.stride_bytes);
-}
-
 // `most_rows` bounds moves.count(), which only the GPU knows.
 template <Link kLink, typename Moves>
-int launch_register_moves(const Moves& moves, RowRange from, RowRange to, int64_t row_bytes,
-                          int64_t most_rows, int64_t zero_rows, int most_blocks,
-                          cudaStream_t stream) {
-  const MoveShape shape =
-      move_shape(row_bytes, alignment_bits(from) | alignment_bits(to), most_rows, most_blocks);
+int launch_register_moves(const Moves& moves, const Rows& from, const Rows& to, int64_t most_rows,
+                          int64_t zero_rows, int most_blocks, void* stream) {
+  const MoveShape shape = move_shape(to.row_bytes, from.bits() | to.bits(), most_rows, most_blocks);
+  auto on = static_cast<cudaStream_t>(stream);
   with_vec_type(shape.vec_bytes, [&](auto vec) {
     if constexpr (kLink == Link::kFrom && sizeof(vec) < sizeof(uint32_t)) {
       if (shape.vecs_per_row > shape.lanes_per_row) {
-        const char* end = from.base + (from.count - 1) * from.stride_bytes + row_bytes;
-        return move_words_kernel<decltype(vec), Moves><<<shape.blocks, kMoverThreads, 0, stream>>>(
-            moves, from, end, to, row_bytes, zero_rows);
+        return move_words_kernel<decltype(vec), Moves>
+            <<<shape.blocks, kMoverThreads, 0, on>>>(moves, from, from.end(), to, zero_rows);
       }
     }
     constexpr int kRows = sizeof(vec) == 16 ? kRowsInFlight : 2 * kRowsInFlight;
     move_rows_kernel<decltype(vec), kRows, kLink, Moves>
-        <<<shape.blocks, kMoverThreads, 0, stream>>>(moves, from, to, shape, zero_rows);
+        <<<shape.blocks, kMoverThreads, 0, on>>>(moves, from, to, shape, zero_rows);
   });
   return cudaGetLastError();
 }

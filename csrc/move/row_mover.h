@@ -19,7 +19,7 @@ constexpr int64_t kIdsCheckedInBlock = 4096;
 
 // Of a batch of at most so many ids each block finds the last occurrences itself, in shared memory:
 // one launch.
-constexpr int64_t kIdsClaimedInBlock = 2048;
+constexpr int64_t kIdsDedupedInBlock = 2048;
 
 // Widest access that base addresses, strides and the row's length allow; `bits` is all of them
 // or'ed together.

@@ -10,9 +10,9 @@
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
-#include "core/rows.h"
+#include "core/tensor_checks.h"
 #include "ops/compare_rows_launch.h"
-#include "plan/plan_view.h"
+#include "plan/plan_launch.h"
 
 namespace speedtorch {
 namespace {
@@ -36,8 +36,7 @@ void check_sorted_ids(const char* name, const Tensor& ids, const char* status_na
 
 void check_count(const char* name, const SortedIds& list) {
   if (list.count == nullptr || (*list.count >= 0 && *list.count <= list.size)) return;
-  throw_value_error(kOp, std::string(name) + " says " + std::to_string(*list.count) +
-                             " distinct ids, of " + std::to_string(list.size) + " entries");
+  throw_value_error(kOp, name, " says ", *list.count, " distinct ids, of ", list.size, " entries");
 }
 
 void compare_on_cpu(const SortedIds& named, const SortedIds& held, int64_t padding,
@@ -83,8 +82,8 @@ std::vector<Tensor> compare_rows(const Tensor& named, const Tensor& named_status
   all.check_memory();
   const SortedIds now = sorted_ids(named, named_status), before = sorted_ids(held, held_status);
   if (now.size + before.size > std::numeric_limits<int32_t>::max()) {
-    throw_value_error(kOp, "named and held have " + std::to_string(now.size + before.size) +
-                               " entries, at most 2^31 - 1 fit");
+    throw_value_error(kOp, "named and held have ", now.size + before.size,
+                      " entries, at most 2^31 - 1 fit");
   }
   if (named.is_cpu()) {
     check_count("named_status", now);

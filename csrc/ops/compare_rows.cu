@@ -3,34 +3,16 @@
 
 #include <cuda_runtime.h>
 
-#include <cub/device/device_scan.cuh>
-
 #include "ops/compare_rows_launch.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {
 namespace {
 
-constexpr int64_t kAlign = 256;
-
 // A count that is none (of a status that plan_rows did not write) reads nothing out of bounds.
 __device__ int64_t count_of(const SortedIds& list) {
   if (list.count == nullptr) return list.size;
   return min(max(*list.count, int64_t{0}), list.size);
-}
-
-// The first entry that is not below `id`.
-__device__ int64_t lower_bound(const int64_t* ids, int64_t count, int64_t id) {
-  int64_t low = 0, high = count;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (ids[middle] < id) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
 }
 
 // Where the row of an entry is held: entries without that of the padding, which is none.
@@ -101,20 +83,11 @@ __global__ void write_compared_kernel(SortedIds named, SortedIds held, int64_t p
   }
 }
 
-int64_t padded(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
-size_t scan_bytes(int64_t entries) {
-  size_t bytes = 0;
-  cub::DeviceScan::InclusiveSum(nullptr, bytes, static_cast<int32_t*>(nullptr),
-                                static_cast<int32_t*>(nullptr), static_cast<int>(entries));
-  return bytes;
-}
-
 }  // namespace
 
 int64_t compare_scratch_bytes(int64_t named_size, int64_t held_size) {
   const int64_t entries = named_size + held_size;
-  return 2 * padded(entries * 4) + static_cast<int64_t>(scan_bytes(entries)) + kAlign;
+  return 2 * padded(entries * 4) + count_scratch_bytes(entries);
 }
 
 int launch_compare_rows(const SortedIds& named, const SortedIds& held, int64_t padding,
@@ -123,16 +96,16 @@ int launch_compare_rows(const SortedIds& named, const SortedIds& held, int64_t p
   auto on = static_cast<cudaStream_t>(stream);
   const int64_t entries = named.size + held.size;
   if (entries == 0) return cudaMemsetAsync(out.counts, 0, 3 * sizeof(int64_t), on);
-  auto* apart = static_cast<int32_t*>(scratch);
-  auto* ranks = reinterpret_cast<int32_t*>(static_cast<char*>(scratch) + padded(entries * 4));
-  char* rest = static_cast<char*>(scratch) + 2 * padded(entries * 4);
-  size_t rest_bytes = static_cast<size_t>(static_cast<char*>(scratch) + scratch_bytes - rest);
-  mark_apart_kernel<<<blocks_for_ids(entries), kIdThreads, 0, on>>>(named, held, padding, apart);
-  const cudaError_t error =
-      cub::DeviceScan::InclusiveSum(rest, rest_bytes, apart, ranks, static_cast<int>(entries), on);
+  const int64_t list_bytes = padded(entries * 4);
+  char* memory = static_cast<char*>(scratch);
+  auto* apart = reinterpret_cast<int32_t*>(memory);
+  auto* ranks = reinterpret_cast<int32_t*>(memory + list_bytes);
+  const int blocks = blocks_for_ids(entries);
+  mark_apart_kernel<<<blocks, kIdThreads, 0, on>>>(named, held, padding, apart);
+  const int error = count_marks(apart, entries, ranks, memory + 2 * list_bytes,
+                                scratch_bytes - 2 * list_bytes, stream);
   if (error != cudaSuccess) return error;
-  write_compared_kernel<<<blocks_for_ids(entries), kIdThreads, 0, on>>>(named, held, padding, apart,
-                                                                        ranks, out);
+  write_compared_kernel<<<blocks, kIdThreads, 0, on>>>(named, held, padding, apart, ranks, out);
   return cudaGetLastError();
 }
 

@@ -17,15 +17,14 @@
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
-#include "core/rows.h"
-#include "memory/host_blocks.h"
+#include "core/tensor_checks.h"
+#include "memory/host_memory.h"
 #include "move/cost_model.h"
 #include "ops/pinned_gather_launch.h"
 #include "ops/pinned_scatter_launch.h"
-#include "ops/swap_rows.h"
-#include "plan/claims.h"
 #include "plan/placed_ids.h"
 #include "plan/plan.h"
+#include "plan/winners.h"
 
 namespace speedtorch {
 namespace {
@@ -33,41 +32,70 @@ namespace {
 constexpr const char* kOp = "optimizer_state_swap";
 constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
 
-using Plan = std::optional<Tensors>;
-
-// For ids that lie on the CPU, whose plan is there too.
-void check_distinct(const char* list, const PlanView& plan, int64_t rows) {
-  const PlanStatus& status = *plan.status;
-  if (status.distinct == status.count) return;
-  throw_bad_ids({.kind = LetterKind::kRepeated,
-                 .op = kOp,
-                 .list = list,
-                 .rows = rows,
-                 .id = status.repeat_id,
-                 .position = status.repeat_position,
-                 .bad_count = status.count - status.distinct,
-                 .count = status.count});
+std::string item(const char* list, size_t k) {
+  return std::string(list) + "[" + std::to_string(k) + "]";
 }
 
-void swap_on_cpu(const std::vector<SwapRows>& fields, const PlanView& evict, const PlanView& load) {
+// The three sides of each field. Throws ValueError unless lists, shapes, dtypes and devices fit and
+// there is room for the rows of both lists.
+std::vector<SwapField> check_swap(const Tensors& host, const Tensors& leaving,
+                                  const Tensors& arriving, int64_t evicted, int64_t loaded) {
+  if (host.empty()) throw_value_error(kOp, "host must name at least one field, got an empty list");
+  if (leaving.size() != host.size() || arriving.size() != host.size()) {
+    throw_value_error(kOp, "host, leaving and arriving must be lists of one length, got ",
+                      host.size(), ", ", leaving.size(), " and ", arriving.size());
+  }
+  std::vector<SwapField> fields;
+  for (size_t k = 0; k < host.size(); ++k) {
+    const std::string host_name = item("host", k);
+    SwapField field;
+    field.host = as_writable_rows(kOp, host_name.c_str(), host[k]);
+    if (host[k].size(0) != host[0].size(0)) {
+      throw_value_error(kOp, host_name, " has ", host[k].size(0), " rows, host[0] has ",
+                        host[0].size(0), "; all fields of a table have the same rows");
+    }
+    check_device(kOp, host_name.c_str(), host[k], "arriving[0]", arriving[0]);
+    auto check_side = [&](const char* list, const Tensor& side, int64_t needed) {
+      const std::string name = item(list, k);
+      const Rows rows = as_rows(kOp, name.c_str(), side);
+      check_contiguous(kOp, name.c_str(), side);
+      check_dtype(kOp, name.c_str(), side, host_name.c_str(), host[k]);
+      check_same_device(kOp, name.c_str(), side, "arriving[0]", arriving[0]);
+      std::vector<int64_t> expected = shape_of(host[k]);
+      expected[0] = side.size(0);
+      check_shape(kOp, name.c_str(), side, expected);
+      if (side.size(0) < needed) {
+        throw_value_error(kOp, name, " has ", side.size(0), " rows, at least ", needed,
+                          " are needed");
+      }
+      return rows;
+    };
+    field.leaving = check_side("leaving", leaving[k], evicted);
+    field.arriving = check_side("arriving", arriving[k], loaded);
+    fields.push_back(field);
+  }
+  return fields;
+}
+
+void swap_on_cpu(const std::vector<SwapField>& fields, const PlanView& evict,
+                 const PlanView& load) {
   int64_t record_bytes = 1;
-  for (const SwapRows& field : fields) record_bytes += field.host.row_bytes;
+  for (const SwapField& field : fields) record_bytes += field.host.row_bytes;
   const int64_t entries_per_task = kBytesPerTask / record_bytes + 1;
-  const int64_t* evict_end = evict.unique + evict.count;
-  const int64_t* load_end = load.unique + load.count;
+  int64_t* evict_end = evict.unique + evict.count;
+  int64_t* load_end = load.unique + load.count;
   auto move = [](char* to, const char* from, int64_t bytes) {
-    std::memcpy(to, from, static_cast<size_t>(bytes));
+    if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
   };
   torch::stable::parallel_for(0, load.count, entries_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = load.unique[m];
-      const int64_t* found = std::lower_bound(evict.unique, evict_end, id);
+      int64_t* found = std::lower_bound(evict.unique, evict_end, id);
       const bool stays = found != evict_end && *found == id;
-      for (const SwapRows& field : fields) {
+      for (const SwapField& field : fields) {
         const char* from =
             stays ? field.leaving.row(evict.order[found - evict.unique]) : field.host.row(id);
-        if (field.host.row_bytes > 0)
-          move(field.arriving.row(load.order[m]), from, field.host.row_bytes);
+        move(field.arriving.row(load.order[m]), from, field.host.row_bytes);
       }
     }
   });
@@ -75,9 +103,8 @@ void swap_on_cpu(const std::vector<SwapRows>& fields, const PlanView& evict, con
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = evict.unique[m];
       if (std::binary_search(load.unique, load_end, id)) continue;
-      for (const SwapRows& field : fields) {
-        if (field.host.row_bytes > 0)
-          move(field.host.row(id), field.leaving.row(evict.order[m]), field.host.row_bytes);
+      for (const SwapField& field : fields) {
+        move(field.host.row(id), field.leaving.row(evict.order[m]), field.host.row_bytes);
       }
     }
   });
@@ -90,34 +117,7 @@ bool lies_among(const Rows& field, const Rows& other) {
          other.count > 1;
 }
 
-void launch_fields(const Tensors& host, const std::vector<SwapRows>& fields, size_t first,
-                   const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
-                   const CurrentStream& stream) {
-  const size_t last = std::min(fields.size(), first + kFieldsPerLaunch);
-  std::vector<SwapField> some;
-  bool crosses_link = false;
-  for (size_t k = first; k < last; ++k) {
-    some.push_back({.host = fields[k].host.base,
-                    .host_stride_bytes = fields[k].host.stride_bytes,
-                    .leaving = fields[k].leaving.base,
-                    .arriving = fields[k].arriving.base,
-                    .row_bytes = fields[k].host.row_bytes});
-    crosses_link |= !host[k].is_cuda();
-  }
-  if constexpr (kWithCuda) {
-    check_cuda(launch_swap(some.data(), static_cast<int>(some.size()), fields[0].host.count, evict,
-                           load, scratch, crosses_link ? swap_sms() : kDeviceBlocks,
-                           first == 0 ? letter_box() : nullptr, stream.get()),
-               kOp);
-  }
-  for (size_t k = first; k < last; ++k) {
-    // Fields of one record are one piece of memory.
-    const bool noted = k > first && lies_among(fields[k].host, fields[first].host);
-    if (!noted) note_use(host[k], fields[k].host, stream.get());
-  }
-}
-
-void swap_on_gpu(const Tensors& host, const std::vector<SwapRows>& fields, const PlanView& evict,
+void swap_on_gpu(const Tensors& host, const std::vector<SwapField>& fields, const PlanView& evict,
                  const PlanView& load, const Tensor& on, const CurrentStream& stream,
                  const Arguments& all) {
   if constexpr (kWithCuda) {
@@ -129,18 +129,29 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapRows>& fields, const
     check_cuda(launch_swap_match(evict, load, scratch, stream.get()), kOp);
     all.mark_written();
     for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
-      launch_fields(host, fields, first, evict, load, scratch, stream);
+      const size_t last = std::min(fields.size(), first + kFieldsPerLaunch);
+      const bool crosses_link = std::any_of(host.begin() + first, host.begin() + last,
+                                            [](const Tensor& field) { return !field.is_cuda(); });
+      check_cuda(launch_swap(&fields[first], static_cast<int>(last - first), evict, load, scratch,
+                             crosses_link ? swap_sms() : kDeviceBlocks,
+                             first == 0 ? error_record() : nullptr, stream.get()),
+                 kOp);
+      for (size_t k = first; k < last; ++k) {
+        // Fields of one record are one piece of memory.
+        const bool noted = k > first && lies_among(fields[k].host, fields[first].host);
+        if (!noted) note_use(host[k], fields[k].host, stream.get());
+      }
     }
   }
 }
 
 // Whether the GPU reaches every field where it is.
-bool all_mapped(const Tensors& host, const std::vector<SwapRows>& fields) {
+bool all_mapped(const Tensors& host, const std::vector<SwapField>& fields) {
   bool mapped = true, on_gpu = false;
   for (size_t k = 0; k < host.size(); ++k) {
-    const Reach reach = reach_of(kOp, host[k], fields[k].host);
-    mapped &= reach != Reach::kNot;
-    on_gpu |= reach == Reach::kOnGpu;
+    const Access access = access_of(kOp, host[k], fields[k].host);
+    mapped &= access != Access::kNot;
+    on_gpu |= access == Access::kOnGpu;
   }
   if (!mapped && on_gpu) {
     throw_value_error(kOp,
@@ -149,10 +160,6 @@ bool all_mapped(const Tensors& host, const std::vector<SwapRows>& fields) {
   }
   return mapped;
 }
-
-constexpr const char* kPinIt =
-    "a host field is in pageable memory, which takes the host; pin it with "
-    "speedtorch.pin_memory_(field) or keep it in a HostTable";
 
 // Ids on the CPU in address order, from the user's plan or a new one; refuses ids that stand twice.
 struct CpuPlan {
@@ -165,55 +172,40 @@ CpuPlan plan_on_cpu(const char* list, const Ids& ids, const Plan& plan, int64_t 
   CpuPlan result{.made = plan ? *plan : make_plan(kOp, ids, rows, ids.keep, nullptr), .view = {}};
   result.view = view_plan(kOp, list, result.made, ids.count, rows);
   if (plan) check_plan_of(kOp, list, result.view, ids);
-  check_distinct(list, result.view, rows);
-  return result;
+  const PlanStatus& status = *result.view.status;
+  if (status.distinct == status.count) return result;
+  throw_bad_ids({.kind = IdError::kRepeated,
+                 .op = kOp,
+                 .list = list,
+                 .rows = rows,
+                 .id = status.repeat_id,
+                 .position = status.repeat_position,
+                 .bad_count = status.count - status.distinct,
+                 .count = status.count});
 }
 
-// The rows of both sides on the CPU, as long as the lists of ids; `take` brings a side's rows
-// there.
-struct Staged {
-  Tensors leaving, arriving;
-  std::vector<SwapRows> fields;
-};
-
-template <typename Take>
-Staged stage(const Tensors& host, const Tensors& leaving, int64_t evicted, const Tensors& arriving,
-             int64_t loaded, const Take& take) {
-  Staged staged;
+// The rows that the lists name pass through the CPU: take(side, rows) brings those of a leaving
+// side there, put(side, rows) those of an arriving one back. Positions in the lists are their
+// places.
+template <typename Take, typename Put>
+void swap_staged(const Tensors& host, const Tensors& leaving, const PlanView& evict,
+                 const Tensors& arriving, const PlanView& load, const Take& take, const Put& put,
+                 const Arguments& all) {
+  Tensors left, arrived;
   for (size_t k = 0; k < host.size(); ++k) {
-    staged.leaving.push_back(copy_to_cpu(kOp, take(leaving[k])));
+    left.push_back(copy_to_cpu(kOp, take(leaving[k])));
     std::vector<int64_t> shape = shape_of(arriving[k]);
-    shape[0] = loaded;
-    staged.arriving.push_back(new_pinned(kOp, shape, arriving[k]));
+    shape[0] = load.count;
+    arrived.push_back(new_pinned(kOp, shape, arriving[k]));
   }
-  staged.fields = check_swap(kOp, host, staged.leaving, staged.arriving, evicted, loaded);
-  return staged;
+  const std::vector<SwapField> fields = check_swap(host, left, arrived, evict.count, load.count);
+  all.mark_written();
+  swap_on_cpu(fields, evict, load);
+  for (size_t k = 0; k < host.size(); ++k) put(arriving[k], arrived[k]);
 }
 
 Tensor first_rows(const Tensor& side, int64_t rows) {
   return torch::stable::narrow(const_cast<Tensor&>(side), 0, 0, rows);
-}
-
-void swap_staged(const Tensors& host, const Tensors& leaving, const Ids& evict,
-                 const Plan& evict_plan, const Tensors& arriving, const Ids& load,
-                 const Plan& load_plan, const CurrentStream& stream, const Arguments& all) {
-  stream.refuse_capture(kOp, kPinIt);
-  // Fields that the GPU reaches may have been written by work that is still queued.
-  copy_to_cpu(kOp, new_tensor(kOp, {1}, ScalarType::Byte, arriving[0]));
-  const int64_t rows = host[0].size(0);
-  const Ids evict_ids = as_ids(copy_to_cpu(kOp, evict.keep));
-  const Ids load_ids = as_ids(copy_to_cpu(kOp, load.keep));
-  const CpuPlan evict_made = plan_on_cpu("evict", evict_ids, std::nullopt, rows);
-  const CpuPlan load_made = plan_on_cpu("load", load_ids, std::nullopt, rows);
-  if (evict_plan) check_plan_on_cpu(kOp, "evict", *evict_plan, evict.count, rows);
-  if (load_plan) check_plan_on_cpu(kOp, "load", *load_plan, load.count, rows);
-  const Staged staged = stage(host, leaving, evict.count, arriving, load.count,
-                              [&](const Tensor& side) { return first_rows(side, evict.count); });
-  all.mark_written();
-  swap_on_cpu(staged.fields, evict_made.view, load_made.view);
-  for (size_t k = 0; k < host.size(); ++k) {
-    copy_async(kOp, staged.arriving[k], first_rows(arriving[k], load.count));
-  }
 }
 
 void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, const Plan& evict_plan,
@@ -224,8 +216,8 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
                             read("load_plan", load_plan)});
   check_ids_kind(kOp, "evict", evict);
   check_ids_kind(kOp, "load", load);
-  const std::vector<SwapRows> fields =
-      check_swap(kOp, host, leaving, arriving, evict.numel(), load.numel());
+  const std::vector<SwapField> fields =
+      check_swap(host, leaving, arriving, evict.numel(), load.numel());
   const Tensor& on = arriving[0];
   const int64_t rows = fields[0].host.count;
   check_device(kOp, "evict", evict, "arriving[0]", on);
@@ -243,8 +235,20 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
   const bool mapped = all_mapped(host, fields);
   Ids evict_ids = as_ids(evict), load_ids = as_ids(load);
   if (!mapped) {
-    return swap_staged(host, leaving, evict_ids, evict_plan, arriving, load_ids, load_plan, stream,
-                       all);
+    stream.refuse_capture_of_pageable(kOp, "a host field", "field");
+    // Fields that the GPU reaches may have been written by work that is still queued.
+    copy_to_cpu(kOp, new_tensor(kOp, {1}, ScalarType::Byte, on));
+    const Ids leave = check_ids_and_plan_on_cpu(kOp, "evict", evict_ids, evict_plan, rows);
+    const Ids arrive = check_ids_and_plan_on_cpu(kOp, "load", load_ids, load_plan, rows);
+    const CpuPlan evict_made = plan_on_cpu("evict", leave, std::nullopt, rows);
+    const CpuPlan load_made = plan_on_cpu("load", arrive, std::nullopt, rows);
+    return swap_staged(
+        host, leaving, evict_made.view, arriving, load_made.view,
+        [&](const Tensor& side) { return first_rows(side, leave.count); },
+        [&](const Tensor& side, const Tensor& staged) {
+          copy(kOp, staged, first_rows(side, arrive.count), false);
+        },
+        all);
   }
   // Ids on the CPU are checked there, for repetitions too.
   if (evict_ids.on_cpu) plan_on_cpu("evict", evict_ids, std::nullopt, rows);
@@ -263,32 +267,12 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
 // ------------------------------------------------------------------------------------------------
 // With places
 
-// A side's ids and the places of their rows, of which there are `side_rows`.
-PlacedList leaves(const Tensor& evict, const Tensor& places, int64_t side_rows) {
-  return {.list = IdList::kEvict,
-          .ids_name = "evict",
-          .places_name = "evict_places",
-          .ids = evict,
-          .places = places,
-          .side_rows = side_rows};
-}
-
-PlacedList comes(const Tensor& load, const Tensor& places, int64_t side_rows) {
-  return {.list = IdList::kLoad,
-          .ids_name = "load",
-          .places_name = "load_places",
-          .ids = load,
-          .places = places,
-          .side_rows = side_rows};
-}
-
-void check_side_rows(const std::vector<SwapRows>& fields) {
+void check_side_rows(const std::vector<SwapField>& fields) {
   for (size_t k = 1; k < fields.size(); ++k) {
     auto check_rows = [&](const char* side, const Rows& field, const Rows& first) {
       if (field.count == first.count) return;
-      throw_value_error(kOp, std::string(side) + "[" + std::to_string(k) + "] has " +
-                                 std::to_string(field.count) + " rows, " + side + "[0] has " +
-                                 std::to_string(first.count) + "; places are those of all fields");
+      throw_value_error(kOp, side, "[", k, "] has ", field.count, " rows, ", side, "[0] has ",
+                        first.count, "; places are those of all fields");
     };
     check_rows("leaving", fields[k].leaving, fields[0].leaving);
     check_rows("arriving", fields[k].arriving, fields[0].arriving);
@@ -302,16 +286,11 @@ Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& st
   const Tensor rows = new_tensor(kOp, shape, side.scalar_type(), side);
   if (rows.numel() == 0) return rows;
   if constexpr (kWithCuda) {
-    const Rows from = as_rows(kOp, "leaving", side);
-    const GatherRows work{.table = from.base,
-                          .table_rows = from.count,
-                          .table_stride_bytes = from.row_bytes,
-                          .out = static_cast<char*>(rows.mutable_data_ptr()),
-                          .row_bytes = from.row_bytes,
-                          .count = places.numel()};
-    const Claims checked = check_ids_on_gpu(kOp, as_ids(places), from.count, side, stream.get());
-    check_cuda(launch_gather_direct(work, checked.view, kDeviceBlocks, letter_box(), stream.get()),
-               kOp);
+    const Rows from = as_rows(kOp, "leaving", side), to = as_rows(kOp, "leaving", rows);
+    const Winners checked = check_ids_on_gpu(kOp, as_ids(places), from.count, side, stream.get());
+    check_cuda(
+        launch_gather_direct(from, to, checked.view, kDeviceBlocks, error_record(), stream.get()),
+        kOp);
   }
   return rows;
 }
@@ -320,49 +299,14 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
                  const CurrentStream& stream) {
   if (staged.numel() == 0) return;
   const Tensor rows = new_tensor(kOp, shape_of(staged), side.scalar_type(), side);
-  copy_async(kOp, staged, rows);
+  copy(kOp, staged, rows, false);
   if constexpr (kWithCuda) {
-    const Rows to = as_rows(kOp, "arriving", side);
-    const ScatterRows work{.table = to.base,
-                           .table_rows = to.count,
-                           .table_stride_bytes = to.row_bytes,
-                           .src = static_cast<const char*>(rows.data_ptr()),
-                           .src_stride_bytes = to.row_bytes,
-                           .row_bytes = to.row_bytes};
-    const Claims claims =
-        make_claims(kOp, as_ids(places), Winner::kLast, to.count, side, stream.get());
-    check_cuda(launch_scatter_distinct(work, claims.view, gpu_mover(), letter_box(), stream.get()),
+    const Rows from = as_rows(kOp, "arriving", rows), to = as_rows(kOp, "arriving", side);
+    const Winners winners =
+        find_winners(kOp, as_ids(places), Winner::kLast, to.count, side, stream.get());
+    check_cuda(launch_scatter_once(to, from, {{}, winners.view}, gpu_mover(), error_record(),
+                                   stream.get()),
                kOp);
-  }
-}
-
-Tensor ascending(int64_t count, const Tensor& on) {
-  const Tensor turn = new_tensor(kOp, {count}, ScalarType::Long, on);
-  std::iota(data_of(turn), data_of(turn) + count, int64_t{0});
-  return turn;
-}
-
-// The rows that the lists name pass through the CPU, and no others.
-void swap_placed_staged(const Tensors& host, const Tensors& leaving, const PlacedList& evict,
-                        const Tensors& arriving, const PlacedList& load,
-                        const CurrentStream& stream, const Arguments& all) {
-  stream.refuse_capture(kOp, kPinIt);
-  const int64_t evicted = evict.ids.numel(), loaded = load.ids.numel();
-  const Tensor evict_ids = copy_to_cpu(kOp, evict.ids), load_ids = copy_to_cpu(kOp, load.ids);
-  const Tensor from = copy_to_cpu(kOp, evict.places), to = copy_to_cpu(kOp, load.places);
-  placed_ids(kOp, leaves(evict_ids, from, evict.side_rows), comes(load_ids, to, load.side_rows),
-             host[0].size(0), evict_ids, nullptr);
-  const Staged staged = stage(host, leaving, evicted, arriving, loaded, [&](const Tensor& side) {
-    return rows_at(side, evict.places, stream);
-  });
-  all.mark_written();
-  const Tensor evict_turn = ascending(evicted, evict_ids), load_turn = ascending(loaded, load_ids);
-  const PlacedViews placed =
-      placed_ids(kOp, leaves(evict_ids, evict_turn, evicted), comes(load_ids, load_turn, loaded),
-                 host[0].size(0), evict_ids, nullptr);
-  swap_on_cpu(staged.fields, placed.evict, placed.load);
-  for (size_t k = 0; k < host.size(); ++k) {
-    put_rows_at(arriving[k], load.places, staged.arriving[k], stream);
   }
 }
 
@@ -373,26 +317,56 @@ void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evic
                             read("evict", evict), read("evict_places", evict_places),
                             written("arriving", arriving, load.numel() > 0), read("load", load),
                             read("load_places", load_places)});
-  const std::vector<SwapRows> fields = check_swap(kOp, host, leaving, arriving, 0, 0);
+  const std::vector<SwapField> fields = check_swap(host, leaving, arriving, 0, 0);
   check_side_rows(fields);
   const Tensor& on = arriving[0];
-  const PlacedList leaves_now = leaves(evict, evict_places, fields[0].leaving.count);
-  const PlacedList comes_now = comes(load, load_places, fields[0].arriving.count);
-  check_placed_kinds(kOp, leaves_now, on);
-  check_placed_kinds(kOp, comes_now, on);
+  // A side's ids and the places of their rows.
+  const PlacedList leaves{.list = IdList::kEvict,
+                          .ids_name = "evict",
+                          .places_name = "evict_places",
+                          .ids = evict,
+                          .places = evict_places,
+                          .side_rows = fields[0].leaving.count};
+  const PlacedList arrives{.list = IdList::kLoad,
+                           .ids_name = "load",
+                           .places_name = "load_places",
+                           .ids = load,
+                           .places = load_places,
+                           .side_rows = fields[0].arriving.count};
+  check_placed_kinds(kOp, leaves, on);
+  check_placed_kinds(kOp, arrives, on);
   all.check_memory();
   const int64_t rows = fields[0].host.count;
   if (on.is_cpu()) {
-    const PlacedViews placed = placed_ids(kOp, leaves_now, comes_now, rows, on, nullptr);
+    const PlacedViews placed = placed_ids(kOp, leaves, arrives, rows, on, nullptr);
     all.mark_written();
     return swap_on_cpu(fields, placed.evict, placed.load);
   }
   const CurrentStream stream(kOp, on);
-  if (!all_mapped(host, fields)) {
-    return swap_placed_staged(host, leaving, leaves_now, arriving, comes_now, stream, all);
+  if (all_mapped(host, fields)) {
+    const PlacedViews placed = placed_ids(kOp, leaves, arrives, rows, on, stream.get());
+    return swap_on_gpu(host, fields, placed.evict, placed.load, on, stream, all);
   }
-  const PlacedViews placed = placed_ids(kOp, leaves_now, comes_now, rows, on, stream.get());
-  swap_on_gpu(host, fields, placed.evict, placed.load, on, stream, all);
+  stream.refuse_capture_of_pageable(kOp, "a host field", "field");
+  auto on_cpu = [](PlacedList list) {
+    list.ids = copy_to_cpu(kOp, list.ids);
+    list.places = copy_to_cpu(kOp, list.places);
+    return list;
+  };
+  const PlacedList leaves_there = on_cpu(leaves), arrives_there = on_cpu(arrives);
+  PlacedViews placed =
+      placed_ids(kOp, leaves_there, arrives_there, rows, leaves_there.ids, nullptr);
+  std::vector<int64_t> in_turn(
+      static_cast<size_t>(std::max(placed.evict.count, placed.load.count)));
+  std::iota(in_turn.begin(), in_turn.end(), int64_t{0});
+  placed.evict.order = placed.load.order = in_turn.data();
+  swap_staged(
+      host, leaving, placed.evict, arriving, placed.load,
+      [&](const Tensor& side) { return rows_at(side, evict_places, stream); },
+      [&](const Tensor& side, const Tensor& staged) {
+        put_rows_at(side, load_places, staged, stream);
+      },
+      all);
 }
 
 void optimizer_state_swap(const Tensors& host, const Tensors& leaving, const Tensor& evict,

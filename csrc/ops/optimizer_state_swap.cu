@@ -4,7 +4,7 @@
 
 #include "move/row_mover.cuh"
 #include "ops/optimizer_state_swap_launch.h"
-#include "plan/complaint.cuh"
+#include "plan/ids.cuh"
 
 namespace speedtorch {
 namespace {
@@ -16,28 +16,20 @@ __device__ bool is_bad(const PlanStatus& status, int64_t rows) {
   return is_blocked(status, rows) || status.distinct != status.count;
 }
 
-__device__ void complain_of(const Complaint& about, const PlanStatus& status) {
+__device__ void report_bad(const Report& about, const PlanStatus& status) {
   if (is_blocked(status, about.rows)) {
-    complain_if_blocked(about, status);
+    report_blocked(about, status);
   } else if (status.distinct >= 0) {  // else placed_ids.cu has said what is wrong
-    complain(about, LetterKind::kRepeated, status.repeat_id, status.repeat_position,
-             status.count - status.distinct, status.count);
+    report(about, IdError::kRepeated, status.repeat_id, status.repeat_position,
+           status.count - status.distinct, status.count);
   }
 }
 
 // Where an id stands in a list, or -1.
 __device__ int64_t find(const PlanView& list, int64_t id) {
   const int64_t count = min(list.status->distinct, list.count);
-  int64_t low = 0, high = count;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (list.unique[middle] < id) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low < count && list.unique[low] == id ? low : -1;
+  const int64_t at = lower_bound(list.unique, count, id);
+  return at < count && list.unique[at] == id ? at : -1;
 }
 
 // A thread owns entries of both lists in address order, and looks each up in the other by halving.
@@ -66,13 +58,13 @@ struct Fields {
 template <typename Vec>
 __global__ void __launch_bounds__(kMoverThreads)
     swap_kernel(Fields fields, PlanView evict, PlanView load, SwapScratch scratch, int lanes,
-                Complaint evicting, Complaint loading) {
+                Report evicting, Report loading) {
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const bool bad_evict = is_bad(*evict.status, evicting.rows),
              bad_load = is_bad(*load.status, loading.rows);
   if (bad_evict || bad_load) {
     if (thread == 0)
-      bad_evict ? complain_of(evicting, *evict.status) : complain_of(loading, *load.status);
+      bad_evict ? report_bad(evicting, *evict.status) : report_bad(loading, *load.status);
     return;
   }
   const int64_t groups = int64_t{gridDim.x} * blockDim.x / lanes;
@@ -99,26 +91,27 @@ __global__ void __launch_bounds__(kMoverThreads)
     for (int64_t vec = lane; vec < vecs; vec += lanes) {
       while (vec >= fields.first_vec[f + 1]) ++f;
       const SwapField field = fields.field[f];
-      const int64_t column = vec - fields.first_vec[f];
+      const int64_t column = vec - fields.first_vec[f], row_bytes = field.host.row_bytes;
       Vec in[kRowsInFlight], out[kRowsInFlight];
 #pragma unroll
       for (int u = 0; u < kRowsInFlight; ++u) {
         if (arrives_to[u] >= 0) {
           const char* source = arrives_from[u] >= 0
-                                   ? field.leaving + arrives_from[u] * field.row_bytes
-                                   : field.host + loaded[u] * field.host_stride_bytes;
+                                   ? field.leaving.base + arrives_from[u] * row_bytes
+                                   : field.host.base + loaded[u] * field.host.stride_bytes;
           in[u] = load_streaming<Vec>(source, column);
         }
         if (leaves_to[u] >= 0)
-          out[u] = load_streaming<Vec>(field.leaving + leaves_from[u] * field.row_bytes, column);
+          out[u] = load_streaming<Vec>(field.leaving.base + leaves_from[u] * row_bytes, column);
       }
 #pragma unroll
       for (int u = 0; u < kRowsInFlight; ++u) {
         if (leaves_to[u] >= 0) {
-          store_streaming<Vec>(field.host + leaves_to[u] * field.host_stride_bytes, column, out[u]);
+          store_streaming<Vec>(field.host.base + leaves_to[u] * field.host.stride_bytes, column,
+                               out[u]);
         }
         if (arrives_to[u] >= 0) {
-          store_streaming<Vec>(field.arriving + arrives_to[u] * field.row_bytes, column, in[u]);
+          store_streaming<Vec>(field.arriving.base + arrives_to[u] * row_bytes, column, in[u]);
         }
       }
     }
@@ -138,18 +131,17 @@ int launch_swap_match(const PlanView& evict, const PlanView& load, const SwapScr
   return cudaGetLastError();
 }
 
-int launch_swap(const SwapField* fields, int field_count, int64_t table_rows, const PlanView& evict,
-                const PlanView& load, const SwapScratch& scratch, int most_blocks, Letter* box,
-                void* stream) {
+int launch_swap(const SwapField* fields, int field_count, const PlanView& evict,
+                const PlanView& load, const SwapScratch& scratch, int most_blocks,
+                ErrorRecord* record, void* stream) {
   uint64_t bits = 0;
   int64_t record_bytes = 0;
   for (int f = 0; f < field_count; ++f) {
     const SwapField& field = fields[f];
-    bits |= reinterpret_cast<uint64_t>(field.host) |
-            static_cast<uint64_t>(field.host_stride_bytes) |
-            reinterpret_cast<uint64_t>(field.leaving) | reinterpret_cast<uint64_t>(field.arriving) |
-            static_cast<uint64_t>(field.row_bytes);
-    record_bytes += field.row_bytes;
+    bits |= field.host.bits() | static_cast<uint64_t>(field.host.row_bytes) |
+            reinterpret_cast<uint64_t>(field.leaving.base) |
+            reinterpret_cast<uint64_t>(field.arriving.base);
+    record_bytes += field.host.row_bytes;
   }
   const MoveShape shape =
       move_shape(record_bytes, bits, std::max(evict.count, load.count), most_blocks);
@@ -157,10 +149,10 @@ int launch_swap(const SwapField* fields, int field_count, int64_t table_rows, co
   all.count = field_count;
   for (int f = 0; f < field_count; ++f) {
     all.field[f] = fields[f];
-    all.first_vec[f + 1] = all.first_vec[f] + fields[f].row_bytes / shape.vec_bytes;
+    all.first_vec[f + 1] = all.first_vec[f] + fields[f].host.row_bytes / shape.vec_bytes;
   }
-  const Complaint evicting{box, Op::kSwap, IdList::kEvict, table_rows};
-  const Complaint loading{box, Op::kSwap, IdList::kLoad, table_rows};
+  const Report evicting{record, Op::kSwap, IdList::kEvict, fields[0].host.count};
+  const Report loading{record, Op::kSwap, IdList::kLoad, fields[0].host.count};
   with_vec_type(shape.vec_bytes, [&](auto vec) {
     swap_kernel<decltype(vec)>
         <<<shape.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(

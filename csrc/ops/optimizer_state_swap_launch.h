@@ -1,20 +1,16 @@
 // Launcher of optimizer_state_swap.cu; returns a cudaError_t as int. No torch here.
 #pragma once
 
-#include <cstdint>
-
-#include "core/letter.h"
-#include "plan/plan_view.h"
+#include "core/error_record.h"
+#include "core/rows.h"
+#include "plan/plan_launch.h"
 
 namespace speedtorch {
 
-// One field: rows leave from `leaving` to host rows, and arrive from host rows in `arriving`.
+// One field: rows leave from `leaving` to host rows, and arrive from host rows in `arriving`; both
+// are contiguous.
 struct SwapField {
-  char* host;
-  int64_t host_stride_bytes;
-  const char* leaving;  // contiguous
-  char* arriving;       // contiguous
-  int64_t row_bytes;
+  Rows host, leaving, arriving;
 };
 
 constexpr int kFieldsPerLaunch = 16;
@@ -28,8 +24,8 @@ struct SwapScratch {
 int launch_swap_match(const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
                       void* stream);
 // At most kFieldsPerLaunch fields.
-int launch_swap(const SwapField* fields, int field_count, int64_t table_rows, const PlanView& evict,
-                const PlanView& load, const SwapScratch& scratch, int most_blocks, Letter* box,
-                void* stream);
+int launch_swap(const SwapField* fields, int field_count, const PlanView& evict,
+                const PlanView& load, const SwapScratch& scratch, int most_blocks,
+                ErrorRecord* record, void* stream);
 
 }  // namespace speedtorch

@@ -7,9 +7,9 @@
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
-#include "core/rows.h"
-#include "memory/host_blocks.h"
-#include "move/paths.h"
+#include "core/tensor_checks.h"
+#include "memory/host_memory.h"
+#include "move/cost_model.h"
 #include "ops/pinned_copy_launch.h"
 
 namespace speedtorch {
@@ -21,34 +21,20 @@ constexpr int64_t kCutBytes = 2048;
 
 bool is_one_run(const Rows& rows) { return rows.count <= 1 || rows.stride_bytes == rows.row_bytes; }
 
-void copy_on_gpu(const Rows& from, const Rows& to, Reach reach, bool to_host,
+void copy_on_gpu(const Rows& from, const Rows& to, Access access, bool to_host,
                  const CurrentStream& stream) {
-  CopyRows work{.from = from.base,
-                .from_stride_bytes = from.stride_bytes,
-                .to = to.base,
-                .to_stride_bytes = to.stride_bytes,
-                .row_bytes = to.row_bytes,
-                .count = to.count,
-                .to_host = to_host};
-  auto launch = [&] {
-    if (work.count == 0) return;
-    const Rows in{work.from, work.count, work.row_bytes, work.from_stride_bytes};
-    const Rows out{work.to, work.count, work.row_bytes, work.to_stride_bytes};
-    const Mover mover = to_host ? mover_for(Direction::kOut, out, reach, in, work.count, stream)
-                                : mover_for(Direction::kIn, in, reach, out, work.count, stream);
-    if constexpr (kWithCuda) check_cuda(launch_copy(work, mover, stream.get()), kOp);
+  auto launch = [&](const Rows& in, const Rows& out) {
+    if (out.count == 0) return;
+    const Mover mover =
+        to_host ? mover_for(batch_of(Direction::kOut, access, out, out.count), in, stream)
+                : mover_for(batch_of(Direction::kIn, access, in, out.count), out, stream);
+    if constexpr (kWithCuda) check_cuda(launch_copy(in, out, to_host, mover, stream.get()), kOp);
   };
-  if (!is_one_run(from) || !is_one_run(to)) return launch();
-  const int64_t bytes = to.count * to.row_bytes;
-  work.row_bytes = work.from_stride_bytes = work.to_stride_bytes = kCutBytes;
-  work.count = bytes / kCutBytes;
-  launch();
-  const int64_t moved = work.count * kCutBytes;
-  work.from += moved;
-  work.to += moved;
-  work.row_bytes = work.from_stride_bytes = work.to_stride_bytes = bytes - moved;
-  work.count = bytes > moved ? 1 : 0;
-  launch();
+  if (!is_one_run(from) || !is_one_run(to)) return launch(from, to);
+  const int64_t bytes = to.count * to.row_bytes, cuts = bytes / kCutBytes;
+  const int64_t moved = cuts * kCutBytes, rest = bytes - moved;
+  launch({from.base, cuts, kCutBytes, kCutBytes}, {to.base, cuts, kCutBytes, kCutBytes});
+  launch({from.base + moved, rest > 0, rest, rest}, {to.base + moved, rest > 0, rest, rest});
 }
 
 void pinned_copy(const Tensor& dst, const Tensor& src) {
@@ -61,23 +47,21 @@ void pinned_copy(const Tensor& dst, const Tensor& src) {
   if (dst.numel() == 0) return all.mark_written();
   if (dst.is_cpu() == src.is_cpu()) {  // nothing crosses the link
     all.mark_written();
-    return copy_async(kOp, src, dst);
+    return copy(kOp, src, dst, false);
   }
   const bool to_host = dst.is_cpu();
   const Tensor& host = to_host ? dst : src;
   const Rows& host_rows = to_host ? to : from;
   const CurrentStream stream(kOp, to_host ? src : dst);
-  const Reach reach = reach_of(kOp, host, host_rows);
-  if (reach == Reach::kNot) {
-    stream.refuse_capture(kOp,
-                          "the host side is in pageable memory, which takes the host; pin it with "
-                          "speedtorch.pin_memory_(tensor) or keep it in a HostTable");
+  const Access access = access_of(kOp, host, host_rows);
+  if (access == Access::kNot) {
+    stream.refuse_capture_of_pageable(kOp, "the host side", "tensor");
     all.mark_written();
-    return copy_and_wait(kOp, src, dst);
+    return copy(kOp, src, dst, true);
   }
   all.mark_written();
   queue_and_note(host, host_rows, stream.get(),
-                 [&] { copy_on_gpu(from, to, reach, to_host, stream); });
+                 [&] { copy_on_gpu(from, to, access, to_host, stream); });
 }
 
 }  // namespace

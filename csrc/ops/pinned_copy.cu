@@ -1,6 +1,7 @@
 // Kernel of pinned_copy: consecutive rows between mapped host memory and the GPU. Called by
 // pinned_copy.cpp with checked shapes. Each byte crosses the link once.
 
+#include "core/cuda_calls.h"
 #include "move/bulk_mover.cuh"
 #include "ops/pinned_copy_launch.h"
 
@@ -11,25 +12,35 @@ struct Consecutive {
   int64_t rows;
 
   __device__ bool blocked() const { return false; }
-  __device__ void complain() const {}
+  __device__ void report() const {}
   __device__ int64_t count() const { return rows; }
   __device__ int64_t from(int64_t m) const { return m; }
   __device__ int64_t to(int64_t m) const { return m; }
 };
 
-template <Link kLink>
-int launch(const CopyRows& rows, Mover mover, void* stream) {
-  return launch_moves<kLink>(Consecutive{rows.count},
-                             RowRange{rows.from, rows.from_stride_bytes, rows.count},
-                             RowRange{rows.to, rows.to_stride_bytes, rows.count}, rows.row_bytes,
-                             rows.count, 0, mover, static_cast<cudaStream_t>(stream));
-}
-
 }  // namespace
 
-int launch_copy(const CopyRows& rows, Mover mover, void* stream) {
-  return rows.to_host ? launch<Link::kTo>(rows, mover, stream)
-                      : launch<Link::kFrom>(rows, mover, stream);
+int launch_copy(const Rows& from, const Rows& to, bool to_host, Mover mover, void* stream) {
+  auto* launch =
+      to_host ? launch_moves<Link::kTo, Consecutive> : launch_moves<Link::kFrom, Consecutive>;
+  return launch(Consecutive{to.count}, from, to, to.count, 0, mover, stream);
+}
+
+// The GPU must have bulk copies, and the shared memory that our kernel takes, and the kernel must
+// have been compiled for it.
+int ask_bulk_copies(int device, int* supported) {
+  int major = 0, shared_bytes = 0;
+  *supported = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  if (major < 9 || shared_bytes < kMostSharedBytes) return cudaSuccess;
+  // A library built for older GPUs alone runs here too, from code that knows no bulk copies.
+  cudaFuncAttributes kernel{};
+  error = cudaFuncGetAttributes(&kernel, bulk_move_rows_kernel<Consecutive>);
+  *supported = error == cudaSuccess && kernel.ptxVersion >= 90;
+  return error;
 }
 
 }  // namespace speedtorch

@@ -1,23 +1,12 @@
 // Launcher of pinned_copy.cu; returns a cudaError_t as int. No torch here.
 #pragma once
 
-#include <cstdint>
-
+#include "core/rows.h"
 #include "move/row_mover.h"
 
 namespace speedtorch {
 
 // Row m goes to row m.
-struct CopyRows {
-  char* from;
-  int64_t from_stride_bytes;
-  char* to;
-  int64_t to_stride_bytes;
-  int64_t row_bytes;
-  int64_t count;
-  bool to_host;
-};
-
-int launch_copy(const CopyRows& rows, Mover mover, void* stream);
+int launch_copy(const Rows& from, const Rows& to, bool to_host, Mover mover, void* stream);
 
 }  // namespace speedtorch

@@ -11,21 +11,19 @@
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
-#include "core/rows.h"
-#include "memory/host_blocks.h"
+#include "core/tensor_checks.h"
+#include "memory/host_memory.h"
+#include "move/cost_model.h"
 #include "move/cpu_mover.h"
-#include "move/paths.h"
 #include "ops/pinned_gather_launch.h"
-#include "plan/claims.h"
 #include "plan/plan.h"
+#include "plan/winners.h"
 
 namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "pinned_gather";
 constexpr const char* kIndex = "index";
-
-using Plan = std::optional<Tensors>;
 
 // One contiguous row per id, whatever the shape of the index.
 Rows rows_per_id(const Tensor& out, const Rows& table, const Ids& ids) {
@@ -37,50 +35,35 @@ Rows rows_per_id(const Tensor& out, const Rows& table, const Ids& ids) {
 
 void gather_staged(const Rows& table, const Ids& ids, const Plan& plan, const Tensor& out,
                    const CurrentStream& stream, const Arguments& all) {
-  stream.refuse_capture(kOp,
-                        "the table is in pageable memory, which takes the host; pin it with "
-                        "speedtorch.pin_memory_(table) or keep it in a HostTable");
-  const Ids on_cpu = as_ids(copy_to_cpu(kOp, ids.keep));
-  check_ids_on_cpu(kOp, kIndex, on_cpu, table.count);
-  if (plan) check_plan_on_cpu(kOp, kIndex, *plan, ids.count, table.count);
+  stream.refuse_capture_of_pageable(kOp, "the table", "table");
+  const Ids on_cpu = check_ids_and_plan_on_cpu(kOp, kIndex, ids, plan, table.count);
   const Tensor staging = new_pinned(kOp, shape_of(out), out);
   gather_on_cpu(table, on_cpu, rows_per_id(staging, table, on_cpu));
   all.mark_written();
-  copy_async(kOp, staging, out);
+  copy(kOp, staging, out, false);
 }
 
-void gather_on_gpu(const Rows& rows, Reach reach, const Ids& ids, const Plan& plan,
+void gather_on_gpu(const Rows& table, Access access, const Ids& ids, const Plan& plan,
                    const Tensor& out, const CurrentStream& stream, const Arguments& all) {
   if constexpr (kWithCuda) {
-    const Rows result = rows_per_id(out, rows, ids);
-    const GatherRows work{.table = rows.base,
-                          .table_rows = rows.count,
-                          .table_stride_bytes = rows.stride_bytes,
-                          .out = result.base,
-                          .row_bytes = rows.row_bytes,
-                          .count = ids.count};
-    const Mover mover = mover_for(Direction::kIn, rows, reach, result, ids.count, stream);
-    const Path path =
-        plan ? Path::kOrdered
-             : choose_path(kOp, batch_of(Direction::kIn, reach, rows, ids.count), costs()).path;
-    if (path == Path::kOrdered) {
-      const Tensors made = plan ? *plan : make_plan(kOp, ids, rows.count, out, stream.get());
-      const PlanView view = view_plan(kOp, kIndex, made, ids.count, rows.count);
+    const Rows result = rows_per_id(out, table, ids);
+    const Batch batch = batch_of(Direction::kIn, access, table, ids.count);
+    const Mover mover = mover_for(batch, result, stream);
+    const Path path = plan ? Path::kOrdered : path_for(kOp, batch);
+    if (path == Path::kDirect) {
+      const Winners checked = ids.count > kIdsCheckedInBlock
+                                  ? check_ids_on_gpu(kOp, ids, table.count, out, stream.get())
+                                  : Winners{{}, only_ids(ids)};
       all.mark_written();
-      check_cuda(launch_gather_ordered(work, view, mover, letter_box(), stream.get()), kOp);
-    } else if (path == Path::kDistinct) {
-      const Claims claims = make_claims(kOp, ids, Winner::kAny, rows.count, out, stream.get());
-      all.mark_written();
-      check_cuda(launch_gather_distinct(work, claims.view, mover, letter_box(), stream.get()), kOp);
-    } else {
-      const Claims checked = ids.count > kIdsCheckedInBlock
-                                 ? check_ids_on_gpu(kOp, ids, rows.count, out, stream.get())
-                                 : Claims{{}, unclaimed(ids)};
-      all.mark_written();
-      check_cuda(
-          launch_gather_direct(work, checked.view, mover.most_blocks, letter_box(), stream.get()),
-          kOp);
+      return check_cuda(launch_gather_direct(table, result, checked.view, mover.most_blocks,
+                                             error_record(), stream.get()),
+                        kOp);
     }
+    const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan, Winner::kAny,
+                                       table.count, out, stream.get());
+    all.mark_written();
+    check_cuda(launch_gather_once(table, result, once.view, mover, error_record(), stream.get()),
+               kOp);
   }
 }
 
@@ -95,17 +78,17 @@ void gather(const Tensor& table, const Rows& rows, const Tensor& index, const Pl
     return;
   }
   const CurrentStream stream(kOp, out);
-  const Reach reach = reach_of(kOp, table, rows);
+  const Access access = access_of(kOp, table, rows);
   Ids ids = as_ids(index);
   if (ids.on_cpu) {
     check_ids_on_cpu(kOp, kIndex, ids, rows.count);
     ids = as_ids(ids_to_device(kOp, ids, out, stream));
   }
-  if (out.numel() > 0 && reach == Reach::kNot) {
+  if (out.numel() > 0 && access == Access::kNot) {
     gather_staged(rows, ids, plan, out, stream, all);
   } else if (ids.count > 0) {
     queue_and_note(table, rows, stream.get(),
-                   [&] { gather_on_gpu(rows, reach, ids, plan, out, stream, all); });
+                   [&] { gather_on_gpu(rows, access, ids, plan, out, stream, all); });
   } else {
     all.mark_written();
   }
@@ -128,7 +111,10 @@ Rows check_fit(const Tensor& table, const Tensor& index, const Plan& plan, const
   return rows;
 }
 
-Tensor gather_new(const Tensor& table, const Tensor& index, const Plan& plan) {
+// With an index, or an index and its plan.
+template <typename... Planned>
+Tensor gather_new(const Tensor& table, const Tensor& index, const Planned&... planned) {
+  const Plan plan{planned...};
   const Arguments all(kOp, {read("table", table), read(kIndex, index), read("plan", plan)});
   const Rows rows = check_fit(table, index, plan, kIndex, index);
   all.check_memory();
@@ -148,16 +134,8 @@ void gather_into(const Tensor& table, const Tensor& index, const Plan& plan, con
   gather(table, rows, index, plan, out, all);
 }
 
-Tensor pinned_gather(const Tensor& table, const Tensor& index) {
-  return gather_new(table, index, std::nullopt);
-}
-
 void pinned_gather_out(const Tensor& table, const Tensor& index, const Tensor& out) {
   gather_into(table, index, std::nullopt, out);
-}
-
-Tensor pinned_gather_planned(const Tensor& table, const Tensor& index, const Tensors& plan) {
-  return gather_new(table, index, plan);
 }
 
 void pinned_gather_planned_out(const Tensor& table, const Tensor& index, const Tensors& plan,
@@ -169,9 +147,9 @@ void pinned_gather_planned_out(const Tensor& table, const Tensor& index, const T
 }  // namespace speedtorch
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("pinned_gather", TORCH_BOX(&speedtorch::pinned_gather));
-  m.impl("pinned_gather_detached", TORCH_BOX(&speedtorch::pinned_gather));
+  m.impl("pinned_gather", TORCH_BOX(&speedtorch::gather_new<>));
+  m.impl("pinned_gather_detached", TORCH_BOX(&speedtorch::gather_new<>));
   m.impl("pinned_gather.out", TORCH_BOX(&speedtorch::pinned_gather_out));
-  m.impl("pinned_gather.planned", TORCH_BOX(&speedtorch::pinned_gather_planned));
+  m.impl("pinned_gather.planned", TORCH_BOX(&speedtorch::gather_new<speedtorch::Tensors>));
   m.impl("pinned_gather.planned_out", TORCH_BOX(&speedtorch::pinned_gather_planned_out));
 }

@@ -1,135 +1,93 @@
 // Kernels of pinned_gather: rows of a mapped host table (or of a table on the GPU) to contiguous
 // rows on the GPU. Called by pinned_gather.cpp with checked shapes; bad ids leave zeros in `out`
-// and word in the letter box.
+// and word in the error record.
 
 #include "move/bulk_mover.cuh"
 #include "ops/pinned_gather_launch.h"
-#include "plan/claims.cuh"
-#include "plan/complaint.cuh"
+#include "plan/ids.cuh"
 
 namespace speedtorch {
 namespace {
 
-constexpr IdList kList = IdList::kIndex;
-
 // out[m] = table[ids[m]]. Without a status each block looks through all ids itself.
 struct InIndexOrder {
-  ClaimsView ids;
-  Complaint complaint;
+  WinnersView ids;
+  Report about;
 
-  __device__ bool is_bad(int64_t m) const { return is_outside(from(m), complaint.rows); }
   __device__ bool blocked() const {
     if (ids.status != nullptr) return ids.status->bad_count > 0;
     bool bad = false;
-    for (int64_t m = threadIdx.x; m < ids.count; m += blockDim.x) bad |= is_bad(m);
+    for (int64_t m = threadIdx.x; m < ids.count; m += blockDim.x) {
+      bad |= is_outside(from(m), about.rows);
+    }
     return __syncthreads_or(bad);
   }
-  __device__ void complain() const {
-    ids.status != nullptr ? complain_of_claims(complaint, ids) : complain_of_ids(complaint, ids);
-  }
+  __device__ void report() const { report_outside(about, ids); }
   __device__ int64_t count() const { return ids.count; }
   __device__ int64_t from(int64_t m) const { return id_at(ids.ids, ids.wide, m); }
   __device__ int64_t to(int64_t m) const { return m; }
 };
 
-// The occurrence of each id that claimed its row.
-struct ClaimedRows {
-  ClaimsView claims;
-  Complaint complaint;
+// One occurrence of each id: the first of distinct id m of the plan, or, where there is no plan,
+// position m if it is a winner.
+struct EachIdOnce : IdsOnceView {
+  Report about;
 
-  __device__ bool blocked() const { return claims.status->bad_count > 0; }
-  __device__ void complain() const { complain_of_claims(complaint, claims); }
-  __device__ int64_t count() const { return claims.count; }
+  __device__ bool blocked() const { return is_blocked(*this, about.rows); }
+  __device__ void report() const {
+    planned(*this) ? report_blocked(about, *plan.status) : report_outside(about, winners);
+  }
+  __device__ int64_t count() const {
+    return planned(*this) ? plan.status->distinct : winners.count;
+  }
   __device__ int64_t from(int64_t m) const {
-    const int64_t id = id_at(claims.ids, claims.wide, m);
-    return claims.claims[m] == m ? id : -1;
+    if (planned(*this)) return plan.unique[m];
+    const int64_t id = id_at(winners.ids, winners.wide, m);
+    return winners.winner[m] == m ? id : -1;
   }
-  __device__ int64_t to(int64_t m) const { return m; }
-};
-
-// Every other occurrence, within `out`.
-struct ClaimedRepetitions {
-  ClaimsView claims;
-
-  __device__ bool blocked() const {
-    return claims.status->bad_count > 0 || claims.status->repeats == 0;
+  __device__ int64_t to(int64_t m) const {
+    return planned(*this) ? plan.order[plan.offsets[m]] : m;
   }
-  __device__ void complain() const {}
-  __device__ int64_t count() const { return claims.status->repeats; }
-  __device__ int64_t from(int64_t m) const { return claims.claims[claims.repeated[m]]; }
-  __device__ int64_t to(int64_t m) const { return claims.repeated[m]; }
 };
 
-// The first occurrence of distinct id m.
-struct DistinctRows {
-  PlanView plan;
-  Complaint complaint;
-
-  __device__ bool blocked() const { return is_blocked(*plan.status, complaint.rows); }
-  __device__ void complain() const { complain_if_blocked(complaint, *plan.status); }
-  __device__ int64_t count() const { return plan.status->distinct; }
-  __device__ int64_t from(int64_t m) const { return plan.unique[m]; }
-  __device__ int64_t to(int64_t m) const { return plan.order[plan.offsets[m]]; }
-};
-
-// Position m from the first occurrence of its id, within `out`.
-struct Repetitions {
-  PlanView plan;
+// The other occurrences, within `out`: position m of the plan from the first of its id, or the m-th
+// of those that are no winners.
+struct Repetitions : IdsOnceView {
   int64_t rows;
 
   __device__ bool blocked() const {
-    return is_blocked(*plan.status, rows) || plan.status->distinct == plan.count;
+    return is_blocked(*this, rows) ||
+           (planned(*this) ? plan.status->distinct == plan.count : winners.status->repeats == 0);
   }
-  __device__ void complain() const {}
-  __device__ int64_t count() const { return plan.count; }
+  __device__ void report() const {}
+  __device__ int64_t count() const { return planned(*this) ? plan.count : winners.status->repeats; }
   __device__ int64_t from(int64_t m) const {
+    if (!planned(*this)) return winners.winner[winners.repeated[m]];
     const int64_t first = plan.order[plan.offsets[plan.inverse[m]]];
     return first == m ? -1 : first;
   }
-  __device__ int64_t to(int64_t m) const { return m; }
+  __device__ int64_t to(int64_t m) const { return planned(*this) ? m : winners.repeated[m]; }
 };
 
-RowRange table_range(const GatherRows& rows) {
-  return {rows.table, rows.table_stride_bytes, rows.table_rows};
-}
-RowRange out_range(const GatherRows& rows) { return {rows.out, rows.row_bytes, rows.count}; }
-
-template <typename Moves>
-int fetch(const Moves& moves, const GatherRows& rows, Mover mover, void* stream) {
-  return launch_moves<Link::kFrom>(moves, table_range(rows), out_range(rows), rows.row_bytes,
-                                   rows.count, rows.count, mover,
-                                   static_cast<cudaStream_t>(stream));
-}
-
-template <typename Moves>
-int repeat(const Moves& moves, const GatherRows& rows, void* stream) {
-  return launch_register_moves<Link::kNone>(moves, out_range(rows), out_range(rows), rows.row_bytes,
-                                            rows.count, 0, kDeviceBlocks,
-                                            static_cast<cudaStream_t>(stream));
+Report report_of(const Rows& table, ErrorRecord* record) {
+  return {record, Op::kGather, IdList::kIndex, table.count};
 }
 
 }  // namespace
 
-int launch_gather_direct(const GatherRows& rows, const ClaimsView& checked, int most_blocks,
-                         Letter* box, void* stream) {
-  const Complaint complaint{box, Op::kGather, kList, rows.table_rows};
-  return launch_register_moves<Link::kFrom>(InIndexOrder{checked, complaint}, table_range(rows),
-                                            out_range(rows), rows.row_bytes, rows.count, rows.count,
-                                            most_blocks, static_cast<cudaStream_t>(stream));
+int launch_gather_direct(const Rows& table, const Rows& out, const WinnersView& checked,
+                         int most_blocks, ErrorRecord* record, void* stream) {
+  return launch_register_moves<Link::kFrom>(InIndexOrder{checked, report_of(table, record)}, table,
+                                            out, out.count, out.count, most_blocks, stream);
 }
 
-int launch_gather_distinct(const GatherRows& rows, const ClaimsView& claims, Mover mover,
-                           Letter* box, void* stream) {
-  const Complaint complaint{box, Op::kGather, kList, rows.table_rows};
-  const int error = fetch(ClaimedRows{claims, complaint}, rows, mover, stream);
-  return error != cudaSuccess ? error : repeat(ClaimedRepetitions{claims}, rows, stream);
-}
-
-int launch_gather_ordered(const GatherRows& rows, const PlanView& plan, Mover mover, Letter* box,
-                          void* stream) {
-  const Complaint complaint{box, Op::kGather, kList, rows.table_rows};
-  const int error = fetch(DistinctRows{plan, complaint}, rows, mover, stream);
-  return error != cudaSuccess ? error : repeat(Repetitions{plan, rows.table_rows}, rows, stream);
+int launch_gather_once(const Rows& table, const Rows& out, const IdsOnceView& ids, Mover mover,
+                       ErrorRecord* record, void* stream) {
+  const int error = launch_moves<Link::kFrom>(EachIdOnce{ids, report_of(table, record)}, table, out,
+                                              out.count, out.count, mover, stream);
+  if (error != cudaSuccess) return error;
+  return launch_register_moves<Link::kNone>(Repetitions{ids, table.count}, out, out, out.count, 0,
+                                            kDeviceBlocks, stream);
 }
 
 }  // namespace speedtorch

@@ -6,19 +6,19 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
-#include "core/rows.h"
-#include "memory/host_blocks.h"
-#include "move/addend.h"
+#include "core/tensor_checks.h"
+#include "memory/host_memory.h"
+#include "move/cost_model.h"
 #include "move/cpu_mover.h"
-#include "move/paths.h"
 #include "ops/pinned_scatter_launch.h"
-#include "plan/claims.h"
 #include "plan/plan.h"
+#include "plan/winners.h"
 
 namespace speedtorch {
 namespace {
@@ -26,8 +26,28 @@ namespace {
 constexpr const char* kOp = "pinned_scatter";
 constexpr const char* kIndex = "index";
 
-using Plan = std::optional<Tensors>;
-using Added = std::optional<AddendKind>;  // how to accumulate; none: the last occurrence wins
+using Added = std::optional<NumberKind>;  // how to accumulate; none: the last occurrence wins
+
+// How to add elements of each dtype. Signed and unsigned integers of one width add alike, modulo
+// 2^bits; a complex number adds as two.
+constexpr std::pair<ScalarType, NumberKind> kNumberKinds[] = {
+    {ScalarType::Bool, NumberKind::kBool},        {ScalarType::Char, NumberKind::kInt8},
+    {ScalarType::Byte, NumberKind::kInt8},        {ScalarType::Short, NumberKind::kInt16},
+    {ScalarType::UInt16, NumberKind::kInt16},     {ScalarType::Int, NumberKind::kInt32},
+    {ScalarType::UInt32, NumberKind::kInt32},     {ScalarType::Long, NumberKind::kInt64},
+    {ScalarType::UInt64, NumberKind::kInt64},     {ScalarType::Half, NumberKind::kHalf},
+    {ScalarType::ComplexHalf, NumberKind::kHalf}, {ScalarType::BFloat16, NumberKind::kBFloat16},
+    {ScalarType::Float, NumberKind::kFloat},      {ScalarType::ComplexFloat, NumberKind::kFloat},
+    {ScalarType::Double, NumberKind::kDouble},    {ScalarType::ComplexDouble, NumberKind::kDouble}};
+
+// Throws ValueError for dtypes without addition (float8 and the like).
+NumberKind number_kind_of(const Tensor& tensor) {
+  for (const auto& [dtype, kind] : kNumberKinds) {
+    if (dtype == tensor.scalar_type()) return kind;
+  }
+  throw_value_error(kOp, "accumulate=True needs a dtype that has addition, got ",
+                    dtype_text(tensor), "; add in a wider dtype, or use accumulate=False");
+}
 
 void scatter_or_add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, const Added& added) {
   if (added) {
@@ -39,51 +59,35 @@ void scatter_or_add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, c
 
 void scatter_staged(const Rows& table, const Ids& ids, const Tensor& src, const Plan& plan,
                     const Added& added, const CurrentStream& stream, const Arguments& all) {
-  stream.refuse_capture(kOp,
-                        "the table is in pageable memory, which takes the host; pin it with "
-                        "speedtorch.pin_memory_(table) or keep it in a HostTable");
-  const Ids on_cpu = as_ids(copy_to_cpu(kOp, ids.keep));
-  check_ids_on_cpu(kOp, kIndex, on_cpu, table.count);
-  if (plan) check_plan_on_cpu(kOp, kIndex, *plan, ids.count, table.count);
+  stream.refuse_capture_of_pageable(kOp, "the table", "table");
+  const Ids on_cpu = check_ids_and_plan_on_cpu(kOp, kIndex, ids, plan, table.count);
   const Tensor rows = torch::stable::reshape(copy_to_cpu(kOp, src), {ids.count, -1});
   all.mark_written();
   scatter_or_add_on_cpu(table, on_cpu, as_rows(kOp, "src", rows), added);
 }
 
-void scatter_on_gpu(const Rows& rows, Reach reach, const Ids& ids, const Rows& src,
+void scatter_on_gpu(const Rows& table, Access access, const Ids& ids, const Rows& src,
                     const Tensor& on, const Plan& plan, const Added& added,
                     const CurrentStream& stream, const Arguments& all) {
   if constexpr (kWithCuda) {
-    const ScatterRows work{.table = rows.base,
-                           .table_rows = rows.count,
-                           .table_stride_bytes = rows.stride_bytes,
-                           .src = src.base,
-                           .src_stride_bytes = src.stride_bytes,
-                           .row_bytes = rows.row_bytes};
-    const Mover mover = mover_for(Direction::kOut, rows, reach, src, ids.count, stream);
-    Batch batch = batch_of(Direction::kOut, reach, rows, ids.count);
-    batch.accumulate = added.has_value();
-    const Path path = plan ? Path::kOrdered : choose_path(kOp, batch, costs()).path;
-    if (path == Path::kOrdered) {
-      const int add_blocks = reach == Reach::kOnGpu ? kDeviceBlocks : static_cast<int>(num_sms());
-      const Tensors made = plan ? *plan : make_plan(kOp, ids, rows.count, on, stream.get());
-      const PlanView view = view_plan(kOp, kIndex, made, ids.count, rows.count);
+    const Batch batch = batch_of(Direction::kOut, access, table, ids.count, added.has_value());
+    const Mover mover = mover_for(batch, src, stream);
+    const Path path = plan ? Path::kOrdered : path_for(kOp, batch);
+    if (path == Path::kDirect) {
       all.mark_written();
-      check_cuda(
-          added ? launch_scatter_add(work, view, *added, add_blocks, letter_box(), stream.get())
-                : launch_scatter_ordered(work, view, mover, letter_box(), stream.get()),
-          kOp);
-    } else if (path == Path::kDistinct) {
-      const Claims claims = make_claims(kOp, ids, Winner::kLast, rows.count, on, stream.get());
-      all.mark_written();
-      check_cuda(launch_scatter_distinct(work, claims.view, mover, letter_box(), stream.get()),
-                 kOp);
-    } else {
-      all.mark_written();
-      check_cuda(launch_scatter_direct(work, unclaimed(ids), mover.most_blocks, letter_box(),
-                                       stream.get()),
-                 kOp);
+      return check_cuda(launch_scatter_direct(table, src, only_ids(ids), mover.most_blocks,
+                                              error_record(), stream.get()),
+                        kOp);
     }
+    const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan,
+                                       Winner::kLast, table.count, on, stream.get());
+    all.mark_written();
+    const int add_blocks = access == Access::kOnGpu ? kDeviceBlocks : static_cast<int>(num_sms());
+    check_cuda(
+        added ? launch_scatter_add(table, src, once.view.plan, *added, add_blocks, error_record(),
+                                   stream.get())
+              : launch_scatter_once(table, src, once.view, mover, error_record(), stream.get()),
+        kOp);
   }
 }
 
@@ -115,7 +119,7 @@ void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const 
   const Arguments all(
       kOp, {written("table", table), read(kIndex, index), read("src", src), read("plan", plan)});
   const Rows rows = check_fit(table, index, src, plan);
-  const Added added = accumulate ? std::make_optional(addend_of(kOp, table)) : std::nullopt;
+  const Added added = accumulate ? std::make_optional(number_kind_of(table)) : std::nullopt;
   all.check_memory();
   if (src.is_cpu()) {
     const Ids ids = as_ids(index);
@@ -127,18 +131,18 @@ void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const 
     return scatter_or_add_on_cpu(rows, ids, as_rows(kOp, "src", whole), added);
   }
   const CurrentStream stream(kOp, src);
-  const Reach reach = reach_of(kOp, table, rows);
+  const Access access = access_of(kOp, table, rows);
   Ids ids = as_ids(index);
   if (ids.on_cpu) check_ids_on_cpu(kOp, kIndex, ids, rows.count);
   if (ids.count == 0) return all.mark_written();
   if (ids.on_cpu) ids = as_ids(ids_to_device(kOp, ids, src, stream));
   const Tensor whole = row_per_id(src, ids.count, index.dim());
-  if (src.numel() > 0 && reach == Reach::kNot) {
+  if (src.numel() > 0 && access == Access::kNot) {
     scatter_staged(rows, ids, whole, plan, added, stream, all);
   } else {
     const Rows source = as_rows(kOp, "src", whole);
     queue_and_note(table, rows, stream.get(), [&] {
-      scatter_on_gpu(rows, reach, ids, source, whole, plan, added, stream, all);
+      scatter_on_gpu(rows, access, ids, source, whole, plan, added, stream, all);
     });
   }
 }

@@ -1,24 +1,23 @@
 // Kernels of pinned_scatter: rows on the GPU to a mapped host table (or a table on the GPU). Called
 // by pinned_scatter.cpp with checked shapes; bad ids leave the table as it was and word in the
-// letter box.
+// error record.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "move/bulk_mover.cuh"
 #include "ops/pinned_scatter_launch.h"
-#include "plan/claims.cuh"
-#include "plan/complaint.cuh"
+#include "plan/ids.cuh"
 
 namespace speedtorch {
 namespace {
 
 // The last occurrences, found by each block for itself in a hash table of its own.
 struct LastInBlock {
-  ClaimsView ids;
-  Complaint complaint;
+  WinnersView ids;
+  Report about;
 
-  static constexpr int kSlots = 2 * kIdsClaimedInBlock;
+  static constexpr int kSlots = 2 * kIdsDedupedInBlock;
 
   __device__ static int32_t* positions() {
     __shared__ int32_t shared[kSlots];  // position + 1, or 0
@@ -41,7 +40,7 @@ struct LastInBlock {
     __syncthreads();
     bool bad = false;
     for (int64_t m = threadIdx.x; m < ids.count; m += blockDim.x) {
-      bad |= is_outside(id(m), complaint.rows);
+      bad |= is_outside(id(m), about.rows);
       const int32_t mine = static_cast<int32_t>(m + 1);
       int slot = slot_of(m);
       while (true) {
@@ -56,34 +55,31 @@ struct LastInBlock {
     }
     return __syncthreads_or(bad);
   }
-  __device__ void complain() const { complain_of_ids(complaint, ids); }
+  __device__ void report() const { report_outside(about, ids); }
   __device__ int64_t count() const { return ids.count; }
   __device__ int64_t from(int64_t m) const { return positions()[slot_of(m)] == m + 1 ? m : -1; }
   __device__ int64_t to(int64_t m) const { return id(m); }
 };
 
-// The occurrence of each id that claimed its row.
-struct ClaimedOccurrences {
-  ClaimsView claims;
-  Complaint complaint;
+// The last occurrences: of distinct id m of the plan, or, where there is no plan, position m if it
+// is a winner.
+struct LastOccurrences : IdsOnceView {
+  Report about;
 
-  __device__ bool blocked() const { return claims.status->bad_count > 0; }
-  __device__ void complain() const { complain_of_claims(complaint, claims); }
-  __device__ int64_t count() const { return claims.count; }
-  __device__ int64_t from(int64_t m) const { return is_last(claims, m) ? m : -1; }
-  __device__ int64_t to(int64_t m) const { return id_at(claims.ids, claims.wide, m); }
-};
-
-// The last occurrence of distinct id m.
-struct LastOccurrences {
-  PlanView plan;
-  Complaint complaint;
-
-  __device__ bool blocked() const { return is_blocked(*plan.status, complaint.rows); }
-  __device__ void complain() const { complain_if_blocked(complaint, *plan.status); }
-  __device__ int64_t count() const { return plan.status->distinct; }
-  __device__ int64_t from(int64_t m) const { return plan.order[plan.offsets[m + 1] - 1]; }
-  __device__ int64_t to(int64_t m) const { return plan.unique[m]; }
+  __device__ bool blocked() const { return is_blocked(*this, about.rows); }
+  __device__ void report() const {
+    planned(*this) ? report_blocked(about, *plan.status) : report_outside(about, winners);
+  }
+  __device__ int64_t count() const {
+    return planned(*this) ? plan.status->distinct : winners.count;
+  }
+  __device__ int64_t from(int64_t m) const {
+    if (planned(*this)) return plan.order[plan.offsets[m + 1] - 1];
+    return winners.slots[winners.winner[m]] == m + 1 ? m : -1;
+  }
+  __device__ int64_t to(int64_t m) const {
+    return planned(*this) ? plan.unique[m] : id_at(winners.ids, winners.wide, m);
+  }
 };
 
 template <typename T>
@@ -125,18 +121,18 @@ __device__ void store_number(T* to, T number, bool aligned) {
 // time. A row crosses the link twice: once each way. `aligned` speaks of the table; src is.
 template <typename T>
 __global__ void __launch_bounds__(kMoverThreads)
-    add_rows_kernel(ScatterRows rows, PlanView plan, Complaint complaint, bool aligned) {
+    add_rows_kernel(Rows table, Rows src, PlanView plan, Report about, bool aligned) {
   constexpr int kNumbersInFlight = 16 / sizeof(T);
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (is_blocked(*plan.status, complaint.rows)) {
-    if (thread == 0) complain_if_blocked(complaint, *plan.status);
+  if (is_blocked(*plan.status, about.rows)) {
+    if (thread == 0) report_blocked(about, *plan.status);
     return;
   }
   const int64_t warps = int64_t{gridDim.x} * blockDim.x / 32;
   const int lane = threadIdx.x % 32;
-  const int64_t numbers = rows.row_bytes / static_cast<int64_t>(sizeof(T));
+  const int64_t numbers = table.row_bytes / static_cast<int64_t>(sizeof(T));
   for (int64_t m = thread / 32; m < plan.status->distinct; m += warps) {
-    T* row = reinterpret_cast<T*>(rows.table + plan.unique[m] * rows.table_stride_bytes);
+    T* row = reinterpret_cast<T*>(table.base + plan.unique[m] * table.stride_bytes);
     const int64_t begin = plan.offsets[m], end = plan.offsets[m + 1];
     for (int64_t first = lane; first < numbers; first += 32 * kNumbersInFlight) {
       T sum[kNumbersInFlight];
@@ -145,11 +141,10 @@ __global__ void __launch_bounds__(kMoverThreads)
         if (first + 32 * u < numbers) sum[u] = load_number(row + first + 32 * u, aligned);
       }
       for (int64_t i = begin; i < end; ++i) {
-        const T* addend =
-            reinterpret_cast<const T*>(rows.src + plan.order[i] * rows.src_stride_bytes);
+        const T* added = reinterpret_cast<const T*>(src.base + plan.order[i] * src.stride_bytes);
 #pragma unroll
         for (int u = 0; u < kNumbersInFlight; ++u) {
-          if (first + 32 * u < numbers) sum[u] = add(sum[u], addend[first + 32 * u]);
+          if (first + 32 * u < numbers) sum[u] = add(sum[u], added[first + 32 * u]);
         }
       }
 #pragma unroll
@@ -160,55 +155,34 @@ __global__ void __launch_bounds__(kMoverThreads)
   }
 }
 
-Complaint complaint_of(const ScatterRows& rows, Letter* box) {
-  return {box, Op::kScatter, IdList::kIndex, rows.table_rows};
-}
-
-RowRange src_range(const ScatterRows& rows, int64_t count) {
-  return {const_cast<char*>(rows.src), rows.src_stride_bytes, count};
-}
-RowRange table_range(const ScatterRows& rows) {
-  return {rows.table, rows.table_stride_bytes, rows.table_rows};
-}
-
-template <typename Moves>
-int store(const Moves& moves, const ScatterRows& rows, int64_t most_rows, Mover mover,
-          void* stream) {
-  return launch_moves<Link::kTo>(moves, src_range(rows, most_rows), table_range(rows),
-                                 rows.row_bytes, most_rows, 0, mover,
-                                 static_cast<cudaStream_t>(stream));
+Report report_of(const Rows& table, ErrorRecord* record) {
+  return {record, Op::kScatter, IdList::kIndex, table.count};
 }
 
 }  // namespace
 
-int launch_scatter_direct(const ScatterRows& rows, const ClaimsView& ids, int most_blocks,
-                          Letter* box, void* stream) {
-  return launch_register_moves<Link::kTo>(
-      LastInBlock{ids, complaint_of(rows, box)}, src_range(rows, ids.count), table_range(rows),
-      rows.row_bytes, ids.count, 0, most_blocks, static_cast<cudaStream_t>(stream));
+int launch_scatter_direct(const Rows& table, const Rows& src, const WinnersView& ids,
+                          int most_blocks, ErrorRecord* record, void* stream) {
+  return launch_register_moves<Link::kTo>(LastInBlock{ids, report_of(table, record)}, src, table,
+                                          src.count, 0, most_blocks, stream);
 }
 
-int launch_scatter_distinct(const ScatterRows& rows, const ClaimsView& claims, Mover mover,
-                            Letter* box, void* stream) {
-  return store(ClaimedOccurrences{claims, complaint_of(rows, box)}, rows, claims.count, mover,
-               stream);
+int launch_scatter_once(const Rows& table, const Rows& src, const IdsOnceView& ids, Mover mover,
+                        ErrorRecord* record, void* stream) {
+  return launch_moves<Link::kTo>(LastOccurrences{ids, report_of(table, record)}, src, table,
+                                 src.count, 0, mover, stream);
 }
 
-int launch_scatter_ordered(const ScatterRows& rows, const PlanView& plan, Mover mover, Letter* box,
-                           void* stream) {
-  return store(LastOccurrences{plan, complaint_of(rows, box)}, rows, plan.count, mover, stream);
-}
-
-int launch_scatter_add(const ScatterRows& rows, const PlanView& plan, AddendKind kind,
-                       int most_blocks, Letter* box, void* stream) {
+int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan, NumberKind kind,
+                       int most_blocks, ErrorRecord* record, void* stream) {
   const int64_t warps_per_block = kMoverThreads / 32;
   const int64_t blocks =
       std::clamp<int64_t>((plan.count + warps_per_block - 1) / warps_per_block, 1, most_blocks);
-  with_addend_type<__half, __nv_bfloat16>(kind, [&](auto number) {
-    const bool aligned = alignment_bits(table_range(rows)) % sizeof(number) == 0;
+  with_number_type<__half, __nv_bfloat16>(kind, [&](auto number) {
+    const bool aligned = table.bits() % sizeof(number) == 0;
     add_rows_kernel<decltype(number)>
         <<<static_cast<int>(blocks), kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            rows, plan, complaint_of(rows, box), aligned);
+            table, src, plan, report_of(table, record), aligned);
   });
   return cudaGetLastError();
 }

@@ -6,12 +6,13 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
-#include "core/rows.h"
+#include "core/tensor_checks.h"
 #include "ops/sum_rows_launch.h"
 #include "plan/plan.h"
 
@@ -21,25 +22,26 @@ namespace {
 constexpr const char* kOp = "sum_rows";
 constexpr const char* kIndex = "index";  // whose plan it is
 
-SumKind kind_of(const Tensor& rows) {
+NumberKind kind_of(const Tensor& rows) {
   switch (rows.scalar_type()) {
     case ScalarType::Half:
-      return SumKind::kHalf;
+      return NumberKind::kHalf;
     case ScalarType::BFloat16:
-      return SumKind::kBFloat16;
+      return NumberKind::kBFloat16;
     case ScalarType::Float:
-      return SumKind::kFloat;
+      return NumberKind::kFloat;
     case ScalarType::Double:
-      return SumKind::kDouble;
+      return NumberKind::kDouble;
     default:
-      throw_value_error(kOp,
-                        std::string("rows must be float16, bfloat16, float32 or float64, got ") +
-                            dtype_text(rows));
+      throw_value_error(kOp, "rows must be float16, bfloat16, float32 or float64, got ",
+                        dtype_text(rows));
   }
 }
 
-template <typename T, typename Sum>
+// Half-precision numbers are added up in single precision and rounded once.
+template <typename T>
 void sum_on_cpu(const SumRows& work, const PlanView& plan) {
+  using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
   const T* rows = static_cast<const T*>(work.rows);
   T* out = static_cast<T*>(work.out);
   torch::stable::parallel_for(0, work.distinct, 64, [&](int64_t begin, int64_t end) {
@@ -61,39 +63,25 @@ void sum_on_cpu(const SumRows& work, const PlanView& plan) {
   });
 }
 
-void sum_on_cpu(SumKind kind, const SumRows& work, const PlanView& plan) {
-  switch (kind) {
-    case SumKind::kHalf:
-      return sum_on_cpu<torch::headeronly::Half, float>(work, plan);
-    case SumKind::kBFloat16:
-      return sum_on_cpu<torch::headeronly::BFloat16, float>(work, plan);
-    case SumKind::kFloat:
-      return sum_on_cpu<float, float>(work, plan);
-    case SumKind::kDouble:
-      return sum_on_cpu<double, double>(work, plan);
-  }
-}
-
 // Which rows of the batch, of how many distinct ids.
 void check_counts(int64_t begin, int64_t count, int64_t distinct, int64_t entries) {
   if (begin < 0 || count > entries || begin > entries - count) {
     const std::string end =
         begin < 0 ? std::to_string(begin + count)
                   : std::to_string(static_cast<uint64_t>(begin) + static_cast<uint64_t>(count));
-    throw_value_error(kOp, "rows " + std::to_string(begin) + " to " + end +
-                               " are not all among the " + std::to_string(entries) +
-                               " ids of the plan");
+    throw_value_error(kOp, "rows ", begin, " to ", end, " are not all among the ", entries,
+                      " ids of the plan");
   }
   if (distinct < 0 || distinct > entries) {
-    throw_value_error(kOp, "distinct must be 0 to " + std::to_string(entries) +
-                               ", the ids of the plan, got " + std::to_string(distinct));
+    throw_value_error(kOp, "distinct must be 0 to ", entries, ", the ids of the plan, got ",
+                      distinct);
   }
 }
 
 Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
                 int64_t distinct) {
   const Arguments all(kOp, {read("rows", rows), read("plan", plan)});
-  const SumKind kind = kind_of(rows);
+  const NumberKind kind = kind_of(rows);
   const Rows shape = as_rows(kOp, "rows", rows);
   check_contiguous(kOp, "rows", rows);
   check_aligned(kOp, "rows", rows);
@@ -105,7 +93,7 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
   if (rows.is_cpu()) {
     check_offsets(kOp, kIndex, view);
     if (view.status->distinct != distinct) {
-      throw_bad_ids({.kind = LetterKind::kOtherDistinct,
+      throw_bad_ids({.kind = IdError::kOtherDistinct,
                      .op = kOp,
                      .list = kIndex,
                      .rows = distinct,
@@ -125,14 +113,16 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
                      .distinct = distinct,
                      .table_rows = table_rows};
   if (rows.is_cpu()) {
-    sum_on_cpu(kind, work, view);
+    using torch::headeronly::BFloat16, torch::headeronly::Half;
+    with_float_type<Half, BFloat16>(kind,
+                                    [&](auto number) { sum_on_cpu<decltype(number)>(work, view); });
     return out;
   }
   const CurrentStream stream(kOp, rows);
   if constexpr (kWithCuda) {
     const Tensor scratch =
         new_tensor(kOp, {sum_scratch_bytes(kind, entries, columns)}, ScalarType::Byte, rows);
-    check_cuda(launch_sum_rows(kind, work, view, scratch.data_ptr(), letter_box(), stream.get()),
+    check_cuda(launch_sum_rows(kind, work, view, scratch.data_ptr(), error_record(), stream.get()),
                kOp);
   }
   return out;

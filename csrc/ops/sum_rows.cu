@@ -11,7 +11,7 @@
 #include <algorithm>
 
 #include "ops/sum_rows_launch.h"
-#include "plan/complaint.cuh"
+#include "plan/ids.cuh"
 
 namespace speedtorch {
 namespace {
@@ -34,12 +34,6 @@ struct alignas(sizeof(Number) * kCount) Numbers {
   Number at[kCount];
 };
 
-struct Shape {
-  int lanes;           // threads of a group, a power of two
-  int64_t groups;      // that work on one tile of columns
-  int64_t tile_lanes;  // lanes that the columns need
-};
-
 // Where a thread works: its group, and its first column (or one past all).
 template <int kVec>
 struct Seat {
@@ -60,8 +54,7 @@ __device__ bool is_bad(const SumRows& work, const PlanStatus& status) {
 
 // By all threads: no sums, and word of what is wrong.
 template <typename T>
-__device__ void zero_instead(const SumRows& work, const PlanStatus& status,
-                             const Complaint& complaint) {
+__device__ void zero_instead(const SumRows& work, const PlanStatus& status, const Report& about) {
   const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   const int64_t thread = block * blockDim.x + threadIdx.x;
   const int64_t threads = int64_t{gridDim.x} * gridDim.y * blockDim.x;
@@ -70,22 +63,22 @@ __device__ void zero_instead(const SumRows& work, const PlanStatus& status,
   }
   if (thread != 0) return;
   if (is_blocked(status, work.table_rows)) {
-    complain_if_blocked(complaint, status);
+    report_blocked(about, status);
   } else {
-    Complaint about = complaint;
-    about.rows = work.distinct;
-    complain(about, LetterKind::kOtherDistinct, status.distinct, 0, 0, status.count);
+    Report other = about;
+    other.rows = work.distinct;
+    report(other, IdError::kOtherDistinct, status.distinct, 0, 0, status.count);
   }
 }
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads)
     sum_parts_kernel(SumRows work, PlanView plan, typename SumOf<T>::Type* kept, int lanes,
-                     Complaint complaint) {
+                     Report about) {
   using Sum = typename SumOf<T>::Type;
   using Row = Numbers<T, kVec>;
   using Sums = Numbers<Sum, kVec>;
-  if (is_bad(work, *plan.status)) return zero_instead<T>(work, *plan.status, complaint);
+  if (is_bad(work, *plan.status)) return zero_instead<T>(work, *plan.status, about);
   const Seat<kVec> seat(lanes);
   const int64_t first = seat.group * kEntriesPerPart;
   if (first >= plan.count || seat.column >= work.columns) return;
@@ -178,7 +171,7 @@ __global__ void __launch_bounds__(kThreads)
 int64_t parts_of(int64_t entries) { return (entries + kEntriesPerPart - 1) / kEntriesPerPart; }
 
 template <typename T, int kVec>
-int launch(const SumRows& work, const PlanView& plan, void* scratch, Letter* box,
+int launch(const SumRows& work, const PlanView& plan, void* scratch, ErrorRecord* record,
            cudaStream_t stream) {
   using Sum = typename SumOf<T>::Type;
   const int64_t needed = (work.columns + kVec - 1) / kVec;
@@ -188,45 +181,31 @@ int launch(const SumRows& work, const PlanView& plan, void* scratch, Letter* box
   const dim3 grid(static_cast<unsigned>((threads + kThreads - 1) / kThreads),
                   static_cast<unsigned>((needed + lanes - 1) / lanes));
   auto* kept = static_cast<Sum*>(scratch);
-  const Complaint complaint{box, Op::kSum, IdList::kIndex, work.table_rows};
-  sum_parts_kernel<T, kVec><<<grid, kThreads, 0, stream>>>(work, plan, kept, lanes, complaint);
+  const Report about{record, Op::kSum, IdList::kIndex, work.table_rows};
+  sum_parts_kernel<T, kVec><<<grid, kThreads, 0, stream>>>(work, plan, kept, lanes, about);
   sum_kept_kernel<T, kVec><<<grid, kThreads, 0, stream>>>(work, plan, kept, lanes);
   return cudaGetLastError();
 }
 
-template <typename T>
-int launch_of(const SumRows& work, const PlanView& plan, void* scratch, Letter* box,
-              cudaStream_t stream) {
-  constexpr int kVec = 16 / sizeof(T);
-  const auto bits = reinterpret_cast<uint64_t>(work.rows) | reinterpret_cast<uint64_t>(work.out);
-  if (work.columns % kVec == 0 && bits % 16 == 0) {
-    return launch<T, kVec>(work, plan, scratch, box, stream);
-  }
-  return launch<T, 1>(work, plan, scratch, box, stream);
-}
-
 }  // namespace
 
-int64_t sum_scratch_bytes(SumKind kind, int64_t entries, int64_t columns) {
-  const int64_t number_bytes = kind == SumKind::kDouble ? 8 : 4;
+int64_t sum_scratch_bytes(NumberKind kind, int64_t entries, int64_t columns) {
+  const int64_t number_bytes = kind == NumberKind::kDouble ? 8 : 4;
   return 2 * parts_of(entries) * columns * number_bytes;
 }
 
-int launch_sum_rows(SumKind kind, const SumRows& work, const PlanView& plan, void* scratch,
-                    Letter* box, void* stream) {
+int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, void* scratch,
+                    ErrorRecord* record, void* stream) {
   if (plan.count == 0 || work.columns == 0) return cudaSuccess;
-  auto on = static_cast<cudaStream_t>(stream);
-  switch (kind) {
-    case SumKind::kHalf:
-      return launch_of<__half>(work, plan, scratch, box, on);
-    case SumKind::kBFloat16:
-      return launch_of<__nv_bfloat16>(work, plan, scratch, box, on);
-    case SumKind::kFloat:
-      return launch_of<float>(work, plan, scratch, box, on);
-    case SumKind::kDouble:
-      return launch_of<double>(work, plan, scratch, box, on);
-  }
-  return cudaErrorInvalidValue;
+  const auto bits = reinterpret_cast<uint64_t>(work.rows) | reinterpret_cast<uint64_t>(work.out);
+  return with_float_type<__half, __nv_bfloat16>(kind, [&](auto number) {
+    using T = decltype(number);
+    constexpr int kVec = 16 / sizeof(T);
+    auto* on = static_cast<cudaStream_t>(stream);
+    return work.columns % kVec == 0 && bits % 16 == 0
+               ? launch<T, kVec>(work, plan, scratch, record, on)
+               : launch<T, 1>(work, plan, scratch, record, on);
+  });
 }
 
 }  // namespace speedtorch

@@ -3,12 +3,11 @@
 
 #include <cstdint>
 
-#include "core/letter.h"
-#include "plan/plan_view.h"
+#include "core/error_record.h"
+#include "move/number_kind.h"
+#include "plan/plan_launch.h"
 
 namespace speedtorch {
-
-enum class SumKind : int { kHalf, kBFloat16, kFloat, kDouble };
 
 // Entries of a plan that are added up one after the other; longer runs are added up from such
 // parts. Fixed, so that a sum has the same bits on every GPU.
@@ -25,11 +24,11 @@ struct SumRows {
   int64_t table_rows;
 };
 
-// Bytes of scratch for a plan of `entries` ids.
-int64_t sum_scratch_bytes(SumKind kind, int64_t entries, int64_t columns);
+// Kinds are those of floating-point numbers. Bytes of scratch for a plan of `entries` ids.
+int64_t sum_scratch_bytes(NumberKind kind, int64_t entries, int64_t columns);
 // `out` becomes zeros, and word of it is left in `box`, if the plan is one of bad ids, of another
 // table or of another number of distinct ids.
-int launch_sum_rows(SumKind kind, const SumRows& work, const PlanView& plan, void* scratch,
-                    Letter* box, void* stream);
+int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, void* scratch,
+                    ErrorRecord* record, void* stream);
 
 }  // namespace speedtorch

@@ -1,8 +1,12 @@
-// Ids on the GPU, as the kernels that check, hash and sort them see them. No torch here.
+// What kernels do with the ids of a batch: read, check, hash and search them, and leave word of bad
+// ones in the error record (gpu.h). No torch here.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+
+#include "core/error_record.h"
+#include "plan/plan_launch.h"
 
 namespace speedtorch {
 
@@ -15,6 +19,9 @@ inline int blocks_for_ids(int64_t n) {
   return static_cast<int>(std::clamp<int64_t>((n + kIdThreads - 1) / kIdThreads, 1, kMostIdBlocks));
 }
 
+// Bytes of a piece of scratch: pieces are aligned as cudaMalloc aligns.
+constexpr int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
 __device__ inline int64_t id_at(const void* ids, bool wide, int64_t m) {
   return wide ? static_cast<const int64_t*>(ids)[m] : static_cast<const int32_t*>(ids)[m];
 }
@@ -26,6 +33,93 @@ __device__ inline bool is_outside(int64_t id, int64_t rows) {
 // Fibonacci hashing: the upper half of the product depends on all bits of the id.
 __device__ inline uint64_t hash_of(int64_t id) {
   return static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull >> 32;
+}
+
+// The first of ascending ids that is not below `id`.
+__device__ inline int64_t lower_bound(const int64_t* ids, int64_t count, int64_t id) {
+  int64_t low = 0, high = count;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (ids[middle] < id) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+__device__ inline void count_one(int64_t* count) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(count), 1ull);
+}
+__device__ inline void note_first(int64_t* first, int64_t position) {
+  atomicMin(reinterpret_cast<unsigned long long*>(first),
+            static_cast<unsigned long long>(position));
+}
+
+// ------------------------------------------------------------------------------------------------
+// Word of bad ids, each left by one thread.
+
+// What a mover needs to know to say which ids are bad.
+struct Report {
+  ErrorRecord* record;  // null: another launch of the same op says it
+  Op op;
+  IdList list;
+  int64_t rows;  // of the table
+};
+
+// The first report stays until the host has read it. Two kernels that report at the same moment on
+// two streams may mix their reports: an error is raised all the same.
+__device__ inline void report(const Report& about, IdError kind, int64_t id, int64_t position,
+                              int64_t bad_count, int64_t count) {
+  volatile ErrorRecord* record = about.record;
+  if (record == nullptr || record->full != 0) return;
+  record->kind = static_cast<int32_t>(kind);
+  record->op = static_cast<int32_t>(about.op);
+  record->list = static_cast<int32_t>(about.list);
+  record->rows = about.rows;
+  record->id = id;
+  record->position = position;
+  record->bad_count = bad_count;
+  record->count = count;
+  __threadfence_system();
+  record->full = 1;
+}
+
+// True if a plan's ids must not be used on this table.
+__device__ inline bool is_blocked(const PlanStatus& status, int64_t rows) {
+  return status.bad_count > 0 || status.rows != rows;
+}
+
+// Whether a plan stands there rather than winners.
+__device__ inline bool planned(const IdsOnceView& ids) { return ids.plan.status != nullptr; }
+__device__ inline bool is_blocked(const IdsOnceView& ids, int64_t rows) {
+  return planned(ids) ? is_blocked(*ids.plan.status, rows) : ids.winners.status->bad_count > 0;
+}
+
+__device__ inline void report_blocked(const Report& about, const PlanStatus& status) {
+  if (status.bad_count > 0) {
+    report(about, IdError::kOutOfRange, status.bad_id, status.bad_position, status.bad_count,
+           status.count);
+  } else if (status.rows != about.rows) {
+    report(about, IdError::kForeignPlan, status.rows, 0, 0, status.count);
+  }
+}
+
+// Without a status the thread looks through all ids.
+__device__ inline void report_outside(const Report& about, const WinnersView& ids) {
+  int64_t first = 0, bad_count = 0;
+  if (ids.status != nullptr) {
+    first = ids.count - ids.status->bad_from_end;
+    bad_count = ids.status->bad_count;
+  } else {
+    for (int64_t m = ids.count - 1; m >= 0; --m) {
+      if (!is_outside(id_at(ids.ids, ids.wide, m), about.rows)) continue;
+      ++bad_count;
+      first = m;
+    }
+  }
+  report(about, IdError::kOutOfRange, id_at(ids.ids, ids.wide, first), first, bad_count, ids.count);
 }
 
 }  // namespace speedtorch

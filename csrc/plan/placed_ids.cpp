@@ -18,34 +18,29 @@ PlanView view_of(const PlacedList& list, PlanStatus* status) {
           .count = list.ids.numel()};
 }
 
-void check_on_cpu(const char* op, const PlacedList& list, const PlanView& view, int64_t table_rows,
-                  PlanStatus* status) {
+void check_on_cpu(const char* op, const PlacedList& list, const PlanView& view,
+                  int64_t table_rows) {
   check_ids_on_cpu(op, list.ids_name, as_ids(list.ids), table_rows);
   for (int64_t i = 0; i < view.count; ++i) {
-    BadIds bad{.op = op,
-               .list = list.ids_name,
-               .rows = list.side_rows,
-               .position = i,
-               .count = view.count};
-    if (i > 0 && view.unique[i] <= view.unique[i - 1]) {
-      bad.kind = LetterKind::kUnordered;
-      bad.id = view.unique[i];
-      throw_bad_ids(bad);
-    }
-    if (view.order[i] < 0 || view.order[i] >= list.side_rows) {
-      bad.kind = LetterKind::kBadPlace;
-      bad.id = view.order[i];
-      throw_bad_ids(bad);
-    }
+    const int64_t id = view.unique[i], place = view.order[i];
+    const bool unordered = i > 0 && id <= view.unique[i - 1];
+    if (!unordered && place >= 0 && place < list.side_rows) continue;
+    throw_bad_ids({.kind = unordered ? IdError::kUnordered : IdError::kBadPlace,
+                   .op = op,
+                   .list = list.ids_name,
+                   .rows = list.side_rows,
+                   .id = unordered ? id : place,
+                   .position = i,
+                   .count = view.count});
   }
-  *status = {.bad_count = 0,
-             .bad_position = view.count,
-             .bad_id = 0,
-             .distinct = view.count,
-             .rows = table_rows,
-             .count = view.count,
-             .repeat_position = view.count,
-             .repeat_id = 0};
+  *view.status = {.bad_count = 0,
+                  .bad_position = view.count,
+                  .bad_id = 0,
+                  .distinct = view.count,
+                  .rows = table_rows,
+                  .count = view.count,
+                  .repeat_position = view.count,
+                  .repeat_id = 0};
 }
 
 }  // namespace
@@ -63,23 +58,15 @@ PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList
   PlacedViews made{
       .evict = view_of(evict, status), .load = view_of(load, status + 1), .keep = keep};
   if (on.is_cpu()) {
-    check_on_cpu(op, evict, made.evict, table_rows, status);
-    check_on_cpu(op, load, made.load, table_rows, status + 1);
+    check_on_cpu(op, evict, made.evict, table_rows);
+    check_on_cpu(op, load, made.load, table_rows);
     return made;
   }
   if constexpr (kWithCuda) {
-    auto check = [](const PlacedList& list, const PlanView& view, PlanStatus* to) {
-      return PlacedCheck{.ids = view.unique,
-                         .places = view.order,
-                         .count = view.count,
-                         .side_rows = list.side_rows,
-                         .list = list.list,
-                         .status = to};
-    };
-    check_cuda(
-        launch_check_placed(check(evict, made.evict, status), check(load, made.load, status + 1),
-                            table_rows, letter_box(), stream),
-        op);
+    check_cuda(launch_check_placed({made.evict, evict.list, evict.side_rows},
+                                   {made.load, load.list, load.side_rows}, table_rows,
+                                   error_record(), stream),
+               op);
   }
   return made;
 }

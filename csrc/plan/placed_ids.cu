@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include "plan/complaint.cuh"
 #include "plan/ids.cuh"
 #include "plan/placed_ids_launch.h"
 
@@ -14,48 +13,43 @@ namespace {
 constexpr int64_t kFewIds = 16384;
 constexpr int kFewThreads = 1024;
 
-__device__ void note_first(int64_t* first, int64_t position) {
-  atomicMin(reinterpret_cast<unsigned long long*>(first),
-            static_cast<unsigned long long>(position));
-}
-
 // Until the last kernel `bad_id` is the first entry whose place is out of range.
 __device__ void reset(const PlacedCheck& list, int64_t table_rows) {
-  const int64_t count = list.count;
-  *list.status = {0, count, count, count, table_rows, count, count, 0};
+  const int64_t count = list.view.count;
+  *list.view.status = {0, count, count, count, table_rows, count, count, 0};
 }
 
 // The calling threads own entries first, first + stride, ...
 __device__ void check_entries(const PlacedCheck& list, int64_t table_rows, int64_t first,
                               int64_t stride) {
-  PlanStatus* status = list.status;
-  for (int64_t i = first; i < list.count; i += stride) {
-    const int64_t id = list.ids[i];
+  PlanStatus* status = list.view.status;
+  for (int64_t i = first; i < list.view.count; i += stride) {
+    const int64_t id = list.view.unique[i];
     if (is_outside(id, table_rows)) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(&status->bad_count), 1ull);
+      count_one(&status->bad_count);
       note_first(&status->bad_position, i);
-    } else if (i > 0 && id <= list.ids[i - 1]) {
+    } else if (i > 0 && id <= list.view.unique[i - 1]) {
       note_first(&status->repeat_position, i);
-    } else if (is_outside(list.places[i], list.side_rows)) {
+    } else if (is_outside(list.view.order[i], list.side_rows)) {
       note_first(&status->bad_id, i);
     }
   }
 }
 
 // By one thread: says what is wrong, and blocks the movers then.
-__device__ void judge(const PlacedCheck& list, int64_t table_rows, Letter* box) {
-  volatile PlanStatus* status = list.status;
-  Complaint about{box, Op::kSwap, list.list, table_rows};
-  const int64_t count = list.count, bad_place = status->bad_id;
+__device__ void judge(const PlacedCheck& list, int64_t table_rows, ErrorRecord* record) {
+  volatile PlanStatus* status = list.view.status;
+  Report about{record, Op::kSwap, list.list, table_rows};
+  const int64_t count = list.view.count, bad_place = status->bad_id;
   if (status->bad_position < count) {
     const int64_t at = status->bad_position;
-    complain(about, LetterKind::kOutOfRange, list.ids[at], at, status->bad_count, count);
+    report(about, IdError::kOutOfRange, list.view.unique[at], at, status->bad_count, count);
   } else if (status->repeat_position < count) {
     const int64_t at = status->repeat_position;
-    complain(about, LetterKind::kUnordered, list.ids[at], at, 1, count);
+    report(about, IdError::kUnordered, list.view.unique[at], at, 1, count);
   } else if (bad_place < count) {
     about.rows = list.side_rows;
-    complain(about, LetterKind::kBadPlace, list.places[bad_place], bad_place, 1, count);
+    report(about, IdError::kBadPlace, list.view.order[bad_place], bad_place, 1, count);
   } else {
     return;
   }
@@ -77,14 +71,15 @@ __global__ void check_placed_kernel(PlacedCheck evict, PlacedCheck load, int64_t
 }
 
 // One thread.
-__global__ void judge_kernel(PlacedCheck evict, PlacedCheck load, int64_t table_rows, Letter* box) {
-  judge(evict, table_rows, box);
-  judge(load, table_rows, box);
+__global__ void judge_kernel(PlacedCheck evict, PlacedCheck load, int64_t table_rows,
+                             ErrorRecord* record) {
+  judge(evict, table_rows, record);
+  judge(load, table_rows, record);
 }
 
 // One block: all of the above, for lists so short that three launches take longer.
 __global__ void check_few_placed_kernel(PlacedCheck evict, PlacedCheck load, int64_t table_rows,
-                                        Letter* box) {
+                                        ErrorRecord* record) {
   if (threadIdx.x == 0) {
     reset(evict, table_rows);
     reset(load, table_rows);
@@ -95,24 +90,24 @@ __global__ void check_few_placed_kernel(PlacedCheck evict, PlacedCheck load, int
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    judge(evict, table_rows, box);
-    judge(load, table_rows, box);
+    judge(evict, table_rows, record);
+    judge(load, table_rows, record);
   }
 }
 
 }  // namespace
 
 int launch_check_placed(const PlacedCheck& evict, const PlacedCheck& load, int64_t table_rows,
-                        Letter* box, void* stream) {
+                        ErrorRecord* record, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
-  const int64_t longer = evict.count > load.count ? evict.count : load.count;
+  const int64_t longer = evict.view.count > load.view.count ? evict.view.count : load.view.count;
   if (longer <= kFewIds) {
-    check_few_placed_kernel<<<1, kFewThreads, 0, on>>>(evict, load, table_rows, box);
+    check_few_placed_kernel<<<1, kFewThreads, 0, on>>>(evict, load, table_rows, record);
     return cudaGetLastError();
   }
   reset_kernel<<<1, 1, 0, on>>>(evict, load, table_rows);
   check_placed_kernel<<<blocks_for_ids(longer), kIdThreads, 0, on>>>(evict, load, table_rows);
-  judge_kernel<<<1, 1, 0, on>>>(evict, load, table_rows, box);
+  judge_kernel<<<1, 1, 0, on>>>(evict, load, table_rows, record);
   return cudaGetLastError();
 }
 

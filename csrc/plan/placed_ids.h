@@ -2,8 +2,8 @@
 // them, without sorting. Used by optimizer_state_swap.placed.
 #pragma once
 
-#include "core/rows.h"
-#include "plan/plan_view.h"
+#include "core/tensor_checks.h"
+#include "plan/plan_launch.h"
 
 namespace speedtorch {
 
@@ -12,8 +12,8 @@ struct PlacedList {
   IdList list;
   const char* ids_name;     // "evict"
   const char* places_name;  // "evict_places"
-  const Tensor& ids;
-  const Tensor& places;
+  Tensor ids;
+  Tensor places;
   int64_t side_rows;  // places are below
 };
 
@@ -27,7 +27,7 @@ struct PlacedViews {
 // Refuses anything but contiguous int64 ids and places, equally many, on the device of `on`.
 void check_placed_kinds(const char* op, const PlacedList& list, const Tensor& on);
 // Of checked kinds. On the CPU refuses ids out of range or order and places beyond the side's rows;
-// on a GPU a kernel finds those, says so in the letter box, and the movers leave everything as it
+// on a GPU a kernel finds those, says so in the error record, and the movers leave everything as it
 // was.
 PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
                        int64_t table_rows, const Tensor& on, void* stream);

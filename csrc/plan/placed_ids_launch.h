@@ -3,23 +3,20 @@
 
 #include <cstdint>
 
-#include "core/letter.h"
-#include "plan/plan_view.h"
+#include "core/error_record.h"
+#include "plan/plan_launch.h"
 
 namespace speedtorch {
 
-// Ids and places in GPU memory, and where their status is written; its `distinct` is -1 if
+// Ids (`unique`) and places (`order`) in GPU memory; the status is written, its `distinct` is -1 if
 // something is wrong.
 struct PlacedCheck {
-  const int64_t* ids;
-  const int64_t* places;
-  int64_t count;
-  int64_t side_rows;
+  PlanView view;
   IdList list;
-  PlanStatus* status;
+  int64_t side_rows;  // places are below
 };
 
 int launch_check_placed(const PlacedCheck& evict, const PlacedCheck& load, int64_t table_rows,
-                        Letter* box, void* stream);
+                        ErrorRecord* record, void* stream);
 
 }  // namespace speedtorch

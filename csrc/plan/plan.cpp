@@ -12,10 +12,8 @@
 #include <memory>
 #include <string>
 
-#include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
-#include "plan/plan_launch.h"
 
 namespace speedtorch {
 namespace {
@@ -52,91 +50,80 @@ void sort_positions(const Ids& ids, int64_t rows, int64_t* order) {
   if (from != order) std::memcpy(order, from, static_cast<size_t>(n) * sizeof(int64_t));
 }
 
-void fill_plan_on_cpu(const Ids& ids, int64_t rows, const std::vector<Tensor>& plan) {
-  int64_t* unique = data_of(plan[kUnique]);
-  int64_t* inverse = data_of(plan[kInverse]);
-  int64_t* order = data_of(plan[kOrder]);
-  int64_t* offsets = data_of(plan[kOffsets]);
-  const int64_t n = ids.count;
-  if (n > 0) sort_positions(ids, rows, order);
-  int64_t distinct = 0, repeat = n;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t id = ids.at(order[i]);
-    if (distinct == 0 || id != unique[distinct - 1]) {
-      unique[distinct] = id;
-      offsets[distinct++] = i;
-    } else {
-      repeat = std::min(repeat, order[i]);
-    }
-    inverse[order[i]] = distinct - 1;
-  }
-  std::fill(unique + distinct, unique + n, -1);
-  std::fill(offsets + distinct, offsets + n + 1, n);
-  *reinterpret_cast<PlanStatus*>(data_of(plan[kStatus])) = {
-      .bad_count = 0,
-      .bad_position = n,
-      .bad_id = 0,
-      .distinct = distinct,
-      .rows = rows,
-      .count = n,
-      .repeat_position = repeat,
-      .repeat_id = repeat < n ? ids.at(repeat) : 0};
-}
-
-PlanView view_of(const std::vector<Tensor>& plan, int64_t count) {
+PlanView view_of(const Tensors& plan, int64_t count) {
   return {.unique = data_of(plan[kUnique]),
           .inverse = data_of(plan[kInverse]),
           .order = data_of(plan[kOrder]),
           .offsets = data_of(plan[kOffsets]),
-          .status = reinterpret_cast<const PlanStatus*>(data_of(plan[kStatus])),
+          .status = reinterpret_cast<PlanStatus*>(data_of(plan[kStatus])),
           .count = count};
 }
 
+void fill_plan_on_cpu(const Ids& ids, int64_t rows, const PlanView& plan) {
+  const int64_t n = ids.count;
+  if (n > 0) sort_positions(ids, rows, plan.order);
+  int64_t distinct = 0, repeat = n;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t position = plan.order[i], id = ids.at(position);
+    if (distinct == 0 || id != plan.unique[distinct - 1]) {
+      plan.unique[distinct] = id;
+      plan.offsets[distinct++] = i;
+    } else {
+      repeat = std::min(repeat, position);
+    }
+    plan.inverse[position] = distinct - 1;
+  }
+  std::fill(plan.unique + distinct, plan.unique + n, -1);
+  std::fill(plan.offsets + distinct, plan.offsets + n + 1, n);
+  *plan.status = {.bad_count = 0,
+                  .bad_position = n,
+                  .bad_id = 0,
+                  .distinct = distinct,
+                  .rows = rows,
+                  .count = n,
+                  .repeat_position = repeat,
+                  .repeat_id = repeat < n ? ids.at(repeat) : 0};
+}
+
 [[noreturn]] void throw_not_made_by_plan_rows(const char* op, const char* list) {
-  throw_value_error(op, "the plan of " + std::string(list) +
-                            " does not hold what plan_rows writes; make it with plan_rows(" + list +
-                            ", rows) and leave it as it is");
+  throw_value_error(op, "the plan of ", list,
+                    " does not hold what plan_rows writes; make it with plan_rows(", list,
+                    ", rows) and leave it as it is");
 }
 
 }  // namespace
 
-std::vector<Tensor> make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on,
-                              void* stream) {
-  std::vector<Tensor> plan;
+Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream) {
+  Tensors plan;
   for (size_t part = 0; part < kParts; ++part) {
     plan.push_back(new_tensor(op, {part_length(part, ids.count)}, ScalarType::Long, on));
   }
+  const PlanView view = view_of(plan, ids.count);
   if (on.is_cpu()) {
-    fill_plan_on_cpu(ids, rows, plan);
+    fill_plan_on_cpu(ids, rows, view);
     return plan;
   }
   if constexpr (kWithCuda) {
     const int64_t scratch_bytes = plan_scratch_bytes(ids.count, rows);
     const Tensor scratch = new_tensor(op, {scratch_bytes}, ScalarType::Byte, on);
-    check_cuda(launch_plan(ids.data, ids.wide, ids.count, rows, scratch.data_ptr(), scratch_bytes,
-                           {.unique = data_of(plan[kUnique]),
-                            .inverse = data_of(plan[kInverse]),
-                            .order = data_of(plan[kOrder]),
-                            .offsets = data_of(plan[kOffsets]),
-                            .status = reinterpret_cast<PlanStatus*>(data_of(plan[kStatus]))},
-                           stream),
-               op);
+    check_cuda(
+        launch_plan(ids.data, ids.wide, rows, scratch.data_ptr(), scratch_bytes, view, stream), op);
   }
   return plan;
 }
 
-void check_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+void check_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
                 const Tensor& on) {
   const std::string name = "the plan of " + std::string(list);
   if (plan.size() != kParts) {
-    throw_value_error(op, name + " has " + std::to_string(plan.size()) +
-                              " tensors, expected the 5 that plan_rows returns");
+    throw_value_error(op, name, " has ", plan.size(),
+                      " tensors, expected the 5 that plan_rows returns");
   }
   for (size_t part = 0; part < kParts; ++part) {
     const std::string part_name = name + " (" + kPartNames[part] + ")";
     if (plan[part].scalar_type() != ScalarType::Long || !plan[part].is_contiguous()) {
-      throw_value_error(op,
-                        part_name + " must be a contiguous int64 tensor as plan_rows returns it");
+      throw_value_error(op, part_name,
+                        " must be a contiguous int64 tensor as plan_rows returns it");
     }
     check_shape(op, part_name.c_str(), plan[part], {part_length(part, count)});
     check_aligned(op, part_name.c_str(), plan[part]);
@@ -144,17 +131,14 @@ void check_plan(const char* op, const char* list, const std::vector<Tensor>& pla
   }
 }
 
-PlanView view_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+PlanView view_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
                    int64_t rows) {
   const PlanView view = view_of(plan, count);
   if (!plan[kStatus].is_cpu()) return view;
   const PlanStatus& status = *view.status;
   if (status.rows != rows) {
-    throw_bad_ids({.kind = LetterKind::kForeignPlan,
-                   .op = op,
-                   .list = list,
-                   .rows = rows,
-                   .id = status.rows});
+    throw_bad_ids(
+        {.kind = IdError::kForeignPlan, .op = op, .list = list, .rows = rows, .id = status.rows});
   }
   const bool fits = status.count == count && status.bad_count == 0 && status.distinct >= 0 &&
                     status.distinct <= count;
@@ -183,35 +167,39 @@ void check_plan_of(const char* op, const char* list, const PlanView& view, const
       before = position;
     }
     if (good) continue;
-    throw_value_error(op, "the plan of " + std::string(list) + " is that of other ids (entry " +
-                              std::to_string(k) + " of its distinct ids is " + std::to_string(id) +
-                              "); plan_rows(" + list + ", rows) makes the right one");
+    throw_value_error(op, "the plan of ", list, " is that of other ids (entry ", k,
+                      " of its distinct ids is ", id, "); plan_rows(", list,
+                      ", rows) makes the right one");
   }
 }
 
-void check_plan_on_cpu(const char* op, const char* list, const std::vector<Tensor>& plan,
-                       int64_t count, int64_t rows) {
-  std::vector<Tensor> on_cpu;
-  for (const Tensor& part : plan) on_cpu.push_back(copy_to_cpu(op, part));
-  view_plan(op, list, on_cpu, count, rows);
+Ids check_ids_and_plan_on_cpu(const char* op, const char* list, const Ids& ids, const Plan& plan,
+                              int64_t rows) {
+  const Ids on_cpu = as_ids(copy_to_cpu(op, ids.keep));
+  check_ids_on_cpu(op, list, on_cpu, rows);
+  if (!plan) return on_cpu;
+  Tensors parts;
+  for (const Tensor& part : *plan) parts.push_back(copy_to_cpu(op, part));
+  view_plan(op, list, parts, ids.count, rows);
+  return on_cpu;
 }
 
-std::vector<Tensor> plan_rows(const Tensor& index, int64_t rows) {
+namespace {
+
+Tensors plan_rows(const Tensor& index, int64_t rows) {
   constexpr const char* kOp = "plan_rows";
   const Arguments all(kOp, {read("index", index)});
-  if (rows < 0) throw_value_error(kOp, "rows must not be negative, got " + std::to_string(rows));
+  if (rows < 0) throw_value_error(kOp, "rows must not be negative, got ", rows);
   check_ids_kind(kOp, "index", index);
   all.check_memory();
-  if (index.is_cpu()) {
-    const Ids ids = as_ids(index);
-    check_ids_on_cpu(kOp, "index", ids, rows);
-    return make_plan(kOp, ids, rows, ids.keep, nullptr);
-  }
-  const CurrentStream stream(kOp, index);
+  std::optional<CurrentStream> stream;
+  if (!index.is_cpu()) stream.emplace(kOp, index);
   const Ids ids = as_ids(index);
-  return make_plan(kOp, ids, rows, ids.keep, stream.get());
+  if (ids.on_cpu) check_ids_on_cpu(kOp, "index", ids, rows);
+  return make_plan(kOp, ids, rows, ids.keep, stream ? stream->get() : nullptr);
 }
 
+}  // namespace
 }  // namespace speedtorch
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {

@@ -13,12 +13,9 @@
 #include <cub/device/device_scan.cuh>
 
 #include "plan/ids.cuh"
-#include "plan/plan_launch.h"
 
 namespace speedtorch {
 namespace {
-
-constexpr int64_t kAlign = 256;  // of the pieces of scratch, as cudaMalloc aligns
 
 // One block plans so few ids in the time of a few launches.
 constexpr int kFewThreads = 512;
@@ -40,17 +37,12 @@ int end_bit(int64_t rows) {
   return std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(rows - 1))));
 }
 
-int64_t padded(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
-size_t cub_scratch_bytes(int64_t n, int64_t rows) {
-  size_t sort_bytes = 0, scan_bytes = 0;
-  cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, static_cast<uint64_t*>(nullptr),
-                                  static_cast<uint64_t*>(nullptr), static_cast<int32_t*>(nullptr),
-                                  static_cast<int32_t*>(nullptr), static_cast<int>(n), 0,
-                                  end_bit(rows));
-  cub::DeviceScan::InclusiveSum(nullptr, scan_bytes, static_cast<int32_t*>(nullptr),
-                                static_cast<int32_t*>(nullptr), static_cast<int>(n));
-  return std::max(sort_bytes, scan_bytes);
+// Sorts (key, position) by key, or says how many bytes of scratch.cub that takes where it is null.
+cudaError_t sort(const Scratch& scratch, size_t& bytes, int64_t n, int64_t rows,
+                 cudaStream_t stream) {
+  return cub::DeviceRadixSort::SortPairs(scratch.cub, bytes, scratch.keys, scratch.sorted_keys,
+                                         scratch.positions, scratch.sorted_positions,
+                                         static_cast<int>(n), 0, end_bit(rows), stream);
 }
 
 Scratch carve(void* memory, int64_t bytes, int64_t n) {
@@ -68,27 +60,29 @@ Scratch carve(void* memory, int64_t bytes, int64_t n) {
   return scratch;
 }
 
-// ----------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 // kernels
 
-// One thread: a status of a batch in which nothing is wrong yet.
-__global__ void reset_status_kernel(PlanStatus* status, int64_t rows, int64_t n) {
+// By one thread: a status of a batch in which nothing is wrong yet.
+__device__ void reset(PlanStatus* status, int64_t rows, int64_t n) {
   *status = {0, n, 0, 0, rows, n, n, 0};
 }
 
+__global__ void reset_status_kernel(PlanStatus* status, int64_t rows, int64_t n) {
+  reset(status, rows, n);
+}
+
 // A thread owns ids i, i + threads, ...: finds those out of range and prepares the sort.
-template <typename Id>
-__global__ void mark_ids_kernel(const Id* ids, int64_t n, int64_t rows, uint64_t* keys,
+__global__ void mark_ids_kernel(const void* ids, bool wide, int64_t n, int64_t rows, uint64_t* keys,
                                 int32_t* positions, PlanStatus* status) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
-    const uint64_t id = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
-    if (id >= static_cast<uint64_t>(rows)) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(&status->bad_count), 1ull);
-      atomicMin(reinterpret_cast<unsigned long long*>(&status->bad_position),
-                static_cast<unsigned long long>(i));
+    const int64_t id = id_at(ids, wide, i);
+    if (is_outside(id, rows)) {
+      count_one(&status->bad_count);
+      note_first(&status->bad_position, i);
     }
-    keys[i] = id;
+    keys[i] = static_cast<uint64_t>(id);
     positions[i] = static_cast<int32_t>(i);
   }
 }
@@ -103,10 +97,9 @@ __global__ void mark_heads_kernel(const uint64_t* sorted_keys, int64_t n, int32_
 
 // A thread owns sorted entries: writes its share of the plan. ranks[i] is the number of distinct
 // ids up to entry i.
-template <typename Id>
-__global__ void write_plan_kernel(const Id* ids, const uint64_t* sorted_keys,
-                                  const int32_t* sorted_positions, const int32_t* ranks, int64_t n,
-                                  PlanOut out) {
+__global__ void write_plan_kernel(const uint64_t* sorted_keys, const int32_t* sorted_positions,
+                                  const int32_t* ranks, PlanView out) {
+  const int64_t n = out.count;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t distinct = ranks[n - 1];
   unsigned long long first_repeat = static_cast<unsigned long long>(n);
@@ -140,23 +133,19 @@ __global__ void write_plan_kernel(const Id* ids, const uint64_t* sorted_keys,
 }
 
 // By one thread: the ids at the first bad and the first repeated position.
-template <typename Id>
-__device__ void name_ids(const Id* ids, int64_t n, volatile PlanStatus* status) {
-  if (status->bad_count > 0) status->bad_id = static_cast<int64_t>(ids[status->bad_position]);
-  if (status->repeat_position < n)
-    status->repeat_id = static_cast<int64_t>(ids[status->repeat_position]);
+__device__ void name_ids(const void* ids, bool wide, int64_t n, volatile PlanStatus* status) {
+  if (status->bad_count > 0) status->bad_id = id_at(ids, wide, status->bad_position);
+  if (status->repeat_position < n) status->repeat_id = id_at(ids, wide, status->repeat_position);
 }
 
-template <typename Id>
-__global__ void name_ids_kernel(const Id* ids, int64_t n, PlanStatus* status) {
-  name_ids(ids, n, status);
+__global__ void name_ids_kernel(const void* ids, bool wide, int64_t n, PlanStatus* status) {
+  name_ids(ids, wide, n, status);
 }
 
 // One block: all of the above, for batches so small that a dozen launches take longer. A thread
 // owns kFewPerThread neighbours, before and after the sort.
-template <typename Id>
 __global__ void __launch_bounds__(kFewThreads)
-    plan_few_kernel(const Id* ids, int64_t n, int64_t rows, int last_bit, PlanOut out) {
+    plan_few_kernel(const void* ids, bool wide, int64_t rows, int last_bit, PlanView out) {
   using Sort = cub::BlockRadixSort<uint64_t, kFewThreads, kFewPerThread, int32_t>;
   using Scan = cub::BlockScan<int32_t, kFewThreads>;
   __shared__ union {
@@ -165,22 +154,19 @@ __global__ void __launch_bounds__(kFewThreads)
     uint64_t last_key[kFewThreads];  // of each thread's neighbours
   } shared;
   PlanStatus* status = out.status;
-  if (threadIdx.x == 0) *status = {0, n, 0, 0, rows, n, n, 0};
+  const int64_t n = out.count;
+  if (threadIdx.x == 0) reset(status, rows, n);
   __syncthreads();
-  auto note_first = [](int64_t* first, int64_t position) {
-    atomicMin(reinterpret_cast<unsigned long long*>(first),
-              static_cast<unsigned long long>(position));
-  };
   const int64_t first = int64_t{threadIdx.x} * kFewPerThread;
   uint64_t key[kFewPerThread];
   int32_t position[kFewPerThread], rank[kFewPerThread];
 #pragma unroll
   for (int k = 0; k < kFewPerThread; ++k) {
     const int64_t i = first + k;
-    key[k] = i < n ? static_cast<uint64_t>(static_cast<int64_t>(ids[i])) : ~uint64_t{0};
+    key[k] = i < n ? static_cast<uint64_t>(id_at(ids, wide, i)) : ~uint64_t{0};
     position[k] = static_cast<int32_t>(i);
     if (i < n && key[k] >= static_cast<uint64_t>(rows)) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(&status->bad_count), 1ull);
+      count_one(&status->bad_count);
       note_first(&status->bad_position, i);
     }
   }
@@ -225,57 +211,59 @@ __global__ void __launch_bounds__(kFewThreads)
   if (threadIdx.x != 0) return;
   out.offsets[n] = n;
   status->distinct = distinct;
-  name_ids(ids, n, status);
-}
-
-// ---------------------------------------------------------------------------------------------------------
-// launchers
-
-template <typename Id>
-void mark_ids(const Id* ids, int64_t n, int64_t rows, uint64_t* keys, int32_t* positions,
-              PlanStatus* status, cudaStream_t stream) {
-  reset_status_kernel<<<1, 1, 0, stream>>>(status, rows, n);
-  mark_ids_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(ids, n, rows, keys, positions,
-                                                                status);
-}
-
-template <typename Id>
-cudaError_t plan(const Id* ids, int64_t n, int64_t rows, const Scratch& scratch, PlanOut out,
-                 cudaStream_t stream) {
-  if (n <= kFewIds) {
-    plan_few_kernel<<<1, kFewThreads, 0, stream>>>(ids, n, rows, end_bit(rows), out);
-    return cudaGetLastError();
-  }
-  mark_ids(ids, n, rows, scratch.keys, scratch.positions, out.status, stream);
-  size_t cub_bytes = static_cast<size_t>(scratch.cub_bytes);
-  cudaError_t error = cub::DeviceRadixSort::SortPairs(
-      scratch.cub, cub_bytes, scratch.keys, scratch.sorted_keys, scratch.positions,
-      scratch.sorted_positions, static_cast<int>(n), 0, end_bit(rows), stream);
-  if (error != cudaSuccess) return error;
-  mark_heads_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(scratch.sorted_keys, n,
-                                                                  scratch.heads);
-  error = cub::DeviceScan::InclusiveSum(scratch.cub, cub_bytes, scratch.heads, scratch.ranks,
-                                        static_cast<int>(n), stream);
-  if (error != cudaSuccess) return error;
-  write_plan_kernel<<<blocks_for_ids(n), kIdThreads, 0, stream>>>(
-      ids, scratch.sorted_keys, scratch.sorted_positions, scratch.ranks, n, out);
-  name_ids_kernel<<<1, 1, 0, stream>>>(ids, n, out.status);
-  return cudaGetLastError();
+  name_ids(ids, wide, n, status);
 }
 
 }  // namespace
 
-int64_t plan_scratch_bytes(int64_t n, int64_t rows) {
-  if (n <= kFewIds) return 0;
-  return 2 * padded(n * 8) + 4 * padded(n * 4) + static_cast<int64_t>(cub_scratch_bytes(n, rows));
+// ------------------------------------------------------------------------------------------------
+// launchers
+
+int64_t count_scratch_bytes(int64_t n) {
+  size_t bytes = 0;
+  cub::DeviceScan::InclusiveSum(nullptr, bytes, static_cast<const int32_t*>(nullptr),
+                                static_cast<int32_t*>(nullptr), static_cast<int>(n));
+  return static_cast<int64_t>(bytes);
 }
 
-int launch_plan(const void* ids, bool wide, int64_t n, int64_t rows, void* scratch,
-                int64_t scratch_bytes, PlanOut out, void* stream) {
-  const Scratch pieces = carve(scratch, scratch_bytes, n);
+int count_marks(const int32_t* marks, int64_t n, int32_t* counts, void* scratch,
+                int64_t scratch_bytes, void* stream) {
+  size_t bytes = static_cast<size_t>(scratch_bytes);
+  return cub::DeviceScan::InclusiveSum(scratch, bytes, marks, counts, static_cast<int>(n),
+                                       static_cast<cudaStream_t>(stream));
+}
+
+int64_t plan_scratch_bytes(int64_t n, int64_t rows) {
+  if (n <= kFewIds) return 0;
+  size_t sort_bytes = 0;
+  sort(Scratch{}, sort_bytes, n, rows, nullptr);
+  return 2 * padded(n * 8) + 4 * padded(n * 4) +
+         std::max(static_cast<int64_t>(sort_bytes), count_scratch_bytes(n));
+}
+
+int launch_plan(const void* ids, bool wide, int64_t rows, void* memory, int64_t scratch_bytes,
+                const PlanView& out, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
-  return wide ? plan(static_cast<const int64_t*>(ids), n, rows, pieces, out, on)
-              : plan(static_cast<const int32_t*>(ids), n, rows, pieces, out, on);
+  const int64_t n = out.count;
+  if (n <= kFewIds) {
+    plan_few_kernel<<<1, kFewThreads, 0, on>>>(ids, wide, rows, end_bit(rows), out);
+    return cudaGetLastError();
+  }
+  const Scratch scratch = carve(memory, scratch_bytes, n);
+  const int blocks = blocks_for_ids(n);
+  reset_status_kernel<<<1, 1, 0, on>>>(out.status, rows, n);
+  mark_ids_kernel<<<blocks, kIdThreads, 0, on>>>(ids, wide, n, rows, scratch.keys,
+                                                 scratch.positions, out.status);
+  size_t cub_bytes = static_cast<size_t>(scratch.cub_bytes);
+  if (const int error = sort(scratch, cub_bytes, n, rows, on); error != cudaSuccess) return error;
+  mark_heads_kernel<<<blocks, kIdThreads, 0, on>>>(scratch.sorted_keys, n, scratch.heads);
+  const int error =
+      count_marks(scratch.heads, n, scratch.ranks, scratch.cub, scratch.cub_bytes, stream);
+  if (error != cudaSuccess) return error;
+  write_plan_kernel<<<blocks, kIdThreads, 0, on>>>(scratch.sorted_keys, scratch.sorted_positions,
+                                                   scratch.ranks, out);
+  name_ids_kernel<<<1, 1, 0, on>>>(ids, wide, n, out.status);
+  return cudaGetLastError();
 }
 
 }  // namespace speedtorch

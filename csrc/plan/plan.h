@@ -6,23 +6,22 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
+#include <optional>
 
-#include "core/rows.h"
-#include "plan/plan_view.h"
+#include "call/arguments.h"
+#include "plan/plan_launch.h"
 
 namespace speedtorch {
 
-std::vector<Tensor> plan_rows(const Tensor& index, int64_t rows);
+using Plan = std::optional<Tensors>;
 
 // A plan of ids on their own device, without the checks that plan_rows makes of bad ids on the CPU.
-std::vector<Tensor> make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on,
-                              void* stream);
+Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream);
 // Checks a plan that the user passed: number, shapes, dtypes, devices. Reads no byte of it.
-void check_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+void check_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
                 const Tensor& on);
 // A checked plan; on the CPU its status is checked here. (On a GPU the kernels look at it.)
-PlanView view_plan(const char* op, const char* list, const std::vector<Tensor>& plan, int64_t count,
+PlanView view_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
                    int64_t rows);
 // On the CPU, of one of view_plan: refuses offsets that do not share out all entries, at least one
 // to each distinct id.
@@ -30,9 +29,9 @@ void check_offsets(const char* op, const char* list, const PlanView& view);
 // The same, and refuses a plan that is not that of these ids.
 void check_plan_of(const char* op, const char* list, const PlanView& view, const Ids& ids);
 
-// For paths that work on the CPU although the plan lies on a GPU: checks it there, which waits for
-// the GPU.
-void check_plan_on_cpu(const char* op, const char* list, const std::vector<Tensor>& plan,
-                       int64_t count, int64_t rows);
+// For paths that work on the CPU although ids and plan lie on a GPU: brings the ids there and
+// checks both, which waits for the GPU.
+Ids check_ids_and_plan_on_cpu(const char* op, const char* list, const Ids& ids, const Plan& plan,
+                              int64_t rows);
 
 }  // namespace speedtorch

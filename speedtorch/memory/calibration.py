@@ -37,7 +37,7 @@ _log = logging.getLogger("speedtorch")
 
 # Bumped when the meaning of the figures changes.
 VERSION = 1
-ROW_BYTES = (64, 512, 1536)  # kMeasuredRowBytes in csrc/move/cost_model.h
+ROW_BYTES = (64, 512, 1536)  # kMeasuredRowBytes in csrc/move/cost_model.cpp
 KINDS = ("managed", "registered")
 ORDERS = ("distinct", "ordered")
 BATCH = 131_072

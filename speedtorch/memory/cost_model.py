@@ -189,7 +189,7 @@ _calibrated = False
 
 
 def use_costs(costs: Tensor, *, calibrated: bool) -> None:
-    """Lets the library go by these costs, in the order of `Costs` in csrc/move/cost_model.h."""
+    """Lets the library go by these costs, in the order of `Costs` in csrc/move/cost_model.cpp."""
     global _calibrated
     _ops.set_costs(costs)
     _calibrated = calibrated

@@ -35,7 +35,7 @@ __all__ = [
     "unpin_memory_",
 ]
 
-# The library's numbers for the kinds (MemoryKind in csrc/memory/host_blocks.h).
+# The library's numbers for the kinds (MemoryKind in csrc/memory/host_memory.h).
 KINDS = {"plain": 0, "registered": 1, "managed": 2}
 HOST_KINDS = ("auto", *KINDS)
 KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")

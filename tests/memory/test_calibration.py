@@ -106,7 +106,7 @@ def test_kept_costs_are_used() -> None:
 
 def test_costs_are_read_when_torch_turns_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     queued: list[object] = []
-    monkeypatch.setattr(torch.cuda, "_lazy_call", queued.append)
+    monkeypatch.setattr(calibration, "call_with_first_gpu", queued.append)
     calibration.load_costs_with_first_gpu()
     assert queued == [calibration.load_costs]
 

@@ -5,7 +5,7 @@
 
 namespace speedtorch {
 
-enum class LetterKind : int32_t {
+enum class IdError : int32_t {
   kOutOfRange = 1,
   kRepeated = 2,
   kForeignPlan = 3,
@@ -14,12 +14,12 @@ enum class LetterKind : int32_t {
   kOtherDistinct = 6  // `id` is what the plan says, `rows` what the call says
 };
 
-// Which op and which of its id lists a letter speaks of; the values travel through GPU memory.
+// Which op and which of its id lists an error speaks of; the values travel through GPU memory.
 enum class Op : int32_t { kGather = 0, kScatter = 1, kSwap = 2, kSum = 3 };
 enum class IdList : int32_t { kIndex = 0, kEvict = 1, kLoad = 2 };
 
 // `full` is written last. `op` and `list` are an Op and an IdList.
-struct Letter {
+struct ErrorRecord {
   int32_t full;
   int32_t kind;
   int32_t op;

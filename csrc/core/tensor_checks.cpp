@@ -1,6 +1,6 @@
-// Argument checks shared by all ops; see rows.h.
+// Argument checks shared by all ops; see tensor_checks.h.
 
-#include "core/rows.h"
+#include "core/tensor_checks.h"
 
 #include <torch/csrc/stable/ops.h>
 
@@ -14,8 +14,6 @@ namespace {
 constexpr int64_t kMaxIds = std::numeric_limits<int32_t>::max();
 // Checking takes a fraction of a ns for each id: smaller tasks cost more than they save.
 constexpr int64_t kIdsPerTask = 1 << 18;
-
-std::string text(int64_t value) { return std::to_string(value); }
 
 template <typename Id>
 bool all_within(const Id* ids, int64_t begin, int64_t end, int64_t rows) {
@@ -32,14 +30,16 @@ bool all_within(const Id* ids, int64_t begin, int64_t end, int64_t rows) {
 
 }  // namespace
 
-void throw_value_error(const char* op, const std::string& message) {
-  throw std::invalid_argument(std::string(op) + ": " + message);
-}
-
 int64_t element_bytes(const Tensor& tensor) {
   int32_t dtype = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
   return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+}
+
+std::pair<char*, int64_t> span_of(const Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  return {static_cast<char*>(tensor.data_ptr()), (last + 1) * element_bytes(tensor)};
 }
 
 bool is_aligned(const Tensor& tensor) {
@@ -76,17 +76,15 @@ const char* dtype_text(const Tensor& tensor) {
 Rows as_rows(const char* op, const char* name, const Tensor& tensor) {
   const int64_t dims = tensor.dim();
   if (dims == 0) {
-    throw_value_error(
-        op, std::string(name) + " must have at least one dimension [rows, ...], got a scalar");
+    throw_value_error(op, name, " must have at least one dimension [rows, ...], got a scalar");
   }
   const int64_t item = element_bytes(tensor);
   int64_t columns = 1;
   for (int64_t d = dims - 1; d >= 1; --d) {
     if (tensor.numel() > 0 && tensor.size(d) != 1 && tensor.stride(d) != columns) {
-      throw_value_error(
-          op, "the rows of " + std::string(name) + " must be contiguous inside: dimension " +
-                  text(d) + " has stride " + text(tensor.stride(d)) + ", expected " +
-                  text(columns) + " (call .contiguous(), or pass a tensor whose rows are whole)");
+      throw_value_error(op, "the rows of ", name, " must be contiguous inside: dimension ", d,
+                        " has stride ", tensor.stride(d), ", expected ", columns,
+                        " (call .contiguous(), or pass a tensor whose rows are whole)");
     }
     columns *= tensor.size(d);
   }
@@ -101,10 +99,9 @@ Rows as_rows(const char* op, const char* name, const Tensor& tensor) {
 Rows as_writable_rows(const char* op, const char* name, const Tensor& tensor) {
   const Rows rows = as_rows(op, name, tensor);
   if (rows.count > 1 && rows.stride_bytes < rows.row_bytes) {
-    throw_value_error(
-        op, "the rows of " + std::string(name) + " overlap (row stride " + text(rows.stride_bytes) +
-                " bytes, row " + text(rows.row_bytes) +
-                " bytes): an expanded tensor cannot be written row by row, clone it first");
+    throw_value_error(op, "the rows of ", name, " overlap (row stride ", rows.stride_bytes,
+                      " bytes, row ", rows.row_bytes,
+                      " bytes): an expanded tensor cannot be written row by row, clone it first");
   }
   return rows;
 }
@@ -112,11 +109,11 @@ Rows as_writable_rows(const char* op, const char* name, const Tensor& tensor) {
 void check_ids_kind(const char* op, const char* name, const Tensor& index) {
   const ScalarType dtype = index.scalar_type();
   if (dtype != ScalarType::Long && dtype != ScalarType::Int) {
-    throw_value_error(op, std::string(name) + " must be int32 or int64, got " + dtype_text(index));
+    throw_value_error(op, name, " must be int32 or int64, got ", dtype_text(index));
   }
   if (index.numel() > kMaxIds) {
-    throw_value_error(op, std::string(name) + " has " + text(index.numel()) + " ids, at most " +
-                              text(kMaxIds) + " are allowed in one call");
+    throw_value_error(op, name, " has ", index.numel(), " ids, at most ", kMaxIds,
+                      " are allowed in one call");
   }
 }
 
@@ -134,34 +131,33 @@ Ids as_ids(const Tensor& index) {
 void check_shape(const char* op, const char* name, const Tensor& tensor,
                  const std::vector<int64_t>& expected) {
   if (shape_of(tensor) != expected) {
-    throw_value_error(op, std::string(name) + " has shape " + shape_text(shape_of(tensor)) +
-                              ", expected " + shape_text(expected));
+    throw_value_error(op, name, " has shape ", shape_text(shape_of(tensor)), ", expected ",
+                      shape_text(expected));
   }
 }
 
 void check_dtype(const char* op, const char* name, const Tensor& tensor, const char* other_name,
                  const Tensor& other) {
   if (tensor.scalar_type() != other.scalar_type()) {
-    throw_value_error(op, std::string(name) + " has dtype " + dtype_text(tensor) + ", expected " +
-                              dtype_text(other) + " as " + other_name);
+    throw_value_error(op, name, " has dtype ", dtype_text(tensor), ", expected ", dtype_text(other),
+                      " as ", other_name);
   }
 }
 
 void check_contiguous(const char* op, const char* name, const Tensor& tensor) {
-  if (!tensor.is_contiguous()) throw_value_error(op, std::string(name) + " must be contiguous");
+  if (!tensor.is_contiguous()) throw_value_error(op, name, " must be contiguous");
 }
 
 void check_aligned(const char* op, const char* name, const Tensor& tensor) {
   if (is_aligned(tensor)) return;
-  throw_value_error(op, std::string(name) + " begins at an address that is no multiple of " +
-                            text(element_bytes(tensor)) + " bytes, the size of its numbers; " +
-                            "clone it first");
+  throw_value_error(op, name, " begins at an address that is no multiple of ",
+                    element_bytes(tensor), " bytes, the size of its numbers; clone it first");
 }
 
 void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
                 const Tensor& on) {
   if (tensor.scalar_type() != ScalarType::Long || tensor.dim() != 1 || !tensor.is_contiguous()) {
-    throw_value_error(op, std::string(name) + " must be a contiguous int64 tensor [n]");
+    throw_value_error(op, name, " must be a contiguous int64 tensor [n]");
   }
   check_aligned(op, name, tensor);
   check_same_device(op, name, tensor, on_name, on);
@@ -178,43 +174,40 @@ void check_same_device(const char* op, const char* name, const Tensor& tensor,
                                     : tensor.is_cuda() && compute.is_cuda() &&
                                           tensor.get_device_index() == compute.get_device_index();
   if (!same) {
-    throw_value_error(op, std::string(name) + " is on " + device_text(tensor) + " but " +
-                              compute_name + " is on " + device_text(compute) +
-                              "; move one of them with .to()");
+    throw_value_error(op, name, " is on ", device_text(tensor), " but ", compute_name, " is on ",
+                      device_text(compute), "; move one of them with .to()");
   }
 }
 
 void throw_bad_ids(const BadIds& bad) {
-  const std::string head = std::string(bad.op) + ": ";
-  const std::string at = " at position " + text(bad.position) + " of " + bad.list;
-  const std::string unmoved = "; no row was moved";
-  if (bad.kind == LetterKind::kForeignPlan) {
-    throw std::out_of_range(head + "the plan of " + bad.list + " was made for a table of " +
-                            text(bad.id) + " rows, this table has " + text(bad.rows) + unmoved);
+  const std::string id = text("id ", bad.id, " at position ", bad.position, " of ", bad.list);
+  std::string what;
+  switch (bad.kind) {
+    case IdError::kOutOfRange:
+      what = text(id, " is out of range for a table of ", bad.rows, " rows (", bad.bad_count,
+                  " of ", bad.count, " ids are out of range)");
+      break;
+    case IdError::kRepeated:
+      what = text(id, " appears twice (", bad.bad_count, " of ", bad.count,
+                  " ids are repeated); the ids of one list must be distinct");
+      break;
+    case IdError::kForeignPlan:
+      what = text("the plan of ", bad.list, " was made for a table of ", bad.id,
+                  " rows, this table has ", bad.rows);
+      break;
+    case IdError::kUnordered:
+      what =
+          id + " is not above the one before it; ids that come with places must ascend, each once";
+      break;
+    case IdError::kBadPlace:
+      what = text("place ", bad.id, " of the row at position ", bad.position, " of ", bad.list,
+                  " is out of range for ", bad.rows, " rows");
+      break;
+    case IdError::kOtherDistinct:
+      throw_value_error(bad.op, "distinct is ", bad.rows, ", the plan of ", bad.list, " has ",
+                        bad.id, " distinct ids");
   }
-  if (bad.kind == LetterKind::kOtherDistinct) {
-    throw_value_error(bad.op, "distinct is " + text(bad.rows) + ", the plan of " + bad.list +
-                                  " has " + text(bad.id) + " distinct ids");
-  }
-  if (bad.kind == LetterKind::kUnordered) {
-    throw std::out_of_range(head + "id " + text(bad.id) + at +
-                            " is not above the one before it; ids that come with places must "
-                            "ascend, each once" +
-                            unmoved);
-  }
-  if (bad.kind == LetterKind::kBadPlace) {
-    throw std::out_of_range(head + "place " + text(bad.id) + " of the row at position " +
-                            text(bad.position) + " of " + bad.list + " is out of range for " +
-                            text(bad.rows) + " rows" + unmoved);
-  }
-  if (bad.kind == LetterKind::kRepeated) {
-    throw std::out_of_range(head + "id " + text(bad.id) + at + " appears twice (" +
-                            text(bad.bad_count) + " of " + text(bad.count) +
-                            " ids are repeated); the ids of one list must be distinct" + unmoved);
-  }
-  throw std::out_of_range(head + "id " + text(bad.id) + at + " is out of range for a table of " +
-                          text(bad.rows) + " rows (" + text(bad.bad_count) + " of " +
-                          text(bad.count) + " ids are out of range)" + unmoved);
+  throw std::out_of_range(text(bad.op, ": ", what, "; no row was moved"));
 }
 
 void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t rows) {
@@ -230,7 +223,7 @@ void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t 
     return static_cast<uint64_t>(ids.at(i)) >= static_cast<uint64_t>(rows);
   };
   BadIds bad{
-      .kind = LetterKind::kOutOfRange, .op = op, .list = list, .rows = rows, .count = ids.count};
+      .kind = IdError::kOutOfRange, .op = op, .list = list, .rows = rows, .count = ids.count};
   for (int64_t i = ids.count - 1; i >= 0; --i) {
     if (!is_bad(i)) continue;
     ++bad.bad_count;

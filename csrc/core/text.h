@@ -1,0 +1,22 @@
+// Messages from their parts.
+#pragma once
+
+#include <string>
+#include <type_traits>
+
+namespace speedtorch {
+
+// Texts and whole numbers, one after the other.
+template <typename... Parts>
+std::string text(const Parts&... parts) {
+  auto part = [](const auto& one) -> std::string {
+    if constexpr (std::is_integral_v<std::remove_cvref_t<decltype(one)>>) {
+      return std::to_string(one);
+    } else {
+      return one;
+    }
+  };
+  return (std::string() + ... + part(parts));
+}
+
+}  // namespace speedtorch

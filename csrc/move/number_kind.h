@@ -1,0 +1,58 @@
+// Kinds of numbers that are added up. No CUDA, no torch here.
+#pragma once
+
+#include <cstdint>
+
+namespace speedtorch {
+
+enum class NumberKind : int {
+  kBool,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kHalf,
+  kBFloat16,
+  kFloat,
+  kDouble
+};
+
+// A bool of any non-zero byte pattern; adds as "or".
+struct BoolByte {
+  uint8_t value;
+};
+
+// Calls `use` with a value of the kind's type; Half and BFloat16 are the caller's types for those.
+template <typename Half, typename BFloat16, typename Use>
+auto with_float_type(NumberKind kind, const Use& use) {
+  switch (kind) {
+    case NumberKind::kHalf:
+      return use(Half{});
+    case NumberKind::kBFloat16:
+      return use(BFloat16{});
+    case NumberKind::kFloat:
+      return use(float{});
+    default:
+      return use(double{});
+  }
+}
+
+template <typename Half, typename BFloat16, typename Use>
+void with_number_type(NumberKind kind, const Use& use) {
+  switch (kind) {
+    case NumberKind::kBool:
+      return use(BoolByte{});
+    case NumberKind::kInt8:
+      return use(uint8_t{});
+    case NumberKind::kInt16:
+      return use(uint16_t{});
+    case NumberKind::kInt32:
+      return use(uint32_t{});
+    case NumberKind::kInt64:
+      return use(uint64_t{});
+    default:
+      return with_float_type<Half, BFloat16>(kind, use);
+  }
+}
+
+}  // namespace speedtorch
