@@ -3,50 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
-from speedtorch.demo import glove_run, ncf, word2vec
-from speedtorch.demo.session import STOPPED
 from speedtorch.info import info
 
 __all__ = ["main"]
 
 _WRONG_USE = 2
-# A demonstration's module has HELP, ABOUT, Settings, add_arguments and run.
-_DEMOS: dict[str, ModuleType] = {"word2vec": word2vec, "glove": glove_run, "ncf": ncf}
+_NO_DEMOS = (
+    "the demonstrations are not in installed wheels: take a checkout or the source archive, and run"
+    " `make demo`, or `python -m speedtorch demo NAME`, in its folder"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command: what follows `python -m speedtorch`, by default in this process.
 
     Returns:
-        The exit status: 0, 1 if a comparison found a difference, 2 for a wrong use, 130 after
-        Ctrl-C.
+        The exit status: 0, 1 if a comparison found a difference, 2 for a wrong use and where the
+        demonstrations are missing, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser("python -m speedtorch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, what was built, GPU, memory in use")
-    demo = commands.add_parser("demo", help="see it work")
-    demos = demo.add_subparsers(dest="demo", required=True)
-    for name, module in _DEMOS.items():
-        module.add_arguments(demos.add_parser(name, help=module.HELP, description=module.ABOUT))
-    chosen = vars(parser.parse_args(arguments))
-    command = chosen.pop("command")
-    if command == "info":
-        print(info())
-        return 0
-    module = _DEMOS[chosen.pop("demo")]
-    try:
-        status: int = module.run(module.Settings(**chosen))
-        return status
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"speedtorch: {error}", file=sys.stderr)
+    found = importlib.util.find_spec("speedtorch.demo") is not None
+    demo = commands.add_parser("demo", help="see it work", add_help=found)
+    if found:
+        from speedtorch.demo.command import add_demos, run_demo
+
+        add_demos(demo)
+    chosen, unknown = parser.parse_known_args(arguments)
+    if chosen.command == "demo" and not found:
+        print(f"speedtorch: {_NO_DEMOS}", file=sys.stderr)
         return _WRONG_USE
-    except KeyboardInterrupt:
-        print("speedtorch: ended by Ctrl-C", file=sys.stderr)
-        return STOPPED
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if chosen.command == "demo":
+        return run_demo(chosen)
+    print(info())
+    return 0
 
 
 if __name__ == "__main__":

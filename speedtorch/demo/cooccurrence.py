@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from speedtorch.demo.corpus import Corpus
+from speedtorch.demo.settings import check_least
 
 __all__ = ["Cooccurrence", "count_cooccurrence"]
 
@@ -44,18 +45,7 @@ def count_cooccurrence(
     """Counts the pairs of words that stand within a window of one passage.
 
     Each word is a context of those before it and of those behind it. A word `d` places away counts
-    `1 / d`; sums are formed in double precision.
-
-    Args:
-        corpus: the text.
-        window: the furthest distance of a context word.
-        label: shows a progress bar of this name.
-
-    Returns:
-        The counts.
-
-    Raises:
-        ValueError: `window` is below 1, or no two words stand in one passage.
+    `1 / d`; sums are formed in double precision. `label` shows a progress bar of this name.
 
     Example:
         >>> corpus = Corpus.from_passages(["cat dog fox"], min_count=1)
@@ -63,8 +53,7 @@ def count_cooccurrence(
         >>> found.rows.tolist(), found.columns.tolist(), found.counts.tolist()
         ([0, 0, 1, 1, 2, 2], [1, 2, 0, 2, 0, 1], [1.0, 0.5, 1.0, 1.0, 0.5, 1.0])
     """
-    if window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1")
+    check_least(1, window=window)
     words = len(corpus.words)
     parts: list[tuple[_Ids, _Sums]] = []
     with tqdm(total=len(corpus), desc=label, disable=label is None, unit=" words") as bar:

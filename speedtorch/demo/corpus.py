@@ -22,6 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from speedtorch.demo.settings import check_least
+
 __all__ = ["Corpus", "builtin_passages", "file_passages"]
 
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*")
@@ -61,20 +63,12 @@ class Corpus:
 
     @classmethod
     def from_passages(cls, passages: Iterable[str], *, min_count: int = 5) -> Corpus:
-        """Reads passages once, counts their words and keeps the frequent ones.
+        """Reads passages once, counts their words and keeps those that occur `min_count` times.
 
-        Args:
-            passages: pieces of text; training windows do not reach from one into the next.
-            min_count: words that occur less often are dropped, as if they were not there.
-
-        Returns:
-            The corpus. Words of equal count stand in alphabetical order.
-
-        Raises:
-            ValueError: `min_count` is below 1, or fewer than two different words are left.
+        Training windows do not reach from one passage into the next. Words of equal count stand in
+        alphabetical order.
         """
-        if min_count < 1:
-            raise ValueError(f"min_count is {min_count}; it must be at least 1")
+        check_least(1, min_count=min_count)
         first_ids: dict[str, int] = {}
         tokens, lengths, characters = array("i"), array("q"), 0
         for text in passages:
@@ -106,9 +100,18 @@ class Corpus:
             characters=characters,
         )
 
+    @classmethod
+    def read(cls, path: Path | None, *, min_count: int) -> Corpus:
+        """The corpus of a file, or of the text that Python carries."""
+        passages = file_passages(path) if path else builtin_passages()
+        return cls.from_passages(passages, min_count=min_count)
+
     def __len__(self) -> int:
         """The number of words kept, `T`."""
         return len(self.tokens)
+
+    def __str__(self) -> str:
+        return f"{self.characters:,} characters, {len(self):,} words, {len(self.words):,} different"
 
 
 def _paragraphs(text: str) -> Iterator[str]:
@@ -132,16 +135,8 @@ def _docstrings(source: bytes) -> Iterator[str]:
 def builtin_passages(root: Path | None = None) -> Iterator[str]:
     """Yields the paragraphs of Python's own documentation, each different text once.
 
-    Args:
-        root: folder of sources to read instead of the language reference and this Python's
-            standard library.
-
-    Yields:
-        Paragraphs without interactive examples: first the language reference, then the
-        docstrings, file by file in alphabetical order.
-
-    Raises:
-        ValueError: this Python carries neither the reference nor sources.
+    They come without interactive examples: first the language reference, then the docstrings of
+    the standard library, or of the sources in `root` alone, file by file in alphabetical order.
     """
     texts: dict[str, None] = {}
     if root is None:
@@ -166,17 +161,9 @@ def builtin_passages(root: Path | None = None) -> Iterator[str]:
 def file_passages(path: Path) -> Iterator[str]:
     """Yields the paragraphs of a text file, plain or gzip, without holding it whole.
 
-    Args:
-        path: a UTF-8 text (bytes that are not UTF-8 count as blanks between words), recognised
-            as gzip by its first two bytes, whatever its name. Paragraphs end at blank lines, and
-            after about a million characters in a text that has none.
-
-    Yields:
-        The paragraphs.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it says that it is gzip, and is damaged or cut off.
+    It is UTF-8 (bytes that are not count as blanks between words), recognised as gzip by its first
+    two bytes, whatever its name. Paragraphs end at blank lines, and after about a million
+    characters in a text that has none.
     """
     with ExitStack() as stack:
         raw = stack.enter_context(path.open("rb"))

@@ -41,15 +41,7 @@ class Score:
 
 
 def held_out_score(model: SkipGram, held: HeldOut) -> Score | None:
-    """Scores the vectors on pairs kept out of training.
-
-    Args:
-        model: the trained model.
-        held: true and false pairs.
-
-    Returns:
-        The score; None if no pair was held out.
-    """
+    """Scores the vectors on pairs kept out of training; None if there are none."""
     if not len(held):
         return None
     true, false = (
@@ -84,14 +76,8 @@ def content_words(corpus: Corpus, number: int) -> list[int]:
     """Finds frequent words that are about something, in any language.
 
     Such words crowd in some passages, while words like "the" are strewn evenly. So, of the
-    frequent words, those are taken whose passages are the fewest for their number.
-
-    Args:
-        corpus: the text.
-        number: how many words at most.
-
-    Returns:
-        Ids of words of four letters or more, the most frequent first.
+    frequent words of four letters or more, those are taken whose passages are the fewest for their
+    number; `number` at most, the most frequent first.
 
     Example:
         >>> text = ["rain and rain", "cold with wind", "wind with sun", "fog with hail"]
@@ -117,17 +103,7 @@ def content_words(corpus: Corpus, number: int) -> list[int]:
 def nearest_neighbours(
     rows: Rows, words: Sequence[str], chosen: Sequence[int], *, number: int = 6
 ) -> dict[str, list[str]]:
-    """Finds the words whose vectors point the same way (cosine).
-
-    Args:
-        rows: gives the trained vectors.
-        words: the vocabulary, `[V]`.
-        chosen: ids to find neighbours of.
-        number: neighbours of each.
-
-    Returns:
-        For each chosen word its neighbours, nearest first.
-    """
+    """For each chosen word those whose vectors point the same way (cosine), nearest first."""
     if not chosen:
         return {}
     query = _unit(rows(torch.tensor(chosen)))

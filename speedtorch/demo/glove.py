@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,28 +11,18 @@ from torch import Tensor, nn
 from speedtorch.demo import loop
 from speedtorch.demo.glove_batches import PairBatch, PairBatches
 from speedtorch.nn.embedding import Embedding
-from speedtorch.nn.prefetch import prefetch
 
 __all__ = ["GloVe", "Outcome", "train"]
 
+_LAYOUT = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps, {elapsed}<{remaining}{postfix}"
 
-class GloVe(nn.Module):
+
+class GloVe(loop.Model):
     """Two vectors and two biases for each word: as the target of a pair, and as its context.
 
     The logarithm of a pair's count is approached by the dot product of the two vectors plus the two
-    biases. All four tables are in host memory; the module holds the rows of one batch.
-
-    Args:
-        words: rows of each table, `V`.
-        dim: numbers per vector, `D`.
-        x_max: pairs that count less weigh less.
-        alpha: how much less: `(count / x_max) ** alpha`.
-        device: where the rows of a batch are trained.
-        memory: kind of the tables' memory, as for HostTable.
-
-    Raises:
-        ValueError: a number is out of its range.
-        MemoryError: too little memory for the tables.
+    biases. All four tables are in host memory; the module holds the rows of one batch. A pair that
+    counts less than `x_max` has the weight `(count / x_max) ** alpha`, others have 1.
 
     Example:
         >>> model = GloVe(1000, 8)
@@ -68,11 +58,7 @@ class GloVe(nn.Module):
         return self.target, self.context, self.target_bias, self.context_bias
 
     def reset_parameters(self, seed: int) -> None:
-        """Draws all vectors and biases anew, uniform within `1 / (2 D)`.
-
-        Args:
-            seed: the numbers depend on it alone.
-        """
+        """Draws all vectors and biases anew, uniform within `1 / (2 D)`."""
         bound = 0.5 / self.target.embedding_dim
         for place, embedding in enumerate(self.embeddings):
             number = len(self.embeddings) * seed + place
@@ -88,11 +74,7 @@ class GloVe(nn.Module):
         }
 
     def forward(self, batch: PairBatch) -> Tensor:
-        """Computes the loss, summed over the pairs.
-
-        Returns:
-            A scalar. It is a sum, so that the step of a row does not depend on the batch's size.
-        """
+        """The loss, a sum, so that the step of a row does not depend on the batch's size."""
         dot = (self.target(batch.rows) * self.context(batch.columns)).sum(1)
         bias = (self.target_bias(batch.rows) + self.context_bias(batch.columns)).squeeze(1)
         weight = (batch.counts / self.x_max).clamp(max=1) ** self.alpha
@@ -108,66 +90,20 @@ class GloVe(nn.Module):
 
 @dataclass
 class Outcome(loop.Outcome):
-    """What a training run did.
-
-    Attributes:
-        pairs: pairs of words in its batches.
-    """
+    """What a training run did."""
 
     pairs: int = 0
+    """Of words, in its batches."""
 
 
-def train(
-    model: GloVe,
-    optimizer: torch.optim.Optimizer,
-    batches: PairBatches,
-    *,
-    ahead: bool = True,
-    stop: Callable[[], bool] = lambda: False,
-    label: str | None = None,
-) -> Outcome:
-    """Trains on all batches, or until `stop` says so; a step is never left half done.
+def train(model: GloVe, optimizer: loop.Optimizer, batches: PairBatches, **how: Any) -> Outcome:
+    """Trains on all batches; `how` are options of loop.train."""
+    outcome = Outcome()
 
-    Args:
-        model: on the device of the batches.
-        optimizer: of the model's parameters, attached to it if it keeps state.
-        batches: to train on.
-        ahead: bring the next batch's rows during a step.
-        stop: asked after each step.
-        label: shows a progress bar of this name, with loss and pairs per second.
+    def track(batch: PairBatch) -> float:
+        outcome.pairs += len(batch)
+        return outcome.steps
 
-    Returns:
-        What was done.
-
-    Raises:
-        ValueError: the loss grows beyond all numbers.
-    """
-    steps = _Steps(model, optimizer)
-    loop.run_steps(
-        steps,
-        prefetch(batches, model, ids=model.ids) if ahead else batches,
-        steps.outcome,
-        device=model.target.weight.device,
-        rate=optimizer.param_groups[0]["lr"],
-        total=len(batches),
-        stop=stop,
-        label=label,
-        layout="{l_bar}{bar}| {n_fmt}/{total_fmt} steps, {elapsed}<{remaining}{postfix}",
-    )
-    return steps.outcome
-
-
-class _Steps:
-    def __init__(self, model: GloVe, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        self.outcome = Outcome()
-
-    def step(self, batch: PairBatch) -> tuple[Tensor, int]:
-        self.outcome.pairs += len(batch)
-        return loop.take_step(self._optimizer, lambda: self._model(batch)), len(batch)
-
-    def done(self) -> float:
-        return self.outcome.steps
-
-    def speed(self, seconds: float) -> str:
-        return f"{self.outcome.pairs / seconds:,.0f} pairs/s"
+    how = {"total": len(batches), "unit": "pairs", "layout": _LAYOUT, **how}
+    loop.train(model, optimizer, batches, outcome, track, **how)
+    return outcome

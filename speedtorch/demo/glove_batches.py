@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.demo.cooccurrence import Cooccurrence
+from speedtorch.demo.settings import check_least
 
 __all__ = ["PairBatch", "PairBatches"]
 
@@ -45,16 +46,8 @@ class PairBatch:
 class PairBatches:
     """All pairs, epoch after epoch, each epoch in an order of its own that the seed decides.
 
-    Args:
-        pairs: the counts.
-        batch: pairs per batch; the last one of an epoch may be smaller.
-        epochs: passes over the pairs.
-        steps: batches, instead of `epochs`.
-        seed: of the order.
-        device: where the batches are.
-
-    Raises:
-        ValueError: a number is out of its range.
+    There are `steps` batches, or else as many as `epochs` have; the last one of an epoch may be
+    smaller.
 
     Example:
         >>> pairs = Cooccurrence(np.arange(5), np.arange(5), np.ones(5, np.float32))
@@ -72,11 +65,8 @@ class PairBatches:
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, value in (("batch", batch), ("epochs", epochs), ("steps", steps)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; it must be 0 or more")
+        check_least(1, batch=batch, epochs=epochs, steps=steps)
+        check_least(0, seed=seed)
         if not len(pairs):
             raise ValueError("there are no pairs to train on")
         self._pairs, self._batch, self._seed = pairs, batch, seed

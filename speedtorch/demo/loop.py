@@ -1,4 +1,4 @@
-"""The loop of every demonstration: steps, their losses, and a progress bar."""
+"""The training loop of every demonstration: steps, their losses, and a progress bar."""
 
 from __future__ import annotations
 
@@ -6,88 +6,89 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from speedtorch.demo.plain import RowOptimizer
+from speedtorch.nn.prefetch import prefetch
 from speedtorch.ops.functions import synchronize
 
-__all__ = ["Outcome", "Steps", "run_steps", "take_step"]
+__all__ = ["Model", "Optimizer", "Outcome", "train"]
+
+Optimizer = torch.optim.Optimizer | RowOptimizer
 
 # The loss is read, which waits for the GPU, and the bar moves once in so many steps.
 _STEPS_PER_REPORT = 25
 
-_Batch = TypeVar("_Batch")
-_Taken = TypeVar("_Taken", contravariant=True)
-
 
 @dataclass
 class Outcome:
-    """What a training run did.
-
-    Attributes:
-        steps: batches trained on.
-        seconds: wall-clock time of the loop.
-        losses: mean loss per example over each 25 steps; the last may cover fewer.
-        finished: False if it was stopped early.
-    """
+    """What a training run did."""
 
     steps: int = 0
     seconds: float = 0.0
+    """Wall-clock time of the loop."""
     losses: list[float] = field(default_factory=list)
+    """Mean loss per example over each 25 steps; the last may cover fewer."""
     finished: bool = False
+    """Whether it was not stopped early."""
 
 
-class Steps(Protocol[_Taken]):
-    """What one demonstration does with a batch, and how far it is."""
+class Model(nn.Module):
+    """What the loop trains."""
 
-    def step(self, batch: _Taken) -> tuple[Tensor, int]:
-        """Trains on it; the sum of its examples' losses, detached, and how many they are."""
+    averages = False
+    """Whether the loss is the mean of a batch's examples, not their sum."""
 
-    def done(self) -> float:
-        """Where the progress bar stands."""
+    def ids(self, batch: Any) -> dict[nn.Module, Any]:
+        """The ids that a batch looks up in each Embedding, for prefetch."""
+        raise NotImplementedError
 
-    def speed(self, seconds: float) -> str:
-        """How fast it went, in words."""
-
-
-class _Stepped(Protocol):
-    def zero_grad(self) -> None: ...
-    def step(self) -> object: ...
+    def loss(self, batch: Any) -> Tensor:
+        """Of a batch, a scalar."""
+        value: Tensor = self(batch)
+        return value
 
 
-def take_step(optimizer: _Stepped, loss: Callable[[], Tensor]) -> Tensor:
-    """One training step; returns the detached loss."""
+def _take_step(model: Model, optimizer: Optimizer, batch: Any) -> Tensor:
+    """The detached loss; nothing else of a step is left when the next one begins."""
     optimizer.zero_grad()
-    value = loss()
-    value.backward()  # type: ignore[no-untyped-call]
+    loss = model.loss(batch)
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    return value.detach()
+    return loss.detach()
 
 
-def run_steps(
-    steps: Steps[_Batch],
-    batches: Iterable[_Batch],
+def train(
+    model: Model,
+    optimizer: Optimizer,
+    batches: Iterable[Any],
     outcome: Outcome,
+    track: Callable[[Any], float],
     *,
-    device: torch.device,
-    rate: float,
     total: float,
-    stop: Callable[[], bool],
-    label: str | None,
+    unit: str,
+    last_rate: float = 1.0,
+    ahead: bool = True,
+    stop: Callable[[], bool] = lambda: False,
+    label: str | None = None,
     layout: str = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
 ) -> None:
     """Trains on all batches, or until `stop` says so; a step is never left half done.
 
     Args:
-        steps: what is done with each batch.
-        batches: to train on.
+        model: its device does the work.
+        optimizer: of the model's parameters, attached to it if it keeps state.
+        batches: to train on; their `len` is their number of examples.
         outcome: gets what was done.
-        device: does the work.
-        rate: learning rate at the start, for the error.
-        total: where the bar ends.
+        track: called after each step with its batch, to count it; how much of `total` is done.
+        total: where the progress bar ends.
+        unit: what the outcome counts, for the speed.
+        last_rate: to this share of its start the learning rate falls, in a straight line.
+        ahead: bring the rows of the next batch during a step; not with torch's embeddings.
         stop: asked after each step.
         label: shows a progress bar of this name, with loss and speed.
         layout: of the bar.
@@ -95,7 +96,8 @@ def run_steps(
     Raises:
         ValueError: the loss grows beyond all numbers.
     """
-    recent, recent_examples = torch.zeros((), device=device), 0
+    rates = [group["lr"] for group in optimizer.param_groups]
+    done, recent, recent_examples = 0.0, torch.zeros(()), 0
     begin = time.perf_counter()
     with tqdm(total=total, desc=label, disable=label is None, bar_format=layout) as bar:
 
@@ -105,18 +107,21 @@ def run_steps(
             if not math.isfinite(outcome.losses[-1]):
                 raise ValueError(
                     f"the loss is {outcome.losses[-1]} after {outcome.steps} steps: choose a"
-                    f" learning rate below {rate:g}"
+                    f" learning rate below {rates[0]:g}"
                 )
-            recent, recent_examples = torch.zeros_like(recent), 0
-            speed = steps.speed(time.perf_counter() - begin)
-            bar.set_postfix_str(f"loss {outcome.losses[-1]:.4f}, {speed}", False)
-            bar.update(steps.done() - bar.n)
+            recent, recent_examples = torch.zeros(()), 0
+            speed = getattr(outcome, unit) / (time.perf_counter() - begin)
+            bar.set_postfix_str(f"loss {outcome.losses[-1]:.4f}, {speed:,.0f} {unit}/s", False)
+            bar.update(done - bar.n)
 
-        for batch in batches:
-            loss, examples = steps.step(batch)
-            recent += loss
-            recent_examples += examples
+        for batch in prefetch(batches, model, ids=model.ids) if ahead else batches:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * max(last_rate, 1 - done / total)
+            loss = _take_step(model, optimizer, batch)
+            recent = recent + (loss * len(batch) if model.averages else loss)
+            recent_examples += len(batch)
             outcome.steps += 1
+            done = track(batch)
             if outcome.steps % _STEPS_PER_REPORT == 0:
                 report()
             if stop():
@@ -125,5 +130,5 @@ def run_steps(
             outcome.finished = True
         if recent_examples:
             report()
-    synchronize(device)
+    synchronize()
     outcome.seconds = time.perf_counter() - begin

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from speedtorch.demo import loop
 from speedtorch.demo.ranking import BatchStream, Candidates, RatingBatch, Score, score
 from speedtorch.nn.embedding import Embedding
-from speedtorch.nn.prefetch import prefetch
 
 __all__ = ["NeuMF", "Outcome", "held_out_score", "train"]
 
@@ -22,26 +21,21 @@ _SPREAD = 0.01
 _SCORED_AT_ONCE = 1024
 
 
-class NeuMF(nn.Module):
+class NeuMF(loop.Model):
     """Generalised matrix factorisation (GMF) and a multilayer perceptron (MLP), side by side.
 
     Both have rows of their own for users and items. GMF multiplies them, number by number; the MLP
     puts them one after the other through three layers, each half as wide; a last layer makes one
-    number out of both results.
-
-    Args:
-        users: how many.
-        items: how many.
-        dim: numbers per row of GMF, and results of the MLP, whose rows have twice as many.
-        memory: kind of the tables' memory, as for HostTable.
-        device: what computes.
-        seed: the layers' first values depend on it alone; for those of the rows see draw_rows.
+    number out of both results. A row of GMF has `dim` numbers, one of the MLP twice as many. The
+    layers' first values depend on the seed alone; for those of the rows see draw_rows.
 
     Example:
         >>> model = NeuMF(1000, 500, 8)
         >>> model(torch.tensor([4, 999]), torch.tensor([[1, 2, 3], [4, 5, 499]])).shape
         torch.Size([2, 3])
     """
+
+    averages = True
 
     def __init__(
         self,
@@ -77,15 +71,10 @@ class NeuMF(nn.Module):
             embedding.init_(nn.init.normal_, 0, _SPREAD, seed=4 * seed + number)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        """Rates items.
+        """Rates items `[B, C]` for users `[B]`, by ids on either device.
 
-        Args:
-            user: `[B]` ids, on either device.
-            item: `[B, C]` ids, on either device.
-
-        Returns:
-            `[B, C]`, larger for an item that the user is more likely to take an interest in: the
-            logit of the probability.
+        Gives `[B, C]`, larger for an item that the user is more likely to take an interest in: the
+        logit of the probability.
         """
         product = self.gmf_users(user).unsqueeze(1) * self.gmf_items(item)
         left = self.mlp_users(user).unsqueeze(1).expand(-1, item.shape[1], -1)
@@ -94,6 +83,13 @@ class NeuMF(nn.Module):
             value = F.relu(layer(value))
         made: Tensor = self.last(torch.cat([product, value], 2)).squeeze(2)
         return made
+
+    def loss(self, batch: RatingBatch) -> Tensor:
+        """How wrongly the first item of each rating is told from its negatives, on average."""
+        logits = self(batch.user, batch.item)
+        rated = torch.zeros_like(logits)
+        rated[:, 0] = 1
+        return F.binary_cross_entropy_with_logits(logits, rated)
 
     def ids(self, batch: RatingBatch) -> dict[nn.Module, Tensor]:
         """The ids that a batch looks up in each module, for prefetch."""
@@ -107,89 +103,29 @@ class NeuMF(nn.Module):
 
 @dataclass
 class Outcome(loop.Outcome):
-    """What a training run did; an example of it is a rated or sampled item.
-
-    Attributes:
-        ratings: ratings in its batches, without negatives.
-    """
+    """What a training run did; an example of it is a rating with its negatives."""
 
     ratings: int = 0
+    """In its batches, without negatives."""
 
 
 def train(
-    model: NeuMF,
-    optimizer: torch.optim.Optimizer,
-    stream: BatchStream,
-    *,
-    epochs: int,
-    stop: Callable[[], bool] = lambda: False,
-    label: str | None = None,
-    ahead: bool = True,
+    model: NeuMF, optimizer: loop.Optimizer, stream: BatchStream, *, epochs: int, **how: Any
 ) -> Outcome:
-    """Trains for some epochs, or until `stop` says so; a step is never left half done.
+    """Trains for some epochs; `how` are options of loop.train."""
+    outcome = Outcome()
 
-    Args:
-        model: its device does the work.
-        optimizer: of the model's parameters, and attached to it.
-        stream: gives the batches.
-        epochs: passes over the ratings.
-        stop: asked after each step.
-        label: shows a progress bar of this name, with loss and ratings per second.
-        ahead: bring the rows of the next batch during a step; the numbers are the same without.
+    def track(batch: RatingBatch) -> float:
+        outcome.ratings += len(batch)
+        return outcome.ratings
 
-    Returns:
-        What was done.
-
-    Raises:
-        ValueError: the loss grows beyond all numbers.
-    """
-    steps = _Steps(model, optimizer)
-    batches = stream.batches(epochs)
-    loop.run_steps(
-        steps,
-        prefetch(batches, model, ids=model.ids) if ahead else batches,
-        steps.outcome,
-        device=model.last.weight.device,
-        rate=optimizer.param_groups[0]["lr"],
-        total=epochs * len(stream),
-        stop=stop,
-        label=label,
-    )
-    return steps.outcome
-
-
-class _Steps:
-    def __init__(self, model: NeuMF, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        self.outcome = Outcome()
-
-    def step(self, batch: RatingBatch) -> tuple[Tensor, int]:
-        def loss() -> Tensor:
-            logits = self._model(batch.user, batch.item)
-            rated = torch.zeros_like(logits)
-            rated[:, 0] = 1
-            return F.binary_cross_entropy_with_logits(logits, rated)
-
-        self.outcome.ratings += len(batch)
-        return loop.take_step(self._optimizer, loss) * len(batch), len(batch)
-
-    def done(self) -> float:
-        return self.outcome.ratings
-
-    def speed(self, seconds: float) -> str:
-        return f"{self.outcome.ratings / seconds:,.0f} ratings/s"
+    how = {"total": epochs * len(stream), "unit": "ratings", **how}
+    loop.train(model, optimizer, stream.batches(epochs), outcome, track, **how)
+    return outcome
 
 
 def held_out_score(model: NeuMF, candidates: Candidates) -> Score:
-    """Scores a model on items kept out of training.
-
-    Args:
-        model: in whatever state.
-        candidates: held-out items and others.
-
-    Returns:
-        The score.
-    """
+    """Scores a model on items kept out of training."""
     starts = range(0, len(candidates), _SCORED_AT_ONCE)
     parts = [slice(start, start + _SCORED_AT_ONCE) for start in starts]
     with torch.no_grad():

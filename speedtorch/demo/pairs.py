@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.demo.corpus import Corpus
+from speedtorch.demo.settings import check_least
 
 __all__ = ["Batch", "HeldOut", "PairStream"]
 
@@ -84,18 +85,7 @@ class PairStream:
     of the text it is kept with probability `sqrt(t / f) + t / f`), windows have a random reach of
     1 to `window` words around each centre, and negatives are drawn in proportion to `f ** 0.75`.
     Stretches of 64 words, drawn at random, are held out: no pair with a word in them is trained on.
-
-    Args:
-        corpus: the text.
-        window: the furthest distance of a context word, in words left after dropping.
-        negatives: negatives per pair, `K`.
-        batch: pairs per batch, `B`; the last one of an epoch may be smaller.
-        sample: threshold `t` of the dropping of frequent words; 0 keeps all.
-        held_out: share of the text to keep out of training, from 0 to below 1.
-        seed: everything random depends on it alone.
-
-    Raises:
-        ValueError: a number is out of its range.
+    A batch has `batch` pairs, the last one of an epoch perhaps fewer, with `negatives` each.
 
     Example:
         >>> corpus = Corpus.from_passages(["red green blue " * 9], min_count=1)
@@ -116,15 +106,10 @@ class PairStream:
         held_out: float = 0.05,
         seed: int = 0,
     ) -> None:
-        for name, value in (("window", window), ("negatives", negatives), ("batch", batch)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if sample < 0:
-            raise ValueError(f"sample is {sample}; it must be 0 or more")
+        check_least(1, window=window, negatives=negatives, batch=batch)
+        check_least(0, sample=sample, seed=seed)
         if not 0 <= held_out < 1:
             raise ValueError(f"held_out is {held_out}; it must be from 0 to below 1")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; it must be 0 or more")
         self.corpus = corpus
         self.window, self.negatives, self.batch, self.seed = window, negatives, batch, seed
         share = corpus.counts / corpus.counts.sum()
@@ -147,18 +132,7 @@ class PairStream:
         return len(self._train[0])
 
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
-        """Yields batches epoch after epoch, until one of the limits given is reached.
-
-        Args:
-            epochs: passes over the text.
-            steps: batches.
-
-        Yields:
-            Batches on the CPU.
-
-        Raises:
-            ValueError: the text gives no pairs at all.
-        """
+        """Yields batches, on the CPU, until one of the limits given is reached."""
         numbers = itertools.count() if epochs is None else iter(range(epochs))
         return itertools.islice(self._epochs(numbers), steps)
 
@@ -176,14 +150,7 @@ class PairStream:
                 )
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """Yields the batches of one pass over the text.
-
-        Args:
-            number: of the epoch; each has its own dropping, windows, order and negatives.
-
-        Yields:
-            Batches on the CPU.
-        """
+        """Yields the batches of one pass, which has its own dropping, windows and negatives."""
         # Blocks bound the memory that the pairs of a long text take.
         starts = range(0, self.words, _BLOCK_TOKENS)
         order = np.random.default_rng([_TRAINING, self.seed, number]).permutation(len(starts))
@@ -203,11 +170,7 @@ class PairStream:
             done += length
 
     def held_out_pairs(self) -> HeldOut:
-        """Collects pairs of the held-out text, with dropping and windows as in training.
-
-        Returns:
-            At most 50,000 pairs, drawn at random; none if no text is held out.
-        """
+        """Pairs of the held-out text, with dropping and windows as in training; 50,000 at most."""
         random = np.random.default_rng([_SCORE, self.seed])
         found = [np.zeros((2, 0), np.int64)]
         for start in range(0, len(self._held[0]), _BLOCK_TOKENS):

@@ -20,9 +20,7 @@ _Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class RowOptimizer:
     """Any optimizer by SparseAdam's rule: looked-up rows are stepped, with one step count for all.
 
-    Args:
-        model: has embeddings of torch's, each looked up in every step, and no other parameters.
-        make_optimizer: makes an optimizer of a list of parameters.
+    The model has embeddings of torch's, each looked up in every step, and no other parameters.
 
     Example:
         >>> embedding = nn.Embedding.from_pretrained(torch.zeros(3, 1), freeze=False)

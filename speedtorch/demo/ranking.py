@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.demo.ratings import Ids, Ratings, Split
+from speedtorch.demo.settings import check_least
 
 __all__ = ["BatchStream", "Candidates", "RatingBatch", "Score", "score"]
 
@@ -47,16 +48,8 @@ class RatingBatch:
 class BatchStream:
     """The batches of a split, the same ones every time they are asked for.
 
-    Args:
-        split: the ratings to train on.
-        items: how many there are.
-        batch: ratings per batch, `B`; the last one of an epoch may be smaller.
-        negatives: items per rating that the user did not rate, drawn evenly, `K`. Held-out items
-            are among them, as training must not know which these are.
-        seed: everything random depends on it alone.
-
-    Raises:
-        ValueError: a number is out of its range.
+    Negatives are items, of all that there are, that the user did not rate, drawn evenly. Held-out
+    ones are among them, as training must not know which these are.
 
     Example:
         >>> split = Split(*(np.array(part) for part in ([0, 0, 1], [3, 4, 4], [0], [5])))
@@ -68,11 +61,8 @@ class BatchStream:
     def __init__(
         self, split: Split, items: int, *, batch: int = 1024, negatives: int = 4, seed: int = 0
     ) -> None:
-        for name, value in (("batch", batch), ("negatives", negatives)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; it must be 0 or more")
+        check_least(1, batch=batch, negatives=negatives)
+        check_least(0, seed=seed)
         self.split, self.items = split, items
         self.batch, self.negatives, self.seed = batch, negatives, seed
         self._rated = np.sort(split.user * items + split.item)
@@ -82,14 +72,7 @@ class BatchStream:
         return len(self.split.user)
 
     def batches(self, epochs: int) -> Iterator[RatingBatch]:
-        """Yields batches epoch after epoch.
-
-        Args:
-            epochs: passes over the ratings; each has its own order and negatives.
-
-        Yields:
-            Batches on the CPU.
-        """
+        """Yields batches, on the CPU; each epoch has its own order and negatives."""
         for number in range(epochs):
             random = np.random.default_rng([_TRAINING, self.seed, number])
             order = random.permutation(len(self))
@@ -135,19 +118,9 @@ class Candidates:
 
     @classmethod
     def draw(cls, ratings: Ratings, split: Split, *, seed: int = 0) -> Candidates:
-        """Draws 99 items for each held-out one.
+        """Draws 99 items for each held-out one, of at most 10,000 users drawn at random.
 
-        Args:
-            ratings: all of them.
-            split: names the held-out ones.
-            seed: everything random depends on it alone.
-
-        Returns:
-            The candidates of at most 10,000 users, drawn at random. Users who rated so much that no
-            99 items are left are not among them.
-
-        Raises:
-            ValueError: that leaves no user.
+        Users who rated so much that no 99 items are left are not among them.
         """
         random = np.random.default_rng([_SCORE, seed])
         items = len(ratings.item_ids)
@@ -195,15 +168,10 @@ class Score:
 
 
 def score(values: Tensor) -> Score:
-    """Scores rankings.
+    """Scores rankings: `[H, C]`, what a model gives the candidates, held-out items first.
 
-    Args:
-        values: `[H, C]`, what a model gives the candidates; the first column is the held-out
-            items'. One that is equal to another candidate's counts as behind it, so that a model
-            which gives all the same has no hits.
-
-    Returns:
-        The score.
+    One that is equal to another candidate's counts as behind it, so that a model which gives all
+    the same has no hits.
 
     Example:
         >>> score(torch.tensor([[9.0, 1.0, 2.0], [3.0, 4.0, 1.0]])).hit_rate

@@ -50,15 +50,10 @@ class Ratings:
 
     @classmethod
     def from_columns(cls, user: npt.ArrayLike, item: npt.ArrayLike, time: npt.ArrayLike) -> Ratings:
-        """Numbers users and items, and sorts.
+        """Numbers users and items, any whole numbers `[N]`, and sorts.
 
-        Args:
-            user: `[N]`, any whole numbers.
-            item: `[N]`, any whole numbers.
-            time: `[N]`; ratings of the same time stay in the order given.
-
-        Returns:
-            The ratings; of several of one user for one item, the latest.
+        Of several ratings of one user for one item the latest stays; those of the same time stay
+        in the order given.
         """
         user_ids, users = np.unique(np.asarray(user, np.int64), return_inverse=True)
         item_ids, items = np.unique(np.asarray(item, np.int64), return_inverse=True)
@@ -92,13 +87,7 @@ class Split:
 
 
 def leave_one_out(ratings: Ratings) -> Split:
-    """Holds each user's latest rating out (He et al., 2017).
-
-    Args:
-        ratings: of any number of users; one with a single rating keeps it for training.
-
-    Returns:
-        The split.
+    """Holds each user's latest rating out (He et al., 2017); a single one stays for training.
 
     Example:
         >>> split = leave_one_out(Ratings.from_columns([1, 1, 2], [5, 6, 5], [20, 10, 30]))
@@ -114,16 +103,8 @@ def leave_one_out(ratings: Ratings) -> Split:
 def read_ratings(path: Path) -> Ratings:
     r"""Reads a ratings file of MovieLens; what it is shows in its first line.
 
-    Args:
-        path: lines of user, item, rating and timestamp, separated by tabs (`u.data`), by `::`
-            (`ratings.dat`) or by commas below a header (`ratings.csv`). Empty lines do not count.
-
-    Returns:
-        The ratings.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is none of these, or there is no rating at all.
+    Lines have user, item, rating and timestamp, separated by tabs (`u.data`), by `::`
+    (`ratings.dat`) or by commas below a header (`ratings.csv`). Empty lines do not count.
 
     Example:
         >>> import tempfile
@@ -186,20 +167,8 @@ def generated_ratings(
     """Makes ratings up, of users and items with latent tastes, so that something can be learnt.
 
     Each user likes a few of twelve topics, each item is about one or two of them, and some items
-    are more popular than others.
-
-    Args:
-        users: how many.
-        items: how many, at least twice `per_user`.
-        per_user: ratings of each user on average, at least 10.
-        seed: everything random depends on it alone.
-
-    Returns:
-        The ratings; users' and items' ids are their numbers, and items that nobody rated are left
-        out.
-
-    Raises:
-        ValueError: a number is out of its range.
+    are more popular than others. Users' and items' ids are their numbers, and items that nobody
+    rated are left out. `per_user` is an average.
 
     Example:
         >>> ratings = generated_ratings(users=50, items=100)

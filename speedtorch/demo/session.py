@@ -12,45 +12,33 @@ from types import FrameType
 
 import torch
 
-__all__ = ["STOPPED", "check_memory", "check_seed", "choose_device", "interrupt", "make_folder"]
+from speedtorch.demo.settings import RunSettings
+
+__all__ = ["STOPPED", "choose_device", "ended", "interrupt", "make_folder"]
 
 STOPPED = 130  # the exit status after Ctrl-C, as shells have it
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(settings: RunSettings) -> torch.device:
     """The device asked for; "auto" is a GPU if torch has one and our library has its kernels.
 
-    Args:
-        name: "auto", "cpu" or "cuda".
-
-    Raises:
-        ValueError: there is no such device.
+    Raises ValueError if there is no such device, for memory that only a GPU reaches where there is
+    none, and for a seed that not every generator takes.
     """
+    name, memory, seed = settings.device, settings.memory, settings.seed
     usable = torch.cuda.is_available() and torch.ops.speedtorch.built_with_cuda()
     if name == "cuda" and not usable:
         reason = "torch sees no GPU" if not torch.cuda.is_available() else "built without nvcc"
         raise ValueError(f"device cuda cannot be used: {reason}; use --device cpu")
+    if memory in ("managed", "registered", "cuda") and not torch.cuda.is_available():
+        raise ValueError(f"memory {memory} cannot be used: torch sees no GPU; use --memory plain")
+    if not 0 <= seed < 1 << 32:
+        raise ValueError(f"seed is {seed}; it must be 0 or more, and less than 2^32")
     return torch.device("cuda" if usable and name != "cpu" else "cpu")
 
 
-def check_memory(name: str) -> None:
-    """Raises ValueError for a kind of memory that a GPU must reach, if there is none."""
-    if name in ("managed", "registered", "cuda") and not torch.cuda.is_available():
-        raise ValueError(f"memory {name} cannot be used: torch sees no GPU; use --memory plain")
-
-
-def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed that not every generator takes."""
-    if not 0 <= seed < 1 << 32:
-        raise ValueError(f"seed is {seed}; it must be 0 or more, and less than 2^32")
-
-
 def make_folder(path: Path) -> None:
-    """Makes the folder of the results, before anything takes long.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Makes the folder of the results, before anything takes long."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,11 +47,7 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def interrupt() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a question's answer; a second one ends the process as usual.
-
-    Yields:
-        Says whether Ctrl-C was pressed.
-    """
+    """Gives a function that says whether Ctrl-C was pressed; a second one ends the process."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set  # Only the main thread may handle signals, and only it gets Ctrl-C.
@@ -80,3 +64,11 @@ def interrupt() -> Iterator[Callable[[], bool]]:
         yield asked.is_set
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def ended(finished: bool) -> int:
+    """The exit status of a training; one that was stopped says so."""
+    if finished:
+        return 0
+    print("stopped    by Ctrl-C; what was learnt until then is saved")
+    return STOPPED

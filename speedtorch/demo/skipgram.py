@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speedtorch.demo.pairs import Batch
+from speedtorch.demo import loop
+from speedtorch.demo.pairs import Batch, PairStream
 from speedtorch.nn.embedding import Embedding
 
-__all__ = ["SIDES", "SkipGram", "first_values"]
+__all__ = ["SIDES", "Outcome", "SkipGram", "first_values", "train"]
+
+# The learning rate falls to this share of its start, as in word2vec.
+_LAST_RATE = 0.01
 
 SIDES = ("u_embeddings", "v_embeddings")
 
 
-class SkipGram(nn.Module):
+class SkipGram(loop.Model):
     """Skip-gram with negative sampling: a word has one vector as a centre, one as a context.
 
-    Args:
-        u_embeddings: rows `[V, D]` of the centres.
-        v_embeddings: rows `[V, D]` of the contexts.
+    Its embeddings have the rows `[V, D]` of the centres, and those of the contexts.
 
     Example:
         >>> model = SkipGram(Embedding(1000, 8), Embedding(1000, 8))
@@ -43,7 +46,7 @@ class SkipGram(nn.Module):
         """Where the rows of a batch are trained."""
         return self.u_embeddings.weight.device
 
-    def ids(self, batch: Batch) -> dict[nn.Module, Tensor | Sequence[Tensor]]:
+    def ids(self, batch: Batch) -> dict[nn.Module, Any]:
         """The rows that a batch looks up in each embedding, for speedtorch.prefetch."""
         return {
             self.u_embeddings: batch.centre,
@@ -51,11 +54,7 @@ class SkipGram(nn.Module):
         }
 
     def forward(self, batch: Batch) -> Tensor:
-        """Computes the loss, summed over the pairs.
-
-        Returns:
-            A scalar. It is a sum, so that the step of a row does not depend on the batch's size.
-        """
+        """The loss, a sum, so that the step of a row does not depend on the batch's size."""
         word = self.u_embeddings(batch.centre)
         true = (word * self.v_embeddings(batch.context)).sum(1)
         false = torch.bmm(self.v_embeddings(batch.negative), word.unsqueeze(2))
@@ -72,11 +71,43 @@ class SkipGram(nn.Module):
 def first_values(u_embeddings: Embedding, v_embeddings: Embedding, *, seed: int) -> None:
     """Draws the centres' rows, uniform within `1 / (2 D)`; those of the contexts become zeros.
 
-    Args:
-        u_embeddings: of the centres. Attach an optimizer before, or its new table is filled twice.
-        v_embeddings: of the contexts.
-        seed: the numbers depend on it alone.
+    Attach an optimizer before, or its new table is filled twice.
     """
     bound = 0.5 / u_embeddings.embedding_dim
     u_embeddings.table.uniform_(-bound, bound, seed=seed)
     v_embeddings.table.zeros_()
+
+
+@dataclass
+class Outcome(loop.Outcome):
+    """What a training run did."""
+
+    pairs: int = 0
+    """Of words, in its batches."""
+    words: int = 0
+    """Of the text gone through, before dropping."""
+
+
+def train(
+    model: SkipGram,
+    optimizer: loop.Optimizer,
+    stream: PairStream,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    **how: Any,
+) -> Outcome:
+    """Trains for `steps` batches, or else `epochs` passes; `how` are options of loop.train."""
+    if epochs is None and steps is None:
+        raise ValueError("train needs a limit: epochs or steps")
+    device, outcome = model.device, Outcome()
+    batches = (b.to(device) for b in stream.batches(epochs=None if steps else epochs, steps=steps))
+
+    def track(batch: Batch) -> float:
+        outcome.pairs += len(batch)
+        outcome.words = round(batch.progress * stream.words)
+        return outcome.steps / steps if steps else batch.progress / (epochs or 1)
+
+    how = {"total": 1.0, "unit": "words", "last_rate": _LAST_RATE, **how}
+    loop.train(model, optimizer, batches, outcome, track, **how)
+    return outcome

@@ -14,7 +14,8 @@ from warm_python import warm_python
 from speedtorch import __main__ as command
 from speedtorch.__main__ import main
 from speedtorch.demo import glove_run, word2vec
-from speedtorch.demo.settings import Settings, make_optimizer, optimizer_names
+from speedtorch.demo.settings import make_optimizer, optimizer_names
+from speedtorch.demo.word2vec import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,6 +116,7 @@ def test_every_setting_of_glove_has_an_option(monkeypatch: pytest.MonkeyPatch) -
     [
         ([], "required: command"),
         (["fly"], "invalid choice: 'fly'"),
+        (["info", "--more"], "unrecognized arguments: --more"),
         (["demo"], "required: demo"),
         (["demo", "glove", "--window", "0"], "'0' is no whole number of 1 or more"),
         (["demo", "word2vec", "--dim", "0"], "'0' is no whole number of 1 or more"),
@@ -158,6 +160,18 @@ def test_ctrl_c_before_training_is_status_130(
     monkeypatch.setattr(word2vec, "run", run)
     assert command.main(["demo", "word2vec"]) == 130
     assert capsys.readouterr().err == "speedtorch: ended by Ctrl-C\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["glove", "--dim", "8"], ["--help"]], ids=" ".join)
+def test_where_the_demonstrations_are_missing_it_says_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert command.main(["demo", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("speedtorch: the demonstrations are not in installed wheels")
+    assert "`make demo`" in told
+    assert command.main(["info"]) == 0
 
 
 def test_optimizer_names_are_those_of_torch() -> None:

@@ -19,8 +19,7 @@ from speedtorch.demo.evaluate import content_words, held_out_score, nearest_neig
 from speedtorch.demo.pairs import Batch, HeldOut, PairStream
 from speedtorch.demo.plain import RowOptimizer
 from speedtorch.demo.settings import make_optimizer, optimizer_names
-from speedtorch.demo.skipgram import SIDES, SkipGram, first_values
-from speedtorch.demo.training import Outcome, train
+from speedtorch.demo.skipgram import SIDES, Outcome, SkipGram, first_values, train
 
 REFUSED = ("Adafactor", "LBFGS", "Muon")
 

@@ -21,7 +21,7 @@ from topics import topic_passages
 
 import speedtorch
 from speedtorch.__main__ import main
-from speedtorch.demo import report, training, word2vec
+from speedtorch.demo import report, skipgram, word2vec
 
 SMALL = ("--dim", "8", "--batch", "256", "--min-count", "1")
 FILES = ["report.json", "vectors.npy", "vectors.txt"]
@@ -179,7 +179,7 @@ def test_ctrl_c_saves_what_there_is(text: Path, tmp_path: Path) -> None:
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, label: str, times: int) -> None:
     """Sends Ctrl-C to this process, in the second step of the training of that name."""
-    original: Callable[..., Any] = training.train
+    original: Callable[..., Any] = skipgram.train
 
     def train(*args: Any, stop: Callable[[], bool], **options: Any) -> Any:
         asked = 0

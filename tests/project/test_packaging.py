@@ -127,6 +127,16 @@ def test_the_wheel_holds_the_library_and_no_source_of_it(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"speedtorch", "speedtorch-0.1.0.dist-info"}
 
 
+def test_the_wheel_holds_no_demonstration_and_says_where_they_are(
+    wheel: Path, installed: Path
+) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        assert [name for name in archive.namelist() if "demo" in name] == []
+    done = run(installed, "-I", "-m", "speedtorch", "demo", "glove", "--dim", "8", cwd=Path("/"))
+    assert done.returncode == 2
+    assert "take a checkout or the source archive, and run `make demo`" in done.stderr
+
+
 def test_an_installed_wheel_gathers_rows_outside_the_checkout(installed: Path) -> None:
     program = (
         "import speedtorch, torch\n"
