@@ -6,6 +6,7 @@ the CPU's are deselected. `place.table` puts a table where it belongs, `place.wo
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -146,6 +147,13 @@ def device(request: pytest.FixtureRequest) -> str:
     """The device that does the work."""
     result: str = request.param
     return result
+
+
+@pytest.fixture(autouse=True, scope="module")
+def large_heap() -> None:
+    """Tests collect garbage by the hundred: what was there before a file is not looked at again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -72,6 +72,8 @@ else:
 ASK = """
 import json, os, signal, socket, sys
 
+handed_on = {signal.SIGINT, signal.SIGTERM}
+signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)  # until there is who they are for
 request = {"arguments": sys.argv[2:], "folder": os.getcwd(), "environment": dict(os.environ)}
 with socket.socket(socket.AF_UNIX) as source:
     source.connect(sys.argv[1])
@@ -80,12 +82,13 @@ with socket.socket(socket.AF_UNIX) as source:
     source.shutdown(socket.SHUT_WR)
     answers = source.makefile()
     program = int(answers.readline())
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in handed_on:
         signal.signal(number, lambda number, frame: os.kill(program, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
     status = int(answers.readline())
 if status < 0:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in handed_on:
+        signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
