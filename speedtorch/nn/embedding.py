@@ -85,7 +85,6 @@ class Embedding(RowModule, nn.Embedding):
         dtype: torch.dtype | None = None,
         *,
         memory: str = "auto",
-        _owned: bool = False,
     ) -> None:
         RowModule.__init__(
             self,
@@ -97,7 +96,6 @@ class Embedding(RowModule, nn.Embedding):
             device,
             dtype,
             memory,
-            _owned,
             max_norm=max_norm,
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,

@@ -64,7 +64,6 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         *,
         memory: str = "auto",
         _freeze: bool = False,
-        _owned: bool = False,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode: expected 'sum', 'mean' or 'max', got {mode!r}")
@@ -78,7 +77,6 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             device,
             dtype,
             memory,
-            _owned,
             max_norm=max_norm,
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,

@@ -8,7 +8,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,18 @@ Device = str | int | torch.device | None
 _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 
 
+_DEFAULTS = {
+    "padding_idx": None,
+    "max_norm": None,
+    "norm_type": 2.0,
+    "scale_grad_by_freq": False,
+    "sparse": False,
+    "mode": None,
+    "include_last_offset": False,
+}
+"""Values of settings that a module does not tell."""
+
+
 class RowModule(nn.Module):
     """What Embedding and EmbeddingBag share: the rows, and how they come and go.
 
@@ -48,7 +60,6 @@ class RowModule(nn.Module):
         device: Where lookups give their rows.
         dtype: The elements of the rows.
         memory: The table's memory.
-        owned: Whether nobody else uses a table that is given.
         **settings: How rows are looked up, as attributes; for both kinds of module those below.
     """
 
@@ -73,7 +84,6 @@ class RowModule(nn.Module):
         device: Device,
         dtype: torch.dtype | None,
         memory: str,
-        owned: bool,
         **settings: Any,
     ) -> None:
         nn.Module.__init__(self)
@@ -91,12 +101,13 @@ class RowModule(nn.Module):
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         self._settings = tuple(settings)
-        vars(self).update(settings)
+        for setting, value in settings.items():
+            setattr(self, setting, value)
         shape = (num_embeddings, embedding_dim)
         if isinstance(source, HostTable):
             if (source.rows, *source.fields["weight"][0]) != shape:
                 raise ValueError(f"_weight: expected the shape {shape}, got {source!r}")
-            store = RowStore(name, source, owned=owned)
+            store = RowStore(name, source)
         elif source is None:
             first = self._drawing(nn.init.normal_, padding_idx)
             store = RowStore(name, (*shape, dtype or torch.get_default_dtype()), memory, (first,))
@@ -118,7 +129,7 @@ class RowModule(nn.Module):
         self.weight = parameter
         self.trained_rows = TrainedRows(type(self).__name__, store, parameter, self.padding_idx)
         # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
-        weakref.finalize(self, self.trained_rows.bring_home).atexit = False
+        weakref.finalize(self, self.trained_rows.let_go).atexit = False
 
     @classmethod
     def _of_rows(
@@ -147,7 +158,10 @@ class RowModule(nn.Module):
         if len(shape) != 2:
             raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
         given |= {"_weight": source, "_freeze": freeze, "device": device, "memory": memory}
-        return cls(*shape, **given, _owned=source is not embeddings)
+        made = cls(*shape, **given)
+        if isinstance(source, HostTable) and source is not embeddings:
+            made.trained_rows.store.own()
+        return made
 
     @classmethod
     def from_module(
@@ -185,9 +199,10 @@ class RowModule(nn.Module):
                 f" {given.__module__}.{given.__name__}"
             )
         named = inspect.signature(kind.from_pretrained).parameters
-        settings = {name: getattr(module, name) for name in named if hasattr(module, name)}
-        freeze = not module.weight.requires_grad
-        made = cls._of_rows(module.weight, freeze, device, memory, **settings)
+        settings = {name: getattr(module, name) for name in list(named)[2:]}  # behind the rows
+        made_by = cast(Any, cls)  # each kind has a from_pretrained
+        freeze, place = not module.weight.requires_grad, {"device": device, "memory": memory}
+        made: _Self = made_by.from_pretrained(module.weight, freeze, **settings, **place)
         return made.train(module.training)
 
     @property
@@ -200,11 +215,10 @@ class RowModule(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""
-        defaults = inspect.signature(type(self)).parameters
         said = [f"{self.num_embeddings}, {self.embedding_dim}"]
         for name in ("padding_idx", *self._settings):
             value = getattr(self, name)
-            if name == "mode" or value != defaults[name].default:
+            if value != _DEFAULTS[name]:
                 said.append(f"{name}={value!r}")
         return ", ".join(said)
 
@@ -281,10 +295,10 @@ class RowModule(nn.Module):
             IndexError: An id is out of range; where rows are held on a GPU the next lookup says so.
         """
         with as_plain():
-            trains = self._check_use()
+            self._check_use()
             for each in ids:
                 check_ids(f"{type(self).__name__}.announce", each)
-            if ids and trains:
+            if ids and torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad:
                 self.trained_rows.announce(ids)
 
     def flush(self) -> None:
@@ -302,17 +316,18 @@ class RowModule(nn.Module):
         """Raises what a lookup of ids would, before a row moves; else whether it is for a step."""
         if is_tracing() or torch.compiler.is_exporting():
             self.__prepare_scriptable__()
-        trains = self._check_use()
+        trains = torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad
         if is_transformed() and (trains or (isinstance(ids, Tensor) and is_batched(ids))):
             raise NotImplementedError(
                 f"{type(self).__name__}: torch.func's transforms (vmap, grad, jvp) cannot go"
                 " through a lookup; look the rows up before, and give the function emb(ids)"
             )
+        self._check_use()
         check_ids(type(self).__name__, ids, RuntimeError)  # which torch raises for other numbers
         return trains
 
-    def _check_use(self) -> bool:
-        """Raises what any use would in a step; else whether a lookup is for a step."""
+    def _check_use(self) -> None:
+        """Raises what any use would in a step."""
         parameter = self.trained_rows.parameter
         name = type(self).__name__
         if self._wanted is not None:
@@ -341,7 +356,6 @@ class RowModule(nn.Module):
                     f"{name}: DistributedDataParallel cannot average the gradients of rows that"
                     " differ between processes; train on one GPU"
                 )
-        return torch.is_grad_enabled() and parameter.requires_grad
 
     def _adds_in_order(self) -> bool:
         """Whether gradients must be added up in torch's order."""

@@ -393,7 +393,7 @@ class Exchange:
     def show_anew(self) -> None:
         """Reads held rows again, all fields that there are now; the table has all of them."""
         now, gradient = self.now, self._shown.parameter.grad
-        if now.ids.shape[0] > 0:
+        if now.batches:
             rows, padded = self._loaded(now.ids, self._no_rows(), now.ids[:0])
         else:
             rows, padded = self._memory(0)

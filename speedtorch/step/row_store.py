@@ -71,7 +71,6 @@ class RowStore:
         table: the rows, or the number of rows and columns and the dtype of a table to be made.
         memory: the kind of memory of a table to be made.
         draws: first values of a table to be made.
-        owned: whether nobody else uses a table that is given, so that another may replace it.
     """
 
     def __init__(
@@ -80,8 +79,6 @@ class RowStore:
         table: HostTable | tuple[int, int, torch.dtype],
         memory: str = "auto",
         draws: Sequence[Draw] = (),
-        *,
-        owned: bool = False,
     ) -> None:
         self.name = name
         self._draws = tuple(draws)
@@ -93,7 +90,7 @@ class RowStore:
         """The fields that were exchanged last, until the table may have become another."""
         self._table: HostTable | None = None
         if isinstance(table, HostTable):
-            self._table, self._owned, self._memory = table, owned, table.memory
+            self._table, self._owned, self._memory = table, False, table.memory
             self.rows, (self.row_shape, self.dtype) = table.rows, table.fields["weight"]
             return
         rows, columns, self.dtype = table
@@ -200,6 +197,18 @@ class RowStore:
         for table in (self._table, self._beside):
             if table is not None:
                 table.be_held(self._holder)
+
+    def drop_holder(self, holder: RowHolder) -> None:
+        """Says that somebody holds rows no more."""
+        if self.holder is holder:
+            self._holder = None
+            for table in (self._table, self._beside):
+                if table is not None:
+                    table.be_held(None)
+
+    def own(self) -> None:
+        """Says that nobody else uses the table, so that another may replace it."""
+        self._owned = True
 
     def bring_others_home(self) -> None:
         """Rows that another module trains are in the table, too, after this."""
@@ -331,7 +340,10 @@ class RowStore:
         """
         reached = self._reached
         if reached is None or reached[0] is not names:
-            reached = self._reached = (names, [self.field(name) for name in names])
+            reached = (names, [self.field(name) for name in names])
+            # Who does not hold rows of the table is not told when it closes.
+            if self._holder is not None and self._in_memory().holder is self._holder:
+                self._reached = reached
         swap_placed(
             reached[1],
             leaving,

@@ -25,7 +25,7 @@ from speedtorch.torch_internals import (
     tree_map,
 )
 
-__all__ = ["RowWeight", "TableRows", "hide_rows", "show_rows"]
+__all__ = ["RowWeight", "TableRows", "forget_rows", "hide_rows", "show_rows"]
 
 _GRADIENT = torch.Tensor.grad
 
@@ -163,6 +163,11 @@ def show_rows(parameter: nn.Parameter, rows: TableRows) -> None:
 def hide_rows(parameter: nn.Parameter) -> None:
     """Makes it the parameter of its held rows, as an optimizer's step needs it."""
     parameter.__class__ = nn.Parameter
+
+
+def forget_rows(parameter: nn.Parameter) -> None:
+    """Makes it stand for nothing: the table is gone for who has the parameter only."""
+    parameter._rows = lambda: None  # type: ignore[attr-defined]
 
 
 def _rows_of(weight: Tensor) -> TableRows:

@@ -14,7 +14,7 @@ from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step.exchange import Exchange, HeldState, Placed, ShownRows, Told
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.row_store import Draw, Fields, RowStore
-from speedtorch.step.row_weight import show_rows
+from speedtorch.step.row_weight import forget_rows, show_rows
 from speedtorch.torch_internals import (
     as_plain,
     current_backward,
@@ -222,6 +222,14 @@ class TrainedRows:
             self.exchange.bring_home()
             self.store.settle(self.exchange.device)
             self.store.forget_fields()
+
+    def let_go(self) -> None:
+        """Called when the module goes: its rows are in the table, and nobody trains them."""
+        try:
+            self.bring_home()
+        finally:
+            self.store.drop_holder(self)
+            forget_rows(self.parameter)
 
     def flush(self) -> None:
         """Brings the table up to date, until the CPU sees it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -265,3 +265,83 @@ def test_one_table_is_trained_by_one_module() -> None:
             use()
     second = speedtorch.Embedding.from_pretrained(table, freeze=False)  # a cell that runs again
     second(ids)
+
+
+class FewArguments(speedtorch.Embedding):
+    """A subclass with arguments of its own."""
+
+    def __init__(self, vocabulary: list[str], **settings: Any) -> None:
+        super().__init__(len(vocabulary), 4, padding_idx=0, **settings)
+
+
+def test_a_subclass_with_arguments_of_its_own_tells_what_it_is() -> None:
+    made = FewArguments(["the", "of"], max_norm=1.0)
+    assert repr(made) == "FewArguments(2, 4, padding_idx=0, max_norm=1.0)"
+
+
+class AsDocumented(speedtorch.Embedding):
+    """A subclass with the documented arguments, and a setting that it keeps elsewhere."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Any = None,
+        _freeze: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        memory: str = "auto",
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            _weight,
+            _freeze,
+            device,
+            dtype,
+            memory=memory,
+        )
+
+    @property
+    def norm_type(self) -> float:  # type: ignore[override]
+        return self.kept
+
+    @norm_type.setter
+    def norm_type(self, norm_type: float) -> None:
+        self.kept = norm_type
+
+
+class WithFreeze(torch.nn.Embedding):
+    """One of torch's that has a method by the name of an argument of from_pretrained."""
+
+    def freeze(self) -> None:
+        self.weight.requires_grad_(False)
+
+
+def test_a_subclass_with_the_documented_arguments_is_made_of_rows_that_exist() -> None:
+    plain = WithFreeze(3, 4, norm_type=1.0)
+    made = AsDocumented.from_module(plain)
+    assert isinstance(made, AsDocumented) and made.kept == 1.0
+    assert torch.equal(made.table["weight"], plain.weight.detach())
+
+
+def test_a_transform_is_named_before_a_weight_that_it_replaces() -> None:
+    embedding = speedtorch.Embedding(3, 4)
+
+    def loss(weight: Tensor) -> Tensor:
+        call = torch.func.functional_call(embedding, {"weight": weight}, torch.tensor([1]))
+        return cast(Tensor, call.sum())
+
+    with pytest.raises(NotImplementedError, match="torch.func's transforms"):
+        torch.func.grad(loss)(torch.zeros(3, 4))

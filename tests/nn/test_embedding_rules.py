@@ -421,3 +421,20 @@ def test_a_closure_that_looks_up_and_goes_back_trains_as_without(
         table.add_gradient(ids, torch.ones(len(ids), WIDTH, device=device))
         pair.plain.step()
     pair.check()
+
+
+@pytest.mark.parametrize("max_norm", [None, 100.0])
+def test_the_paddings_row_is_read_again_where_a_step_holds_no_other(
+    device: str, max_norm: float | None
+) -> None:
+    weight = torch.full((3, 64), 5.0)
+    embedding = speedtorch.Embedding.from_pretrained(
+        weight, freeze=False, padding_idx=1, max_norm=max_norm, device=device
+    )
+    for _ in range(20):  # or chance may put the row where it was
+        rows = embedding(torch.tensor([1]))
+        embedding.table.settle()
+        again = embedding(torch.tensor([1]))
+        assert rows.unique().tolist() == again.unique().tolist() == [5.0]
+        assert embedding.table["weight"].unique().tolist() == [5.0]
+        del rows, again

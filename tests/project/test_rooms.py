@@ -125,7 +125,8 @@ def test_an_object_alone_writes_to_its_fields(file: Path) -> None:
         and not each.attr.startswith("__")
         and each.attr not in NOT_OURS | own
     }
-    assert file.name == "row_weight.py" or others == set()
+    if file.parent.name != "demo":  # whose loops fill the record of a run
+        assert file.name == "row_weight.py" or others == set()
 
 
 def test_the_fields_of_an_object_are_written_from_one_file() -> None:

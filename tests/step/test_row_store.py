@@ -67,3 +67,32 @@ def test_without_room_for_a_copy_it_has_a_view_of_the_records() -> None:
     saved = embedding.state_dict()["weight"]
     assert saved.stride() == (3 * WIDTH, 1)
     assert saved.data_ptr() == embedding.table["weight"].data_ptr()
+
+
+def test_a_module_that_is_gone_leaves_its_table_to_others() -> None:
+    table = speedtorch.HostTable(4, 2, memory="plain")
+    first = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    loss = first(torch.tensor([1, 2])).sum()
+    second = speedtorch.Embedding.from_pretrained(table)
+    parameter = first.weight
+    del first
+    gc.collect()
+    second.weight.requires_grad_(True)
+    second(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="module of this weight is gone"):
+        _ = parameter.shape
+    assert loss.item() == 0  # kept by its graph all the time
+
+
+def test_a_table_is_let_go_by_a_module_that_only_reads_it() -> None:
+    table = speedtorch.HostTable(4, 2, memory="plain").fill_(1)
+    frozen = speedtorch.Embedding.from_pretrained(table)
+    rows = frozen.weight.data
+    rows -= rows.mean(0)
+    assert frozen(torch.tensor([3])).tolist() == [[0, 0]]
+    memory = weakref.ref(table["weight"].untyped_storage())
+    table.close()
+    gc.collect()
+    assert memory() is None
+    with pytest.raises(ValueError, match="closed"):
+        frozen(torch.tensor([3]))
