@@ -2,7 +2,6 @@
 // torch here.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 namespace speedtorch {
@@ -27,6 +26,13 @@ constexpr int widest_access(uint64_t bits) {
   int bytes = 16;
   while (bits % bytes != 0) bytes /= 2;
   return bytes;
+}
+
+// Shares of `count` things, at least one: blocks of a launch, and the like. Here and below without
+// <algorithm>, which costs every CUDA file half a second of compiling.
+constexpr int shares_of(int64_t count, int64_t share, int64_t most) {
+  const int64_t shares = (count + share - 1) / share;
+  return static_cast<int>(shares < 1 ? 1 : shares < most ? shares : most);
 }
 
 // Which kernel moves rows, and how much of the GPU it may fill.
@@ -55,10 +61,8 @@ constexpr MoveShape move_shape(int64_t row_bytes, uint64_t alignment_bits, int64
   MoveShape shape{};
   shape.vec_bytes = widest_access(alignment_bits | static_cast<uint64_t>(row_bytes));
   shape.vecs_per_row = row_bytes / shape.vec_bytes;
-  shape.lanes_per_row = static_cast<int>(std::clamp<int64_t>(shape.vecs_per_row, 1, 32));
-  const int64_t rows_per_block = kMoverThreads / shape.lanes_per_row;
-  shape.blocks = static_cast<int>(
-      std::clamp<int64_t>((rows + rows_per_block - 1) / rows_per_block, 1, most_blocks));
+  shape.lanes_per_row = shares_of(shape.vecs_per_row, 1, 32);
+  shape.blocks = shares_of(rows, kMoverThreads / shape.lanes_per_row, most_blocks);
   return shape;
 }
 
@@ -83,14 +87,12 @@ constexpr int kMostSharedBytes = 200 << 10;  // of 227 KiB that a block may have
 constexpr BulkShape bulk_shape(int64_t row_bytes, int64_t rows, int most_blocks) {
   BulkShape shape{};
   shape.pieces_per_row = (row_bytes + kMostPieceBytes - 1) / kMostPieceBytes;
-  shape.piece_bytes = std::min(row_bytes, kMostPieceBytes);
+  shape.piece_bytes = row_bytes < kMostPieceBytes ? row_bytes : kMostPieceBytes;
   const int warp_bytes = static_cast<int>(shape.piece_bytes) * kPiecesPerWarp;
-  shape.warps = std::clamp((kMostSharedBytes - kBulkBarrierBytes) / warp_bytes, 1, kMostBulkWarps);
+  shape.warps = shares_of((kMostSharedBytes - kBulkBarrierBytes) / warp_bytes, 1, kMostBulkWarps);
   shape.shared_bytes = kBulkBarrierBytes + shape.warps * warp_bytes;
-  const int64_t pieces_per_block = int64_t{shape.warps} * kPiecesPerWarp;
-  const int64_t pieces = rows * shape.pieces_per_row;
-  shape.blocks = static_cast<int>(
-      std::clamp<int64_t>((pieces + pieces_per_block - 1) / pieces_per_block, 1, most_blocks));
+  shape.blocks =
+      shares_of(rows * shape.pieces_per_row, int64_t{shape.warps} * kPiecesPerWarp, most_blocks);
   return shape;
 }
 

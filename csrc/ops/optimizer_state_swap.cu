@@ -122,12 +122,11 @@ __global__ void __launch_bounds__(kMoverThreads)
 
 int launch_swap_match(const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
                       void* stream) {
-  const int64_t longer = std::max(evict.count, load.count);
+  const int64_t longer = max(evict.count, load.count);
   if (longer == 0) return cudaSuccess;
-  const int64_t blocks =
-      std::clamp<int64_t>((longer + kMatchThreads - 1) / kMatchThreads, 1, kDeviceBlocks);
-  match_kernel<<<static_cast<int>(blocks), kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      evict, load, scratch);
+  const int blocks = shares_of(longer, kMatchThreads, kDeviceBlocks);
+  match_kernel<<<blocks, kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(evict, load,
+                                                                                scratch);
   return cudaGetLastError();
 }
 
@@ -143,8 +142,7 @@ int launch_swap(const SwapField* fields, int field_count, const PlanView& evict,
             reinterpret_cast<uint64_t>(field.arriving.base);
     record_bytes += field.host.row_bytes;
   }
-  const MoveShape shape =
-      move_shape(record_bytes, bits, std::max(evict.count, load.count), most_blocks);
+  const MoveShape shape = move_shape(record_bytes, bits, max(evict.count, load.count), most_blocks);
   Fields all{};
   all.count = field_count;
   for (int f = 0; f < field_count; ++f) {

@@ -9,31 +9,20 @@
 namespace speedtorch {
 namespace {
 
-// out[m] = table[ids[m]]. Without a status each block looks through all ids itself.
-struct InIndexOrder {
-  WinnersView ids;
+// Out of the table: the first occurrence of distinct id m of the plan; or, without a plan, position
+// m if it is a winner; or, without winners, each position. Without a status either each block looks
+// through all ids itself.
+struct TableRows : IdsOnceView {
   Report about;
 
   __device__ bool blocked() const {
-    if (ids.status != nullptr) return ids.status->bad_count > 0;
+    if (planned(*this) || winners.status != nullptr) return is_blocked(*this, about.rows);
     bool bad = false;
-    for (int64_t m = threadIdx.x; m < ids.count; m += blockDim.x) {
-      bad |= is_outside(from(m), about.rows);
+    for (int64_t m = threadIdx.x; m < winners.count; m += blockDim.x) {
+      bad |= is_outside(id_at(winners.ids, winners.wide, m), about.rows);
     }
     return __syncthreads_or(bad);
   }
-  __device__ void report() const { report_outside(about, ids); }
-  __device__ int64_t count() const { return ids.count; }
-  __device__ int64_t from(int64_t m) const { return id_at(ids.ids, ids.wide, m); }
-  __device__ int64_t to(int64_t m) const { return m; }
-};
-
-// One occurrence of each id: the first of distinct id m of the plan, or, where there is no plan,
-// position m if it is a winner.
-struct EachIdOnce : IdsOnceView {
-  Report about;
-
-  __device__ bool blocked() const { return is_blocked(*this, about.rows); }
   __device__ void report() const {
     planned(*this) ? report_blocked(about, *plan.status) : report_outside(about, winners);
   }
@@ -43,7 +32,7 @@ struct EachIdOnce : IdsOnceView {
   __device__ int64_t from(int64_t m) const {
     if (planned(*this)) return plan.unique[m];
     const int64_t id = id_at(winners.ids, winners.wide, m);
-    return winners.winner[m] == m ? id : -1;
+    return winners.winner == nullptr || winners.winner[m] == m ? id : -1;
   }
   __device__ int64_t to(int64_t m) const {
     return planned(*this) ? plan.order[plan.offsets[m]] : m;
@@ -77,13 +66,13 @@ Report report_of(const Rows& table, ErrorRecord* record) {
 
 int launch_gather_direct(const Rows& table, const Rows& out, const WinnersView& checked,
                          int most_blocks, ErrorRecord* record, void* stream) {
-  return launch_register_moves<Link::kFrom>(InIndexOrder{checked, report_of(table, record)}, table,
-                                            out, out.count, out.count, most_blocks, stream);
+  return launch_register_moves<Link::kFrom>(TableRows{{{}, checked}, report_of(table, record)},
+                                            table, out, out.count, out.count, most_blocks, stream);
 }
 
 int launch_gather_once(const Rows& table, const Rows& out, const IdsOnceView& ids, Mover mover,
                        ErrorRecord* record, void* stream) {
-  const int error = launch_moves<Link::kFrom>(EachIdOnce{ids, report_of(table, record)}, table, out,
+  const int error = launch_moves<Link::kFrom>(TableRows{ids, report_of(table, record)}, table, out,
                                               out.count, out.count, mover, stream);
   if (error != cudaSuccess) return error;
   return launch_register_moves<Link::kNone>(Repetitions{ids, table.count}, out, out, out.count, 0,

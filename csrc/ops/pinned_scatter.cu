@@ -175,13 +175,11 @@ int launch_scatter_once(const Rows& table, const Rows& src, const IdsOnceView& i
 
 int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan, NumberKind kind,
                        int most_blocks, ErrorRecord* record, void* stream) {
-  const int64_t warps_per_block = kMoverThreads / 32;
-  const int64_t blocks =
-      std::clamp<int64_t>((plan.count + warps_per_block - 1) / warps_per_block, 1, most_blocks);
+  const int blocks = shares_of(plan.count, kMoverThreads / 32, most_blocks);  // a warp for each
   with_number_type<__half, __nv_bfloat16>(kind, [&](auto number) {
     const bool aligned = table.bits() % sizeof(number) == 0;
     add_rows_kernel<decltype(number)>
-        <<<static_cast<int>(blocks), kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        <<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
             table, src, plan, report_of(table, record), aligned);
   });
   return cudaGetLastError();

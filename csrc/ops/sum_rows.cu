@@ -8,8 +8,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
-
 #include "ops/sum_rows_launch.h"
 #include "plan/ids.cuh"
 

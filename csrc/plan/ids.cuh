@@ -2,10 +2,10 @@
 // ones in the error record (gpu.h). No torch here.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/error_record.h"
+#include "move/row_mover.h"
 #include "plan/plan_launch.h"
 
 namespace speedtorch {
@@ -15,9 +15,7 @@ constexpr int kIdThreads = 256;
 // beside them.
 constexpr int64_t kMostIdBlocks = 1024;
 
-inline int blocks_for_ids(int64_t n) {
-  return static_cast<int>(std::clamp<int64_t>((n + kIdThreads - 1) / kIdThreads, 1, kMostIdBlocks));
-}
+inline int blocks_for_ids(int64_t n) { return shares_of(n, kIdThreads, kMostIdBlocks); }
 
 // Bytes of a piece of scratch: pieces are aligned as cudaMalloc aligns.
 constexpr int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
