@@ -33,9 +33,9 @@ __all__ = [
     "attributes_without_hooks",
     "call_with_first_gpu",
     "current_backward",
-    "forward_level",
     "gradient_hooks",
     "is_batched",
+    "is_forward_mode",
     "is_tracing",
     "is_transformed",
     "members_of",
@@ -100,8 +100,10 @@ is_batched = torch._C._functorch.is_batchedtensor
 """Whether a tensor is one of vmap's."""
 
 
-forward_level: Callable[[], int] = partial(operator.attrgetter("_current_level"), forward_ad)
-"""How many levels of forward-mode differentiation have been entered, less one."""
+def is_forward_mode() -> bool:
+    """Whether a dual level of forward-mode differentiation has been entered; torch.compile asks."""
+    return forward_ad._current_level >= 0
+
 
 gradient_hooks: Callable[[Tensor], tuple[object, object]] = operator.attrgetter(
     "_backward_hooks", "_post_accumulate_grad_hooks"

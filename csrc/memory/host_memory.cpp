@@ -500,6 +500,7 @@ int64_t host_register(const Tensor& tensor) {
 // Unpins what was pinned in place under this number; nothing if its memory went before. Throws if a
 // captured graph may use it, or keeps it for the graph if nobody else has the tensor any more.
 void host_unregister(int64_t pin, bool tensor_is_gone) {
+  if (pin == 0) return;  // what the pieces that are ours have
   OpenRegistry all;
   const auto is_it = [&](const std::unique_ptr<Block>& block) { return block->pin == pin; };
   const auto found = std::find_if(all->blocks.begin(), all->blocks.end(),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from speedtorch.torch_internals import forward_level
+from speedtorch.torch_internals import is_forward_mode
 
 __all__ = [
     "optimizer_state_swap",
@@ -146,7 +146,7 @@ def pinned_gather(
     """
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
-    if forward_level() >= 0 and forward_ad.unpack_dual(table).tangent is not None:  # type: ignore[no-untyped-call]
+    if is_forward_mode() and forward_ad.unpack_dual(table).tangent is not None:  # type: ignore[no-untyped-call]
         raise NotImplementedError(
             "pinned_gather: forward-mode gradients are not supported; use reverse mode, or "
             "torch.nn.functional.embedding"

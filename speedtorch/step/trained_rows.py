@@ -228,8 +228,9 @@ class TrainedRows:
         try:
             self.bring_home()
         finally:
-            self.store.drop_holder(self)
-            forget_rows(self.parameter)
+            if self.state is None:  # else the optimizer's state_dict() is still that of all rows
+                self.store.drop_holder(self)
+                forget_rows(self.parameter)
 
     def flush(self) -> None:
         """Brings the table up to date, until the CPU sees it."""

@@ -178,6 +178,18 @@ def test_a_tensor_without_elements_is_pinned_without_cuda(driver: PretendedDrive
     assert driver.named("host_register", "host_unregister") == []
 
 
+@pytest.mark.parametrize("unpinned", [True, False], ids=["unpinned", "gone"])
+def test_a_tensor_without_elements_takes_no_other_memory_with_it(unpinned: bool) -> None:
+    table = speedtorch.empty(1000, memory="plain").fill_(7)
+    before = speedtorch.memory_stats()
+    tensor = pin_memory_(torch.zeros(0, 3))
+    if unpinned:
+        unpin_memory_(tensor)
+    del tensor
+    assert speedtorch.memory_stats() == before
+    assert table.unique().tolist() == [7]
+
+
 @SEEN_BY_TORCH
 def test_a_read_only_file_is_pinned_read_only_and_never_written(
     driver: PretendedDriver, tmp_path: Path

@@ -157,10 +157,10 @@ def test_is_transformed_and_is_batched() -> None:
     assert found == [(False, False), (True, True), (True, False)]
 
 
-def test_forward_level() -> None:
-    assert torch_internals.forward_level() == -1
+def test_is_forward_mode() -> None:
+    assert not torch_internals.is_forward_mode()
     with forward_ad.dual_level():
-        assert torch_internals.forward_level() == 0
+        assert torch_internals.is_forward_mode()
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
