@@ -84,8 +84,8 @@ def test_every_pair_of_arguments_that_overlaps(device: str, name: str, begin: st
         error, result = attempt(op, with_tensors(arguments, tensors))
         if written[first] or written[second]:
             assert isinstance(error, ValueError) and "overlap in memory" in str(error)
-        expected_error, expected = attempt(op, with_tensors(arguments, apart))
-        if error is None:
+        if error is None:  # else the contents may be no plan, which a GPU would go by
+            expected_error, expected = attempt(op, with_tensors(arguments, apart))
             assert expected_error is None
             assert_same([*tensors, *result], [*apart, *expected])
         else:
