@@ -38,7 +38,7 @@ STABLE_TORCH_LIBRARY(speedtorch, m) {
   m.def("pinned_copy(Tensor(a!) dst, Tensor src) -> ()");
 
   m.def("sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct) -> Tensor");
-  // For speedtorch/step/planned_batch.py.
+  // For speedtorch/ops/planned_batch.py.
   m.def(
       "compare_rows(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int "
       "padding) -> Tensor[]");

@@ -37,14 +37,12 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 def source_files(*patterns: str) -> frozenset[str]:
     """Python files of the package by glob patterns relative to its folder; `**` for all below."""
-    found = (
-        path
-        for pattern in patterns
-        for path in glob.glob(os.path.join(_FOLDER, pattern), recursive=True)
-    )
-    files = frozenset(found)
-    assert files, f"no source file matches {patterns}"
-    return files
+    files: set[str] = set()
+    for pattern in patterns:
+        found = glob.glob(os.path.join(_FOLDER, pattern), recursive=True)
+        assert found, f"no source file matches {pattern!r}"
+        files.update(found)
+    return frozenset(files)
 
 
 PACKAGE = source_files("**/*.py")

@@ -276,7 +276,7 @@ MUTANTS = [
         "        if found is not None and told.parts:\n            self._told = Told()\n",
         "",
     ),
-    # ---- gradient_sums.py and planned_batch.py
+    # ---- gradient_sums.py and ops/planned_batch.py
     Mutant(
         "gradients are added up in another order than torch's",
         "step/gradient_sums.py",

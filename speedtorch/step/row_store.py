@@ -144,7 +144,8 @@ class RowStore:
             try:
                 self._adopt(self._made({"weight": (self.row_shape, self.dtype), **state}))
             except BaseException:
-                _waiting.add(self)
+                if self._table is None:
+                    _waiting.add(self)
                 raise
         assert self._table is not None
         return self._table

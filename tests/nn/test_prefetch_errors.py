@@ -224,7 +224,7 @@ def test_a_refused_announcement_within_the_loop_takes_no_other_with_it() -> None
 def test_an_interrupted_announcement_within_the_loop_takes_no_other_with_it() -> None:
     found = set()
     for number in itertools.count(1):
-        lines = Lines(source_files("step/exchange.py", "step/lookups.py"), number)
+        lines = Lines(source_files("step/exchange.py", "step/trained_rows.py"), number)
 
         def interrupted(embedding: speedtorch.Embedding, lines: Lines = lines) -> None:
             with lines:
