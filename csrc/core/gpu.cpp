@@ -113,7 +113,7 @@ ErrorRecord* error_record() {
   const RelaxedCapture while_capturing;
   void* memory = nullptr;
   check_cuda(cuda_calls().host_alloc(&memory, sizeof(ErrorRecord)),
-             "speedtorch: cudaHostAlloc of the letter box");
+             "speedtorch: cudaHostAlloc of the error record");
   std::memset(memory, 0, sizeof(ErrorRecord));
   record_owner = process_id();
   the_record = static_cast<ErrorRecord*>(memory);

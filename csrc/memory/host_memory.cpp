@@ -612,6 +612,23 @@ void throw_pending_and_drop_finished() {
 }  // namespace
 }  // namespace speedtorch
 
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  // Ops on memory, for speedtorch/memory/host_memory.py. Kinds are numbers: see MemoryKind.
+  m.def("host_empty(int bytes, int kind, bool check_memory) -> Tensor");
+  m.def("host_register(Tensor tensor) -> int");
+  m.def("host_unregister(int pin, bool tensor_is_gone) -> ()");
+  m.def("available_bytes() -> int");
+  m.def("memory_kind(Tensor tensor) -> int");
+  m.def("memory_stats() -> Tensor");
+  m.def("let_captured_go(Tensor tensor) -> ()");
+  m.def("let_orphans_go() -> ()");
+  m.def("check_owner(Tensor tensor) -> ()");
+  m.def("managed_supported() -> bool");
+  m.def("built_with_cuda() -> bool");
+  m.def("throw_pending() -> ()");
+  m.def("stop() -> ()");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("host_empty", TORCH_BOX(&speedtorch::host_empty));
   m.impl("host_register", TORCH_BOX(&speedtorch::host_register));

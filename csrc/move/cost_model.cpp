@@ -284,6 +284,19 @@ void set_costs(const Tensor& values) {
 }  // namespace
 }  // namespace speedtorch
 
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  // The choice of path, for speedtorch/memory/cost_model.py.
+  m.def("explain_move(Tensor table, int ids, int direction, bool accumulate) -> Tensor");
+  m.def(
+      "link_launch(int direction, int row_bytes, int host_bits, int other_bits, int rows, bool "
+      "bulk, int sms) -> int[]");
+  m.def("costs() -> Tensor");
+  m.def("set_costs(Tensor costs) -> ()");
+  m.def("force_path(int path) -> ()");
+  m.def("num_sms() -> int");
+  m.def("set_num_sms(int count) -> ()");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("explain_move", TORCH_BOX(&speedtorch::explain_move));
   m.impl("link_launch", TORCH_BOX(&speedtorch::link_launch));

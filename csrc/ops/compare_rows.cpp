@@ -120,6 +120,13 @@ std::vector<Tensor> compare_rows(const Tensor& named, const Tensor& named_status
 }  // namespace
 }  // namespace speedtorch
 
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  // For speedtorch/ops/planned_batch.py.
+  m.def(
+      "compare_rows(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int "
+      "padding) -> Tensor[]");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("compare_rows", TORCH_BOX(&speedtorch::compare_rows));
 }

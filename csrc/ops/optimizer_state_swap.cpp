@@ -385,6 +385,18 @@ void optimizer_state_swap_planned(const Tensors& host, const Tensors& leaving, c
 }  // namespace
 }  // namespace speedtorch
 
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  m.def(
+      "optimizer_state_swap(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor(b!)[] "
+      "arriving, Tensor load) -> ()");
+  m.def(
+      "optimizer_state_swap.planned(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor[]"
+      " evict_plan, Tensor(b!)[] arriving, Tensor load, Tensor[] load_plan) -> ()");
+  m.def(
+      "optimizer_state_swap.placed(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor "
+      "evict_places, Tensor(b!)[] arriving, Tensor load, Tensor load_places) -> ()");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("optimizer_state_swap", TORCH_BOX(&speedtorch::optimizer_state_swap));
   m.impl("optimizer_state_swap.planned", TORCH_BOX(&speedtorch::optimizer_state_swap_planned));

@@ -67,6 +67,10 @@ void pinned_copy(const Tensor& dst, const Tensor& src) {
 }  // namespace
 }  // namespace speedtorch
 
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  m.def("pinned_copy(Tensor(a!) dst, Tensor src) -> ()");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("pinned_copy", TORCH_BOX(&speedtorch::pinned_copy));
 }

@@ -146,6 +146,17 @@ void pinned_gather_planned_out(const Tensor& table, const Tensor& index, const T
 }  // namespace
 }  // namespace speedtorch
 
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  m.def("pinned_gather(Tensor table, Tensor index) -> Tensor");
+  // The same without the autograd kernel, which costs as much again as a small gather.
+  m.def("pinned_gather_detached(Tensor table, Tensor index) -> Tensor");
+  m.def("pinned_gather.out(Tensor table, Tensor index, Tensor(a!) out) -> ()");
+  m.def("pinned_gather.planned(Tensor table, Tensor index, Tensor[] plan) -> Tensor");
+  m.def(
+      "pinned_gather.planned_out(Tensor table, Tensor index, Tensor[] plan, Tensor(a!) out) -> "
+      "()");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("pinned_gather", TORCH_BOX(&speedtorch::gather_new<>));
   m.impl("pinned_gather_detached", TORCH_BOX(&speedtorch::gather_new<>));

@@ -159,6 +159,13 @@ void pinned_scatter_planned(const Tensor& table, const Tensor& index, const Tens
 }  // namespace
 }  // namespace speedtorch
 
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  m.def("pinned_scatter(Tensor(a!) table, Tensor index, Tensor src, bool accumulate=False) -> ()");
+  m.def(
+      "pinned_scatter.planned(Tensor(a!) table, Tensor index, Tensor src, Tensor[] plan, bool "
+      "accumulate=False) -> ()");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("pinned_scatter", TORCH_BOX(&speedtorch::pinned_scatter));
   m.impl("pinned_scatter.planned", TORCH_BOX(&speedtorch::pinned_scatter_planned));

@@ -96,24 +96,15 @@ __device__ __nv_bfloat16 add(__nv_bfloat16 a, __nv_bfloat16 b) {
   return __float2bfloat16_rn(__bfloat162float(a) + __bfloat162float(b));
 }
 
-// Numbers of a table that may begin at any address, as a tensor over bytes of a file does.
+// Numbers of a table may begin at any address, as those of a tensor over bytes of a file do.
 template <typename T>
-__device__ T load_number(const T* from, bool aligned) {
-  if (aligned) return *from;
-  T number;
-  for (size_t b = 0; b < sizeof(T); ++b) {
-    reinterpret_cast<char*>(&number)[b] = reinterpret_cast<const char*>(from)[b];
-  }
-  return number;
-}
-template <typename T>
-__device__ void store_number(T* to, T number, bool aligned) {
+__device__ void copy_number(T* to, const T* from, bool aligned) {
   if (aligned) {
-    *to = number;
-    return;
-  }
-  for (size_t b = 0; b < sizeof(T); ++b) {
-    reinterpret_cast<char*>(to)[b] = reinterpret_cast<const char*>(&number)[b];
+    *to = *from;
+  } else if constexpr (sizeof(T) > 1) {
+    for (size_t b = 0; b < sizeof(T); ++b) {
+      reinterpret_cast<char*>(to)[b] = reinterpret_cast<const char*>(from)[b];
+    }
   }
 }
 
@@ -138,7 +129,7 @@ __global__ void __launch_bounds__(kMoverThreads)
       T sum[kNumbersInFlight];
 #pragma unroll
       for (int u = 0; u < kNumbersInFlight; ++u) {
-        if (first + 32 * u < numbers) sum[u] = load_number(row + first + 32 * u, aligned);
+        if (first + 32 * u < numbers) copy_number(sum + u, row + first + 32 * u, aligned);
       }
       for (int64_t i = begin; i < end; ++i) {
         const T* added = reinterpret_cast<const T*>(src.base + plan.order[i] * src.stride_bytes);
@@ -149,7 +140,7 @@ __global__ void __launch_bounds__(kMoverThreads)
       }
 #pragma unroll
       for (int u = 0; u < kNumbersInFlight; ++u) {
-        if (first + 32 * u < numbers) store_number(row + first + 32 * u, sum[u], aligned);
+        if (first + 32 * u < numbers) copy_number(row + first + 32 * u, sum + u, aligned);
       }
     }
   }

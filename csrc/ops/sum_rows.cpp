@@ -131,6 +131,10 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
 }  // namespace
 }  // namespace speedtorch
 
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  m.def("sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct) -> Tensor");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("sum_rows", TORCH_BOX(&speedtorch::sum_rows));
 }

@@ -202,6 +202,10 @@ Tensors plan_rows(const Tensor& index, int64_t rows) {
 }  // namespace
 }  // namespace speedtorch
 
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  m.def("plan_rows(Tensor index, int rows) -> Tensor[]");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("plan_rows", TORCH_BOX(&speedtorch::plan_rows));
 }
