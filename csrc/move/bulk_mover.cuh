@@ -70,12 +70,12 @@ __device__ Piece piece_of(const Moves& moves, const Rows& from, const Rows& to,
                           const BulkShape& shape, int64_t number, int64_t pieces) {
   if (number >= pieces) return {nullptr, nullptr, 0};
   const int64_t m = shape.pieces_per_row == 1 ? number : number / shape.pieces_per_row;
-  const int64_t row = moves.from(m);
+  const int64_t row = moves.from(m, moves.planned());
   if (row < 0) return {nullptr, nullptr, 0};
   const int64_t begin = (number - m * shape.pieces_per_row) * shape.piece_bytes;
   const int64_t left = to.row_bytes - begin;
   return {from.base + row * from.stride_bytes + begin,
-          to.base + moves.to(m) * to.stride_bytes + begin,
+          to.base + moves.to(m, moves.planned()) * to.stride_bytes + begin,
           static_cast<uint32_t>(left < shape.piece_bytes ? left : shape.piece_bytes)};
 }
 

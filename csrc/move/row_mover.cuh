@@ -1,9 +1,10 @@
 // The kernel that moves rows one way, for gather, scatter and copy. `Moves` says which row goes
 // where:
-//   bool blocked()         the ids are bad: nothing may move; called by all threads of a block
-//   void report()        leaves word of it; called by one thread
-//   int64_t count()        moves to make
-//   int64_t from(m), to(m) row numbers; from(m) < 0: no move
+//   bool blocked()   the ids are bad: nothing may move; called by all threads of a block
+//   void report()    leaves word of it; called by one thread
+//   int64_t count()  moves to make
+//   bool planned()   which of two ways to find rows is taken
+//   int64_t from(m, planned), to(m, planned)  row numbers, m < count(); from < 0: no move
 #pragma once
 
 #include <cuda_runtime.h>
@@ -44,6 +45,25 @@ __device__ int vecs_before(const char* row) {
   return static_cast<int>(reinterpret_cast<uint64_t>(row) % kWindow / sizeof(Vec));
 }
 
+// Where the rows of moves first, first + step, ... lie; a null source: no move. Which way they are
+// found is decided once for all, and rows beyond the last are looked up as the last: branches
+// between their loads would make one wait for another.
+template <int kRows, typename Moves>
+__device__ __forceinline__ void find_rows(const Moves& moves, const Rows& from, const Rows& to,
+                                          int64_t first, int64_t step, int64_t count,
+                                          const char* (&source)[kRows], char* (&target)[kRows]) {
+  const auto find = [&](bool planned) {
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      const int64_t m = first + u * step, at = min(m, count - 1);
+      const int64_t row = moves.from(at, planned);
+      source[u] = row < 0 || m >= count ? nullptr : from.base + row * from.stride_bytes;
+      target[u] = to.base + moves.to(at, planned) * to.stride_bytes;
+    }
+  };
+  moves.planned() ? find(true) : find(false);
+}
+
 // A thread owns one vector of every lanes_per_row-th column of a row; a group of lanes_per_row
 // threads owns kRows rows at a time, so that their loads are under way together. Each row crosses
 // the link once. A row that takes more than one turn of its lanes is cut where lines of host memory
@@ -65,12 +85,9 @@ __global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone ? 2 : 0)
     char* target[kRows];
     int before[kRows];
     int most_before = 0;
+    find_rows(moves, from, to, first, groups, count, source, target);
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
-      const int64_t m = first + u * groups;
-      const int64_t row = m < count ? moves.from(m) : -1;
-      source[u] = row < 0 ? nullptr : from.base + row * from.stride_bytes;
-      target[u] = row < 0 ? nullptr : to.base + moves.to(m) * to.stride_bytes;
       before[u] = in_turns ? vecs_before<Vec>(kLink == Link::kFrom ? source[u] : target[u]) : 0;
       most_before = max(most_before, before[u]);
     }
@@ -115,12 +132,9 @@ __global__ void __launch_bounds__(kMoverThreads)
     const char* source[kRows];
     char* target[kRows];
     int before[kRows];  // bytes between the start of a line and the row
+    find_rows(moves, from, to, first, groups, count, source, target);
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
-      const int64_t m = first + u * groups;
-      const int64_t row = m < count ? moves.from(m) : -1;
-      source[u] = row < 0 ? nullptr : from.base + row * from.stride_bytes;
-      target[u] = row < 0 ? nullptr : to.base + moves.to(m) * to.stride_bytes;
       before[u] = static_cast<int>(reinterpret_cast<uint64_t>(source[u]) % 128);
     }
     for (int64_t turn = 0; turn < row_bytes + 128; turn += 128) {

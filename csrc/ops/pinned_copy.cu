@@ -14,8 +14,9 @@ struct Consecutive {
   __device__ bool blocked() const { return false; }
   __device__ void report() const {}
   __device__ int64_t count() const { return rows; }
-  __device__ int64_t from(int64_t m) const { return m; }
-  __device__ int64_t to(int64_t m) const { return m; }
+  __device__ bool planned() const { return false; }
+  __device__ int64_t from(int64_t m, bool) const { return m; }
+  __device__ int64_t to(int64_t m, bool) const { return m; }
 };
 
 }  // namespace

@@ -12,50 +12,40 @@ namespace {
 // Out of the table: the first occurrence of distinct id m of the plan; or, without a plan, position
 // m if it is a winner; or, without winners, each position. Without a status either each block looks
 // through all ids itself.
-struct TableRows : IdsOnceView {
-  Report about;
-
+struct TableRows : MovesOnce {
   __device__ bool blocked() const {
-    if (planned(*this) || winners.status != nullptr) return is_blocked(*this, about.rows);
+    if (planned() || winners.status != nullptr) return MovesOnce::blocked();
     bool bad = false;
     for (int64_t m = threadIdx.x; m < winners.count; m += blockDim.x) {
       bad |= is_outside(id_at(winners.ids, winners.wide, m), about.rows);
     }
     return __syncthreads_or(bad);
   }
-  __device__ void report() const {
-    planned(*this) ? report_blocked(about, *plan.status) : report_outside(about, winners);
-  }
-  __device__ int64_t count() const {
-    return planned(*this) ? plan.status->distinct : winners.count;
-  }
-  __device__ int64_t from(int64_t m) const {
-    if (planned(*this)) return plan.unique[m];
+  __device__ int64_t from(int64_t m, bool planned) const {
+    if (planned) return plan.unique[m];
     const int64_t id = id_at(winners.ids, winners.wide, m);
     return winners.winner == nullptr || winners.winner[m] == m ? id : -1;
   }
-  __device__ int64_t to(int64_t m) const {
-    return planned(*this) ? plan.order[plan.offsets[m]] : m;
+  __device__ int64_t to(int64_t m, bool planned) const {
+    return planned ? plan.order[plan.offsets[m]] : m;
   }
 };
 
 // The other occurrences, within `out`: position m of the plan from the first of its id, or the m-th
 // of those that are no winners.
-struct Repetitions : IdsOnceView {
-  int64_t rows;
-
+struct Repetitions : MovesOnce {
   __device__ bool blocked() const {
-    return is_blocked(*this, rows) ||
-           (planned(*this) ? plan.status->distinct == plan.count : winners.status->repeats == 0);
+    return MovesOnce::blocked() ||
+           (planned() ? plan.status->distinct == plan.count : winners.status->repeats == 0);
   }
   __device__ void report() const {}
-  __device__ int64_t count() const { return planned(*this) ? plan.count : winners.status->repeats; }
-  __device__ int64_t from(int64_t m) const {
-    if (!planned(*this)) return winners.winner[winners.repeated[m]];
+  __device__ int64_t count() const { return planned() ? plan.count : winners.status->repeats; }
+  __device__ int64_t from(int64_t m, bool planned) const {
+    if (!planned) return winners.winner[winners.repeated[m]];
     const int64_t first = plan.order[plan.offsets[plan.inverse[m]]];
     return first == m ? -1 : first;
   }
-  __device__ int64_t to(int64_t m) const { return planned(*this) ? m : winners.repeated[m]; }
+  __device__ int64_t to(int64_t m, bool planned) const { return planned ? m : winners.repeated[m]; }
 };
 
 Report report_of(const Rows& table, ErrorRecord* record) {
@@ -66,16 +56,17 @@ Report report_of(const Rows& table, ErrorRecord* record) {
 
 int launch_gather_direct(const Rows& table, const Rows& out, const WinnersView& checked,
                          int most_blocks, ErrorRecord* record, void* stream) {
-  return launch_register_moves<Link::kFrom>(TableRows{{{}, checked}, report_of(table, record)},
+  return launch_register_moves<Link::kFrom>(TableRows{{{{}, checked}, report_of(table, record)}},
                                             table, out, out.count, out.count, most_blocks, stream);
 }
 
 int launch_gather_once(const Rows& table, const Rows& out, const IdsOnceView& ids, Mover mover,
                        ErrorRecord* record, void* stream) {
-  const int error = launch_moves<Link::kFrom>(TableRows{ids, report_of(table, record)}, table, out,
-                                              out.count, out.count, mover, stream);
+  const Report about = report_of(table, record);
+  const int error = launch_moves<Link::kFrom>(TableRows{{ids, about}}, table, out, out.count,
+                                              out.count, mover, stream);
   if (error != cudaSuccess) return error;
-  return launch_register_moves<Link::kNone>(Repetitions{ids, table.count}, out, out, out.count, 0,
+  return launch_register_moves<Link::kNone>(Repetitions{{ids, about}}, out, out, out.count, 0,
                                             kDeviceBlocks, stream);
 }
 

@@ -57,28 +57,22 @@ struct LastInBlock {
   }
   __device__ void report() const { report_outside(about, ids); }
   __device__ int64_t count() const { return ids.count; }
-  __device__ int64_t from(int64_t m) const { return positions()[slot_of(m)] == m + 1 ? m : -1; }
-  __device__ int64_t to(int64_t m) const { return id(m); }
+  __device__ bool planned() const { return false; }
+  __device__ int64_t from(int64_t m, bool) const {
+    return positions()[slot_of(m)] == m + 1 ? m : -1;
+  }
+  __device__ int64_t to(int64_t m, bool) const { return id(m); }
 };
 
 // The last occurrences: of distinct id m of the plan, or, where there is no plan, position m if it
 // is a winner.
-struct LastOccurrences : IdsOnceView {
-  Report about;
-
-  __device__ bool blocked() const { return is_blocked(*this, about.rows); }
-  __device__ void report() const {
-    planned(*this) ? report_blocked(about, *plan.status) : report_outside(about, winners);
-  }
-  __device__ int64_t count() const {
-    return planned(*this) ? plan.status->distinct : winners.count;
-  }
-  __device__ int64_t from(int64_t m) const {
-    if (planned(*this)) return plan.order[plan.offsets[m + 1] - 1];
+struct LastOccurrences : MovesOnce {
+  __device__ int64_t from(int64_t m, bool planned) const {
+    if (planned) return plan.order[plan.offsets[m + 1] - 1];
     return winners.slots[winners.winner[m]] == m + 1 ? m : -1;
   }
-  __device__ int64_t to(int64_t m) const {
-    return planned(*this) ? plan.unique[m] : id_at(winners.ids, winners.wide, m);
+  __device__ int64_t to(int64_t m, bool planned) const {
+    return planned ? plan.unique[m] : id_at(winners.ids, winners.wide, m);
   }
 };
 
@@ -160,7 +154,7 @@ int launch_scatter_direct(const Rows& table, const Rows& src, const WinnersView&
 
 int launch_scatter_once(const Rows& table, const Rows& src, const IdsOnceView& ids, Mover mover,
                         ErrorRecord* record, void* stream) {
-  return launch_moves<Link::kTo>(LastOccurrences{ids, report_of(table, record)}, src, table,
+  return launch_moves<Link::kTo>(LastOccurrences{{ids, report_of(table, record)}}, src, table,
                                  src.count, 0, mover, stream);
 }
 

@@ -89,12 +89,6 @@ __device__ inline bool is_blocked(const PlanStatus& status, int64_t rows) {
   return status.bad_count > 0 || status.rows != rows;
 }
 
-// Whether a plan stands there rather than winners.
-__device__ inline bool planned(const IdsOnceView& ids) { return ids.plan.status != nullptr; }
-__device__ inline bool is_blocked(const IdsOnceView& ids, int64_t rows) {
-  return planned(ids) ? is_blocked(*ids.plan.status, rows) : ids.winners.status->bad_count > 0;
-}
-
 __device__ inline void report_blocked(const Report& about, const PlanStatus& status) {
   if (status.bad_count > 0) {
     report(about, IdError::kOutOfRange, status.bad_id, status.bad_position, status.bad_count,
@@ -119,5 +113,21 @@ __device__ inline void report_outside(const Report& about, const WinnersView& id
   }
   report(about, IdError::kOutOfRange, id_at(ids.ids, ids.wide, first), first, bad_count, ids.count);
 }
+
+// ------------------------------------------------------------------------------------------------
+
+// Moves (see row_mover.cuh) that take each id once: by a plan, or by winners.
+struct MovesOnce : IdsOnceView {
+  Report about;
+
+  __device__ bool planned() const { return plan.status != nullptr; }
+  __device__ bool blocked() const {
+    return planned() ? is_blocked(*plan.status, about.rows) : winners.status->bad_count > 0;
+  }
+  __device__ void report() const {
+    planned() ? report_blocked(about, *plan.status) : report_outside(about, winners);
+  }
+  __device__ int64_t count() const { return planned() ? plan.status->distinct : winners.count; }
+};
 
 }  // namespace speedtorch
