@@ -70,7 +70,7 @@ __device__ __forceinline__ void find_rows(const Moves& moves, const Rows& from, 
 // begin: a line that two turns touch would cross the link in two requests (rows of 1,028 bytes: 17
 // requests instead of 9).
 template <typename Vec, int kRows, Link kLink, typename Moves>
-__global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone ? 2 : 0)
+__global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone || sizeof(Vec) == 16 ? 2 : 0)
     move_rows_kernel(Moves moves, Rows from, Rows to, MoveShape shape, int64_t zero_rows) {
   if (moves.blocked()) return zero_instead<Vec>(moves, to, zero_rows);
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
