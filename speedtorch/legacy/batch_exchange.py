@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from speedtorch.legacy.switcher import Switcher
+from speedtorch.legacy.switcher import Switcher, gathered
 from speedtorch.ops.batch_ids import Indexes, all_within, flat_index
 from speedtorch.ops.functions import pinned_scatter
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.plan_memo import Plan
 
-__all__ = ["BatchExchange", "RowShape", "check_rows"]
+__all__ = ["BatchExchange", "RowShape", "Rows", "check_rows"]
 
 RowShape = int | tuple[int, ...]
+Rows = dict[str, Tensor]
+"""Rows of every field by its name."""
 
 
 class BatchExchange(Switcher):
@@ -32,7 +33,7 @@ class BatchExchange(Switcher):
         """The variable."""
         raise NotImplementedError
 
-    def _hold(self, rows: dict[str, Tensor]) -> None:
+    def _hold(self, rows: Rows) -> None:
         """Makes what trains hold these rows of every field, or leaves it as it was."""
         raise NotImplementedError
 
@@ -40,9 +41,7 @@ class BatchExchange(Switcher):
         """A field's rows that are trained, and who holds them."""
         raise NotImplementedError
 
-    def _to_put(
-        self, index: Tensor, rows: dict[str, Tensor], plan: Plan | None
-    ) -> dict[str, Tensor]:
+    def _to_put(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
         """What to write in place of rows that are held."""
         return rows
 
@@ -60,7 +59,8 @@ class BatchExchange(Switcher):
         """
         device = self._parameter().device
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
-        self._hold({name: self._gather(name, index, device, plan) for name in self._rows()})
+        fields = self._rows().items()
+        self._hold({name: gathered(field, index, device, plan) for name, field in fields})
 
     def afterOptimizerStep(
         self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
@@ -82,12 +82,21 @@ class BatchExchange(Switcher):
         """
         device = self._parameter().device
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
-        rows = {}
-        for name, field in self._rows().items():
+        rows, fields = {}, self._rows()
+        for name, field in fields.items():
             held, holder = self._held(name)
             _check_held(index, held, field, holder)
             rows[name] = held.detach()
-        self._put(index, self._to_put(index, rows, plan), plan)
+        # Repeated, this writes the same rows to the same places: ids may lie in the caller's
+        # memory, where the next batch's come, and are copied, unless a GPU takes the plan in their
+        # place; the rows are in memory that the next exchange leaves alone.
+        rows = self._to_put(fields, index, rows, plan)
+        rows = {name: each.contiguous() for name, each in rows.items()}
+        total = next((len(field) for field in fields.values()), 0)
+        if plan is None and index.is_cpu and rows and not all_within(index, total):
+            self._write(index, rows, plan)  # the op refuses
+        ids = index.clone() if plan is None or index.is_cpu else index
+        self._take(partial(self._write, ids, rows, plan))
 
     def _ids(
         self, positives: Indexes, negatives: Indexes | None, device: torch.device, step: int
@@ -101,25 +110,7 @@ class BatchExchange(Switcher):
             return flat_index(positives, negatives, device), None
         return self._stored.table.plans.find(positives, negatives, device, id(self), step)
 
-    def _put(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
-        """Puts a batch's rows back, of all fields or of none; they are known to fit.
-
-        Repeated, it writes the same rows to the same places: ids may lie in the caller's memory,
-        where the next batch's come, and are copied, unless a GPU takes the plan in their place; the
-        rows are in memory that the next exchange leaves alone.
-
-        Raises:
-            IndexError: an id on the CPU is out of range; nothing is changed.
-        """
-        fields = self._rows()
-        held = {name: each.contiguous() for name, each in rows.items()}
-        total = next((field.shape[0] for field in fields.values()), 0)
-        if plan is None and index.is_cpu and held and not all_within(index, total):
-            self._write(index, held, plan)  # the op refuses
-        ids = index.clone() if plan is None or index.is_cpu else index
-        self._take(partial(self._write, ids, held, plan))
-
-    def _write(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
+    def _write(self, index: Tensor, rows: Rows, plan: Plan | None) -> None:
         fields = self._open_fields()
         for name, each in rows.items():
             pinned_scatter(fields[name], index, each, plan=plan)

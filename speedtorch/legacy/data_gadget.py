@@ -15,7 +15,7 @@ from torch import Tensor
 from speedtorch.files.table_files import StoredField, open_fields
 from speedtorch.legacy import families
 from speedtorch.legacy.numpy_index import Index, parts_of, put_parts, row_ids
-from speedtorch.legacy.switcher import OneField, Stored
+from speedtorch.legacy.switcher import OneField, Stored, gathered
 from speedtorch.legacy.switcher_files import (
     CupyFiles,
     MappedFiles,
@@ -111,7 +111,7 @@ class GadgetSwitcher(OneField):
         if ids is None:
             self._settle()
             return parts_of(field, indexes).to(device)
-        rows = self._gather("weight", ids.reshape(-1), device)
+        rows = gathered(field, ids.reshape(-1), device)
         return rows.view(*ids.shape, *field.shape[1:])
 
     def _ids_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.legacy import families
-from speedtorch.legacy.batch_exchange import BatchExchange, RowShape, check_rows
+from speedtorch.legacy.batch_exchange import BatchExchange, Rows, RowShape, check_rows
 from speedtorch.legacy.families import Datatype
-from speedtorch.legacy.switcher import OneField
+from speedtorch.legacy.switcher import OneField, gathered
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
 from speedtorch.ops.functions import pinned_gather, pinned_scatter, plan_rows
 from speedtorch.ops.shapes import row_shape
@@ -121,7 +121,7 @@ class ModelSwitcher(BatchExchange, OneField):
         negatives = np.arange(end, end + batchSize * negPerBatch)
         return positives, negatives.reshape(batchSize, negPerBatch)
 
-    def _hold(self, rows: dict[str, Tensor]) -> None:
+    def _hold(self, rows: Rows) -> None:
         before = rows["weight"].clone() if self.sumDuplicates else None
         self._take(partial(self._show, self._parameter(), rows["weight"], before))
 
@@ -132,12 +132,12 @@ class ModelSwitcher(BatchExchange, OneField):
     def _held(self, name: str) -> tuple[Tensor, str]:
         return self._parameter(), "the variable"
 
-    def _to_put(
-        self, index: Tensor, rows: dict[str, Tensor], plan: Plan | None
-    ) -> dict[str, Tensor]:
-        return {"weight": self._added(index, rows["weight"], plan)} if self.sumDuplicates else rows
+    def _to_put(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
+        if not self.sumDuplicates:
+            return rows
+        return {"weight": self._added(fields["weight"], index, rows["weight"], plan)}
 
-    def _added(self, index: Tensor, rows: Tensor, plan: Plan | None) -> Tensor:
+    def _added(self, field: Tensor, index: Tensor, rows: Tensor, plan: Plan | None) -> Tensor:
         """What each id's row is after all of its changes, at the last place of the id.
 
         Writing these can be repeated, adding to the table could not.
@@ -147,13 +147,13 @@ class ModelSwitcher(BatchExchange, OneField):
                 "afterOptimizerStep with sumDuplicates needs a beforeForwardPass with the same ids"
                 " just before the step"
             )
-        result = self._gather("weight", index, rows.device, plan)
+        result = gathered(field, index, rows.device, plan)
         _, inverse, order, offsets, _ = plan or plan_rows(index, self.total_classes)
         last = pinned_gather(order, pinned_gather(offsets, inverse + 1) - 1)
         pinned_scatter(result, last, rows - self._before, accumulate=True)
         return result
 
-    def _write(self, index: Tensor, rows: Mapping[str, Tensor], plan: Plan | None) -> None:
+    def _write(self, index: Tensor, rows: Rows, plan: Plan | None) -> None:
         super()._write(index, rows, plan)
         self._before = None
 

@@ -19,7 +19,7 @@ from speedtorch.ops.functions import pinned_gather, synchronize
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.plan_memo import Plan
 
-__all__ = ["OneField", "Stored", "Switcher"]
+__all__ = ["OneField", "Stored", "Switcher", "gathered"]
 
 
 class Stored(NamedTuple):
@@ -86,14 +86,6 @@ class Switcher:
             _ = self._stored.table.record  # a closed table refuses: rows put there would be lost
         return self._stored.fields
 
-    def _gather(
-        self, name: str, index: Tensor, device: torch.device, plan: Plan | None = None
-    ) -> Tensor:
-        field = self._rows()[name]
-        out = torch.empty((index.numel(), *field.shape[1:]), dtype=field.dtype, device=device)
-        pinned_gather(field, index, out=out, plan=plan)
-        return out
-
     def _settle(self) -> None:
         """Waits for the GPU, so that the CPU's view of the rows is current."""
         self._finish()
@@ -150,3 +142,12 @@ class OneField(Switcher):
 
     def _variable(self) -> Tensor:
         return self._rows()["weight"]
+
+
+def gathered(
+    field: Tensor, index: Tensor, device: torch.device, plan: Plan | None = None
+) -> Tensor:
+    """Rows `[n, ...]` of a field `[rows, ...]` by n ids, in new memory on a device."""
+    out = torch.empty((index.numel(), *field.shape[1:]), dtype=field.dtype, device=device)
+    pinned_gather(field, index, out=out, plan=plan)
+    return out
