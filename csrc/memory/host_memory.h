@@ -44,19 +44,24 @@ void check_access(const char* op, const std::function<std::string()>& name, cons
 Access access_of(const char* op, const Tensor& table, const Rows& rows);
 // Notes that work just queued on `stream` uses the table: its memory stays until that work is done.
 void note_use(const Tensor& table, const Rows& rows, void* stream);
-// Calls queue(), which queues such work, and notes it even if a later part of queue() fails.
-template <typename Queue>
-void queue_and_note(const Tensor& table, const Rows& rows, void* stream, const Queue& queue) {
-  try {
-    queue();
-  } catch (...) {
+// Work that is being queued on `stream`: note() says that all of it is. Where a part fails, what
+// came before is noted all the same.
+struct TableUse {
+  const Tensor& table;
+  const Rows& rows;
+  void* stream;
+  bool noted = false;
+
+  void note() {
+    noted = true;
+    note_use(table, rows, stream);
+  }
+  ~TableUse() {
     try {
-      note_use(table, rows, stream);
+      if (!noted) note();
     } catch (const std::runtime_error&) {  // the first failure is the one to tell of
     }
-    throw;
   }
-  note_use(table, rows, stream);
-}
+};
 
 }  // namespace speedtorch

@@ -120,15 +120,11 @@ __global__ void __launch_bounds__(kMostBulkWarps * 32)
 #endif
 }
 
-// As launch_register_moves, by the kernel that `mover` names.
-template <Link kLink, typename Moves>
-int launch_moves(const Moves& moves, const Rows& from, const Rows& to, int64_t most_rows,
-                 int64_t zero_rows, Mover mover, void* stream) {
-  if (!mover.bulk) {
-    return launch_register_moves<kLink>(moves, from, to, most_rows, zero_rows, mover.most_blocks,
-                                        stream);
-  }
-  const BulkShape shape = bulk_shape(to.row_bytes, most_rows, mover.most_blocks);
+// As launch_register_moves, where bulk copies can.
+template <typename Moves>
+int launch_bulk_moves(const Moves& moves, const Rows& from, const Rows& to, int64_t most_rows,
+                      int64_t zero_rows, int most_blocks, void* stream) {
+  const BulkShape shape = bulk_shape(to.row_bytes, most_rows, most_blocks);
   auto* kernel = bulk_move_rows_kernel<Moves>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);

@@ -60,8 +60,9 @@ void pinned_copy(const Tensor& dst, const Tensor& src) {
     return copy(kOp, src, dst, true);
   }
   all.mark_written();
-  queue_and_note(host, host_rows, stream.get(),
-                 [&] { copy_on_gpu(from, to, access, to_host, stream); });
+  TableUse use{host, host_rows, stream.get()};
+  copy_on_gpu(from, to, access, to_host, stream);
+  use.note();
 }
 
 }  // namespace

@@ -22,9 +22,10 @@ struct Consecutive {
 }  // namespace
 
 int launch_copy(const Rows& from, const Rows& to, bool to_host, Mover mover, void* stream) {
-  auto* launch =
-      to_host ? launch_moves<Link::kTo, Consecutive> : launch_moves<Link::kFrom, Consecutive>;
-  return launch(Consecutive{to.count}, from, to, to.count, 0, mover, stream);
+  auto* launch = mover.bulk ? launch_bulk_moves<Consecutive>
+                 : to_host  ? launch_register_moves<Link::kTo, Consecutive>
+                            : launch_register_moves<Link::kFrom, Consecutive>;
+  return launch(Consecutive{to.count}, from, to, to.count, 0, mover.most_blocks, stream);
 }
 
 // The GPU must have bulk copies, and the shared memory that our kernel takes, and the kernel must

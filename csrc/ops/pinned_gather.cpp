@@ -43,35 +43,11 @@ void gather_staged(const Rows& table, const Ids& ids, const Plan& plan, const Te
   copy(kOp, staging, out, false);
 }
 
-void gather_on_gpu(const Rows& table, Access access, const Ids& ids, const Plan& plan,
-                   const Tensor& out, const CurrentStream& stream, const Arguments& all) {
-  if constexpr (kWithCuda) {
-    const Rows result = rows_per_id(out, table, ids);
-    const Batch batch = batch_of(Direction::kIn, access, table, ids.count);
-    const Mover mover = mover_for(batch, result, stream);
-    const Path path = plan ? Path::kOrdered : path_for(kOp, batch);
-    if (path == Path::kDirect) {
-      const Winners checked = ids.count > kIdsCheckedInBlock
-                                  ? check_ids_on_gpu(kOp, ids, table.count, out, stream.get())
-                                  : Winners{{}, only_ids(ids)};
-      all.mark_written();
-      return check_cuda(launch_gather_direct(table, result, checked.view, mover.most_blocks,
-                                             error_record(), stream.get()),
-                        kOp);
-    }
-    const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan, Winner::kAny,
-                                       table.count, out, stream.get());
-    all.mark_written();
-    check_cuda(launch_gather_once(table, result, once.view, mover, error_record(), stream.get()),
-               kOp);
-  }
-}
-
 void gather(const Tensor& table, const Rows& rows, const Tensor& index, const Plan& plan,
             const Tensor& out, const Arguments& all) {
+  Ids ids = as_ids(index);
+  if (ids.on_cpu) check_ids_on_cpu(kOp, kIndex, ids, rows.count);
   if (out.is_cpu()) {
-    const Ids ids = as_ids(index);
-    check_ids_on_cpu(kOp, kIndex, ids, rows.count);
     if (plan) view_plan(kOp, kIndex, *plan, ids.count, rows.count);
     all.mark_written();
     if (out.numel() > 0) gather_on_cpu(rows, ids, rows_per_id(out, rows, ids));
@@ -79,18 +55,33 @@ void gather(const Tensor& table, const Rows& rows, const Tensor& index, const Pl
   }
   const CurrentStream stream(kOp, out);
   const Access access = access_of(kOp, table, rows);
-  Ids ids = as_ids(index);
-  if (ids.on_cpu) {
-    check_ids_on_cpu(kOp, kIndex, ids, rows.count);
-    ids = as_ids(ids_to_device(kOp, ids, out, stream));
-  }
+  if (ids.on_cpu) ids = as_ids(ids_to_device(kOp, ids, out, stream));
   if (out.numel() > 0 && access == Access::kNot) {
-    gather_staged(rows, ids, plan, out, stream, all);
-  } else if (ids.count > 0) {
-    queue_and_note(table, rows, stream.get(),
-                   [&] { gather_on_gpu(rows, access, ids, plan, out, stream, all); });
-  } else {
-    all.mark_written();
+    return gather_staged(rows, ids, plan, out, stream, all);
+  }
+  if (ids.count == 0) return all.mark_written();
+  if constexpr (kWithCuda) {
+    TableUse use{table, rows, stream.get()};
+    const Rows result = rows_per_id(out, rows, ids);
+    const Batch batch = batch_of(Direction::kIn, access, rows, ids.count);
+    const Mover mover = mover_for(batch, result, stream);
+    const Path path = plan ? Path::kOrdered : path_for(kOp, batch);
+    int error = 0;
+    if (path == Path::kDirect) {
+      const Winners checked = ids.count > kIdsCheckedInBlock
+                                  ? check_ids_on_gpu(kOp, ids, rows.count, out, stream.get())
+                                  : Winners{{}, only_ids(ids)};
+      all.mark_written();
+      error = launch_gather_direct(rows, result, checked.view, mover.most_blocks, error_record(),
+                                   stream.get());
+    } else {
+      const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan,
+                                         Winner::kAny, rows.count, out, stream.get());
+      all.mark_written();
+      error = launch_gather_once(rows, result, once.view, mover, error_record(), stream.get());
+    }
+    check_cuda(error, kOp);
+    use.note();
   }
 }
 

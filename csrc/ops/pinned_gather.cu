@@ -63,8 +63,10 @@ int launch_gather_direct(const Rows& table, const Rows& out, const WinnersView& 
 int launch_gather_once(const Rows& table, const Rows& out, const IdsOnceView& ids, Mover mover,
                        ErrorRecord* record, void* stream) {
   const Report about = report_of(table, record);
-  const int error = launch_moves<Link::kFrom>(TableRows{{ids, about}}, table, out, out.count,
-                                              out.count, mover, stream);
+  auto* launch =
+      mover.bulk ? launch_bulk_moves<TableRows> : launch_register_moves<Link::kFrom, TableRows>;
+  const int error =
+      launch(TableRows{{ids, about}}, table, out, out.count, out.count, mover.most_blocks, stream);
   if (error != cudaSuccess) return error;
   return launch_register_moves<Link::kNone>(Repetitions{{ids, about}}, out, out, out.count, 0,
                                             kDeviceBlocks, stream);

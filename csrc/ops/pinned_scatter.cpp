@@ -141,9 +141,9 @@ void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const 
     scatter_staged(rows, ids, whole, plan, added, stream, all);
   } else {
     const Rows source = as_rows(kOp, "src", whole);
-    queue_and_note(table, rows, stream.get(), [&] {
-      scatter_on_gpu(rows, access, ids, source, whole, plan, added, stream, all);
-    });
+    TableUse use{table, rows, stream.get()};
+    scatter_on_gpu(rows, access, ids, source, whole, plan, added, stream, all);
+    use.note();
   }
 }
 

@@ -154,8 +154,10 @@ int launch_scatter_direct(const Rows& table, const Rows& src, const WinnersView&
 
 int launch_scatter_once(const Rows& table, const Rows& src, const IdsOnceView& ids, Mover mover,
                         ErrorRecord* record, void* stream) {
-  return launch_moves<Link::kTo>(LastOccurrences{{ids, report_of(table, record)}}, src, table,
-                                 src.count, 0, mover, stream);
+  auto* launch = mover.bulk ? launch_bulk_moves<LastOccurrences>
+                            : launch_register_moves<Link::kTo, LastOccurrences>;
+  return launch(LastOccurrences{{ids, report_of(table, record)}}, src, table, src.count, 0,
+                mover.most_blocks, stream);
 }
 
 int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan, NumberKind kind,
