@@ -8,7 +8,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from speedtorch.torch_internals import (
     is_transformed,
 )
 
-__all__ = ["Device", "RowModule", "Rows", "Source"]
+__all__ = ["Device", "RowModule", "Rows", "Source", "made_of_rows"]
 
 Rows = Tensor | HostTable
 Source = Rows | str | os.PathLike[str]
@@ -45,31 +45,17 @@ _DEFAULTS = {
     "mode": None,
     "include_last_offset": False,
 }
-"""Values of settings that a module does not tell."""
+"""Values of settings that a module does not tell, or does not have."""
 
 
 class RowModule(nn.Module):
     """What Embedding and EmbeddingBag share: the rows, and how they come and go.
 
-    Args:
-        num_embeddings: Rows.
-        embedding_dim: Columns.
-        padding_idx: Id of a row that is never trained.
-        source: Their values, or the table that has them.
-        freeze: Do not train them.
-        device: Where lookups give their rows.
-        dtype: The elements of the rows.
-        memory: The table's memory.
-        **settings: How rows are looked up, as attributes; for both kinds of module those below.
+    `settings` say how rows are looked up, as attributes; all else is as for Embedding.
     """
 
     weight: Any
-    max_norm: float | None
-    norm_type: float
-    scale_grad_by_freq: bool
     sparse: bool
-    _settings: tuple[str, ...]
-    """Names of the settings."""
     _wanted: torch.dtype | None = None
     """The dtype that somebody has asked the rows to have, which they do not take."""
 
@@ -79,8 +65,8 @@ class RowModule(nn.Module):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None,
-        source: Rows | None,
-        freeze: bool,
+        _weight: Rows | None,
+        _freeze: bool,
         device: Device,
         dtype: torch.dtype | None,
         memory: str,
@@ -100,29 +86,25 @@ class RowModule(nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
-        self._settings = tuple(settings)
         for setting, value in settings.items():
             setattr(self, setting, value)
         shape = (num_embeddings, embedding_dim)
-        if isinstance(source, HostTable):
-            if (source.rows, *source.fields["weight"][0]) != shape:
-                raise ValueError(f"_weight: expected the shape {shape}, got {source!r}")
-            store = RowStore(name, source)
-        elif source is None:
-            first = self._drawing(nn.init.normal_, padding_idx)
-            store = RowStore(name, (*shape, dtype or torch.get_default_dtype()), memory, (first,))
-        elif isinstance(source, Tensor):
-            _check_values("_weight", source)
-            if tuple(source.shape) != shape:
-                raise ValueError(f"_weight: expected the shape {shape}, got {tuple(source.shape)}")
-            store = RowStore(name, (*shape, dtype or source.dtype), memory)
+        if _weight is not None:
+            given = _shape_of("_weight", _weight, "a tensor")
+            if given != shape:
+                raise ValueError(f"_weight: expected the shape {shape}, got {given}")
+        if isinstance(_weight, HostTable):
+            store = RowStore(name, _weight)
         else:
-            raise TypeError(f"_weight: expected a tensor, got {type(source).__name__}")
+            default = torch.get_default_dtype() if _weight is None else _weight.dtype
+            store = RowStore(name, (*shape, dtype or default), memory)
         # The device that torch would take, which may be a default that the user has set.
         held = torch.empty(0, embedding_dim, dtype=store.dtype, device=device)
-        self._train(store, nn.Parameter(held, requires_grad=not freeze))
-        if isinstance(source, Tensor):
-            store.load("weight", source)
+        self._train(store, nn.Parameter(held, requires_grad=not _freeze))
+        if _weight is None:
+            RowModule.init_(self, nn.init.normal_)
+        elif isinstance(_weight, Tensor):
+            store.load("weight", _weight)
         watch_steps()
 
     def _train(self, store: RowStore, parameter: nn.Parameter) -> None:
@@ -130,38 +112,6 @@ class RowModule(nn.Module):
         self.trained_rows = TrainedRows(type(self).__name__, store, parameter, self.padding_idx)
         # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
         weakref.finalize(self, self.trained_rows.let_go).atexit = False
-
-    @classmethod
-    def _of_rows(
-        cls: type[_Self],
-        embeddings: Source,
-        freeze: bool,
-        device: Device,
-        memory: str,
-        **given: Any,
-    ) -> _Self:
-        """Makes a module of rows that exist, with the settings given; see from_pretrained."""
-        source = embeddings
-        if isinstance(source, str | os.PathLike):
-            source = HostTable.open(source, memory)
-        if isinstance(source, HostTable):
-            shape = (source.rows, *source.fields["weight"][0])
-        elif isinstance(source, Tensor):
-            _check_values("embeddings", source)
-            shape = tuple(source.shape)
-            device = source.device if device is None else device
-        else:
-            raise TypeError(
-                "embeddings: expected a tensor, a HostTable or the path of a saved one, got"
-                f" {type(source).__name__}"
-            )
-        if len(shape) != 2:
-            raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
-        given |= {"_weight": source, "_freeze": freeze, "device": device, "memory": memory}
-        made = cls(*shape, **given)
-        if isinstance(source, HostTable) and source is not embeddings:
-            made.trained_rows.store.own()
-        return made
 
     @classmethod
     def from_module(
@@ -193,16 +143,11 @@ class RowModule(nn.Module):
         """
         kind = nn.Embedding if issubclass(cls, nn.Embedding) else nn.EmbeddingBag
         if not isinstance(module, kind) or isinstance(module, RowModule):
-            given = type(module)
-            raise TypeError(
-                f"module: expected a torch.nn.{kind.__name__}, got"
-                f" {given.__module__}.{given.__name__}"
-            )
+            raise TypeError(f"module: expected a torch.nn.{kind.__name__}, got {type(module)}")
         named = inspect.signature(kind.from_pretrained).parameters
         settings = {name: getattr(module, name) for name in list(named)[2:]}  # behind the rows
-        made_by = cast(Any, cls)  # each kind has a from_pretrained
-        freeze, place = not module.weight.requires_grad, {"device": device, "memory": memory}
-        made: _Self = made_by.from_pretrained(module.weight, freeze, **settings, **place)
+        freeze = not module.weight.requires_grad
+        made = made_of_rows(cls, module.weight, freeze, device, memory, **settings)
         return made.train(module.training)
 
     @property
@@ -215,12 +160,11 @@ class RowModule(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""
-        said = [f"{self.num_embeddings}, {self.embedding_dim}"]
-        for name in ("padding_idx", *self._settings):
-            value = getattr(self, name)
-            if value != _DEFAULTS[name]:
-                said.append(f"{name}={value!r}")
-        return ", ".join(said)
+        said = f"{self.num_embeddings}, {self.embedding_dim}"
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name, default)
+            said += "" if value == default else f", {name}={value!r}"
+        return said
 
     def init_(
         self: _Self,
@@ -252,26 +196,14 @@ class RowModule(nn.Module):
             >>> bool(embedding.table["weight"].abs().max() <= 0.1)
             True
         """
-        draw = self._drawing(function, self.padding_idx, *args, seed=seed, **kwargs)
-        self.trained_rows.store.draw(draw, anew=True)
-        return self
-
-    @staticmethod
-    def _drawing(
-        function: Callable[..., object],
-        padding: int | None,
-        *args: Any,
-        seed: int | None = None,
-        **kwargs: Any,
-    ) -> Draw:
-        """Draws a table's rows later; which numbers is decided now."""
         if "generator" in kwargs:
             raise TypeError("generator: every block of rows has its own; give seed= instead")
         seed = random_seed() if seed is None else seed
         # One that has no arguments is known by itself: no mode of torch has to look what it does.
         given = args or kwargs
         drawn = (lambda rows: function(rows, *args, **kwargs)) if given else function
-        return Draw((drawn,), seed, padding)
+        self.trained_rows.store.draw(Draw((drawn,), seed, self.padding_idx), anew=True)
+        return self
 
     def reset_parameters(self) -> None:
         """Draws all rows anew from N(0, 1); the padding's row becomes zero."""
@@ -349,9 +281,8 @@ class RowModule(nn.Module):
             )
         active = active_data_parallel()
         if active is not None and parameter.requires_grad:
-            ignored = active.parameters_to_ignore
             names = {n for n, held in active.module.named_parameters() if held is parameter}
-            if names - set(ignored):
+            if names - set(active.parameters_to_ignore):
                 raise NotImplementedError(
                     f"{name}: DistributedDataParallel cannot average the gradients of rows that"
                     " differ between processes; train on one GPU"
@@ -399,36 +330,24 @@ class RowModule(nn.Module):
         self.flush()
         destination[f"{prefix}weight"] = self.trained_rows.store.saved("weight")
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
         key = f"{prefix}weight"
         others = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(
-            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(others, prefix, *more)
         if key not in state_dict:
             return
+        *_, missing_keys, _, error_msgs = more
         if key in missing_keys:
             missing_keys.remove(key)
-        value, expected = state_dict[key], self.trained_rows.shape
+        expected = self.trained_rows.shape
         try:
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{key}: expected a tensor, got {type(value).__name__}")
-            _check_values(key, value)
+            value = _dense(key, state_dict[key], "a tensor")
             if value.shape != expected:
                 raise ValueError(
                     f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from"
                     f" checkpoint, the shape in current model is {tuple(expected)}"
                 )
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             error_msgs.append(f"{error}.")
             return
         self.trained_rows.load(value)
@@ -467,8 +386,40 @@ class RowModule(nn.Module):
         )
 
 
-def _check_values(argument: str, values: Tensor) -> None:
-    """Raises ValueError for a tensor that has no dense elements to copy."""
+def made_of_rows(
+    cls: type[_Self],
+    embeddings: Source,
+    freeze: bool,
+    device: Device,
+    memory: str,
+    **settings: Any,
+) -> _Self:
+    """Makes a module of rows that exist; see from_pretrained."""
+    rows = embeddings
+    if isinstance(rows, str | os.PathLike):
+        rows = HostTable.open(rows, memory)
+    shape = _shape_of("embeddings", rows, "a tensor, a HostTable or the path of a saved one")
+    if len(shape) != 2:
+        raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
+    if isinstance(rows, Tensor) and device is None:
+        device = rows.device
+    settings |= {"_weight": rows, "_freeze": freeze, "device": device, "memory": memory}
+    made = cls(*shape, **settings)
+    if isinstance(rows, HostTable) and rows is not embeddings:
+        made.trained_rows.store.own()
+    return made
+
+
+def _shape_of(argument: str, rows: object, kinds: str) -> tuple[int, ...]:
+    if isinstance(rows, HostTable):
+        return (rows.rows, *rows.fields["weight"][0])
+    return tuple(_dense(argument, rows, kinds).shape)
+
+
+def _dense(argument: str, values: object, kinds: str) -> Tensor:
+    """Raises TypeError or ValueError for what is no tensor with dense elements to copy."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{argument}: expected {kinds}, got {type(values).__name__}")
     if values.is_nested or values.layout != torch.strided:
         kind = "a nested" if values.is_nested else f"a {values.layout}"
         raise ValueError(f"{argument}: expected a dense tensor, got {kind} one; use to_dense()")
@@ -478,6 +429,7 @@ def _check_values(argument: str, values: Tensor) -> None:
         )
     if values.is_meta:
         raise ValueError(f"{argument}: a tensor on the device meta has no values to copy")
+    return values
 
 
 def _check_device(name: str, device: Device) -> None:
