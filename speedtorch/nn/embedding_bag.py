@@ -123,9 +123,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         name += ": per_sample_weights"
         if not isinstance(weights, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(weights).__name__}")
-        given, expected = list(weights.shape), list(ids.shape)
-        if given != expected:
-            raise ValueError(f"{name} must have input's shape {expected}, got {given}")
+        if weights.shape != ids.shape:
+            raise ValueError(f"{name} must be of shape {[*ids.shape]}, got {[*weights.shape]}")
         if self.mode != "sum":
             raise NotImplementedError(f"{name} go with mode='sum', not mode={self.mode!r}")
         if weights.dtype != self.weight.dtype:

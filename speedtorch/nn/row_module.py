@@ -8,6 +8,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -36,18 +37,6 @@ Device = str | int | torch.device | None
 _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 
 
-_DEFAULTS = {
-    "padding_idx": None,
-    "max_norm": None,
-    "norm_type": 2.0,
-    "scale_grad_by_freq": False,
-    "sparse": False,
-    "mode": None,
-    "include_last_offset": False,
-}
-"""Values of settings that a module does not tell, or does not have."""
-
-
 class RowModule(nn.Module):
     """What Embedding and EmbeddingBag share: the rows, and how they come and go.
 
@@ -56,6 +45,7 @@ class RowModule(nn.Module):
 
     weight: Any
     sparse: bool
+    _settings: tuple[str, ...]
     _wanted: torch.dtype | None = None
     """The dtype that somebody has asked the rows to have, which they do not take."""
 
@@ -77,17 +67,16 @@ class RowModule(nn.Module):
         _check_device(name, device)
         if padding_idx is not None:
             padding_idx = operator.index(padding_idx)
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ValueError(
-                    f"padding_idx: expected {-num_embeddings} to {num_embeddings - 1} for"
-                    f" {num_embeddings} rows, got {padding_idx}"
-                )
+            first, last = -num_embeddings, num_embeddings - 1
+            if not first <= padding_idx <= last:
+                raise ValueError(f"padding_idx: expected {first} to {last}, got {padding_idx}")
             padding_idx %= num_embeddings
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         for setting, value in settings.items():
             setattr(self, setting, value)
+        self._settings = tuple(settings)
         shape = (num_embeddings, embedding_dim)
         if _weight is not None:
             given = _shape_of("_weight", _weight, "a tensor")
@@ -128,9 +117,6 @@ class RowModule(nn.Module):
             device: Where lookups give their rows; by default the module's.
             memory: The table's memory, as for HostTable.
 
-        Returns:
-            The module.
-
         Raises:
             TypeError: It is of another kind.
             MemoryError: As for Embedding.
@@ -147,8 +133,8 @@ class RowModule(nn.Module):
         named = inspect.signature(kind.from_pretrained).parameters
         settings = {name: getattr(module, name) for name in list(named)[2:]}  # behind the rows
         freeze = not module.weight.requires_grad
-        made = made_of_rows(cls, module.weight, freeze, device, memory, **settings)
-        return made.train(module.training)
+        settings |= {"device": device, "memory": memory}
+        return made_of_rows(cls, module.weight, freeze, **settings).train(module.training)
 
     @property
     def table(self) -> HostTable:
@@ -161,9 +147,10 @@ class RowModule(nn.Module):
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""
         said = f"{self.num_embeddings}, {self.embedding_dim}"
-        for name, default in _DEFAULTS.items():
-            value = getattr(self, name, default)
-            said += "" if value == default else f", {name}={value!r}"
+        for name in ("padding_idx", *self._settings):
+            value = getattr(self, name)
+            if not (value is None or value is False or (name == "norm_type" and value == 2.0)):
+                said += f", {name}={value!r}"
         return said
 
     def init_(
@@ -184,9 +171,6 @@ class RowModule(nn.Module):
             seed: Makes the numbers repeatable; by default torch's generator gives one now.
             **kwargs: Passed on.
 
-        Returns:
-            The module.
-
         Raises:
             TypeError, ValueError: As HostTable.init_, at once or at the first use.
 
@@ -200,8 +184,7 @@ class RowModule(nn.Module):
             raise TypeError("generator: every block of rows has its own; give seed= instead")
         seed = random_seed() if seed is None else seed
         # One that has no arguments is known by itself: no mode of torch has to look what it does.
-        given = args or kwargs
-        drawn = (lambda rows: function(rows, *args, **kwargs)) if given else function
+        drawn = (lambda rows: function(rows, *args, **kwargs)) if args or kwargs else function
         self.trained_rows.store.draw(Draw((drawn,), seed, self.padding_idx), anew=True)
         return self
 
@@ -263,11 +246,11 @@ class RowModule(nn.Module):
         parameter = self.trained_rows.parameter
         name = type(self).__name__
         if self._wanted is not None:
+            dtype = self.weight.dtype
             raise TypeError(
-                f"{name}: its table stays {self.weight.dtype}, as another dtype would need a second"
-                f" table, and was asked to become {self._wanted}: call emb.to({self.weight.dtype})"
-                f" again (or .float() and the like), or build it with dtype={self._wanted}, and use"
-                " torch.autocast for mixed precision"
+                f"{name}: its table stays {dtype} and was asked to become {self._wanted}: call"
+                f" emb.to({dtype}) again, or build it with dtype={self._wanted}; torch.autocast is"
+                " for mixed precision"
             )
         if self._parameters.get("weight") is not parameter:
             raise RuntimeError(
@@ -304,9 +287,6 @@ class RowModule(nn.Module):
     # As a module
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
-        def move(tensor: Tensor) -> Tensor:
-            return fn(tensor).to(tensor.dtype)
-
         name, dtype = type(self).__name__, self.weight.dtype
         with as_plain():
             moved = fn(self.weight.detach()[:0].to(self._wanted or dtype))
@@ -317,8 +297,8 @@ class RowModule(nn.Module):
                 )
             _check_device(name, moved.device)
             if moved.device != self.weight.device:
-                exchange = self.trained_rows.exchange
-                exchange.moving(lambda: nn.Module._apply(self, move, recurse))  # type: ignore[no-untyped-call]
+                move = partial(super()._apply, lambda each: fn(each).to(each.dtype), recurse)
+                self.trained_rows.exchange.moving(move)
             # torch has converted other layers by now: the next lookup says that this one is not,
             # unless it is converted back before.
             self._wanted = None if moved.dtype == dtype else moved.dtype
@@ -356,9 +336,9 @@ class RowModule(nn.Module):
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
         memo[id(self)] = made
-        for name, value in vars(self).items():
-            if name not in ("trained_rows", "_parameters"):
-                vars(made)[name] = copy.deepcopy(value, memo)
+        others = {**self._parameters, "weight": None}
+        own = {**vars(self), "trained_rows": None, "_parameters": others}
+        vars(made).update(copy.deepcopy(own, memo))
         self.trained_rows.bring_home()
         store = self.trained_rows.store.copied()
         with as_plain():
@@ -386,25 +366,17 @@ class RowModule(nn.Module):
         )
 
 
-def made_of_rows(
-    cls: type[_Self],
-    embeddings: Source,
-    freeze: bool,
-    device: Device,
-    memory: str,
-    **settings: Any,
-) -> _Self:
+def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: Any) -> _Self:
     """Makes a module of rows that exist; see from_pretrained."""
     rows = embeddings
     if isinstance(rows, str | os.PathLike):
-        rows = HostTable.open(rows, memory)
+        rows = HostTable.open(rows, given["memory"])
     shape = _shape_of("embeddings", rows, "a tensor, a HostTable or the path of a saved one")
     if len(shape) != 2:
         raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
-    if isinstance(rows, Tensor) and device is None:
-        device = rows.device
-    settings |= {"_weight": rows, "_freeze": freeze, "device": device, "memory": memory}
-    made = cls(*shape, **settings)
+    if isinstance(rows, Tensor) and given["device"] is None:
+        given["device"] = rows.device
+    made = cls(*shape, _weight=rows, _freeze=freeze, **given)
     if isinstance(rows, HostTable) and rows is not embeddings:
         made.trained_rows.store.own()
     return made
@@ -421,12 +393,11 @@ def _dense(argument: str, values: object, kinds: str) -> Tensor:
     if not isinstance(values, Tensor):
         raise TypeError(f"{argument}: expected {kinds}, got {type(values).__name__}")
     if values.is_nested or values.layout != torch.strided:
-        kind = "a nested" if values.is_nested else f"a {values.layout}"
-        raise ValueError(f"{argument}: expected a dense tensor, got {kind} one; use to_dense()")
+        layout = "nested" if values.is_nested else values.layout
+        raise ValueError(f"{argument}: expected a dense tensor, got a {layout} one; use to_dense()")
     if values.is_quantized:
-        raise ValueError(
-            f"{argument}: expected plain numbers, got {values.dtype}; use dequantize()"
-        )
+        kind = values.dtype
+        raise ValueError(f"{argument}: expected plain numbers, got {kind}; use dequantize()")
     if values.is_meta:
         raise ValueError(f"{argument}: a tensor on the device meta has no values to copy")
     return values
