@@ -33,10 +33,6 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         dtype: The elements of the rows.
         memory: The table's memory, as for HostTable.
 
-    Attributes:
-        weight: As for Embedding: it stands for all rows.
-        table: The HostTable, which brings held rows home before it is read or written.
-
     Raises:
         MemoryError, NotImplementedError: As for Embedding.
         ValueError: padding_idx is no row, or there is no such mode.
@@ -112,12 +108,12 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
     def _check_bags(self, ids: Tensor, offsets: object, weights: object) -> None:
         """Raises what torch's EmbeddingBag would, before a row moves."""
         name = type(self).__name__
-        if ids.dim() not in (1, 2):
-            raise ValueError(f"{name}: input must be [ids] or [bags, ids], got {list(ids.shape)}")
-        if ids.dim() == 2 and offsets is not None:
-            raise ValueError(f"{name}: rows of a 2-D input are the bags: offsets must be None")
         if ids.dim() == 1:
             _check_offsets(name, len(ids), offsets, int(self.include_last_offset))
+        elif ids.dim() != 2:
+            raise ValueError(f"{name}: input must be [ids] or [bags, ids], got {list(ids.shape)}")
+        elif offsets is not None:
+            raise ValueError(f"{name}: rows of a 2-D input are the bags: offsets must be None")
         if weights is None:
             return
         name += ": per_sample_weights"

@@ -22,8 +22,6 @@ _IdsOf = Callable[[Any], _Ids | Mapping[nn.Module, _Ids]]
 
 _AHEAD = 2  # batches: one whose rows travel, and one that is planned, so that nobody waits for it
 
-_Planned = tuple[Any, dict[RowModule, PlannedBatch]]
-
 
 class _Loop:
     """A loop that plans ahead, for as long as its generator lives."""
@@ -62,7 +60,7 @@ class Prefetch(Generic[_Batch]):
                 for module in self._modules:
                     module.trained_rows.exchange.expect(None)
 
-    def _planned(self) -> Iterator[_Planned | Exception]:
+    def _planned(self) -> Iterator[tuple[_Batch, dict[RowModule, PlannedBatch]] | Exception]:
         """Batches and their plans; what the loader or a plan raises takes the place of the rest."""
         last: dict[RowModule, PlannedBatch] = {}
         try:

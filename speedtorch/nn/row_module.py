@@ -45,7 +45,6 @@ class RowModule(nn.Module):
 
     weight: Any
     sparse: bool
-    _settings: tuple[str, ...]
     _wanted: torch.dtype | None = None
     """The dtype that somebody has asked the rows to have, which they do not take."""
 
