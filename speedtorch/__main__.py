@@ -11,12 +11,6 @@ from speedtorch.info import info
 
 __all__ = ["main"]
 
-_WRONG_USE = 2
-_NO_DEMOS = (
-    "the demonstrations are not in installed wheels: take a checkout or the source archive, and run"
-    " `make demo`, or `python -m speedtorch demo NAME`, in its folder"
-)
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command: what follows `python -m speedtorch`, by default in this process.
@@ -36,8 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_demos(demo)
     chosen, unknown = parser.parse_known_args(arguments)
     if chosen.command == "demo" and not found:
-        print(f"speedtorch: {_NO_DEMOS}", file=sys.stderr)
-        return _WRONG_USE
+        print(
+            "speedtorch: the demonstrations are not in installed wheels: take a checkout or the"
+            " source archive, and run `make demo`, or `python -m speedtorch demo NAME`, in its"
+            " folder",
+            file=sys.stderr,
+        )
+        return 2
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if chosen.command == "demo":

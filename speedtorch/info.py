@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,14 @@ class Info:
     """Bytes of host memory in use, by kind."""
 
     def __str__(self) -> str:
-        names = [field.name for field in fields(self)]
-        width = max(map(len, names))
-        return "\n".join(
-            f"{name.replace('_', ' '):{width}}  {getattr(self, name)}" for name in names
-        )
+        width = max(map(len, vars(self)))
+        return "\n".join(f"{n.replace('_', ' '):{width}}  {fact}" for n, fact in vars(self).items())
 
 
 def _link_of_first_gpu() -> str:
-    properties: Any = torch.cuda.get_device_properties(0)  # its PCI fields are in no stub
-    domain, bus = properties.pci_domain_id, properties.pci_bus_id
-    address = f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
-    folder = Path("/sys/bus/pci/devices") / address
+    gpu: Any = torch.cuda.get_device_properties(0)  # its PCI fields are in no stub
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    folder = Path("/sys/bus/pci/devices", address)
     try:
         speed = (folder / "current_link_speed").read_text().strip()
         width = (folder / "current_link_width").read_text().strip()
@@ -69,15 +65,14 @@ def info() -> Info:
     with_gpu = torch.cuda.is_available()
     with_kernels = ops.built_with_cuda()
     gpus = range(torch.cuda.device_count() if with_gpu else 0)
+    without_nvcc = "CPU (built without nvcc, or with SPEEDTORCH_CUDA=0)"
     without_managed = "registered" if with_gpu and with_kernels else "plain"
     return Info(
         speedtorch=__version__,
         python=platform.python_version(),
         torch=torch.__version__,
         library=_C.__file__,
-        kernels="CPU and CUDA"
-        if with_kernels
-        else "CPU (built without nvcc, or with SPEEDTORCH_CUDA=0)",
+        kernels="CPU and CUDA" if with_kernels else without_nvcc,
         gpu=", ".join(map(torch.cuda.get_device_name, gpus)) or "none",
         link=_link_of_first_gpu() if with_gpu else "none",
         default_memory="managed" if ops.managed_supported() else without_managed,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtorch.nn.row_module import Device, RowModule, Rows, Source
+from speedtorch.nn.row_module import Device, RowModule, Rows, Source, made_of_rows
 from speedtorch.ops.compiling import not_compiled
 from speedtorch.torch_internals import as_plain
 
@@ -86,21 +85,7 @@ class Embedding(RowModule, nn.Embedding):
         *,
         memory: str = "auto",
     ) -> None:
-        RowModule.__init__(
-            self,
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            _weight,
-            _freeze,
-            device,
-            dtype,
-            memory,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-        )
+        RowModule.__init__(**locals())  # all arguments, by their names
 
     def forward(self, input: Tensor) -> Tensor:
         """Looks rows up.
@@ -124,21 +109,15 @@ class Embedding(RowModule, nn.Embedding):
             trains, rows, padding = self._check_lookup(input), self.trained_rows, self.padding_idx
             if not trains and self.max_norm is None:
                 return rows.read(input)
-            in_order = self._adds_in_order()
-            if trains and not in_order and self._sums_by_plan():
-                return rows.summed(input)
+            in_order, by_freq = self._adds_in_order(), self.scale_grad_by_freq
+            if trains and not (in_order or by_freq or self.sparse):
+                plain = padding is None and self.max_norm is None
+                if plain and rows.store.dtype in _SUMMED:
+                    return rows.summed(input)
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)
-            if padding is not None:
-                padding = len(held) - 1
-            by_freq, sparse = self.scale_grad_by_freq, self._gives_sparse(in_order)
-            return F.embedding(local, held, padding, None, 2.0, by_freq, sparse)
-
-    def _sums_by_plan(self) -> bool:
-        """Whether sum_rows adds gradients up as the module is to."""
-        if self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq:
-            return False
-        return not self.sparse and self.trained_rows.store.dtype in _SUMMED
+            place = -1 if padding is None else len(held) - 1
+            return torch.embedding(held, local, place, by_freq, self._gives_sparse(in_order))
 
     @classmethod
     def from_pretrained(
@@ -156,20 +135,9 @@ class Embedding(RowModule, nn.Embedding):
     ) -> Embedding:
         """Makes an Embedding of rows that exist.
 
-        Args:
-            embeddings: `[rows, columns]`, copied; a HostTable, used as it is; or
-                the path of a saved one (`*.safetensors`, `*.npy`), read without a second copy.
-            freeze: Do not train them.
-            padding_idx: As for Embedding, like all that follow.
-            max_norm: Rows with a larger norm are shortened when they are looked up.
-            norm_type: The p of that norm.
-            scale_grad_by_freq: Divide a row's gradient by how often the lookup names it.
-            sparse: Give the optimizer a sparse gradient of the held rows.
-            device: Where lookups give their rows.
-            memory: The table's memory.
-
-        Returns:
-            The Embedding.
+        `embeddings` are `[rows, columns]`, copied; a HostTable, used as it is; or the path of a
+        saved one (`*.safetensors`, `*.npy`), read without a second copy. With `freeze` they are
+        not trained. All else is as for Embedding.
 
         Raises:
             ValueError: The rows have no two dimensions, are sparse or quantized, or the file is
@@ -180,17 +148,8 @@ class Embedding(RowModule, nn.Embedding):
             >>> Embedding.from_pretrained(torch.eye(3))(torch.tensor([2]))
             tensor([[0., 0., 1.]])
         """
-        return cls._of_rows(
-            embeddings,
-            freeze,
-            device,
-            memory,
-            padding_idx=padding_idx,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-        )
+        made: Embedding = made_of_rows(**locals())
+        return made
 
 
 _not_compiled = not_compiled(Embedding.forward)

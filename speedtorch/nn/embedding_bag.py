@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtorch.nn.row_module import Device, RowModule, Rows, Source
+from speedtorch.nn.row_module import Device, RowModule, Rows, Source, made_of_rows
 from speedtorch.ops.compiling import not_compiled
 from speedtorch.torch_internals import as_plain
 
@@ -32,10 +32,6 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         device: Where lookups give their rows; the table is in host memory.
         dtype: The elements of the rows.
         memory: The table's memory, as for HostTable.
-
-    Attributes:
-        weight: As for Embedding: it stands for all rows.
-        table: The HostTable, which brings held rows home before it is read or written.
 
     Raises:
         MemoryError, NotImplementedError: As for Embedding.
@@ -67,23 +63,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode: expected 'sum', 'mean' or 'max', got {mode!r}")
-        RowModule.__init__(
-            self,
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            _weight,
-            _freeze,
-            device,
-            dtype,
-            memory,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            mode=mode,
-            include_last_offset=include_last_offset,
-        )
+        RowModule.__init__(**locals())  # all arguments, by their names
 
     def forward(
         self,
@@ -111,59 +91,40 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         if torch.compiler.is_dynamo_compiling():
             return _not_compiled(self, input, offsets, per_sample_weights)
         with as_plain():
-            trains, rows, padding = self._check_lookup(input), self.trained_rows, self.padding_idx
-            self._check_bags(input, offsets, per_sample_weights)
+            rows, weights = self.trained_rows, per_sample_weights
+            trains = self._check_lookup(input)
+            self._check_bags(input, offsets, weights)
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)
-            if padding is not None:
-                padding = len(held) - 1
-            if offsets is not None:
-                offsets = offsets.to(local)
-            if per_sample_weights is not None:
-                per_sample_weights = per_sample_weights.to(held.device)
+            padding = None if self.padding_idx is None else len(held) - 1
+            offsets = None if offsets is None else offsets.to(local)
+            weights = None if weights is None else weights.to(held.device)
+            by_freq, last = self.scale_grad_by_freq, self.include_last_offset
+            sparse = self._gives_sparse(self._adds_in_order())
             return F.embedding_bag(
-                local,
-                held,
-                offsets,
-                None,
-                2.0,
-                self.scale_grad_by_freq,
-                self.mode,
-                self._gives_sparse(self._adds_in_order()),
-                per_sample_weights,
-                self.include_last_offset,
-                padding,
+                local, held, offsets, None, 2.0, by_freq, self.mode, sparse, weights, last, padding
             )
 
     def _check_bags(self, ids: Tensor, offsets: object, weights: object) -> None:
         """Raises what torch's EmbeddingBag would, before a row moves."""
         name = type(self).__name__
-        if ids.dim() not in (1, 2):
-            raise ValueError(f"{name}: input must be [ids] or [bags, ids], got {list(ids.shape)}")
-        if ids.dim() == 2 and offsets is not None:
-            raise ValueError(f"{name}: rows of a 2-D input are the bags: offsets must be None")
         if ids.dim() == 1:
             _check_offsets(name, len(ids), offsets, int(self.include_last_offset))
+        elif ids.dim() != 2:
+            raise ValueError(f"{name}: input must be [ids] or [bags, ids], got {list(ids.shape)}")
+        elif offsets is not None:
+            raise ValueError(f"{name}: rows of a 2-D input are the bags: offsets must be None")
         if weights is None:
             return
+        name += ": per_sample_weights"
         if not isinstance(weights, Tensor):
-            raise TypeError(
-                f"{name}: per_sample_weights: expected a tensor, got {type(weights).__name__}"
-            )
+            raise TypeError(f"{name}: expected a tensor, got {type(weights).__name__}")
         if weights.shape != ids.shape:
-            raise ValueError(
-                f"{name}: per_sample_weights must have input's shape {list(ids.shape)}, got"
-                f" {list(weights.shape)}"
-            )
+            raise ValueError(f"{name} must be of shape {[*ids.shape]}, got {[*weights.shape]}")
         if self.mode != "sum":
-            raise NotImplementedError(
-                f"{name}: per_sample_weights go with mode='sum', not mode={self.mode!r}"
-            )
+            raise NotImplementedError(f"{name} go with mode='sum', not mode={self.mode!r}")
         if weights.dtype != self.weight.dtype:
-            raise RuntimeError(
-                f"{name}: per_sample_weights must be a tensor of {self.weight.dtype}, got"
-                f" {weights.dtype}"
-            )
+            raise RuntimeError(f"{name} must be of {self.weight.dtype}, got {weights.dtype}")
 
     @classmethod
     def from_pretrained(
@@ -191,19 +152,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             >>> bag(torch.tensor([[2, 0]]))
             tensor([[1., 0., 1.]])
         """
-        return cls._of_rows(
-            embeddings,
-            freeze,
-            device,
-            memory,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            mode=mode,
-            sparse=sparse,
-            include_last_offset=include_last_offset,
-            padding_idx=padding_idx,
-        )
+        made: EmbeddingBag = made_of_rows(**locals())
+        return made
 
 
 _not_compiled = not_compiled(EmbeddingBag.forward)
@@ -214,19 +164,15 @@ def _check_offsets(name: str, ids: int, offsets: object, last: int) -> None:
         raise ValueError(f"{name}: a 1-D input needs offsets [bags], got None")
     if not isinstance(offsets, Tensor):
         raise TypeError(f"{name}: offsets: expected a tensor, got {type(offsets).__name__}")
-    if offsets.dtype.is_floating_point or offsets.is_complex() or offsets.layout != torch.strided:
-        raise RuntimeError(
-            f"{name}: offsets: expected a dense tensor of integers, got {offsets.dtype} of shape"
-            f" {list(offsets.shape)}"
-        )
-    expected = f"{name}: offsets must be [bags{' + 1' * last}]"
+    name, kind = f"{name}: offsets", offsets.dtype
+    if kind.is_floating_point or kind.is_complex or offsets.layout != torch.strided:
+        raise RuntimeError(f"{name}: expected dense integers, got {offsets.layout} of {kind}")
+    expected = f"{name} must be [bags{' + 1' * last}]"
     if offsets.dim() != 1:
         raise ValueError(f"{expected}, got {list(offsets.shape)}")
     if len(offsets) < last or (ids and len(offsets) == 0):
         raise RuntimeError(f"{expected} for {ids} ids, got none")
     # Those on a GPU are not waited for.
     if offsets.is_cpu and len(offsets) > 0 and (offsets[0] != 0 or offsets[-1] > ids):
-        raise RuntimeError(
-            f"{name}: offsets must begin with 0 and end within the {ids} ids, got"
-            f" {int(offsets[0])} to {int(offsets[-1])}"
-        )
+        ends = f"{int(offsets[0])} to {int(offsets[-1])}"
+        raise RuntimeError(f"{name} must begin with 0 and end within the {ids} ids, got {ends}")

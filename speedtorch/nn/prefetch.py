@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -20,9 +21,6 @@ _Ids = Tensor | Sequence[Tensor]
 _IdsOf = Callable[[Any], _Ids | Mapping[nn.Module, _Ids]]
 
 _AHEAD = 2  # batches: one whose rows travel, and one that is planned, so that nobody waits for it
-
-
-_Planned = tuple[Any, dict[RowModule, PlannedBatch]]
 
 
 class _Loop:
@@ -43,65 +41,55 @@ class Prefetch(Generic[_Batch]):
 
     def __iter__(self) -> Iterator[_Batch]:
         """The loader's batches, in order, each once those after it are planned."""
-        window: deque[_Planned] = deque()
-        last: dict[RowModule, PlannedBatch] = {}
-        error: Exception | None = None
         with ExitStack() as end:
             loop = _Loop()
             for module in self._modules:
                 end.callback(_end_loop, module, loop)
                 module.trained_rows.start_loop(loop)
-            batches = iter(self._loader)
-            while True:
-                try:
-                    batch = next(batches)
-                    parts = dict(self._parts(batch))
-                    for module, ids in parts.items():
-                        with as_plain():
-                            plan_ahead = module.trained_rows.exchange.plan_ahead
-                            last[module] = plan_ahead(ids, last.get(module))
-                except StopIteration:
-                    break
-                except Exception as failed:  # raised when the batches before it are through
-                    error = failed
-                    break
-                window.append((batch, {module: last[module] for module in parts}))
-                if len(window) > _AHEAD:
-                    yield from self._next(window)
+            planned = self._planned()
+            window = deque(islice(planned, _AHEAD))
             while window:
-                yield from self._next(window)
-            if error is not None:
-                raise error
+                window.extend(islice(planned, 1))
+                first = window.popleft()
+                if isinstance(first, Exception):
+                    raise first
+                batch, plans = first
+                for module in self._modules:
+                    module.trained_rows.exchange.expect(plans.get(module))
+                yield batch
+                for module in self._modules:
+                    module.trained_rows.exchange.expect(None)
 
-    def _next(self, window: deque[_Planned]) -> Iterator[_Batch]:
-        """Gives the first batch, whose rows the next steps may take."""
-        batch, planned = window.popleft()
-        for module in self._modules:
-            module.trained_rows.exchange.expect(planned.get(module))
-        yield batch
-        for module in self._modules:
-            module.trained_rows.exchange.expect(None)
+    def _planned(self) -> Iterator[tuple[_Batch, dict[RowModule, PlannedBatch]] | Exception]:
+        """Batches and their plans; what the loader or a plan raises takes the place of the rest."""
+        last: dict[RowModule, PlannedBatch] = {}
+        try:
+            for batch in self._loader:
+                parts = self._parts(batch)
+                for module, ids in parts.items():
+                    with as_plain():
+                        plan_ahead = module.trained_rows.exchange.plan_ahead
+                        last[module] = plan_ahead(ids, last.get(module))
+                yield batch, {module: last[module] for module in parts}
+        except Exception as error:
+            yield error
 
-    def _parts(self, batch: _Batch) -> Iterator[tuple[RowModule, list[Tensor]]]:
+    def _parts(self, batch: _Batch) -> dict[RowModule, list[Tensor]]:
         """Each module and the ids that a batch will look up there."""
-        ids = self._ids(batch)
-        if not isinstance(ids, Mapping):
-            if len(self._modules) != 1:
-                raise ValueError(
-                    f"ids: the model has {len(self._modules)} Embeddings; return a dict from each"
-                    " of them to its ids"
-                )
-            ids = {self._modules[0]: ids}
-        for module, parts in ids.items():
-            if not isinstance(module, RowModule) or module not in self._modules:
-                raise ValueError(
-                    f"ids: {type(module).__name__} is no speedtorch.Embedding or EmbeddingBag of"
-                    " the model"
-                )
-            listed: list[Any] = list(parts) if isinstance(parts, list | tuple) else [parts]
-            for part in listed:
+        named: Any = self._ids(batch)
+        if not isinstance(named, Mapping):
+            if (count := len(self._modules)) != 1:
+                raise ValueError(f"ids: the model has {count} Embeddings; return a dict by module")
+            named = {self._modules[0]: named}
+        parts = {}
+        for module, ids in named.items():
+            if module not in self._modules:
+                kind = type(module).__name__
+                raise ValueError(f"ids: {kind} is no speedtorch.Embedding(Bag) of the model")
+            parts[module] = list(ids) if isinstance(ids, list | tuple) else [ids]
+            for part in parts[module]:
                 check_ids("ids", part)
-            yield module, listed
+        return parts
 
 
 def _end_loop(module: RowModule, loop: _Loop) -> None:

@@ -8,7 +8,8 @@ import operator
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, cast
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from speedtorch.torch_internals import (
     is_transformed,
 )
 
-__all__ = ["Device", "RowModule", "Rows", "Source"]
+__all__ = ["Device", "RowModule", "Rows", "Source", "made_of_rows"]
 
 Rows = Tensor | HostTable
 Source = Rows | str | os.PathLike[str]
@@ -36,40 +37,14 @@ Device = str | int | torch.device | None
 _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 
 
-_DEFAULTS = {
-    "padding_idx": None,
-    "max_norm": None,
-    "norm_type": 2.0,
-    "scale_grad_by_freq": False,
-    "sparse": False,
-    "mode": None,
-    "include_last_offset": False,
-}
-"""Values of settings that a module does not tell."""
-
-
 class RowModule(nn.Module):
     """What Embedding and EmbeddingBag share: the rows, and how they come and go.
 
-    Args:
-        num_embeddings: Rows.
-        embedding_dim: Columns.
-        padding_idx: Id of a row that is never trained.
-        source: Their values, or the table that has them.
-        freeze: Do not train them.
-        device: Where lookups give their rows.
-        dtype: The elements of the rows.
-        memory: The table's memory.
-        **settings: How rows are looked up, as attributes; for both kinds of module those below.
+    `settings` say how rows are looked up, as attributes; all else is as for Embedding.
     """
 
     weight: Any
-    max_norm: float | None
-    norm_type: float
-    scale_grad_by_freq: bool
     sparse: bool
-    _settings: tuple[str, ...]
-    """Names of the settings."""
     _wanted: torch.dtype | None = None
     """The dtype that somebody has asked the rows to have, which they do not take."""
 
@@ -79,8 +54,8 @@ class RowModule(nn.Module):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None,
-        source: Rows | None,
-        freeze: bool,
+        _weight: Rows | None,
+        _freeze: bool,
         device: Device,
         dtype: torch.dtype | None,
         memory: str,
@@ -91,38 +66,33 @@ class RowModule(nn.Module):
         _check_device(name, device)
         if padding_idx is not None:
             padding_idx = operator.index(padding_idx)
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ValueError(
-                    f"padding_idx: expected {-num_embeddings} to {num_embeddings - 1} for"
-                    f" {num_embeddings} rows, got {padding_idx}"
-                )
+            first, last = -num_embeddings, num_embeddings - 1
+            if not first <= padding_idx <= last:
+                raise ValueError(f"padding_idx: expected {first} to {last}, got {padding_idx}")
             padding_idx %= num_embeddings
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
-        self._settings = tuple(settings)
         for setting, value in settings.items():
             setattr(self, setting, value)
+        self._settings = tuple(settings)
         shape = (num_embeddings, embedding_dim)
-        if isinstance(source, HostTable):
-            if (source.rows, *source.fields["weight"][0]) != shape:
-                raise ValueError(f"_weight: expected the shape {shape}, got {source!r}")
-            store = RowStore(name, source)
-        elif source is None:
-            first = self._drawing(nn.init.normal_, padding_idx)
-            store = RowStore(name, (*shape, dtype or torch.get_default_dtype()), memory, (first,))
-        elif isinstance(source, Tensor):
-            _check_values("_weight", source)
-            if tuple(source.shape) != shape:
-                raise ValueError(f"_weight: expected the shape {shape}, got {tuple(source.shape)}")
-            store = RowStore(name, (*shape, dtype or source.dtype), memory)
+        if _weight is not None:
+            given = _shape_of("_weight", _weight, "a tensor")
+            if given != shape:
+                raise ValueError(f"_weight: expected the shape {shape}, got {given}")
+        if isinstance(_weight, HostTable):
+            store = RowStore(name, _weight)
         else:
-            raise TypeError(f"_weight: expected a tensor, got {type(source).__name__}")
+            default = torch.get_default_dtype() if _weight is None else _weight.dtype
+            store = RowStore(name, (*shape, dtype or default), memory)
         # The device that torch would take, which may be a default that the user has set.
         held = torch.empty(0, embedding_dim, dtype=store.dtype, device=device)
-        self._train(store, nn.Parameter(held, requires_grad=not freeze))
-        if isinstance(source, Tensor):
-            store.load("weight", source)
+        self._train(store, nn.Parameter(held, requires_grad=not _freeze))
+        if _weight is None:
+            RowModule.init_(self, nn.init.normal_)
+        elif isinstance(_weight, Tensor):
+            store.load("weight", _weight)
         watch_steps()
 
     def _train(self, store: RowStore, parameter: nn.Parameter) -> None:
@@ -130,38 +100,6 @@ class RowModule(nn.Module):
         self.trained_rows = TrainedRows(type(self).__name__, store, parameter, self.padding_idx)
         # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
         weakref.finalize(self, self.trained_rows.let_go).atexit = False
-
-    @classmethod
-    def _of_rows(
-        cls: type[_Self],
-        embeddings: Source,
-        freeze: bool,
-        device: Device,
-        memory: str,
-        **given: Any,
-    ) -> _Self:
-        """Makes a module of rows that exist, with the settings given; see from_pretrained."""
-        source = embeddings
-        if isinstance(source, str | os.PathLike):
-            source = HostTable.open(source, memory)
-        if isinstance(source, HostTable):
-            shape = (source.rows, *source.fields["weight"][0])
-        elif isinstance(source, Tensor):
-            _check_values("embeddings", source)
-            shape = tuple(source.shape)
-            device = source.device if device is None else device
-        else:
-            raise TypeError(
-                "embeddings: expected a tensor, a HostTable or the path of a saved one, got"
-                f" {type(source).__name__}"
-            )
-        if len(shape) != 2:
-            raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
-        given |= {"_weight": source, "_freeze": freeze, "device": device, "memory": memory}
-        made = cls(*shape, **given)
-        if isinstance(source, HostTable) and source is not embeddings:
-            made.trained_rows.store.own()
-        return made
 
     @classmethod
     def from_module(
@@ -178,9 +116,6 @@ class RowModule(nn.Module):
             device: Where lookups give their rows; by default the module's.
             memory: The table's memory, as for HostTable.
 
-        Returns:
-            The module.
-
         Raises:
             TypeError: It is of another kind.
             MemoryError: As for Embedding.
@@ -193,17 +128,12 @@ class RowModule(nn.Module):
         """
         kind = nn.Embedding if issubclass(cls, nn.Embedding) else nn.EmbeddingBag
         if not isinstance(module, kind) or isinstance(module, RowModule):
-            given = type(module)
-            raise TypeError(
-                f"module: expected a torch.nn.{kind.__name__}, got"
-                f" {given.__module__}.{given.__name__}"
-            )
+            raise TypeError(f"module: expected a torch.nn.{kind.__name__}, got {type(module)}")
         named = inspect.signature(kind.from_pretrained).parameters
         settings = {name: getattr(module, name) for name in list(named)[2:]}  # behind the rows
-        made_by = cast(Any, cls)  # each kind has a from_pretrained
-        freeze, place = not module.weight.requires_grad, {"device": device, "memory": memory}
-        made: _Self = made_by.from_pretrained(module.weight, freeze, **settings, **place)
-        return made.train(module.training)
+        freeze = not module.weight.requires_grad
+        settings |= {"device": device, "memory": memory}
+        return made_of_rows(cls, module.weight, freeze, **settings).train(module.training)
 
     @property
     def table(self) -> HostTable:
@@ -215,12 +145,12 @@ class RowModule(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""
-        said = [f"{self.num_embeddings}, {self.embedding_dim}"]
+        said = f"{self.num_embeddings}, {self.embedding_dim}"
         for name in ("padding_idx", *self._settings):
             value = getattr(self, name)
-            if value != _DEFAULTS[name]:
-                said.append(f"{name}={value!r}")
-        return ", ".join(said)
+            if not (value is None or value is False or (name == "norm_type" and value == 2.0)):
+                said += f", {name}={value!r}"
+        return said
 
     def init_(
         self: _Self,
@@ -240,9 +170,6 @@ class RowModule(nn.Module):
             seed: Makes the numbers repeatable; by default torch's generator gives one now.
             **kwargs: Passed on.
 
-        Returns:
-            The module.
-
         Raises:
             TypeError, ValueError: As HostTable.init_, at once or at the first use.
 
@@ -252,26 +179,13 @@ class RowModule(nn.Module):
             >>> bool(embedding.table["weight"].abs().max() <= 0.1)
             True
         """
-        draw = self._drawing(function, self.padding_idx, *args, seed=seed, **kwargs)
-        self.trained_rows.store.draw(draw, anew=True)
-        return self
-
-    @staticmethod
-    def _drawing(
-        function: Callable[..., object],
-        padding: int | None,
-        *args: Any,
-        seed: int | None = None,
-        **kwargs: Any,
-    ) -> Draw:
-        """Draws a table's rows later; which numbers is decided now."""
         if "generator" in kwargs:
             raise TypeError("generator: every block of rows has its own; give seed= instead")
         seed = random_seed() if seed is None else seed
         # One that has no arguments is known by itself: no mode of torch has to look what it does.
-        given = args or kwargs
-        drawn = (lambda rows: function(rows, *args, **kwargs)) if given else function
-        return Draw((drawn,), seed, padding)
+        drawn = (lambda rows: function(rows, *args, **kwargs)) if args or kwargs else function
+        self.trained_rows.store.draw(Draw((drawn,), seed, self.padding_idx), anew=True)
+        return self
 
     def reset_parameters(self) -> None:
         """Draws all rows anew from N(0, 1); the padding's row becomes zero."""
@@ -331,11 +245,11 @@ class RowModule(nn.Module):
         parameter = self.trained_rows.parameter
         name = type(self).__name__
         if self._wanted is not None:
+            dtype = self.weight.dtype
             raise TypeError(
-                f"{name}: its table stays {self.weight.dtype}, as another dtype would need a second"
-                f" table, and was asked to become {self._wanted}: call emb.to({self.weight.dtype})"
-                f" again (or .float() and the like), or build it with dtype={self._wanted}, and use"
-                " torch.autocast for mixed precision"
+                f"{name}: its table stays {dtype} and was asked to become {self._wanted}: call"
+                f" emb.to({dtype}) again, or build it with dtype={self._wanted}; torch.autocast is"
+                " for mixed precision"
             )
         if self._parameters.get("weight") is not parameter:
             raise RuntimeError(
@@ -349,9 +263,8 @@ class RowModule(nn.Module):
             )
         active = active_data_parallel()
         if active is not None and parameter.requires_grad:
-            ignored = active.parameters_to_ignore
             names = {n for n, held in active.module.named_parameters() if held is parameter}
-            if names - set(ignored):
+            if names - set(active.parameters_to_ignore):
                 raise NotImplementedError(
                     f"{name}: DistributedDataParallel cannot average the gradients of rows that"
                     " differ between processes; train on one GPU"
@@ -373,9 +286,6 @@ class RowModule(nn.Module):
     # As a module
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
-        def move(tensor: Tensor) -> Tensor:
-            return fn(tensor).to(tensor.dtype)
-
         name, dtype = type(self).__name__, self.weight.dtype
         with as_plain():
             moved = fn(self.weight.detach()[:0].to(self._wanted or dtype))
@@ -386,8 +296,8 @@ class RowModule(nn.Module):
                 )
             _check_device(name, moved.device)
             if moved.device != self.weight.device:
-                exchange = self.trained_rows.exchange
-                exchange.moving(lambda: nn.Module._apply(self, move, recurse))  # type: ignore[no-untyped-call]
+                move = partial(super()._apply, lambda each: fn(each).to(each.dtype), recurse)
+                self.trained_rows.exchange.moving(move)
             # torch has converted other layers by now: the next lookup says that this one is not,
             # unless it is converted back before.
             self._wanted = None if moved.dtype == dtype else moved.dtype
@@ -399,36 +309,24 @@ class RowModule(nn.Module):
         self.flush()
         destination[f"{prefix}weight"] = self.trained_rows.store.saved("weight")
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
         key = f"{prefix}weight"
         others = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(
-            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(others, prefix, *more)
         if key not in state_dict:
             return
+        *_, missing_keys, _, error_msgs = more
         if key in missing_keys:
             missing_keys.remove(key)
-        value, expected = state_dict[key], self.trained_rows.shape
+        expected = self.trained_rows.shape
         try:
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{key}: expected a tensor, got {type(value).__name__}")
-            _check_values(key, value)
+            value = _dense(key, state_dict[key], "a tensor")
             if value.shape != expected:
                 raise ValueError(
                     f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from"
                     f" checkpoint, the shape in current model is {tuple(expected)}"
                 )
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             error_msgs.append(f"{error}.")
             return
         self.trained_rows.load(value)
@@ -437,9 +335,9 @@ class RowModule(nn.Module):
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
         memo[id(self)] = made
-        for name, value in vars(self).items():
-            if name not in ("trained_rows", "_parameters"):
-                vars(made)[name] = copy.deepcopy(value, memo)
+        others = {**self._parameters, "weight": None}
+        own = {**vars(self), "trained_rows": None, "_parameters": others}
+        vars(made).update(copy.deepcopy(own, memo))
         self.trained_rows.bring_home()
         store = self.trained_rows.store.copied()
         with as_plain():
@@ -467,17 +365,41 @@ class RowModule(nn.Module):
         )
 
 
-def _check_values(argument: str, values: Tensor) -> None:
-    """Raises ValueError for a tensor that has no dense elements to copy."""
+def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: Any) -> _Self:
+    """Makes a module of rows that exist; see from_pretrained."""
+    rows = embeddings
+    if isinstance(rows, str | os.PathLike):
+        rows = HostTable.open(rows, given["memory"])
+    shape = _shape_of("embeddings", rows, "a tensor, a HostTable or the path of a saved one")
+    if len(shape) != 2:
+        raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
+    if isinstance(rows, Tensor) and given["device"] is None:
+        given["device"] = rows.device
+    made = cls(*shape, _weight=rows, _freeze=freeze, **given)
+    if isinstance(rows, HostTable) and rows is not embeddings:
+        made.trained_rows.store.own()
+    return made
+
+
+def _shape_of(argument: str, rows: object, kinds: str) -> tuple[int, ...]:
+    if isinstance(rows, HostTable):
+        return (rows.rows, *rows.fields["weight"][0])
+    return tuple(_dense(argument, rows, kinds).shape)
+
+
+def _dense(argument: str, values: object, kinds: str) -> Tensor:
+    """Raises TypeError or ValueError for what is no tensor with dense elements to copy."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{argument}: expected {kinds}, got {type(values).__name__}")
     if values.is_nested or values.layout != torch.strided:
-        kind = "a nested" if values.is_nested else f"a {values.layout}"
-        raise ValueError(f"{argument}: expected a dense tensor, got {kind} one; use to_dense()")
+        layout = "nested" if values.is_nested else values.layout
+        raise ValueError(f"{argument}: expected a dense tensor, got a {layout} one; use to_dense()")
     if values.is_quantized:
-        raise ValueError(
-            f"{argument}: expected plain numbers, got {values.dtype}; use dequantize()"
-        )
+        kind = values.dtype
+        raise ValueError(f"{argument}: expected plain numbers, got {kind}; use dequantize()")
     if values.is_meta:
         raise ValueError(f"{argument}: a tensor on the device meta has no values to copy")
+    return values
 
 
 def _check_device(name: str, device: Device) -> None:

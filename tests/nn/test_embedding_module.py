@@ -137,6 +137,21 @@ def test_a_deep_copy_has_rows_of_its_own() -> None:
     assert copied.words.num_embeddings == ROWS and copied.words.weight.requires_grad
 
 
+class WithBias(speedtorch.Embedding):
+    """A subclass with a parameter of its own."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.bias = nn.Parameter(torch.ones(width))
+
+
+def test_a_deep_copy_has_the_other_parameters_of_a_subclass() -> None:
+    made = WithBias(ROWS, WIDTH)
+    copied = copy.deepcopy(made)
+    assert [name for name, _ in copied.named_parameters()] == ["weight", "bias"]
+    assert copied.bias is not made.bias and torch.equal(copied.bias, made.bias)
+
+
 def test_pickling_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"Embedding is not pickled.*state_dict\(\)"):
         torch.save(Model(), io.BytesIO())
