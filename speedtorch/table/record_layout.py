@@ -17,11 +17,14 @@ from torch import Tensor
 
 from speedtorch.ops.shapes import check_dtype, row_shape
 
-__all__ = ["Field", "Record", "lay_out", "weight_and_state"]
+__all__ = ["Fields", "lay_out", "weight_and_state"]
+
+Fields = Mapping[str, tuple[int | Sequence[int], torch.dtype]]
+"""Name to (row shape, dtype)."""
 
 
 class Field(NamedTuple):
-    """One field of a record: a row's shape and dtype, and bytes from the start of the record."""
+    """A field's row shape and dtype, and bytes from the start of the record."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,14 +32,11 @@ class Field(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The layout of one row's record."""
+    """Fields in their given order, bytes to the next record, and the dtype that all share."""
 
     fields: dict[str, Field]
-    """In their given order."""
     record_bytes: int
-    """From one record to the next."""
     dtype: torch.dtype | None
-    """The dtype that all fields share."""
 
     def rows_of(self, data: Tensor, rows: int, name: str) -> Tensor:
         """One field of all rows, `[rows, *shape]`, a strided view of `data` (uint8, 1-D)."""
@@ -55,22 +55,17 @@ class Record(NamedTuple):
 
 
 def weight_and_state(
-    dim: int | Sequence[int],
-    dtype: torch.dtype,
-    state: Iterable[str] | Mapping[str, tuple[int | Sequence[int], torch.dtype]],
+    dim: int | Sequence[int], dtype: torch.dtype, state: Iterable[str] | Fields
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """The fields of a weight and of what an optimizer remembers about it; see HostTable."""
     shape = row_shape(dim)
     if isinstance(state, str):
         raise TypeError(f"state: expected several names, got one string; write ({state!r},)")
-    if isinstance(state, Mapping):
-        listed = [
-            (name, row_shape(s, f"state {name!r}"), d) for name, s, d in _pairs("state", state)
-        ]
-    elif not isinstance(state, Iterable):
+    if not isinstance(state, Iterable):
         raise TypeError(f"state: expected names or a mapping of them, got {state!r}")
-    else:
-        listed = [(name, shape, dtype) for name in state]
+    listed = [(name, shape, dtype) for name in state]
+    if isinstance(state, Mapping):
+        listed = list(_triples("state", state))
     fields = {"weight": (shape, dtype)}
     for name, its_shape, its_dtype in listed:
         if name in fields:
@@ -79,15 +74,21 @@ def weight_and_state(
     return fields
 
 
-def lay_out(fields: Mapping[str, tuple[int | Sequence[int], torch.dtype]]) -> Record:
-    """Places fields, name to (row shape, dtype), in a record."""
+def lay_out(fields: Fields) -> Record:
+    """Places fields in a record."""
     if not fields:
         raise ValueError("fields: a table needs at least one field")
     placed: dict[str, Field] = {}
-    for name, shape, dtype in _pairs("field", fields):
-        _check_name(name)
-        placed[name] = Field(row_shape(shape, f"field {name!r}"), dtype, 0)
+    for name, shape, dtype in _triples("field", fields):
+        if not isinstance(name, str):
+            raise TypeError(f"fields: names are strings, got {name!r}")
+        if not name or not name.isprintable() or set(name) & set("/\\") or name == "__metadata__":
+            raise ValueError(
+                f"fields: {name!r} cannot name a field: printable characters but / and \\ can, and"
+                " '__metadata__' is taken"
+            )
         check_dtype(f"field {name!r}", dtype)
+        placed[name] = Field(shape, dtype, 0)
     end = 0
     for name, field in sorted(placed.items(), key=lambda item: -item[1].dtype.itemsize):
         placed[name] = field._replace(offset=end)
@@ -98,18 +99,8 @@ def lay_out(fields: Mapping[str, tuple[int | Sequence[int], torch.dtype]]) -> Re
     return Record(placed, -(-end // largest) * largest, shared)
 
 
-def _pairs(what: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _triples(what: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], Any]]:
     for name, pair in fields.items():
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise TypeError(f"{what} {name!r}: expected (row shape, dtype), got {pair!r}")
-        yield name, *pair
-
-
-def _check_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"fields: names are strings, got {name!r}")
-    if not name or not name.isprintable() or set(name) & set("/\\") or name == "__metadata__":
-        raise ValueError(
-            f"fields: {name!r} cannot name a field: printable characters but / and \\ can, and "
-            "'__metadata__' is taken"
-        )
+        yield name, row_shape(pair[0], f"{what} {name!r}"), pair[1]
