@@ -16,12 +16,10 @@ from torch import Tensor
 __all__ = ["FileFormat", "NewContent", "Read", "StoredArray", "are_sizes"]
 
 Read = Callable[[memoryview, int], None]
-"""read(view, offset) fills the view with the bytes of a file from the offset on."""
+"""read(view, offset) fills a view with a file's bytes from there on, or raises ValueError."""
 
 NewContent = tuple[str, bytes, list[Tensor]]
 """The path of a file, its header, and the fields whose bytes follow it in this order."""
-
-_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -45,7 +43,7 @@ class FileFormat(Protocol):
         """The files that hold these fields."""
 
     def files_to_read(self, path: str, names: Collection[str] | None) -> dict[str, str]:
-        """The files of the fields of these names, or of whatever there is.
+        """The files of the fields of these names, or (None) of whatever there is.
 
         A path under what stands before the names in the file: a field's whole name, or nothing.
         """
@@ -53,14 +51,11 @@ class FileFormat(Protocol):
     def read_arrays(self, read: Read, size: int) -> dict[str, StoredArray]:
         """The arrays of a file of so many bytes by their names in it, which may be nothing.
 
-        Raises:
-            ValueError: the content is not as it should be. What the header says is believed only
-                after it agrees with the size of the file, so that a hostile one takes no memory.
+        ValueError unless all that the header says agrees with that size: no hostile one may take
+        memory.
         """
 
 
 def are_sizes(value: Any) -> bool:
     """Whether this is a list of integers from 0 to 2^63 - 1."""
-    return isinstance(value, list) and all(
-        type(size) is int and 0 <= size <= _LARGEST for size in value
-    )
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)

@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import secrets
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -45,7 +44,7 @@ class NewFile:
     def open(self) -> None:
         """Makes it, with the mode of the file that is there now."""
         there = os.path.exists(self.path)
-        mode = stat.S_IMODE(os.stat(self.path).st_mode) & 0o777 if there else 0o666
+        mode = os.stat(self.path).st_mode & 0o777 if there else 0o666
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = calls.open(self.partial, flags, mode)
         if there:
@@ -123,8 +122,7 @@ def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewF
         for folder in dict.fromkeys(os.path.dirname(target) for target in targets):
             folders[folder] = open_folder(folder)
             stack.callback(calls.close, folders[folder])
-            names = [os.path.basename(path) for path in targets if os.path.dirname(path) == folder]
-            _sweep(folder, folders[folder], names)
+            _sweep(folder, folders[folder], targets)
         files: list[NewFile] = []
         for target in targets:
             files.append(NewFile(target, token))
@@ -155,9 +153,9 @@ def _switch(files: Sequence[NewFile]) -> None:
         raise
 
 
-def _sweep(folder: str, descriptor: int, names: Sequence[str]) -> None:
-    """Removes what killed processes left of these files, unless someone is writing here now."""
-    any_name = "|".join(re.escape(name) for name in names)
+def _sweep(folder: str, descriptor: int, targets: Sequence[str]) -> None:
+    """Removes what killed processes left of files so named, unless someone writes here now."""
+    any_name = "|".join(re.escape(os.path.basename(target)) for target in targets)
     left = re.compile(rf"\.({any_name})\.\d+-[0-9a-f]{{8}}\.(partial|previous)")
     try:
         try:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 __all__ = [
     "NOT_SUPPORTED",
-    "FileCalls",
     "about",
     "calls",
     "map_new_file",
@@ -58,9 +57,11 @@ calls = FileCalls()
 
 @contextmanager
 def about(path: str) -> Iterator[None]:
-    """Names the file in errors of calls that only know a descriptor."""
+    """Names the file in errors about its content, and of calls that only know a descriptor."""
     try:
         yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     except OSError as error:
         if error.filename is None:
             error.filename = path
@@ -80,8 +81,7 @@ def reserve(descriptor: int, count: int, path: str) -> None:
     try:
         calls.reserve(descriptor, 0, count)
     except OSError as error:
-        text = f"{os.strerror(error.errno or 0)}: {needed}"
-        raise OSError(error.errno, text, path) from error
+        raise OSError(error.errno, f"{error.strerror}: {needed}", path) from error
 
 
 def open_folder(folder: str) -> int:
@@ -101,7 +101,7 @@ def sync_folder(folder: str, descriptor: int) -> None:
         if error.errno in NOT_SUPPORTED:  # Some network file systems sync names by themselves.
             return
         text = "the new file is in place and whole, but a power loss may still undo it"
-        raise OSError(error.errno, f"{os.strerror(error.errno or 0)}: {text}", folder) from error
+        raise OSError(error.errno, f"{error.strerror}: {text}", folder) from error
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
                 while len(view):
                     count = calls.read(descriptor, [view], offset)
                     if count == 0:
-                        raise ValueError(f"{name}: ends at byte {offset:,}; it was cut off")
+                        raise ValueError(f"ends at byte {offset:,}; it was cut off")
                     view, offset = view[count:], offset + count
 
         yield read, status.st_size
