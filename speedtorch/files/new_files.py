@@ -21,9 +21,6 @@ from speedtorch.files.system_calls import (
 
 __all__ = ["NewFile", "replace_files"]
 
-# What file systems without locks answer.
-_NO_LOCKS = (*NOT_SUPPORTED, errno.EBADF, errno.ENOLCK)
-
 
 class NewFile:
     """A file in the making beside the one whose place it is to take.
@@ -167,5 +164,6 @@ def _sweep(folder: str, descriptor: int, targets: Sequence[str]) -> None:
             pass  # They are in use, or another user's: saving works all the same.
         calls.lock(descriptor, fcntl.LOCK_SH)  # Held until the files have switched.
     except OSError as error:
-        if error.errno not in _NO_LOCKS:  # Without locks nobody can tell: what is left stays.
+        # On file systems without locks nobody can tell: what is left stays.
+        if error.errno not in (*NOT_SUPPORTED, errno.EBADF, errno.ENOLCK):
             raise

@@ -19,14 +19,7 @@ from torch import Tensor
 
 from speedtorch.files.file_format import NewContent, Read, StoredArray, are_sizes
 
-__all__ = [
-    "NPY_DTYPES",
-    "files_to_read",
-    "files_to_write",
-    "npy_header",
-    "read_arrays",
-    "read_npy_header",
-]
+__all__ = ["NPY_DTYPES", "files_to_read", "files_to_write", "npy_header", "read_arrays"]
 
 # More than NumPy believes of a header (10,000 characters).
 _HEADER_BYTES = 16_384

@@ -16,15 +16,7 @@ from torch import Tensor
 from speedtorch.files.file_format import NewContent, Read, StoredArray, are_sizes
 from speedtorch.files.npy_format import NPY_DTYPES
 
-__all__ = [
-    "LARGEST_HEADER",
-    "files_to_read",
-    "files_to_write",
-    "in_file_order",
-    "read_arrays",
-    "read_safetensors_header",
-    "safetensors_header",
-]
+__all__ = ["files_to_read", "files_to_write", "read_arrays"]
 
 # The format allows 100 MB; a table with a thousand fields needs 0.1 MB.
 LARGEST_HEADER = 1 << 20

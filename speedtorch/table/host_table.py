@@ -44,9 +44,8 @@ class HostTable:
 
     Rows that a module's step holds come home before any method, `table["weight"]` or `table.record`
     gives or takes rows. Who keeps a view calls `flush()` before reading it, for that reason and as
-    the GPU writes to the table on its own time. In a forked child (a DataLoader worker) managed
-    memory cannot be used and every method says so; memory="registered" can, and a spawned process
-    opens a saved table by its name.
+    the GPU writes on its own time. In a forked child (a DataLoader worker) every method refuses
+    managed memory; memory="registered" works, and a spawned process opens a saved table by name.
 
     `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` give a field its first values, in parallel,
     and return the table. With a seed the bits are the same whatever the number of threads, the kind
@@ -62,19 +61,16 @@ class HostTable:
             names to (shape, dtype).
         memory: "managed" or "registered": host memory that the GPU reads in place; "plain": any
             host memory; "auto": the fastest that this machine has. "cuda": on the GPU. "file": a
-            file mapped into memory, for tables beyond the memory (a GPU reaches it by staged
-            copies only: pinning would hold all of it in memory).
+            mapped file, for tables beyond the memory (a GPU reaches it by staged copies only).
         device: The GPU of memory="cuda".
-        path: The new file of memory="file": the records alone, without a header. Nobody may
-            shorten it while the table lives.
+        path: The new file of memory="file", without a header. Nobody may shorten it meanwhile.
 
     Attributes:
         rows, memory: As given, or the kind of memory that "auto" became.
         dim, dtype: The weight's; without one None, and the dtype that all fields share, if any.
         device: Of its tensors: the CPU, or a GPU with memory="cuda".
         fields: Name to (row shape, dtype).
-        record_bytes: Bytes from one record to the next.
-        nbytes: Bytes of all records.
+        record_bytes, nbytes: Bytes from one record to the next, and of all of them.
         plans: The plans of the last batches, for all SpeedTorch classes that share the table.
 
     Raises:
@@ -170,7 +166,7 @@ class HostTable:
             raise TypeError(f"rows: expected an int, got {rows!r}")
         (self.rows,) = row_shape(rows, "rows")
         layout = lay_out(fields)
-        self.fields = {name: (field.shape, field.dtype) for name, field in layout.fields.items()}
+        self.fields = layout.fields
         for name, (shape, dtype) in self.fields.items():
             check_span(f"field {name!r}", (self.rows, *shape), dtype)
         self.record_bytes = layout.record_bytes
@@ -306,9 +302,8 @@ class HostTable:
             plan: Result of plan_rows for these ids.
 
         Raises:
-            IndexError: An id out of range; on the GPU at a later call or at flush().
-            KeyError, ValueError: No such field; misfitting arguments; adding to records of
-                different dtypes.
+            IndexError, KeyError: As gather.
+            ValueError: Misfitting arguments; adding to records of different dtypes.
 
         Example:
             >>> table = HostTable(3, 1, memory="plain")
@@ -322,9 +317,7 @@ class HostTable:
         pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
 
     def numpy(self, field: str = "weight") -> npt.NDArray[Any]:
-        """A field as a NumPy array `[rows, *shape]`, once the GPU's work on it is done.
-
-        It shares the table's memory: writing to it writes to the table.
+        """A field as a NumPy array `[rows, *shape]` of the same memory, when the GPU is done.
 
         Raises:
             KeyError: There is no such field.
@@ -422,8 +415,8 @@ class HostTable:
 
         It is called as function(tensor, *args, **kwargs), on a stand-in of the field's shape and on
         parts of it: it changes the tensor in place and does nothing else. Functions that need the
-        whole tensor at once (orthogonal_, eye_, dirac_, sparse_) take a copy of the field while
-        they run, and as many threads as they like. See the class for the rest.
+        whole tensor at once (orthogonal_, eye_, dirac_, sparse_) run on a copy of the field. See
+        the class for the rest.
 
         Raises:
             KeyError: There is no such field.
@@ -468,9 +461,7 @@ class HostTable:
     # Files
 
     def save(self, path: _Path) -> None:
-        """Saves all fields; the files appear whole or not at all, and are on the disk then.
-
-        Rows go through a few MB of memory. What was saved there before stays until the switch.
+        """Saves all fields; what was there before stays until the new files are on the disk.
 
         Args:
             path: `*.safetensors` for one file with all fields, or `*.npy` for one file per field:

@@ -98,12 +98,7 @@ class PlanMemo:
         they are from the CPU, so that the op that is called next refuses them, and a plan that
         makes it refuse them if they are on the GPU.
 
-        Args:
-            positives: ids in any form that flat_index takes.
-            negatives: more of them, or None.
-            device: where the rows are worked on, and where the result is if there is a plan.
-            asker: who asks. One plan of ids on a GPU serves each asker with rising steps only.
-            step: 0 for the first use of a batch, 1 for the next.
+        `device` is where the rows are worked on, `step` 0 for an asker's first use of a batch.
         """
         if self._memory is None or not self.wanted(self._memory, device):
             return flat_index(positives, negatives, device), None

@@ -23,30 +23,21 @@ Fields = Mapping[str, tuple[int | Sequence[int], torch.dtype]]
 """Name to (row shape, dtype)."""
 
 
-class Field(NamedTuple):
-    """A field's row shape and dtype, and bytes from the start of the record."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-
-
 class Record(NamedTuple):
-    """Fields in their given order, bytes to the next record, and the dtype that all share."""
+    """Fields in their given order, where each begins, and the dtype that all share."""
 
-    fields: dict[str, Field]
+    fields: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    offsets: dict[str, int]
     record_bytes: int
     dtype: torch.dtype | None
 
     def rows_of(self, data: Tensor, rows: int, name: str) -> Tensor:
         """One field of all rows, `[rows, *shape]`, a strided view of `data` (uint8, 1-D)."""
-        field = self.fields[name]
-        size = field.dtype.itemsize
-        steps = [math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape))]
-        strides = (self.record_bytes // size, *steps)
-        return data.view(field.dtype).as_strided(
-            (rows, *field.shape), strides, field.offset // size
-        )
+        shape, dtype = self.fields[name]
+        steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        strides = (self.record_bytes // dtype.itemsize, *steps)
+        offset = self.offsets[name] // dtype.itemsize
+        return data.view(dtype).as_strided((rows, *shape), strides, offset)
 
     def records_of(self, data: Tensor, rows: int) -> Tensor:
         """All fields of all rows, `[rows, columns]` of the shared dtype, or else uint8."""
@@ -78,7 +69,7 @@ def lay_out(fields: Fields) -> Record:
     """Places fields in a record."""
     if not fields:
         raise ValueError("fields: a table needs at least one field")
-    placed: dict[str, Field] = {}
+    placed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, shape, dtype in _triples("field", fields):
         if not isinstance(name, str):
             raise TypeError(f"fields: names are strings, got {name!r}")
@@ -88,15 +79,15 @@ def lay_out(fields: Fields) -> Record:
                 " '__metadata__' is taken"
             )
         check_dtype(f"field {name!r}", dtype)
-        placed[name] = Field(shape, dtype, 0)
-    end = 0
-    for name, field in sorted(placed.items(), key=lambda item: -item[1].dtype.itemsize):
-        placed[name] = field._replace(offset=end)
-        end += math.prod(field.shape) * field.dtype.itemsize
-    dtypes = {field.dtype for field in placed.values()}
+        placed[name] = (shape, dtype)
+    end, offsets = 0, {}
+    for name, (shape, dtype) in sorted(placed.items(), key=lambda item: -item[1][1].itemsize):
+        offsets[name] = end
+        end += math.prod(shape) * dtype.itemsize
+    dtypes = {dtype for _, dtype in placed.values()}
     largest = max(dtype.itemsize for dtype in dtypes)
     shared = dtypes.pop() if len(dtypes) == 1 else None
-    return Record(placed, -(-end // largest) * largest, shared)
+    return Record(placed, offsets, -(-end // largest) * largest, shared)
 
 
 def _triples(what: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], Any]]:
