@@ -74,14 +74,14 @@ def reserve(descriptor: int, count: int, path: str) -> None:
         return
     status = os.statvfs(os.path.dirname(path))
     free = status.f_bavail * status.f_frsize
-    needed = f"{count:,} bytes are needed and {free:,} are free"
-    # Asked first, because taking what there is would leave nothing to others until it fails.
-    if status.f_blocks and count > free:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed}", path)
     try:
+        # Asked first, because taking what there is would leave nothing to others until it fails.
+        if status.f_blocks and count > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         calls.reserve(descriptor, 0, count)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}: {needed}", path) from error
+        text = f"{error.strerror}: {count:,} bytes are needed and {free:,} are free"
+        raise OSError(error.errno, text, path) from error
 
 
 def open_folder(folder: str) -> int:
@@ -132,12 +132,10 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
 
 
 def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]:
-    """Maps a new file of `count` zero bytes; an error leaves nothing behind.
+    """A new file of zeros, mapped as uint8 `[count]`, and its descriptor, which the caller closes.
 
-    Its disk space is taken first, so that a full disk is an error here and no SIGBUS later.
-
-    Returns:
-        The bytes, uint8 `[count]`, and the open descriptor, for fsync; the caller closes it.
+    Its disk space is taken first, so that a full disk is an error here and no SIGBUS later. An
+    error leaves nothing behind.
     """
     name = os.path.abspath(path)
     folder = os.path.dirname(name)

@@ -112,7 +112,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Tensor:
-        kwargs = {} if kwargs is None else kwargs
         random = torch.Tag.nondeterministic_seeded in func.tags
         fills = func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
         alike = random or fills or torch.Tag.pointwise in func.tags
@@ -123,7 +122,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _NotElementwiseError
         # dropout_ and its like are random and read what was there.
         overwrites = fills or (random and torch.Tag.pointwise not in func.tags)
-        self.steps.append(_Step(func, args[1:], kwargs, random, overwrites))
+        self.steps.append(_Step(func, args[1:], kwargs or {}, random, overwrites))
         return self._target
 
 
@@ -141,9 +140,9 @@ def _draw_elements(
             values = buffer[: piece.numel()]
             if not steps[0].overwrites:
                 values.view(piece.shape).copy_(piece)
-            for start in range(0, len(values), _PIECE_ELEMENTS):
+            for part in torch.split(values, _PIECE_ELEMENTS):
                 for step in steps:
-                    step(values[start : start + _PIECE_ELEMENTS], generator)
+                    step(part, generator)
             piece.copy_(values.view(piece.shape))
 
     _in_parallel(field, work, progress)
