@@ -51,8 +51,7 @@ class FileFormat(Protocol):
     def read_arrays(self, read: Read, size: int) -> dict[str, StoredArray]:
         """The arrays of a file of so many bytes by their names in it, which may be nothing.
 
-        ValueError unless all that the header says agrees with that size: no hostile one may take
-        memory.
+        ValueError unless the header agrees with that size, so that no hostile one takes memory.
         """
 
 

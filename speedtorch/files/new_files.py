@@ -72,10 +72,6 @@ class NewFile:
             calls.fsync(self._descriptor)
         self._close()
 
-    def switch(self) -> None:
-        """Lets the new file take the place of the old one."""
-        calls.rename(self.partial, self.path)
-
     def undo(self) -> None:
         """Brings back the file of the second name, or none if there was none."""
         if os.path.lexists(self.partial):
@@ -105,12 +101,9 @@ def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewF
     The new files are written within the `with` block, beside the old ones under hidden names, then
     synced, then renamed, then their folder is synced. One file switches in one atomic step, also at
     a power loss; several follow each other, and an error between two brings the earlier ones back.
-    What a killed process left behind is removed by the next replacement of the same file. A
-    symbolic link's target is replaced.
-
-    Raises:
-        OSError: A file call failed. The old files are as they were, except if only the last step
-            failed, the folder's sync: the message then says that the new files are in place.
+    After an OSError the old files are as they were, but if only the folder's sync failed, the
+    message says that the new files are in place. What a killed process left behind is removed by
+    the next replacement of the same file. A symbolic link's target is replaced.
     """
     targets = [os.path.realpath(path) for path in paths]
     token = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -135,14 +128,15 @@ def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewF
 
 def _switch(files: Sequence[NewFile]) -> None:
     if len(files) == 1:
-        files[0].switch()  # One step of the disk: there is nothing between old and new to undo.
+        # One step of the disk: there is nothing between old and new to undo.
+        calls.rename(files[0].partial, files[0].path)
         return
     try:
         for file in files:
             if os.path.exists(file.path):
                 calls.link(file.path, file.previous)  # a second name, to go back to
         for file in files:
-            file.switch()
+            calls.rename(file.partial, file.path)
     except BaseException:
         with ExitStack() as undoing:  # One that fails does not keep the others from it.
             for file in files:

@@ -49,9 +49,8 @@ class HostTable:
 
     `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` give a field its first values, in parallel,
     and return the table. With a seed the bits are the same whatever the number of threads, the kind
-    of memory and the other fields; without one it comes from torch's default generator
-    (`torch.manual_seed`). `progress` shows a bar on stderr: always, never, or (None) when it takes
-    longer than a moment.
+    of memory and the other fields; without one `torch.manual_seed` decides. `progress` shows a bar
+    on stderr: always, never, or (None) when it takes longer than a moment.
 
     Args:
         rows: Number of rows.
@@ -133,8 +132,8 @@ class HostTable:
         """Makes a table with the fields and the rows of a saved one.
 
         `source` is what save() was given, or a file of anyone's: `*.safetensors` whose tensors all
-        have the same number of rows, or `*.npy`. It is read, not mapped: pinning a mapped file
-        would hold it in memory twice. All else is as for HostTable.
+        have the same number of rows, or `*.npy`. It is read, not mapped. All else is as for
+        HostTable.
 
         Raises:
             ValueError: The file is broken or holds no table; found before memory is taken.
