@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from speedtorch.files.system_calls import (
-    NOT_SUPPORTED,
     about,
     calls,
     open_folder,
     reserve,
     sync_folder,
+    where_supported,
 )
 
 __all__ = ["NewFile", "replace_files"]
@@ -50,11 +50,8 @@ class NewFile:
 
     def reserve(self, count: int) -> None:
         """Takes the disk space of `count` bytes, where the file system can do that."""
-        try:
+        with where_supported():
             reserve(self._descriptor, count, self.path)
-        except OSError as error:
-            if error.errno not in NOT_SUPPORTED:
-                raise
 
     def write(self, data: bytes | memoryview) -> None:
         """Appends all of `data`."""
@@ -148,16 +145,11 @@ def _sweep(folder: str, descriptor: int, targets: Sequence[str]) -> None:
     """Removes what killed processes left of files so named, unless someone writes here now."""
     any_name = "|".join(re.escape(os.path.basename(target)) for target in targets)
     left = re.compile(rf"\.({any_name})\.\d+-[0-9a-f]{{8}}\.(partial|previous)")
-    try:
-        try:
+    # On file systems without locks nobody can tell: what is left stays.
+    with where_supported(errno.EBADF, errno.ENOLCK):
+        # Where they are in use, or another user's, saving works all the same.
+        with suppress(BlockingIOError, PermissionError):
             calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for entry in os.listdir(folder):
-                if left.fullmatch(entry):
-                    calls.unlink(os.path.join(folder, entry))
-        except (BlockingIOError, PermissionError):
-            pass  # They are in use, or another user's: saving works all the same.
+            for entry in filter(left.fullmatch, os.listdir(folder)):
+                calls.unlink(os.path.join(folder, entry))
         calls.lock(descriptor, fcntl.LOCK_SH)  # Held until the files have switched.
-    except OSError as error:
-        # On file systems without locks nobody can tell: what is left stays.
-        if error.errno not in (*NOT_SUPPORTED, errno.EBADF, errno.ENOLCK):
-            raise

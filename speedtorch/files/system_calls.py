@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "NOT_SUPPORTED",
     "about",
     "calls",
     "map_new_file",
@@ -28,10 +27,8 @@ __all__ = [
     "open_to_read",
     "reserve",
     "sync_folder",
+    "where_supported",
 ]
-
-# What the kernel answers on file systems that cannot do what was asked (NFS, CIFS, some FUSE).
-NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass
@@ -56,16 +53,29 @@ calls = FileCalls()
 
 
 @contextmanager
-def about(path: str) -> Iterator[None]:
-    """Names the file in errors about its content, and of calls that only know a descriptor."""
+def about(path: str, more: str = "") -> Iterator[None]:
+    """Names the file in errors that do not yet, and says more of those of calls on it."""
     try:
         yield
     except ValueError as error:
+        if str(error).startswith(path):
+            raise
         raise ValueError(f"{path}: {error}") from error
     except OSError as error:
-        if error.filename is None:
-            error.filename = path
+        if more:
+            raise OSError(error.errno, f"{error.strerror}: {more}", path) from error
+        error.filename = error.filename or path
         raise
+
+
+@contextmanager
+def where_supported(*others: int) -> Iterator[None]:
+    """Passes over what a file system cannot do (NFS, CIFS, some FUSE), also by other answers."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, *others):
+            raise
 
 
 def reserve(descriptor: int, count: int, path: str) -> None:
@@ -74,14 +84,11 @@ def reserve(descriptor: int, count: int, path: str) -> None:
         return
     status = os.statvfs(os.path.dirname(path))
     free = status.f_bavail * status.f_frsize
-    try:
+    with about(path, f"{count:,} bytes are needed and {free:,} are free"):
         # Asked first, because taking what there is would leave nothing to others until it fails.
         if status.f_blocks and count > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         calls.reserve(descriptor, 0, count)
-    except OSError as error:
-        text = f"{error.strerror}: {count:,} bytes are needed and {free:,} are free"
-        raise OSError(error.errno, text, path) from error
 
 
 def open_folder(folder: str) -> int:
@@ -94,14 +101,10 @@ def open_folder(folder: str) -> int:
 
 
 def sync_folder(folder: str, descriptor: int) -> None:
-    """Brings the names in a folder to the disk."""
-    try:
+    """Brings the names in a folder to the disk; some network file systems do that by themselves."""
+    text = "the new file is in place and whole, but a power loss may still undo it"
+    with where_supported(), about(folder, text):
         calls.fsync(descriptor)
-    except OSError as error:
-        if error.errno in NOT_SUPPORTED:  # Some network file systems sync names by themselves.
-            return
-        text = "the new file is in place and whole, but a power loss may still undo it"
-        raise OSError(error.errno, f"{error.strerror}: {text}", folder) from error
 
 
 @contextmanager

@@ -58,11 +58,8 @@ class StoredField(StoredArray):
         """Reads all rows into a field of this shape and dtype, of any row stride."""
         offset = self.offset
         for block, buffer in _blocks(field):
-            try:
+            with about(self.path, "the table holds old and new rows now; load it again"):
                 self.read(buffer.view(-1).numpy().data, offset)
-            except OSError as error:
-                text = f"{error.strerror}: the table holds old and new rows now; load it again"
-                raise OSError(error.errno, text, self.path) from error
             block.copy_(buffer)
             offset += buffer.numel()
 
