@@ -1,7 +1,4 @@
-"""What a file format tells of its files: their names, what they begin with, what lies where.
-
-A module that has the functions of FileFormat is a format; FORMATS in table_files.py names it.
-"""
+"""What a file format tells of its files: their names, what they begin with, what lies where."""
 
 from __future__ import annotations
 
@@ -37,22 +34,16 @@ class StoredArray:
 
 
 class FileFormat(Protocol):
-    """How the fields of a table stand in files of one ending."""
+    """How the fields of a table stand in files of one ending: a module, named in FORMATS."""
 
     def files_to_write(self, path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
         """The files that hold these fields."""
 
     def files_to_read(self, path: str, names: Collection[str] | None) -> dict[str, str]:
-        """The files of the fields of these names, or (None) of whatever there is.
-
-        A path under what stands before the names in the file: a field's whole name, or nothing.
-        """
+        """The files of these fields, or (None) of what there is, by the begin of fields' names."""
 
     def read_arrays(self, read: Read, size: int) -> dict[str, StoredArray]:
-        """The arrays of a file of so many bytes by their names in it, which may be nothing.
-
-        ValueError unless the header agrees with that size, so that no hostile one takes memory.
-        """
+        """The arrays of a file by the rest of their names; ValueError if its size is another."""
 
 
 def are_sizes(value: Any) -> bool:
