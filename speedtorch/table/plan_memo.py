@@ -47,25 +47,24 @@ def _stream(device: torch.device) -> int | None:
 
 @dataclass(eq=False)
 class _Batch:
-    """A plan, and how to know its ids again: as one row of numbers, or `unread` as given on a GPU.
+    """A plan, and how to know its ids again: one row of numbers, or unread, as given on a GPU.
 
     Not every write to a tensor makes a new version of it: a replayed CUDA graph's does not, nor one
     through `.data` or another library. Who asks for an earlier step than the last, which `steps`
     keeps of each, has come to another batch, which may lie in the same tensors.
     """
 
-    place: tuple[torch.device, int | None]
-    unread: bool
+    place: tuple[torch.device, int | None, bool]
+    """Device, stream, and whether the ids are unread."""
     seen: list[SeenIds]
     index: Tensor
     plan: Plan
     steps: dict[Hashable, int]
 
-    def is_of(self, place: tuple[torch.device, int | None], unread: bool, ids: list[Any]) -> bool:
+    def is_of(self, place: tuple[torch.device, int | None, bool], ids: list[Any]) -> bool:
         """Whether these are its ids."""
-        if (place, unread, len(ids)) != (self.place, self.unread, len(self.seen)):
-            return False
-        return all(seen.are(each) for seen, each in zip(self.seen, ids, strict=True))
+        alike = place == self.place and len(ids) == len(self.seen)
+        return alike and all(seen.are(each) for seen, each in zip(self.seen, ids, strict=True))
 
 
 class PlanMemo:
@@ -104,8 +103,8 @@ class PlanMemo:
         parts = [part for part in (positives, negatives) if part is not None]
         unread = all(map(batch_ids.on_gpu, parts))
         given: Any = parts if unread else [flat_index(positives, negatives, device)]
-        place = (device, _stream(device))
-        known = [each for each in self._batches if each.is_of(place, unread, given)]
+        place = (device, _stream(device), unread)
+        known = [each for each in self._batches if each.is_of(place, given)]
         for batch in known:
             if not unread or step > batch.steps.get(asker, -1):
                 batch.steps[asker] = step
@@ -120,7 +119,7 @@ class PlanMemo:
         seen = [SeenIds(ids, device, unread=unread) for ids in given]
         if not unread:
             index = seen[0].values.to(device, non_blocking=device.type == "cuda")
-        made = _Batch(place, unread, seen, index, plan_rows(index, self._rows), {asker: step})
+        made = _Batch(place, seen, index, plan_rows(index, self._rows), {asker: step})
         others = [each for each in self._batches if each not in known]
         self._batches = (made, *others)[:_BATCHES]
         return index, made.plan
