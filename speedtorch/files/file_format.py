@@ -1,7 +1,4 @@
-"""What a file format tells of its files: their names, what they begin with, what lies where.
-
-A module that has the functions of FileFormat is a format; FORMATS in table_files.py names it.
-"""
+"""What a file format tells of its files: their names, what they begin with, what lies where."""
 
 from __future__ import annotations
 
@@ -16,12 +13,10 @@ from torch import Tensor
 __all__ = ["FileFormat", "NewContent", "Read", "StoredArray", "are_sizes"]
 
 Read = Callable[[memoryview, int], None]
-"""read(view, offset) fills the view with the bytes of a file from the offset on."""
+"""read(view, offset) fills a view with a file's bytes from there on, or raises ValueError."""
 
 NewContent = tuple[str, bytes, list[Tensor]]
 """The path of a file, its header, and the fields whose bytes follow it in this order."""
-
-_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -34,33 +29,23 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class FileFormat(Protocol):
-    """How the fields of a table stand in files of one ending."""
+    """How the fields of a table stand in files of one ending: a module, named in FORMATS."""
 
     def files_to_write(self, path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
         """The files that hold these fields."""
 
     def files_to_read(self, path: str, names: Collection[str] | None) -> dict[str, str]:
-        """The files of the fields of these names, or of whatever there is.
-
-        A path under what stands before the names in the file: a field's whole name, or nothing.
-        """
+        """The files of these fields, or (None) of what there is, by the begin of fields' names."""
 
     def read_arrays(self, read: Read, size: int) -> dict[str, StoredArray]:
-        """The arrays of a file of so many bytes by their names in it, which may be nothing.
-
-        Raises:
-            ValueError: the content is not as it should be. What the header says is believed only
-                after it agrees with the size of the file, so that a hostile one takes no memory.
-        """
+        """The arrays of a file by the rest of their names; ValueError if its size is another."""
 
 
 def are_sizes(value: Any) -> bool:
     """Whether this is a list of integers from 0 to 2^63 - 1."""
-    return isinstance(value, list) and all(
-        type(size) is int and 0 <= size <= _LARGEST for size in value
-    )
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)

@@ -7,23 +7,19 @@ import fcntl
 import os
 import re
 import secrets
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from speedtorch.files.system_calls import (
-    NOT_SUPPORTED,
     about,
     calls,
     open_folder,
     reserve,
     sync_folder,
+    where_supported,
 )
 
 __all__ = ["NewFile", "replace_files"]
-
-# What file systems without locks answer.
-_NO_LOCKS = (*NOT_SUPPORTED, errno.EBADF, errno.ENOLCK)
 
 
 class NewFile:
@@ -45,7 +41,7 @@ class NewFile:
     def open(self) -> None:
         """Makes it, with the mode of the file that is there now."""
         there = os.path.exists(self.path)
-        mode = stat.S_IMODE(os.stat(self.path).st_mode) & 0o777 if there else 0o666
+        mode = os.stat(self.path).st_mode & 0o777 if there else 0o666
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = calls.open(self.partial, flags, mode)
         if there:
@@ -54,11 +50,8 @@ class NewFile:
 
     def reserve(self, count: int) -> None:
         """Takes the disk space of `count` bytes, where the file system can do that."""
-        try:
+        with where_supported():
             reserve(self._descriptor, count, self.path)
-        except OSError as error:
-            if error.errno not in NOT_SUPPORTED:
-                raise
 
     def write(self, data: bytes | memoryview) -> None:
         """Appends all of `data`."""
@@ -75,10 +68,6 @@ class NewFile:
         with about(self.path):
             calls.fsync(self._descriptor)
         self._close()
-
-    def switch(self) -> None:
-        """Lets the new file take the place of the old one."""
-        calls.rename(self.partial, self.path)
 
     def undo(self) -> None:
         """Brings back the file of the second name, or none if there was none."""
@@ -109,12 +98,9 @@ def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewF
     The new files are written within the `with` block, beside the old ones under hidden names, then
     synced, then renamed, then their folder is synced. One file switches in one atomic step, also at
     a power loss; several follow each other, and an error between two brings the earlier ones back.
-    What a killed process left behind is removed by the next replacement of the same file. A
-    symbolic link's target is replaced.
-
-    Raises:
-        OSError: A file call failed. The old files are as they were, except if only the last step
-            failed, the folder's sync: the message then says that the new files are in place.
+    After an OSError the old files are as they were, but if only the folder's sync failed, the
+    message says that the new files are in place. What a killed process left behind is removed by
+    the next replacement of the same file. A symbolic link's target is replaced.
     """
     targets = [os.path.realpath(path) for path in paths]
     token = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -123,8 +109,7 @@ def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewF
         for folder in dict.fromkeys(os.path.dirname(target) for target in targets):
             folders[folder] = open_folder(folder)
             stack.callback(calls.close, folders[folder])
-            names = [os.path.basename(path) for path in targets if os.path.dirname(path) == folder]
-            _sweep(folder, folders[folder], names)
+            _sweep(folder, folders[folder], targets)
         files: list[NewFile] = []
         for target in targets:
             files.append(NewFile(target, token))
@@ -140,14 +125,15 @@ def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewF
 
 def _switch(files: Sequence[NewFile]) -> None:
     if len(files) == 1:
-        files[0].switch()  # One step of the disk: there is nothing between old and new to undo.
+        # One step of the disk: there is nothing between old and new to undo.
+        calls.rename(files[0].partial, files[0].path)
         return
     try:
         for file in files:
             if os.path.exists(file.path):
                 calls.link(file.path, file.previous)  # a second name, to go back to
         for file in files:
-            file.switch()
+            calls.rename(file.partial, file.path)
     except BaseException:
         with ExitStack() as undoing:  # One that fails does not keep the others from it.
             for file in files:
@@ -155,19 +141,15 @@ def _switch(files: Sequence[NewFile]) -> None:
         raise
 
 
-def _sweep(folder: str, descriptor: int, names: Sequence[str]) -> None:
-    """Removes what killed processes left of these files, unless someone is writing here now."""
-    any_name = "|".join(re.escape(name) for name in names)
+def _sweep(folder: str, descriptor: int, targets: Sequence[str]) -> None:
+    """Removes what killed processes left of files so named, unless someone writes here now."""
+    any_name = "|".join(re.escape(os.path.basename(target)) for target in targets)
     left = re.compile(rf"\.({any_name})\.\d+-[0-9a-f]{{8}}\.(partial|previous)")
-    try:
-        try:
+    # On file systems without locks nobody can tell: what is left stays.
+    with where_supported(errno.EBADF, errno.ENOLCK):
+        # Where they are in use, or another user's, saving works all the same.
+        with suppress(BlockingIOError, PermissionError):
             calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for entry in os.listdir(folder):
-                if left.fullmatch(entry):
-                    calls.unlink(os.path.join(folder, entry))
-        except (BlockingIOError, PermissionError):
-            pass  # They are in use, or another user's: saving works all the same.
+            for entry in filter(left.fullmatch, os.listdir(folder)):
+                calls.unlink(os.path.join(folder, entry))
         calls.lock(descriptor, fcntl.LOCK_SH)  # Held until the files have switched.
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:  # Without locks nobody can tell: what is left stays.
-            raise

@@ -19,20 +19,15 @@ from torch import Tensor
 
 from speedtorch.files.file_format import NewContent, Read, StoredArray, are_sizes
 
-__all__ = [
-    "NPY_DTYPES",
-    "files_to_read",
-    "files_to_write",
-    "npy_header",
-    "read_arrays",
-    "read_npy_header",
-]
+__all__ = ["NPY_DTYPES", "files_to_read", "files_to_write", "npy_header", "read_arrays"]
 
 # More than NumPy believes of a header (10,000 characters).
 _HEADER_BYTES = 16_384
 
-# What NumPy's parser raises at texts that are no header.
-_BROKEN = (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError)
+_READERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 # NumPy's name of each dtype that it shares with torch.
 NPY_DTYPES: dict[str, torch.dtype] = {
@@ -46,19 +41,16 @@ NPY_DTYPES: dict[str, torch.dtype] = {
 
 def files_to_write(path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
     """See FileFormat; refuses names of files that would be read as fields of another table."""
-    targets = _paths(path, fields)
-    files = [
-        (targets[name], npy_header(field.shape, field.dtype), [field])
-        for name, field in fields.items()
-    ]
-    if path not in targets.values():
-        others = {path, *_siblings(path).values()} - set(targets.values())
-        if beside := sorted(each for each in others if os.path.lexists(each)):
+    targets = list(_paths(path, fields).values())
+    headers = [npy_header(field.shape, field.dtype) for field in fields.values()]
+    if path not in targets:
+        others = {path, *_siblings(path).values()}.difference(targets)
+        if beside := sorted(filter(os.path.lexists, others)):
             raise ValueError(
                 f"{path}: {', '.join(beside)} would be read as part of this table; remove it, or"
                 " save under another name or as .safetensors"
             )
-    return files
+    return list(zip(targets, headers, ([field] for field in fields.values()), strict=True))
 
 
 def files_to_read(path: str, names: Collection[str] | None) -> dict[str, str]:
@@ -85,10 +77,8 @@ def _paths(path: str, names: Collection[str]) -> dict[str, str]:
 def _siblings(path: str) -> dict[str, str]:
     """Field name to file, of the files that are named as those of several fields."""
     stem = path.removesuffix(".npy")
-    found = {
-        target[len(stem) + 1 : -len(".npy")]: target
-        for target in sorted(glob.glob(f"{glob.escape(stem)}.*.npy"))
-    }
+    targets = sorted(glob.glob(f"{glob.escape(stem)}.*.npy"))
+    found = {target[len(stem) + 1 : -len(".npy")]: target for target in targets}
     return {name: target for name, target in found.items() if "." not in name}
 
 
@@ -100,11 +90,7 @@ def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
 
 
 def npy_header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
-    """Everything that comes before the elements of a .npy file.
-
-    Raises:
-        ValueError: NumPy has no such dtype (bfloat16, float8).
-    """
+    """Everything that comes before the elements of a .npy file."""
     names = {its_dtype: name for name, its_dtype in NPY_DTYPES.items()}
     if dtype not in names:
         raise ValueError(f".npy files cannot hold {dtype}: save as .safetensors instead")
@@ -117,20 +103,15 @@ def npy_header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
 def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
     """The array of a .npy file, of which `start` holds the header at least.
 
-    Raises:
-        ValueError: No such header, an array that torch cannot hold in this form (objects, other
-            byte orders, Fortran order), or one that does not end where the file ends.
+    ValueError if torch cannot hold it in this form, or if it does not end where the file ends.
     """
     file = io.BytesIO(start)
     try:
         version = np.lib.format.read_magic(file)
-        if version == (1, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-        elif version == (2, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
-        else:
-            raise ValueError(f"it has version {version}; known are (1, 0) and (2, 0)")
-    except _BROKEN as error:
+        if version not in _READERS:
+            raise ValueError(f"it has version {version}; known are {', '.join(map(str, _READERS))}")
+        shape, fortran, dtype = _READERS[version](file)
+    except (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError) as error:
         raise ValueError(f"this is no .npy header: {error}") from error
     if dtype.str not in NPY_DTYPES or dtype.hasobject or dtype.names:
         raise ValueError(f"arrays of dtype {dtype} are not read; known are {', '.join(NPY_DTYPES)}")
@@ -139,9 +120,7 @@ def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
     if not are_sizes(list(shape)):
         raise ValueError(f"it has the shape {shape}; expected sizes of 0 or more")
     array = StoredArray(tuple(shape), NPY_DTYPES[dtype.str], file.tell())
-    described = array.offset + array.nbytes
-    if described != file_bytes:
-        raise ValueError(
-            f"its header describes a file of {described:,} bytes, it has {file_bytes:,}"
-        )
+    end = array.offset + array.nbytes
+    if end != file_bytes:
+        raise ValueError(f"its header describes a file of {end:,} bytes, it has {file_bytes:,}")
     return array

@@ -16,15 +16,7 @@ from torch import Tensor
 from speedtorch.files.file_format import NewContent, Read, StoredArray, are_sizes
 from speedtorch.files.npy_format import NPY_DTYPES
 
-__all__ = [
-    "LARGEST_HEADER",
-    "files_to_read",
-    "files_to_write",
-    "in_file_order",
-    "read_arrays",
-    "read_safetensors_header",
-    "safetensors_header",
-]
+__all__ = ["files_to_read", "files_to_write", "read_arrays"]
 
 # The format allows 100 MB; a table with a thousand fields needs 0.1 MB.
 LARGEST_HEADER = 1 << 20
@@ -58,15 +50,13 @@ def files_to_read(path: str, names: Collection[str] | None) -> dict[str, str]:
 
 def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
     """See FileFormat."""
-    if size < 8:
-        raise ValueError(f"a safetensors file has at least 8 bytes, this one {size}")
-    length = bytearray(8)
+    length = bytearray(min(size, 8))
     read(memoryview(length), 0)
     header_bytes = int.from_bytes(length, "little")
-    if header_bytes > LARGEST_HEADER or header_bytes > size - 8:
+    if header_bytes > min(LARGEST_HEADER, size - 8):
         raise ValueError(
-            f"it announces a header of {header_bytes:,} bytes; the file has {size:,} and the "
-            f"limit is {LARGEST_HEADER:,}"
+            f"it announces a header of {header_bytes:,} bytes; the file has {size:,}, with the 8 "
+            f"before that, and the limit is {LARGEST_HEADER:,}"
         )
     header = bytearray(header_bytes)
     read(memoryview(header), 8)
@@ -79,11 +69,7 @@ def in_file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
 
 
 def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> bytes:
-    """Length, JSON and padding to a multiple of 8 bytes; arrays follow as `in_file_order` has them.
-
-    Raises:
-        ValueError: A dtype that the format does not know, or too many or too long names.
-    """
+    """Length, JSON and padding to a multiple of 8 bytes; arrays follow `in_file_order`."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | dict.fromkeys(arrays)
     end = 0
@@ -92,9 +78,9 @@ def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
         if dtype not in names:
             remedy = " (.npy files can)" if dtype in NPY_DTYPES.values() else ""
             raise ValueError(f"safetensors files cannot hold {dtype} (field {name!r}){remedy}")
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        offsets = [start, end]
+        offsets = [end, end + math.prod(shape) * dtype.itemsize]
         header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": offsets}
+        end = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > LARGEST_HEADER:
@@ -108,8 +94,7 @@ def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
 def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredArray]:
     """The arrays of a safetensors file whose JSON this is, in its order, without metadata.
 
-    Raises:
-        ValueError: Anything that the format forbids: the arrays must cover the data exactly.
+    ValueError for anything that the format forbids: the arrays must cover the data exactly.
     """
     try:
         content = json.loads(header.decode(), object_pairs_hook=_without_repeats)
@@ -120,8 +105,7 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
     if not isinstance(content, dict):
         raise ValueError("the header is no JSON object")
     content.pop("__metadata__", None)
-    begin = 8 + len(header)
-    arrays = {name: _array(name, entry, begin) for name, entry in content.items()}
+    arrays = {name: _array(name, entry, 8 + len(header)) for name, entry in content.items()}
     end = 0
     for name, (start, stop, array) in sorted(arrays.items(), key=lambda item: item[1][:2]):
         if stop - start != array.nbytes:

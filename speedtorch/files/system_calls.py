@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "NOT_SUPPORTED",
-    "FileCalls",
     "about",
     "calls",
     "map_new_file",
@@ -29,10 +27,8 @@ __all__ = [
     "open_to_read",
     "reserve",
     "sync_folder",
+    "where_supported",
 ]
-
-# What the kernel answers on file systems that cannot do what was asked (NFS, CIFS, some FUSE).
-NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass
@@ -57,14 +53,29 @@ calls = FileCalls()
 
 
 @contextmanager
-def about(path: str) -> Iterator[None]:
-    """Names the file in errors of calls that only know a descriptor."""
+def about(path: str, more: str = "") -> Iterator[None]:
+    """Names the file in errors that do not yet, and says more of those of calls on it."""
+    try:
+        yield
+    except ValueError as error:
+        if str(error).startswith(path):
+            raise
+        raise ValueError(f"{path}: {error}") from error
+    except OSError as error:
+        if more:
+            raise OSError(error.errno, f"{error.strerror}: {more}", path) from error
+        error.filename = error.filename or path
+        raise
+
+
+@contextmanager
+def where_supported(*others: int) -> Iterator[None]:
+    """Passes over what a file system cannot do (NFS, CIFS, some FUSE), also by other answers."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = path
-        raise
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, *others):
+            raise
 
 
 def reserve(descriptor: int, count: int, path: str) -> None:
@@ -73,15 +84,11 @@ def reserve(descriptor: int, count: int, path: str) -> None:
         return
     status = os.statvfs(os.path.dirname(path))
     free = status.f_bavail * status.f_frsize
-    needed = f"{count:,} bytes are needed and {free:,} are free"
-    # Asked first, because taking what there is would leave nothing to others until it fails.
-    if status.f_blocks and count > free:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed}", path)
-    try:
+    with about(path, f"{count:,} bytes are needed and {free:,} are free"):
+        # Asked first, because taking what there is would leave nothing to others until it fails.
+        if status.f_blocks and count > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         calls.reserve(descriptor, 0, count)
-    except OSError as error:
-        text = f"{os.strerror(error.errno or 0)}: {needed}"
-        raise OSError(error.errno, text, path) from error
 
 
 def open_folder(folder: str) -> int:
@@ -94,14 +101,10 @@ def open_folder(folder: str) -> int:
 
 
 def sync_folder(folder: str, descriptor: int) -> None:
-    """Brings the names in a folder to the disk."""
-    try:
+    """Brings the names in a folder to the disk; some network file systems do that by themselves."""
+    text = "the new file is in place and whole, but a power loss may still undo it"
+    with where_supported(), about(folder, text):
         calls.fsync(descriptor)
-    except OSError as error:
-        if error.errno in NOT_SUPPORTED:  # Some network file systems sync names by themselves.
-            return
-        text = "the new file is in place and whole, but a power loss may still undo it"
-        raise OSError(error.errno, f"{os.strerror(error.errno or 0)}: {text}", folder) from error
 
 
 @contextmanager
@@ -123,7 +126,7 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
                 while len(view):
                     count = calls.read(descriptor, [view], offset)
                     if count == 0:
-                        raise ValueError(f"{name}: ends at byte {offset:,}; it was cut off")
+                        raise ValueError(f"ends at byte {offset:,}; it was cut off")
                     view, offset = view[count:], offset + count
 
         yield read, status.st_size
@@ -132,33 +135,29 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
 
 
 def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]:
-    """Maps a new file of `count` zero bytes; an error leaves nothing behind.
+    """A new file of zeros, mapped as uint8 `[count]`, and its descriptor, which the caller closes.
 
-    Its disk space is taken first, so that a full disk is an error here and no SIGBUS later.
-
-    Returns:
-        The bytes, uint8 `[count]`, and the open descriptor, for fsync; the caller closes it.
+    Its disk space is taken first, so that a full disk is an error here and no SIGBUS later. An
+    error leaves nothing behind.
     """
     name = os.path.abspath(path)
     folder = os.path.dirname(name)
-    with ExitStack() as stack:
+    with ExitStack() as always, ExitStack() as failed:
         parent = open_folder(folder)
-        stack.callback(calls.close, parent)
+        always.callback(calls.close, parent)
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = calls.open(name, flags, 0o666)
         except FileExistsError as error:
             text = "exists already; delete it or choose another path"
             raise FileExistsError(errno.EEXIST, text, name) from error
-        try:
-            reserve(descriptor, count, name)
-            data = torch.empty(0, dtype=torch.uint8, device="cpu")
-            if count:  # An empty file cannot be mapped.
-                with about(name):
-                    data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
-            sync_folder(folder, parent)
-        except BaseException:
-            calls.close(descriptor)
-            calls.unlink(name)
-            raise
+        failed.callback(calls.unlink, name)
+        failed.callback(calls.close, descriptor)
+        reserve(descriptor, count, name)
+        data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if count:  # An empty file cannot be mapped.
+            with about(name):
+                data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
+        sync_folder(folder, parent)
+        failed.pop_all()
     return data, descriptor

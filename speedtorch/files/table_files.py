@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speedtorch.files import npy_format, safetensors_format, system_calls
+from speedtorch.files import npy_format, safetensors_format
 from speedtorch.files.file_format import FileFormat, Read, StoredArray
 from speedtorch.files.new_files import NewFile, replace_files
+from speedtorch.files.system_calls import about, open_to_read
 from speedtorch.ops.shapes import check_span
 
 __all__ = ["FORMATS", "StoredField", "open_fields", "save_fields", "write_safetensors"]
@@ -27,9 +28,9 @@ _BLOCK_BYTES = 4 << 20
 
 
 def _blocks(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Consecutive bytes, uint8 `[rows, bytes]`, in the file's order; each with a buffer on the CPU.
+    """Consecutive bytes, uint8 `[rows, bytes]`, in the file's order, _BLOCK_BYTES at most.
 
-    A block has at most _BLOCK_BYTES and its buffer is contiguous; the next one's is the same.
+    Each comes with a contiguous buffer on the CPU, which is the next one's, too.
     """
     if field.numel() == 0:
         return
@@ -54,18 +55,11 @@ class StoredField(StoredArray):
     read: Read
 
     def read_into(self, field: Tensor) -> None:
-        """Reads all rows into a field of this shape and dtype, of any row stride.
-
-        Raises:
-            OSError, ValueError: The file could not be read to its end; rows before that are new.
-        """
+        """Reads all rows into a field of this shape and dtype, of any row stride."""
         offset = self.offset
         for block, buffer in _blocks(field):
-            try:
+            with about(self.path, "the table holds old and new rows now; load it again"):
                 self.read(buffer.view(-1).numpy().data, offset)
-            except OSError as error:
-                text = f"{error.strerror}: the table holds old and new rows now; load it again"
-                raise OSError(error.errno, text, self.path) from error
             block.copy_(buffer)
             offset += buffer.numel()
 
@@ -80,10 +74,8 @@ def _format_of(path: str) -> FileFormat:
 def save_fields(path: str | os.PathLike[str], fields: Mapping[str, Tensor]) -> None:
     """Saves fields of a table, `[rows, ...]` and contiguous within a row: all or none.
 
-    Raises:
-        ValueError: Another ending, what the format cannot hold, or files beside it that would be
-            read as fields of this table; nothing is written.
-        OSError: The files could not be written; what was there before is still there.
+    ValueError for another ending, what the format cannot hold, or files beside it that would be
+    read as fields of this table.
     """
     name = os.fspath(path)
     files = _format_of(name).files_to_write(name, fields)
@@ -93,12 +85,7 @@ def save_fields(path: str | os.PathLike[str], fields: Mapping[str, Tensor]) -> N
 
 
 def write_safetensors(file: NewFile, fields: Mapping[str, Tensor]) -> None:
-    """Writes fields, or the tensors of a state dict, to a new file as safetensors.
-
-    Raises:
-        ValueError: a dtype that the format cannot hold.
-        OSError: the file cannot be written.
-    """
+    """Writes fields, or the tensors of a state dict, to a new file as safetensors."""
     for _, header, parts in safetensors_format.files_to_write(file.path, fields):
         _write(file, header, parts)
 
@@ -116,50 +103,27 @@ def _write(file: NewFile, header: bytes, parts: Sequence[Tensor]) -> None:
 def open_fields(
     path: str | os.PathLike[str], names: Collection[str] | None = None
 ) -> Iterator[dict[str, StoredField]]:
-    """Opens the fields of a saved table; nothing is read yet but the header.
+    """Opens the fields of a saved table, "weight" first; nothing is read yet but the headers.
 
-    Args:
-        path: As given to save_fields.
-        names: Fields whose files are needed, where each has a file of its own; None: those of
-            whatever there is.
-
-    Yields:
-        The fields that the files hold, "weight" first; all have the same number of rows.
-
-    Raises:
-        ValueError: No such file format, or a header that does not fit the file.
-        OSError: A file cannot be opened or read.
+    With `names` those files alone are opened that have these fields, where each has its own.
+    ValueError for another ending, a header that does not fit its file, or fields whose numbers of
+    rows differ.
     """
     name = os.fspath(path)
     file_format = _format_of(name)
     stored: dict[str, StoredField] = {}
     with ExitStack() as stack:
         for before, target in file_format.files_to_read(name, names).items():
-            read, size = stack.enter_context(system_calls.open_to_read(target))
-            with _about(target):
-                arrays = file_format.read_arrays(read, size)
-            for its_name, array in arrays.items():
-                field = StoredField(array.shape, array.dtype, array.offset, target, read)
-                stored[before + its_name] = field
-        with _about(name):
-            _check(stored)
+            read, size = stack.enter_context(open_to_read(target))
+            with about(target):
+                for after, array in file_format.read_arrays(read, size).items():
+                    check_span(repr(before + after), array.shape, array.dtype)
+                    field = StoredField(array.shape, array.dtype, array.offset, target, read)
+                    stored[before + after] = field
+        counts = {each: field.shape[:1] for each, field in stored.items()}
+        with about(name):
+            if not stored:
+                raise ValueError("it holds no field")
+            if len(set(counts.values())) > 1 or () in counts.values():
+                raise ValueError(f"its fields need the same number of rows, they have {counts}")
         yield dict(sorted(stored.items(), key=lambda item: item[0] != "weight"))
-
-
-@contextmanager
-def _about(path: str) -> Iterator[None]:
-    """Names the file in errors about its content."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _check(stored: Mapping[str, StoredField]) -> None:
-    if not stored:
-        raise ValueError("it holds no field")
-    for name, field in stored.items():
-        check_span(repr(name), field.shape, field.dtype)
-    counts = {name: field.shape[:1] for name, field in stored.items()}
-    if len(set(counts.values())) > 1 or () in counts.values():
-        raise ValueError(f"its fields need the same number of rows, they have {counts}")

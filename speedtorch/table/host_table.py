@@ -1,8 +1,4 @@
-"""HostTable: all rows of a huge table, and what an optimizer remembers about them, as records.
-
-The table lies in host memory that a GPU reads and writes in place. One row's weight and state are
-neighbours there, so that they travel as one run of bytes; each field is an ordinary strided tensor.
-"""
+"""HostTable: all rows of a huge table, and what an optimizer remembers about them, as records."""
 
 from __future__ import annotations
 
@@ -23,12 +19,11 @@ from speedtorch.ops.functions import pinned_gather, pinned_scatter
 from speedtorch.ops.shapes import check_span, row_shape
 from speedtorch.table import row_blocks
 from speedtorch.table.plan_memo import PlanMemo
-from speedtorch.table.record_layout import lay_out, weight_and_state
+from speedtorch.table.record_layout import Fields, lay_out, weight_and_state
 
 __all__ = ["HostTable", "RowHolder"]
 
 _Self = TypeVar("_Self", bound="HostTable")  # typing.Self needs Python 3.11.
-_Shape = int | Sequence[int]
 _Device = str | int | torch.device | None
 _Path = str | os.PathLike[str]
 
@@ -37,30 +32,25 @@ class RowHolder(Protocol):
     """Who holds rows of a table elsewhere, as the parameter of a step for instance."""
 
     def bring_home(self) -> None:
-        """Writes rows that are newer elsewhere to the table.
-
-        Whoever asks may change the table then: held rows are read again before they are used.
-        """
+        """Writes rows that are newer elsewhere to the table, and reads them again before use."""
 
 
 class HostTable:
     """A table of records, one per row, with a weight and any number of fields beside it.
 
-    Fields of one dtype lie side by side in the given order; with different dtypes larger items come
-    first. `table["weight"]` is the weight of all rows, `[rows, *dim]`, a strided view of the
-    records that shares their memory; `table.record` is everything, `[rows, columns]`.
+    A record is one run of bytes: fields of one dtype lie side by side in the given order; with
+    different dtypes larger items come first. `table["weight"]` is the weight of all rows,
+    `[rows, *dim]`, a strided view of the records; `table.record` is everything, `[rows, columns]`.
 
     Rows that a module's step holds come home before any method, `table["weight"]` or `table.record`
     gives or takes rows. Who keeps a view calls `flush()` before reading it, for that reason and as
-    the GPU writes to the table on its own time. In a forked child (a DataLoader worker) managed
-    memory cannot be used and every method says so; memory="registered" can, and a spawned process
-    opens a saved table by its name.
+    the GPU writes on its own time. In a forked child (a DataLoader worker) every method refuses
+    managed memory; memory="registered" works, and a spawned process opens a saved table by name.
 
     `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` give a field its first values, in parallel,
     and return the table. With a seed the bits are the same whatever the number of threads, the kind
-    of memory and the other fields; without one it comes from torch's default generator
-    (`torch.manual_seed`). `progress` shows a bar on stderr: always, never, or (None) when it takes
-    longer than a moment.
+    of memory and the other fields; without one `torch.manual_seed` decides. `progress` shows a bar
+    on stderr: always, never, or (None) when it takes longer than a moment.
 
     Args:
         rows: Number of rows.
@@ -70,21 +60,16 @@ class HostTable:
             names to (shape, dtype).
         memory: "managed" or "registered": host memory that the GPU reads in place; "plain": any
             host memory; "auto": the fastest that this machine has. "cuda": on the GPU. "file": a
-            file mapped into memory, for tables beyond the memory (a GPU reaches it by staged
-            copies only: pinning would hold all of it in memory).
+            mapped file, for tables beyond the memory (a GPU reaches it by staged copies only).
         device: The GPU of memory="cuda".
-        path: The new file of memory="file": the records alone, without a header. Nobody may
-            shorten it while the table lives.
+        path: The new file of memory="file", without a header. Nobody may shorten it meanwhile.
 
     Attributes:
-        rows: Number of rows.
-        dim: Columns or shape of the weight's rows; None if there is no weight.
-        dtype: The weight's elements; without a weight those that all fields share, or else None.
-        memory: Where the rows are: "managed", "registered", "plain", "cuda" or "file".
-        device: The device of its tensors: the CPU, or a GPU with memory="cuda".
+        rows, memory: As given, or the kind of memory that "auto" became.
+        dim, dtype: The weight's; without one None, and the dtype that all fields share, if any.
+        device: Of its tensors: the CPU, or a GPU with memory="cuda".
         fields: Name to (row shape, dtype).
-        record_bytes: Bytes from one record to the next.
-        nbytes: Bytes of all records.
+        record_bytes, nbytes: Bytes from one record to the next, and of all of them.
         plans: The plans of the last batches, for all SpeedTorch classes that share the table.
 
     Raises:
@@ -103,9 +88,9 @@ class HostTable:
     def __init__(
         self,
         rows: int,
-        dim: _Shape,
+        dim: int | Sequence[int],
         dtype: torch.dtype = torch.float32,
-        state: Iterable[str] | Mapping[str, tuple[_Shape, torch.dtype]] = (),
+        state: Iterable[str] | Fields = (),
         memory: str = "auto",
         *,
         device: _Device = None,
@@ -117,7 +102,7 @@ class HostTable:
     def from_fields(
         cls,
         rows: int,
-        fields: Mapping[str, tuple[_Shape, torch.dtype]],
+        fields: Fields,
         memory: str = "auto",
         *,
         device: _Device = None,
@@ -147,8 +132,8 @@ class HostTable:
         """Makes a table with the fields and the rows of a saved one.
 
         `source` is what save() was given, or a file of anyone's: `*.safetensors` whose tensors all
-        have the same number of rows, or `*.npy`. It is read, not mapped: pinning a mapped file
-        would hold it in memory twice. All else is as for HostTable.
+        have the same number of rows, or `*.npy`. It is read, not mapped. All else is as for
+        HostTable.
 
         Raises:
             ValueError: The file is broken or holds no table; found before memory is taken.
@@ -174,20 +159,15 @@ class HostTable:
         return table
 
     def _take_memory(
-        self,
-        rows: int,
-        fields: Mapping[str, tuple[_Shape, torch.dtype]],
-        kind: str,
-        device: _Device,
-        path: _Path | None,
+        self, rows: int, fields: Fields, kind: str, device: _Device, path: _Path | None
     ) -> None:
         if isinstance(rows, Sequence):
             raise TypeError(f"rows: expected an int, got {rows!r}")
         (self.rows,) = row_shape(rows, "rows")
         layout = lay_out(fields)
-        for name, field in layout.fields.items():
-            check_span(f"field {name!r}", (self.rows, *field.shape), field.dtype)
-        self.fields = {name: (field.shape, field.dtype) for name, field in layout.fields.items()}
+        self.fields = layout.fields
+        for name, (shape, dtype) in self.fields.items():
+            check_span(f"field {name!r}", (self.rows, *shape), dtype)
         self.record_bytes = layout.record_bytes
         self.nbytes = self.rows * self.record_bytes
         self.dim: int | tuple[int, ...] | None = None
@@ -204,7 +184,6 @@ class HostTable:
         self.plans = PlanMemo(self.rows, self.memory)
 
     holder: weakref.ref[RowHolder] | None = None
-    """Who trains rows of the table."""
 
     def be_held(self, holder: weakref.ref[RowHolder] | None) -> None:
         """Says who trains rows of the table."""
@@ -212,8 +191,7 @@ class HostTable:
 
     def bring_home(self) -> None:
         """Brings rows home that a module trains: the table has all rows as they are now."""
-        holder = None if self.holder is None else self.holder()
-        if holder is not None:
+        if self.holder is not None and (holder := self.holder()) is not None:
             holder.bring_home()
 
     def _placed(self) -> Placement:
@@ -223,9 +201,10 @@ class HostTable:
 
     def _at_home(self) -> Placement:
         """Where all rows are, as they are now."""
-        self._placed()
+        placement = self._placed()
+        host_memory.check_owner(placement.data)
         self.bring_home()
-        return self._placed()
+        return placement
 
     def __len__(self) -> int:
         return self.rows
@@ -238,16 +217,12 @@ class HostTable:
 
     def __getitem__(self, field: str) -> Tensor:
         """All rows of one field, `[rows, *shape]`: a strided view of the records."""
-        host_memory.check_owner(self._placed().data)
-        self.bring_home()
-        return self._rows_of_field(field)
+        self._at_home()
+        return self.rows_of(field)
 
-    def rows_of(self, field: str | None) -> Tensor:
-        """A field, or (None) all of them, as it is in memory; rows held elsewhere stay there."""
+    def rows_of(self, field: str) -> Tensor:
+        """A field as it is in memory; rows held elsewhere stay there."""
         self._placed()
-        return self._record if field is None else self._rows_of_field(field)
-
-    def _rows_of_field(self, field: str) -> Tensor:
         if field not in self.fields:
             raise KeyError(f"no field {field!r} in this table; it has {', '.join(self.fields)}")
         return self._views[field]
@@ -271,8 +246,7 @@ class HostTable:
     @property
     def record(self) -> Tensor:
         """All fields of all rows, `[rows, columns]` of their common dtype, or else uint8."""
-        host_memory.check_owner(self._placed().data)
-        self.bring_home()
+        self._at_home()
         return self._record
 
     # --------------------------------------------------------------------------------------------
@@ -305,8 +279,7 @@ class HostTable:
             >>> HostTable(3, 2, memory="plain").gather(torch.tensor([[0], [2]])).shape
             torch.Size([2, 1, 2])
         """
-        rows = self.rows_of(field)
-        self.bring_home()
+        rows = self.record if field is None else self[field]
         return pinned_gather(rows, index, out=out, plan=plan)
 
     def scatter(
@@ -328,9 +301,8 @@ class HostTable:
             plan: Result of plan_rows for these ids.
 
         Raises:
-            IndexError: An id out of range; on the GPU at a later call or at flush().
-            KeyError, ValueError: No such field; misfitting arguments; adding to records of
-                different dtypes.
+            IndexError, KeyError: As gather.
+            ValueError: Misfitting arguments; adding to records of different dtypes.
 
         Example:
             >>> table = HostTable(3, 1, memory="plain")
@@ -338,16 +310,13 @@ class HostTable:
             >>> table["weight"].tolist()
             [[0.0], [0.0], [5.0]]
         """
-        rows = self.rows_of(field)
+        rows = self.record if field is None else self[field]
         if accumulate and field is None and len({dtype for _, dtype in self.fields.values()}) > 1:
             raise ValueError("scatter: records of different dtypes cannot be added; name a field")
-        self.bring_home()
         pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
 
     def numpy(self, field: str = "weight") -> npt.NDArray[Any]:
-        """A field as a NumPy array `[rows, *shape]`, once the GPU's work on it is done.
-
-        It shares the table's memory: writing to it writes to the table.
+        """A field as a NumPy array `[rows, *shape]` of the same memory, when the GPU is done.
 
         Raises:
             KeyError: There is no such field.
@@ -445,8 +414,8 @@ class HostTable:
 
         It is called as function(tensor, *args, **kwargs), on a stand-in of the field's shape and on
         parts of it: it changes the tensor in place and does nothing else. Functions that need the
-        whole tensor at once (orthogonal_, eye_, dirac_, sparse_) take a copy of the field while
-        they run, and as many threads as they like. See the class for the rest.
+        whole tensor at once (orthogonal_, eye_, dirac_, sparse_) run on a copy of the field. See
+        the class for the rest.
 
         Raises:
             KeyError: There is no such field.
@@ -460,7 +429,7 @@ class HostTable:
         """
         rows = self[field]
         self.settle()
-        row_blocks.draw_rows(rows, function, *args, seed=seed, progress=progress, **kwargs)
+        row_blocks.draw_rows(rows, function, args, kwargs, seed, progress)
         self.settle()
         return self
 
@@ -482,9 +451,8 @@ class HostTable:
             [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
         """
         rows = self[field]
-        row = row_blocks.row_for(rows, field, value)
         self.settle()
-        row_blocks.fill_rows(rows, row, progress=progress)
+        row_blocks.fill_rows(rows, field, value, progress)
         self.settle()
         return self
 
@@ -492,9 +460,7 @@ class HostTable:
     # Files
 
     def save(self, path: _Path) -> None:
-        """Saves all fields; the files appear whole or not at all, and are on the disk then.
-
-        Rows go through a few MB of memory. What was saved there before stays until the switch.
+        """Saves all fields; what was there before stays until the new files are on the disk.
 
         Args:
             path: `*.safetensors` for one file with all fields, or `*.npy` for one file per field:
@@ -520,10 +486,9 @@ class HostTable:
         table_files.save_fields(path, {name: self[name] for name in self.fields})
 
     was_read = False
-    """True once rows were read from a file; they are not initial values then."""
 
     def note_read(self, was_read: bool) -> None:
-        """Says whether rows were read from a file."""
+        """Says whether rows were read from a file: they are no initial values then."""
         self.was_read = was_read
 
     def load(self, path: _Path) -> None:

@@ -1,13 +1,12 @@
 """One plan per batch: the address order of its ids, kept for the ops that follow on the same ids.
 
 A batch is gathered and scattered once for the weight and once for each field of the optimizer's
-state. All of these need the same plan, whoever asks: a table holds the memo, so that whoever shares
-the table shares the plans. A plan is used again only if its ids are known to be the same.
+state, all by the same plan: a table holds the memo, so that whoever shares it shares the plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +21,15 @@ from speedtorch.ops.planned_batch import SeenIds
 __all__ = ["Plan", "PlanMemo", "plans_pay"]
 
 Plan = list[Tensor]
-_Place = tuple[torch.device, int | None]
 
 _BATCHES = 2  # remembered at most, so that the next one can be fetched ahead
-_MOST_IDS = 2**31  # from so many on the ops refuse, in their own words
 
 
 def plans_pay(memory: str, device: torch.device) -> bool:
     """Whether the ops on a kind of memory are faster with a plan that is made before.
 
-    Only kernels that cross the link use the order of a plan; staged copies and the CPU do not. The
-    ids of a CUDA graph change between its replays, so that a plan must be made within it.
+    Only kernels that cross the link use its order; and a CUDA graph, whose ids change between its
+    replays, makes its own.
     """
     mapped = memory in ("managed", "registered")
     return device.type == "cuda" and mapped and not _captures(device)
@@ -50,47 +47,35 @@ def _stream(device: torch.device) -> int | None:
 
 @dataclass(eq=False)
 class _Batch:
-    """A plan, and how to know its ids again."""
+    """A plan, and how to know its ids again: one row of numbers, or unread, as given on a GPU.
 
-    place: _Place
+    Not every write to a tensor makes a new version of it: a replayed CUDA graph's does not, nor one
+    through `.data` or another library. Who asks for an earlier step than the last, which `steps`
+    keeps of each, has come to another batch, which may lie in the same tensors.
+    """
+
+    place: tuple[torch.device, int | None, bool]
+    """Device, stream, and whether the ids are unread."""
+    seen: list[SeenIds]
     index: Tensor
     plan: Plan
-    seen: list[SeenIds]
-    """The ids as one row of numbers, or, if they all came from a GPU, as they were given."""
-    unread: bool
-    """Whether they all came from a GPU."""
     steps: dict[Hashable, int]
-    """The last step of each who asked."""
 
-    def is_of(self, place: _Place, given: Sequence[Tensor], unread: bool) -> bool:
+    def is_of(self, place: tuple[torch.device, int | None, bool], ids: list[Any]) -> bool:
         """Whether these are its ids."""
-        if (place, unread, len(given)) != (self.place, self.unread, len(self.seen)):
-            return False
-        return all(seen.are(ids) for seen, ids in zip(self.seen, given, strict=True))
-
-    def serves(self, asker: Hashable, step: int) -> bool:
-        """Whether it may be used for this step.
-
-        Not every write to a tensor makes a new version of it: a replayed CUDA graph's does not, nor
-        one through `.data` or another library. Who asks for an earlier step has come to another
-        batch, which may lie in the same tensors.
-        """
-        return not self.unread or step > self.steps.get(asker, -1)
+        alike = place == self.place and len(ids) == len(self.seen)
+        return alike and all(seen.are(each) for seen, each in zip(self.seen, ids, strict=True))
 
 
 class PlanMemo:
     """The plans of the last two batches of a table."""
 
     def __init__(
-        self,
-        rows: int,
-        memory: str,
-        wanted: Callable[[str, torch.device], bool] = plans_pay,
+        self, rows: int, memory: str, wanted: Callable[[str, torch.device], bool] = plans_pay
     ) -> None:
         self.wanted = wanted
         self._rows = rows
-        self._memory = memory
-        self._closed = False
+        self._memory: str | None = memory
         self._batches: tuple[_Batch, ...] = ()
 
     def __len__(self) -> int:
@@ -104,34 +89,24 @@ class PlanMemo:
         asker: Hashable = None,
         step: int = 0,
     ) -> tuple[Tensor, Plan | None]:
-        """The ids of a batch, as flat_index takes them, and their plan, new if it is not known yet.
+        """The ids of a batch, as flat_index gives them, and their plan, new if it is not known yet.
 
         Ids from the CPU are compared by content with a copy of the last ones. Ids on a GPU are
         never waited for: they must be the same tensors, of the same version. Bad ids get no plan if
         they are from the CPU, so that the op that is called next refuses them, and a plan that
         makes it refuse them if they are on the GPU.
 
-        Args:
-            positives: ids in any form that flat_index takes.
-            negatives: more of them, or None.
-            device: where the rows are worked on.
-            asker: who asks. One plan of ids on a GPU serves each asker with rising steps only: the
-                next batch may lie in the same tensors, written in a way that torch does not see.
-            step: 0 for the first use of a batch, 1 for the next.
-
-        Returns:
-            The flattened ids and the plan, both on `device`; or what flat_index gives, and None
-            where a plan is not wanted or not possible.
+        `device` is where the rows are worked on, `step` 0 for an asker's first use of a batch.
         """
-        if self._closed or not self.wanted(self._memory, device):
+        if self._memory is None or not self.wanted(self._memory, device):
             return flat_index(positives, negatives, device), None
         parts = [part for part in (positives, negatives) if part is not None]
-        unread = bool(parts) and all(map(batch_ids.on_gpu, parts))
+        unread = all(map(batch_ids.on_gpu, parts))
         given: Any = parts if unread else [flat_index(positives, negatives, device)]
-        place = (device, _stream(device))
-        known = [each for each in self._batches if each.is_of(place, given, unread)]
+        place = (device, _stream(device), unread)
+        known = [each for each in self._batches if each.is_of(place, given)]
         for batch in known:
-            if batch.serves(asker, step):
+            if not unread or step > batch.steps.get(asker, -1):
                 batch.steps[asker] = step
                 return batch.index, batch.plan
         index = flat_index(positives, negatives, device) if unread else given[0]
@@ -139,22 +114,20 @@ class PlanMemo:
             return index, None
         # An inference tensor does not count its versions; of mixed parts no tensor can be kept.
         known_again = not any(ids.is_inference() for ids in given) if unread else index.is_cpu
-        seen = [SeenIds(ids, device, unread=unread) for ids in given] if known_again else []
-        if seen and not unread:
+        if not known_again:
+            return index, plan_rows(index, self._rows)
+        seen = [SeenIds(ids, device, unread=unread) for ids in given]
+        if not unread:
             index = seen[0].values.to(device, non_blocking=device.type == "cuda")
-        plan = plan_rows(index, self._rows)
-        if seen:
-            made = _Batch(place, index, plan, seen, unread, {asker: step})
-            others = [each for each in self._batches if each not in known]
-            self._batches = (made, *others)[:_BATCHES]
-        return index, plan
+        made = _Batch(place, seen, index, plan_rows(index, self._rows), {asker: step})
+        others = [each for each in self._batches if each not in known]
+        self._batches = (made, *others)[:_BATCHES]
+        return index, made.plan
 
     def _can_plan(self, index: Tensor) -> bool:
-        if not 0 < index.numel() < _MOST_IDS:
-            return False
-        return all_within(index, self._rows) if index.is_cpu else index.is_cuda
+        known_good = all_within(index, self._rows) if index.is_cpu else index.is_cuda
+        return index.numel() > 0 and known_good
 
     def close(self) -> None:
         """Forgets all plans and makes no more."""
-        self._closed = True
-        self._batches = ()
+        self._memory, self._batches = None, ()

@@ -17,36 +17,27 @@ from torch import Tensor
 
 from speedtorch.ops.shapes import check_dtype, row_shape
 
-__all__ = ["Field", "Record", "lay_out", "weight_and_state"]
+__all__ = ["Fields", "lay_out", "weight_and_state"]
 
-
-class Field(NamedTuple):
-    """One field of a record: a row's shape and dtype, and bytes from the start of the record."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
+Fields = Mapping[str, tuple[int | Sequence[int], torch.dtype]]
+"""Name to (row shape, dtype)."""
 
 
 class Record(NamedTuple):
-    """The layout of one row's record."""
+    """Fields in their given order, where each begins, and the dtype that all share."""
 
-    fields: dict[str, Field]
-    """In their given order."""
+    fields: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    offsets: dict[str, int]
     record_bytes: int
-    """From one record to the next."""
     dtype: torch.dtype | None
-    """The dtype that all fields share."""
 
     def rows_of(self, data: Tensor, rows: int, name: str) -> Tensor:
         """One field of all rows, `[rows, *shape]`, a strided view of `data` (uint8, 1-D)."""
-        field = self.fields[name]
-        size = field.dtype.itemsize
-        steps = [math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape))]
-        strides = (self.record_bytes // size, *steps)
-        return data.view(field.dtype).as_strided(
-            (rows, *field.shape), strides, field.offset // size
-        )
+        shape, dtype = self.fields[name]
+        steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        strides = (self.record_bytes // dtype.itemsize, *steps)
+        offset = self.offsets[name] // dtype.itemsize
+        return data.view(dtype).as_strided((rows, *shape), strides, offset)
 
     def records_of(self, data: Tensor, rows: int) -> Tensor:
         """All fields of all rows, `[rows, columns]` of the shared dtype, or else uint8."""
@@ -55,22 +46,17 @@ class Record(NamedTuple):
 
 
 def weight_and_state(
-    dim: int | Sequence[int],
-    dtype: torch.dtype,
-    state: Iterable[str] | Mapping[str, tuple[int | Sequence[int], torch.dtype]],
+    dim: int | Sequence[int], dtype: torch.dtype, state: Iterable[str] | Fields
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """The fields of a weight and of what an optimizer remembers about it; see HostTable."""
     shape = row_shape(dim)
     if isinstance(state, str):
         raise TypeError(f"state: expected several names, got one string; write ({state!r},)")
-    if isinstance(state, Mapping):
-        listed = [
-            (name, row_shape(s, f"state {name!r}"), d) for name, s, d in _pairs("state", state)
-        ]
-    elif not isinstance(state, Iterable):
+    if not isinstance(state, Iterable):
         raise TypeError(f"state: expected names or a mapping of them, got {state!r}")
-    else:
-        listed = [(name, shape, dtype) for name in state]
+    listed = [(name, shape, dtype) for name in state]
+    if isinstance(state, Mapping):
+        listed = list(_triples("state", state))
     fields = {"weight": (shape, dtype)}
     for name, its_shape, its_dtype in listed:
         if name in fields:
@@ -79,37 +65,33 @@ def weight_and_state(
     return fields
 
 
-def lay_out(fields: Mapping[str, tuple[int | Sequence[int], torch.dtype]]) -> Record:
-    """Places fields, name to (row shape, dtype), in a record."""
+def lay_out(fields: Fields) -> Record:
+    """Places fields in a record."""
     if not fields:
         raise ValueError("fields: a table needs at least one field")
-    placed: dict[str, Field] = {}
-    for name, shape, dtype in _pairs("field", fields):
-        _check_name(name)
-        placed[name] = Field(row_shape(shape, f"field {name!r}"), dtype, 0)
+    placed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, shape, dtype in _triples("field", fields):
+        if not isinstance(name, str):
+            raise TypeError(f"fields: names are strings, got {name!r}")
+        if not name or not name.isprintable() or set(name) & set("/\\") or name == "__metadata__":
+            raise ValueError(
+                f"fields: {name!r} cannot name a field: printable characters but / and \\ can, and"
+                " '__metadata__' is taken"
+            )
         check_dtype(f"field {name!r}", dtype)
-    end = 0
-    for name, field in sorted(placed.items(), key=lambda item: -item[1].dtype.itemsize):
-        placed[name] = field._replace(offset=end)
-        end += math.prod(field.shape) * field.dtype.itemsize
-    dtypes = {field.dtype for field in placed.values()}
+        placed[name] = (shape, dtype)
+    end, offsets = 0, {}
+    for name, (shape, dtype) in sorted(placed.items(), key=lambda item: -item[1][1].itemsize):
+        offsets[name] = end
+        end += math.prod(shape) * dtype.itemsize
+    dtypes = {dtype for _, dtype in placed.values()}
     largest = max(dtype.itemsize for dtype in dtypes)
     shared = dtypes.pop() if len(dtypes) == 1 else None
-    return Record(placed, -(-end // largest) * largest, shared)
+    return Record(placed, offsets, -(-end // largest) * largest, shared)
 
 
-def _pairs(what: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _triples(what: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], Any]]:
     for name, pair in fields.items():
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise TypeError(f"{what} {name!r}: expected (row shape, dtype), got {pair!r}")
-        yield name, *pair
-
-
-def _check_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"fields: names are strings, got {name!r}")
-    if not name or not name.isprintable() or set(name) & set("/\\") or name == "__metadata__":
-        raise ValueError(
-            f"fields: {name!r} cannot name a field: printable characters but / and \\ can, and "
-            "'__metadata__' is taken"
-        )
+        yield name, row_shape(pair[0], f"{what} {name!r}"), pair[1]

@@ -7,7 +7,6 @@ and the block's number. Within a block, pieces are so small that torch works on 
 from __future__ import annotations
 
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from speedtorch.torch_internals import TorchDispatchMode, schema_name, tree_leaves
 
-__all__ = ["draw_rows", "fill_rows", "row_for"]
+__all__ = ["draw_rows", "fill_rows"]
 
 # A block is one task of one thread: 4 MiB of float32.
 _BLOCK_ELEMENTS = 1 << 20
@@ -34,8 +33,9 @@ _BAR_AFTER_SECONDS = 2.0
 _KNOWN = (torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
 
 
-def fill_rows(field: Tensor, row: Tensor, *, progress: bool | None = None) -> None:
-    """Copies one row of the field's dtype to all, bit for bit."""
+def fill_rows(field: Tensor, name: str, value: Any, progress: bool | None) -> None:
+    """Copies a number, or one row, to all rows; see HostTable.fill_."""
+    row = _row_for(field, name, value)
 
     def work(rows: Tensor, block: int) -> None:
         for piece in _pieces(rows):
@@ -47,42 +47,40 @@ def fill_rows(field: Tensor, row: Tensor, *, progress: bool | None = None) -> No
 def draw_rows(
     field: Tensor,
     function: Callable[..., object],
-    *args: Any,
-    seed: int | None = None,
-    progress: bool | None = None,
-    **kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    seed: int | None,
+    progress: bool | None,
 ) -> None:
-    """Runs an initialiser of torch's, or one like it, over all rows; see HostTable.init_.
-
-    Functions that treat all elements alike, once they know the tensor's shape (uniform_, normal_,
-    trunc_normal_, xavier_..., kaiming_..., constant_, ...) run in parallel, with a few MB of extra
-    memory. Those that look at the whole (orthogonal_, eye_, dirac_, sparse_) run once, on a copy of
-    the field.
-    """
+    """Runs an initialiser of torch's, or one like it, over all rows; see HostTable.init_."""
     if "generator" in kwargs:
         raise TypeError("generator: every block of rows has its own; give seed= instead")
     if seed is None:
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     elif isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise TypeError(f"seed: expected an int, got {seed!r}")
-    seed = int(seed)
     if field.numel() == 0:
         return
     # torch has no random float8: drawn as float32, then rounded.
     small = field.dtype.is_floating_point and field.dtype.itemsize == 1
     dtype = torch.float32 if small else field.dtype
-    values = torch.zeros(1, dtype=dtype, device="cpu")
     if function in _KNOWN:
         steps = [_Step(function, args, kwargs, random=True, overwrites=True)]
     else:
-        steps = _elementwise_steps(values.expand(field.shape), function, args, kwargs)
+        # Asked of a tensor of the full shape, on which xavier's bounds depend, that holds a single
+        # element; nothing is computed.
+        target = torch.zeros(1, dtype=dtype, device="cpu").expand(field.shape)
+        recorder = _Recorder(target)
+        with suppress(_NotElementwiseError), torch.no_grad(), recorder:
+            function(target, *args, **kwargs)
+        steps = recorder.steps
     continuous = field.dtype.is_floating_point or field.dtype.is_complex
     if any(step.random for step in steps) and not continuous:
         raise ValueError(f"random numbers need a floating or complex field, this has {field.dtype}")
     if steps:
-        _draw_elements(field, values.dtype, steps, seed, progress)
+        _draw_elements(field, dtype, steps, int(seed), progress)
     else:
-        _draw_whole(field, values.dtype, lambda rows: function(rows, *args, **kwargs), seed)
+        _draw_whole(field, dtype, lambda rows: function(rows, *args, **kwargs), int(seed))
 
 
 class _Step(NamedTuple):
@@ -104,7 +102,7 @@ class _NotElementwiseError(Exception):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the in-place calls on one tensor instead of making them."""
+    """Notes the in-place calls on one tensor instead of making them, or none if it cannot."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -114,35 +112,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Tensor:
-        kwargs = {} if kwargs is None else kwargs
         random = torch.Tag.nondeterministic_seeded in func.tags
         fills = func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
         alike = random or fills or torch.Tag.pointwise in func.tags
         others = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args[1:], kwargs)))
         in_place = bool(args) and args[0] is self._target and schema_name(func).endswith("_")
         if not (alike and in_place) or others:
+            self.steps.clear()
             raise _NotElementwiseError
         # dropout_ and its like are random and read what was there.
         overwrites = fills or (random and torch.Tag.pointwise not in func.tags)
-        self.steps.append(_Step(func, args[1:], kwargs, random, overwrites))
+        self.steps.append(_Step(func, args[1:], kwargs or {}, random, overwrites))
         return self._target
-
-
-def _elementwise_steps(
-    target: Tensor, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[_Step]:
-    """What the function does to a tensor of the field's shape; [] if that cannot be cut up.
-
-    Asked of a tensor of the full shape, because xavier's bounds depend on it, that holds a single
-    element; nothing is computed.
-    """
-    recorder = _Recorder(target)
-    try:
-        with torch.no_grad(), recorder:
-            function(target, *args, **kwargs)
-    except _NotElementwiseError:
-        return []
-    return recorder.steps
 
 
 def _draw_elements(
@@ -159,9 +140,9 @@ def _draw_elements(
             values = buffer[: piece.numel()]
             if not steps[0].overwrites:
                 values.view(piece.shape).copy_(piece)
-            for start in range(0, len(values), _PIECE_ELEMENTS):
+            for part in torch.split(values, _PIECE_ELEMENTS):
                 for step in steps:
-                    step(values[start : start + _PIECE_ELEMENTS], generator)
+                    step(part, generator)
             piece.copy_(values.view(piece.shape))
 
     _in_parallel(field, work, progress)
@@ -208,7 +189,6 @@ def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: b
             unit="row",
             unit_scale=True,
             leave=False,
-            file=sys.stderr,
             disable=progress is False,
             delay=0.0 if progress else _BAR_AFTER_SECONDS,
         ) as bar,
@@ -235,18 +215,15 @@ def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: b
             raise
 
 
-def row_for(rows: Tensor, name: str, value: Any) -> Tensor:
+def _row_for(rows: Tensor, name: str, value: Any) -> Tensor:
     """A number, or a row, as a row or a number of a field: of its dtype, beside its rows."""
     try:
-        given = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+        # As NumPy's, since torch takes Python's floats for float32, where some are infinite.
+        given = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
     except (RuntimeError, TypeError) as error:
         raise TypeError(f"fill_: expected a number or a row of them, got {value!r}") from error
     if given.layout != torch.strided:
         raise TypeError(f"fill_: expected a dense row, got {given.layout}")
-    if not isinstance(value, Tensor) and given.dtype in (torch.float32, torch.complex64):
-        # Python's numbers have 64 bits; as float32 some would be infinite already.
-        wide = torch.complex128 if given.dtype.is_complex else torch.float64
-        given = torch.as_tensor(value, dtype=wide, device="cpu")
     if given.ndim and given.shape != rows.shape[1:]:
         raise ValueError(
             f"fill_: a row of {name!r} has the shape {tuple(rows.shape[1:])}, got "

@@ -12,8 +12,8 @@ from speedtorch.table.record_layout import lay_out, row_shape, weight_and_state
 
 
 def offsets(fields: dict[str, Any]) -> dict[str, int]:
-    """Byte offsets of the fields in their given order."""
-    return {name: field.offset for name, field in lay_out(fields).fields.items()}
+    """Byte offsets of the fields."""
+    return lay_out(fields).offsets
 
 
 def test_fields_of_one_dtype_lie_in_their_order_without_padding() -> None:
