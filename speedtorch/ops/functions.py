@@ -2,11 +2,8 @@
 
 The kernels are in the library `speedtorch._C`; importing it registers `torch.ops.speedtorch.*`. The
 functions here are those ops with defaults and keywords. They run on torch's current stream and
-synchronise nothing, unless a table lies in pageable memory and the other tensors on a GPU.
-
-Ids that lie on the CPU are checked before anything moves. Ids on a GPU are checked there: an op
-that finds a bad one moves no row (a gather gives zeros), and the first later call that sees it
-raises `IndexError`, at the latest `synchronize`.
+synchronise nothing, unless a table lies in pageable memory and the other tensors on a GPU. Ids on
+the CPU are checked before anything moves; those on a GPU as `synchronize` says.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +28,6 @@ __all__ = [
     "sum_rows",
     "synchronize",
 ]
-
 
 try:
     from speedtorch import _C  # type: ignore[attr-defined]  # noqa: F401
@@ -52,10 +49,14 @@ _ops = torch.ops.speedtorch
 atexit.register(_ops.stop)
 
 
-def _tell_of_memory(error: RuntimeError) -> None:
-    """Raises torch's own error where memory ran out, which the library cannot throw."""
-    if ": out of memory: " in str(error):
-        raise torch.OutOfMemoryError(str(error)) from None
+def _call(op: Any, *args: object) -> Any:
+    """What an op returns. Memory that ran out is torch's own error, which no library can throw."""
+    try:
+        return op(*args)
+    except RuntimeError as error:
+        if ": out of memory: " in str(error):
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
 
 
 def not_ids(name: str, given: object) -> TypeError:
@@ -103,11 +104,7 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
     """
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
-    try:
-        plan: list[Tensor] = _ops.plan_rows(index, rows)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    plan: list[Tensor] = _call(_ops.plan_rows, index, rows)
     return plan
 
 
@@ -151,35 +148,27 @@ def pinned_gather(
             "pinned_gather: forward-mode gradients are not supported; use reverse mode, or "
             "torch.nn.functional.embedding"
         )
+    if out is not None:
+        _check_written("pinned_gather", "out", out)
+        with torch.no_grad():
+            if plan is None:
+                _call(_ops.pinned_gather.out, table, index, out)
+            else:
+                _call(_ops.pinned_gather.planned_out, table, index, list(plan), out)
+        return out
     rows: Tensor
-    try:
-        if out is not None:
-            rows = out
-            _check_written("pinned_gather", "out", out)
-            with torch.no_grad():
-                if plan is None:
-                    _ops.pinned_gather.out(table, index, out)
-                else:
-                    _ops.pinned_gather.planned_out(table, index, list(plan), out)
-        elif plan is not None:
-            rows = _ops.pinned_gather.planned(table, index, list(plan))
-        elif table.requires_grad:
-            rows = _ops.pinned_gather(table, index)
-        else:
-            rows = _ops.pinned_gather_detached(table, index)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    if plan is not None:
+        rows = _call(_ops.pinned_gather.planned, table, index, list(plan))
+    elif table.requires_grad:
+        rows = _call(_ops.pinned_gather, table, index)
+    else:
+        rows = _call(_ops.pinned_gather_detached, table, index)
     return rows
 
 
 def gather_detached(table: Tensor, index: Tensor) -> Tensor:
     """pinned_gather for who makes its arguments itself: a tensor of ids, no gradients."""
-    try:
-        rows: Tensor = _ops.pinned_gather_detached(table, index)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    rows: Tensor = _call(_ops.pinned_gather_detached, table, index)
     return rows
 
 
@@ -220,15 +209,11 @@ def pinned_scatter(
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
     _check_written("pinned_scatter", "table", table)
-    try:
-        with torch.no_grad():
-            if plan is None:
-                _ops.pinned_scatter(table, index, src, accumulate)
-            else:
-                _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    with torch.no_grad():
+        if plan is None:
+            _call(_ops.pinned_scatter, table, index, src, accumulate)
+        else:
+            _call(_ops.pinned_scatter.planned, table, index, src, list(plan), accumulate)
 
 
 def pinned_copy(dst: Tensor, src: Tensor) -> None:
@@ -253,12 +238,8 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
         [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     """
     _check_written("pinned_copy", "dst", dst)
-    try:
-        with torch.no_grad():
-            _ops.pinned_copy(dst, src)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    with torch.no_grad():
+        _call(_ops.pinned_copy, dst, src)
 
 
 def swap_placed(
@@ -271,13 +252,8 @@ def swap_placed(
     load_places: Tensor,
 ) -> None:
     """optimizer_state_swap with places, for who makes its arguments itself: lists, no gradients."""
-    try:
-        _ops.optimizer_state_swap.placed(
-            host, leaving, evict, evict_places, arriving, load, load_places
-        )
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    swap = _ops.optimizer_state_swap.placed
+    _call(swap, host, leaving, evict, evict_places, arriving, load, load_places)
 
 
 def optimizer_state_swap(
@@ -335,27 +311,17 @@ def optimizer_state_swap(
         for k, field in enumerate(fields):
             _check_written("optimizer_state_swap", f"{name}[{k}]", field)
     host, leaving, arriving = list(host), list(leaving), list(arriving)
-    try:
-        with torch.no_grad():
-            if evict_places is not None or load_places is not None:
-                if evict_places is None or load_places is None or evict_plan or load_plan:
-                    raise ValueError(
-                        "optimizer_state_swap: evict_places and load_places go together, and with"
-                        " no plan"
-                    )
-                _ops.optimizer_state_swap.placed(
-                    host, leaving, evict, evict_places, arriving, load, load_places
-                )
-            elif evict_plan is None and load_plan is None:
-                _ops.optimizer_state_swap(host, leaving, evict, arriving, load)
-            else:
-                plans = list(evict_plan or ()), list(load_plan or ())
-                _ops.optimizer_state_swap.planned(
-                    host, leaving, evict, plans[0], arriving, load, plans[1]
-                )
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    with torch.no_grad():
+        if evict_places is None and load_places is None:
+            plans = list(evict_plan or ()), list(load_plan or ())
+            swap = _ops.optimizer_state_swap.planned
+            _call(swap, host, leaving, evict, plans[0], arriving, load, plans[1])
+        elif evict_places is None or load_places is None or evict_plan or load_plan:
+            raise ValueError(
+                "optimizer_state_swap: evict_places and load_places go together, and with no plan"
+            )
+        else:
+            swap_placed(host, leaving, evict, evict_places, arriving, load, load_places)
 
 
 def sum_rows(
@@ -394,11 +360,7 @@ def sum_rows(
     """
     if distinct is None:
         distinct = int(plan[4][3])
-    try:
-        summed: Tensor = _ops.sum_rows(rows, list(plan), table_rows, begin, distinct)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    summed: Tensor = _call(_ops.sum_rows, rows, list(plan), table_rows, begin, distinct)
     return summed
 
 
