@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import speedtorch.ops.functions  # noqa: F401  (registers the ops)
+from speedtorch.ops.functions import _ops
 from speedtorch.ops.shapes import check_dtype, check_span, row_shape
 
 __all__ = [
@@ -35,12 +35,10 @@ __all__ = [
     "unpin_memory_",
 ]
 
-# The library's numbers for the kinds (MemoryKind in csrc/memory/host_memory.h).
-KINDS = {"plain": 0, "registered": 1, "managed": 2}
-HOST_KINDS = ("auto", *KINDS)
+# As the library numbers them (MemoryKind in csrc/memory/host_memory.h); the first three it makes.
 KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")
+HOST_KINDS: tuple[str, ...] = ("auto", *KIND_NAMES[:3])
 
-_ops = torch.ops.speedtorch
 # By id() of the tensor object, as tensors do not compare as keys must: what undoes the pinning when
 # the object dies, and the library's number of it.
 _pinned: dict[int, tuple[weakref.finalize[[int], Tensor], int]] = {}
@@ -51,26 +49,11 @@ def is_checked() -> bool:
     return os.environ.get("SPEEDTORCH_MEMORY_CHECK", "1") != "0"
 
 
-def _allocate(nbytes: int, memory: str) -> Tensor:
-    """uint8 tensor of zeros; `auto` takes the fastest kind that this machine has."""
-    if memory in KINDS:
-        made: Tensor = _ops.host_empty(nbytes, KINDS[memory], is_checked())
-        return made
-    if memory != "auto":
-        raise ValueError(
-            f"memory must be 'auto', 'managed', 'registered' or 'plain', got {memory!r}"
-        )
+def default_kind() -> str:
+    """What "auto" stands for: the fastest kind that this machine has."""
     if _ops.managed_supported():
-        return _allocate(nbytes, "managed")
-    if not (_ops.built_with_cuda() and torch.cuda.is_available()):
-        return _allocate(nbytes, "plain")
-    try:
-        return _allocate(nbytes, "registered")
-    except RuntimeError as error:
-        warnings.warn(
-            f"this table is not pinned, so the GPU reaches it more slowly: {error}", stacklevel=3
-        )
-        return _allocate(nbytes, "plain")
+        return "managed"
+    return "registered" if _ops.built_with_cuda() and torch.cuda.is_available() else "plain"
 
 
 def empty(
@@ -105,7 +88,22 @@ def empty(
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes > torch.iinfo(torch.int64).max:
         raise MemoryError(f"host memory: {nbytes} bytes asked for, more than can be addressed")
-    return _allocate(nbytes, memory).view(dtype).view(shape)
+    if memory not in HOST_KINDS:
+        raise ValueError(
+            f"memory must be 'auto', 'managed', 'registered' or 'plain', got {memory!r}"
+        )
+    kind = default_kind() if memory == "auto" else memory
+    made: Tensor
+    try:
+        made = _ops.host_empty(nbytes, KIND_NAMES.index(kind), is_checked())
+    except RuntimeError as error:
+        if (memory, kind) != ("auto", "registered"):
+            raise
+        warnings.warn(
+            f"this table is not pinned, so the GPU reaches it more slowly: {error}", stacklevel=2
+        )
+        made = _ops.host_empty(nbytes, KIND_NAMES.index("plain"), is_checked())
+    return made.view(dtype).view(shape)
 
 
 def _tensor_died(key: int) -> None:
@@ -194,8 +192,7 @@ def memory_stats() -> dict[str, int]:
         >>> sorted(memory_stats())
         ['captured', 'managed', 'plain', 'registered']
     """
-    plain, registered, managed, captured = _ops.memory_stats().tolist()
-    return {"plain": plain, "registered": registered, "managed": managed, "captured": captured}
+    return dict(zip((*KIND_NAMES[:3], "captured"), _ops.memory_stats().tolist(), strict=True))
 
 
 def available_bytes() -> int:

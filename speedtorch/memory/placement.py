@@ -14,8 +14,7 @@ from speedtorch.ops.functions import synchronize
 
 __all__ = ["Placement", "check_kind"]
 
-_KINDS = ("auto", "managed", "registered", "plain", "cuda", "file")
-_LARGEST = 2**63 - 1
+_KINDS = (*host_memory.HOST_KINDS, "cuda", "file")
 
 
 def check_kind(
@@ -51,7 +50,7 @@ class Placement:
         path: str | os.PathLike[str] | None = None,
     ) -> None:
         check_kind(kind, device, path)
-        if count > _LARGEST:
+        if count >= 2**63:
             raise ValueError(f"rows: {count:,} bytes are more than any memory has (2^63 - 1)")
         self.memory = kind
         self.path: str | None = None
@@ -88,7 +87,6 @@ class Placement:
         """Lets the memory go once no tensor uses it, also if a captured CUDA graph still does."""
         if self._descriptor is not None:
             self._closer()
-            self._descriptor = None
         elif self.memory != "cuda":
             host_memory.release(self.data)
 

@@ -9,12 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Indexes",
-    "all_within",
-    "flat_index",
-    "on_gpu",
-]
+__all__ = ["Indexes", "all_within", "flat_index", "on_gpu"]
 
 Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
 

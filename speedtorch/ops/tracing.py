@@ -5,7 +5,7 @@ Importing this registers them; functions.py has loaded the library that holds th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,23 +16,22 @@ from speedtorch.ops import functions  # noqa: F401
 
 __all__: list[str] = []
 
-STATUS_FIELDS = 8
-
 
 def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
     count = index.numel()
-    lengths = (count, count, count, count + 1, STATUS_FIELDS)
+    lengths = (count, count, count, count + 1, 8)
     return [index.new_empty(length, dtype=torch.int64) for length in lengths]
 
 
-def _refuse_meta_mix(tensors: Iterable[Tensor]) -> None:
-    """A meta tensor has no rows to move to or from a real one."""
-    if len({tensor.is_meta for tensor in tensors}) > 1:
+def _refuse_meta_mix(*args: Any, **kwargs: object) -> None:
+    """Fake kernel of ops that return nothing; a meta tensor has no rows for a real one."""
+    parts = (part if isinstance(part, list | tuple) else (part,) for part in args)
+    if len({each.is_meta for part in parts for each in part if isinstance(each, Tensor)}) > 1:
         raise ValueError("speedtorch: meta tensors cannot be mixed with real ones in one op")
 
 
-def _pinned_gather_fake(table: Tensor, index: Tensor, plan: Sequence[Tensor] = ()) -> Tensor:
-    _refuse_meta_mix((table, index))
+def _pinned_gather_fake(table: Tensor, index: Tensor, plan: object = None) -> Tensor:
+    _refuse_meta_mix(table, index)
     return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
 
 
@@ -49,27 +48,21 @@ def _compare_rows_fake(
     return [named.new_empty(length) for length in lengths]
 
 
-def _writes_its_arguments(*args: Any, **kwargs: object) -> None:
-    """Fake kernel of the ops that return nothing."""
-    parts = (part if isinstance(part, list | tuple) else (part,) for part in args)
-    _refuse_meta_mix(each for part in parts for each in part if isinstance(each, Tensor))
-
-
 _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "plan_rows": _plan_rows_fake,
     "pinned_gather": _pinned_gather_fake,
     "pinned_gather_detached": _pinned_gather_fake,
-    "pinned_gather.out": _writes_its_arguments,
+    "pinned_gather.out": _refuse_meta_mix,
     "pinned_gather.planned": _pinned_gather_fake,
-    "pinned_gather.planned_out": _writes_its_arguments,
+    "pinned_gather.planned_out": _refuse_meta_mix,
     "sum_rows": _sum_rows_fake,
     "compare_rows": _compare_rows_fake,
-    "pinned_copy": _writes_its_arguments,
-    "pinned_scatter": _writes_its_arguments,
-    "pinned_scatter.planned": _writes_its_arguments,
-    "optimizer_state_swap": _writes_its_arguments,
-    "optimizer_state_swap.planned": _writes_its_arguments,
-    "optimizer_state_swap.placed": _writes_its_arguments,
+    "pinned_copy": _refuse_meta_mix,
+    "pinned_scatter": _refuse_meta_mix,
+    "pinned_scatter.planned": _refuse_meta_mix,
+    "optimizer_state_swap": _refuse_meta_mix,
+    "optimizer_state_swap.planned": _refuse_meta_mix,
+    "optimizer_state_swap.placed": _refuse_meta_mix,
 }
 for _name, _kernel in _FAKE_KERNELS.items():
     torch.library.register_fake(f"speedtorch::{_name}", _kernel)
