@@ -145,7 +145,12 @@ def load_costs() -> bool:
     if path is None:
         return False
     try:
-        figures = _read(path)
+        with open_to_read(path) as (read, size):  # which may hold anything, and be no file at all
+            if size > _MOST_FILE_BYTES:
+                raise ValueError(f"{size:,} bytes; figures take {_MOST_FILE_BYTES:,} at most")
+            text = bytearray(size)
+            read(memoryview(text), 0)
+        figures = json.loads(text)
         if figures["version"] != VERSION:
             return False
         if figures["gpu"] != gpu:
@@ -157,16 +162,6 @@ def load_costs() -> bool:
         _log.warning("%s is not used (%s); speedtorch.calibrate() writes it anew", path, error)
         return False
     return True
-
-
-def _read(path: Path) -> Any:
-    """What a file says, which may be anything, and no file at all."""
-    with open_to_read(path) as (read, size):
-        if size > _MOST_FILE_BYTES:
-            raise ValueError(f"{size:,} bytes, of which figures take {_MOST_FILE_BYTES:,} at most")
-        text = bytearray(size)
-        read(memoryview(text), 0)
-    return json.loads(text)
 
 
 def _use(costs: Any) -> None:
@@ -189,30 +184,25 @@ def _steps() -> Iterator[Callable[[Tensor], None]]:
         yield partial(_measure_moves, kind=kind)
 
 
-def _microseconds(run: Callable[[Tensor], object], inputs: list[Tensor]) -> float:
-    """Median time of one call on the GPU, each with an input of its own."""
+def _microseconds(run: Callable[[Tensor], object], rows: int = 1, count: int = 1) -> float:
+    """Median time of one call on the GPU, each with ids of its own."""
     times: list[float] = []
-    for each in inputs:
+    for ids in torch.randint(rows, (_REPETITIONS + 1, count), device="cuda"):
         start, stop = (torch.Event("cuda", enable_timing=True) for _ in range(2))
         start.record()
-        run(each)
+        run(ids)
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3)
     return statistics.median(times[1:])
 
 
-def _fresh_ids(rows: int, count: int) -> list[Tensor]:
-    return [torch.randint(rows, (count,), device="cuda") for _ in range(_REPETITIONS + 1)]
-
-
 def _measure_link(costs: Tensor) -> None:
     host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
-    for at, (target, source) in enumerate(((device, host), (host, device))):
-        copies = [source] * (_REPETITIONS + 1)
-        us = _microseconds(partial(target.copy_, non_blocking=True), copies)
-        costs[-2 + at] = host.numel() / us / 1e3
+    into = _microseconds(lambda _: device.copy_(host, non_blocking=True))
+    back = _microseconds(lambda _: host.copy_(device, non_blocking=True))
+    costs[-2:] = host.numel() / costs.new_tensor([into, back]) / 1e3
 
 
 def _measure_planning(costs: Tensor) -> None:
@@ -222,8 +212,7 @@ def _measure_planning(costs: Tensor) -> None:
 
     def time_of(path: str, count: int) -> float:
         with forced_path(path):
-            ids = _fresh_ids(table.shape[0], count)
-            return _microseconds(partial(pinned_gather, table), ids)
+            return _microseconds(partial(pinned_gather, table), table.shape[0], count)
 
     moving = {count: time_of("direct", count) for count in (few, many)}
     for at, path in ((-6, "distinct"), (-4, "ordered")):
@@ -243,14 +232,12 @@ def _measure_moves(costs: Tensor, kind: int) -> None:
     for length, row_bytes in enumerate(_ROW_BYTES):
         table = whole[: whole.numel() // row_bytes * row_bytes].view(-1, row_bytes)
         rows = torch.zeros(_BATCH, row_bytes, dtype=torch.uint8, device="cuda")
-        works: tuple[Callable[[Tensor], object], ...] = (
-            partial(pinned_gather, table, out=rows),
-            partial(pinned_scatter, table, src=rows),
-        )
-        for direction, work in enumerate(works):
+        gather = partial(pinned_gather, table, out=rows)
+        scatter = partial(pinned_scatter, table, src=rows)
+        for direction, work in enumerate[Callable[[Tensor], object]]((gather, scatter)):
             for order, path in enumerate(("distinct", "ordered")):
                 with forced_path(path):
-                    us = _microseconds(work, _fresh_ids(table.shape[0], _BATCH))
+                    us = _microseconds(work, table.shape[0], _BATCH)
                 # What comes before takes at most half of it, however badly that was measured.
                 moving_us = max(us - before_us[order], us / 2)
                 row_ns[kind, direction, order, length] = moving_us * 1e3 / _BATCH

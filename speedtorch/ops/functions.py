@@ -33,15 +33,10 @@ try:
     from speedtorch import _C  # type: ignore[attr-defined]  # noqa: F401
 except ImportError as error:
     built = sorted(Path(__file__).parents[1].glob("_C*.so"))
-    if not built:
-        raise ImportError(
-            "speedtorch: its library is not built; run `make setup` or `pip install "
-            "--no-build-isolation .` in a checkout"
-        ) from None
+    why = f"({error}): {built[0]}. It needs torch >= 2.11" if built else "as it is not built"
     raise ImportError(
-        f"speedtorch: its library does not load beside torch {torch.__version__} ({error}). "
-        f"Library: {built[0]}. It needs torch >= 2.11; build it with "
-        "`pip install --no-build-isolation .` in a checkout."
+        f"speedtorch: its library does not load beside torch {torch.__version__} {why}; run"
+        " `make setup` or `pip install --no-build-isolation .` in a checkout"
     ) from error
 
 _ops = torch.ops.speedtorch
