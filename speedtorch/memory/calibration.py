@@ -61,8 +61,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
     """Measures what moving rows costs on this machine, and keeps it in the user's cache folder.
 
     Takes a few seconds, up to 8 GiB of host memory and 0.5 GiB on the current GPU. From then on, in
-    this process and in later ones, ops choose their paths by these figures. Nothing needs it: the
-    figures of an H200 serve without it.
+    later processes too, ops choose their paths by these figures, without them by an H200's.
 
     Args:
         progress: show a progress bar.
@@ -95,10 +94,9 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
 
 
 def calibrate_once(nbytes: int) -> None:
-    """Calibrates before the first large table is made on this machine; never fails.
+    """Calibrates before the first large table of a machine is made, unless it cannot; never fails.
 
-    Does nothing where figures are there already, where they could not be kept, while another
-    process is at it or a CUDA graph is captured, and with SPEEDTORCH_CALIBRATE=0.
+    With SPEEDTORCH_CALIBRATE=0, or while a CUDA graph is captured, it does nothing.
     """
     if nbytes < WORTH_BYTES or os.environ.get("SPEEDTORCH_CALIBRATE") == "0":
         return

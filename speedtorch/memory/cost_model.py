@@ -1,8 +1,6 @@
 """Which path an op takes, why, and how fast it should be; and what steers the choice.
 
-The choice itself is made in the library (csrc/move/cost_model.h) from the times that moving one row
-takes here, which `speedtorch.calibrate` measures once per machine and keeps in the user's cache
-folder.
+The library chooses (csrc/move/cost_model.h) by the times that calibration.py measures.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 Three kinds, each an ordinary CPU tensor:
 
-- *managed* (CUDA managed memory that prefers the CPU and is accessed by the GPU): kernels read and
-  write it at the link's speed in any order, because the GPU maps it in large pages. It must not be
-  touched in a forked child.
-- *registered* (memory of this process that is pinned with cudaHostRegister): works wherever a GPU
-  is, and is safe to fork (a DataLoader worker whose dataset holds the table, for instance).
+- *managed* (CUDA's, which prefers the CPU): a GPU maps it in large pages, so that kernels read and
+  write it at the link's speed in any order. It must not be touched in a forked child.
+- *registered* (this process's, pinned): works wherever a GPU is, and is safe to fork.
 - *plain*: not pinned; what a machine without a GPU uses.
 """
 

@@ -108,10 +108,9 @@ def pinned_gather(
 ) -> Tensor:
     """Brings rows of a host table to the device of the ids: `result[i] = table[index[i]]`.
 
-    Rows move as bytes. A GPU reads mapped host memory (managed, registered, pinned) in place; a
-    table in pageable memory goes through a staged copy, which synchronises. Differentiable with
-    respect to `table`: the gradient is a sparse COO tensor on the table's device, as
-    `torch.nn.Embedding(sparse=True)` gives. With `out` nothing is recorded for autograd.
+    Rows move as bytes, from pageable memory to a GPU through a staged copy. Differentiable with
+    respect to `table`: the gradient is a sparse COO tensor on the table's device. With `out`
+    nothing is recorded for autograd.
 
     Args:
         table: `[rows, ...]` on the CPU, or on the GPU of the result; any dtype and row stride, rows
@@ -128,8 +127,7 @@ def pinned_gather(
         IndexError: an id is not in [0, rows); see `synchronize` for ids on a GPU.
         ValueError: a shape, dtype, device or stride does not fit.
         NotImplementedError: a forward-mode gradient of the table is asked for.
-        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
-            captured.
+        RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
 
     Example:
         >>> table = torch.arange(12.0).reshape(4, 3)
@@ -177,9 +175,8 @@ def pinned_scatter(
 ) -> None:
     """Puts rows into a host table, in place: `table[index[i]] = src[i]`.
 
-    Of several occurrences of an id the last in index order wins, as in NumPy's assignment, on every
-    device. With `accumulate` they add up in index order, rounded at each addition, as
-    `numpy.add.at` does.
+    Of equal ids the last in index order wins, on every device. With `accumulate` they add up in
+    index order, rounded at each addition, as `numpy.add.at` does.
 
     Args:
         table: `[rows, ...]` on the CPU, or on the GPU of `src`; rows contiguous inside.
@@ -192,8 +189,7 @@ def pinned_scatter(
         IndexError: an id is not in [0, rows); no row has changed. See `synchronize` for ids on a
             GPU.
         ValueError: a shape, dtype, device or stride does not fit, or the dtype has no addition.
-        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
-            captured.
+        RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
 
     Example:
         >>> table = torch.zeros(3, 2)
@@ -214,9 +210,8 @@ def pinned_scatter(
 def pinned_copy(dst: Tensor, src: Tensor) -> None:
     """Copies a range of rows, or a whole table, between host memory and a GPU: `dst[:] = src`.
 
-    torch's own copies run at the link's speed from pinned memory, but at a fifth of it from managed
-    memory; this op moves every kind at link speed and does not wait. Both tensors on the CPU, both
-    on GPUs, or pageable memory: torch's own copy.
+    Memory of every kind that the GPU reaches moves at the link's speed, and nobody waits. All else
+    (both tensors on the CPU, both on GPUs, pageable memory) is torch's own copy.
 
     Args:
         dst: `[rows, ...]`, on the CPU or a GPU; any row stride, rows contiguous inside.
@@ -224,7 +219,7 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit, the tensors overlap, or dst is read-only.
-        RuntimeError: a CUDA call failed, or pageable memory was met while a CUDA graph is captured.
+        RuntimeError: CUDA failed, or a CUDA graph is captured and memory is pageable.
 
     Example:
         >>> table, rows = torch.zeros(4, 2), torch.ones(2, 2)
@@ -266,8 +261,7 @@ def optimizer_state_swap(
     """Exchanges the rows of two id lists, weights and optimizer state at once, both ways at once.
 
     For every field k: `host[k][evict] = leaving[k][:len(evict)]` and `arriving[k][:len(load)] =
-    host[k][load]`. A row in both lists goes from `leaving` to `arriving` and its host copy is left
-    as it was: it is current again once a later swap evicts it.
+    host[k][load]`. A row in both lists goes from `leaving` to `arriving`; its host copy stays.
 
     Args:
         host: fields `[rows, ...]` of one table, on the CPU or on the GPU of the other side.
@@ -288,8 +282,7 @@ def optimizer_state_swap(
         IndexError: an id is not in [0, rows) or stands twice in its list, or a place is none of the
             rows; no row has changed.
         ValueError: lists, shapes, dtypes, devices or strides do not fit, or tensors overlap.
-        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
-            captured.
+        RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
 
     Example:
         >>> weight = torch.arange(4.0).reshape(4, 1)
@@ -329,17 +322,15 @@ def sum_rows(
 ) -> Tensor:
     """Adds up the rows of each distinct id of a batch: the gradient of looking them up.
 
-    The order of addition depends on the plan alone, so that equal inputs give equal bits on every
-    GPU: an id's rows in index order, in parts of 128 entries of the sorted batch on a GPU. Half
-    precision is added up in float32 and rounded once.
+    An id's rows are added in index order, on a GPU in parts of 128 entries of the sorted batch, so
+    that equal inputs give equal bits. Half precision is added up in float32 and rounded once.
 
     Args:
         rows: contiguous `[n, ...]`, float16, bfloat16, float32 or float64: the rows of ids `begin`
             to `begin + n` of the batch.
         plan: result of `plan_rows(index, table_rows)`, on the device of `rows`.
         table_rows: rows of the table that the ids name.
-        begin: how many ids of the batch come before those of `rows`; they count as zeros, as those
-            after them do.
+        begin: how many ids of the batch come before those of `rows`; all others count as zeros.
         distinct: number of distinct ids; None: read from the plan, which waits for a GPU.
 
     Returns:
@@ -362,14 +353,15 @@ def sum_rows(
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Waits for the GPU's queued work and reports bad ids that were found on it.
 
-    After this the CPU sees every row that ops have written. Without a GPU it only reports.
+    An op that finds one moves no row, and a gather gives zeros; the first later call that sees it
+    raises, at the latest this one, after which the CPU sees every row that ops have written.
 
     Args:
         device: the GPU to wait for (none if it is the CPU); the current one if not given.
 
     Raises:
         IndexError: an op since the last report was given an id out of range, or one twice where ids
-            must be distinct; that op moved no row.
+            must be distinct.
 
     Example:
         >>> synchronize()
