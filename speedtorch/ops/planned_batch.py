@@ -18,8 +18,8 @@ from speedtorch.torch_internals import version_of
 
 __all__ = ["PlannedBatch", "SeenIds", "check_ids"]
 
-_BAD, _BAD_POSITION, _BAD_ID, _DISTINCT = range(4)
-_STATUS_FIELDS = 8
+# Places in the status of a plan, and how many they are.
+_DISTINCT, _STATUS_FIELDS = 3, 8
 
 # Pinned memory and events of numbers that were read, by device and length: making new ones takes
 # longer than the copy.
@@ -90,22 +90,15 @@ def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
 class PlannedBatch:
     """The distinct rows of a batch, in address order: the order in which a step holds them.
 
-    The padding's row is no row of the batch; it stands after the last one.
+    The ids of all parts, of any shape on either device, are the batch. The padding's row is no row
+    of it; it stands after the last one. `plan` is the result of plan_rows for the ids, `following`
+    the batch that was planned after this one. Known after count() are `distinct`, the number of
+    ids with that of the padding, `held`, that of the rows, and `ids`, theirs, ascending: `[held]`,
+    always the same tensor.
 
     Args:
-        parts: ids of any shape on either device; all of them together are the batch.
-        rows: rows of the table.
-        device: where rows are held.
-        padding: id of a row that is never trained, or None.
         after: the batch whose rows are held before this one's, or ids of held rows, ascending.
         name: what errors call who looks them up.
-
-    Attributes:
-        plan: result of plan_rows for the ids.
-        following: the batch that was planned after this one.
-        distinct: distinct ids, with that of the padding; known, as all below, after count().
-        held: distinct rows.
-        ids: those rows, ascending: `[held]`; always the same tensor.
 
     Raises:
         IndexError: rows are held on the CPU and an id is out of range; a GPU's are reported by
@@ -185,13 +178,14 @@ class PlannedBatch:
         if event is not None:
             event.synchronize()
         counts = memory.tolist()
-        if counts[_BAD]:
+        bad, position, bad_id, distinct, *_ = counts
+        if bad:
             raise IndexError(
-                f"{self._name}: id {counts[_BAD_ID]} at position {counts[_BAD_POSITION]} is out of"
-                f" range for a table of {self._rows} rows ({counts[_BAD]} of {self._begins[-1]} ids"
-                " are out of range); no row was moved"
+                f"{self._name}: id {bad_id} at position {position} is out of range for a table of"
+                f" {self._rows} rows ({bad} of {self._begins[-1]} ids are out of range); no row was"
+                " moved"
             )
-        self.distinct = counts[_DISTINCT]
+        self.distinct = distinct
         self.held = counts[_DISTINCT if self._padding is None else _STATUS_FIELDS]
         self.ids = self._ids[: self.held]
         self._arriving, self._leaving = counts[-2:]

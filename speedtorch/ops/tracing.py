@@ -6,7 +6,6 @@ Importing this registers them; functions.py has loaded the library that holds th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,29 +67,22 @@ for _name, _kernel in _FAKE_KERNELS.items():
     torch.library.register_fake(f"speedtorch::{_name}", _kernel)
 
 
-def _remember_index(
-    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor
-) -> None:
-    table, index = inputs[:2]
+def _remember_index(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    table, index, *plans = inputs
     ctx.save_for_backward(index)
-    ctx.table_shape = table.shape  # type: ignore[attr-defined]
-    ctx.table_device = table.device  # type: ignore[attr-defined]
+    ctx.table_shape, ctx.table_device = table.shape, table.device
+    ctx.without_gradient = [None, *([None] * len(plan) for plan in plans)]
 
 
-def _gather_backward(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor, others: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """The gradients of the table and, `others`, of what has none."""
-    (index,) = ctx.saved_tensors  # type: ignore[attr-defined]
-    shape, device = ctx.table_shape, ctx.table_device  # type: ignore[attr-defined]
-    rows = index.reshape(1, -1).to(device=device, dtype=torch.int64)
-    values = grad.reshape(rows.shape[1], *shape[1:]).to(device)
-    return torch.sparse_coo_tensor(rows, values, shape, check_invariants=False), *others
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (index,) = ctx.saved_tensors
+    rows = index.reshape(1, -1).to(device=ctx.table_device, dtype=torch.int64)
+    values = grad.reshape(rows.shape[1], *ctx.table_shape[1:]).to(ctx.table_device)
+    gradient = torch.sparse_coo_tensor(rows, values, ctx.table_shape, check_invariants=False)
+    return gradient, *ctx.without_gradient
 
 
-for _name, _others in (("pinned_gather", (None,)), ("pinned_gather.planned", (None, [None] * 5))):
+for _name in ("pinned_gather", "pinned_gather.planned"):
     torch.library.register_autograd(
-        f"speedtorch::{_name}",
-        partial(_gather_backward, others=_others),
-        setup_context=_remember_index,
+        f"speedtorch::{_name}", _gather_backward, setup_context=_remember_index
     )
