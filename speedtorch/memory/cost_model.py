@@ -44,19 +44,18 @@ class Explanation:
     """direct, distinct, ordered, one sweep, consecutive, staged, torch or cpu."""
     why: str
     predicted_us: float | None = None
-    """Time of the movement and of what precedes it, for distinct ids; None where it is not
-    predicted."""
+    """Of the movement and what precedes it, for distinct ids; None where it is not predicted."""
     predicted_gbps: float | None = None
-    """GB/s of the whole op, counting each row once."""
+    """Of the whole op, counting each row once."""
     measured_gbps: float | None = None
-    """GB/s of the movement alone, as calibrated here."""
+    """Of the movement alone, as calibrated here."""
     link_gbps: float | None = None
-    """GB/s of the link in this direction, by the copy engine."""
+    """Of the link in this direction, by the copy engine."""
     share_of_link: float | None = None
     calibrated: bool = False
     """False: the figures are those of an H200; `speedtorch.calibrate()` has not run here."""
     alternatives_us: dict[str, float] = field(default_factory=dict)
-    """Predicted time of every path that is possible."""
+    """Of every path that is possible."""
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.path} ({_MEANINGS[self.path]})", f"  why: {self.why}"]

@@ -9,7 +9,8 @@ the CPU are checked before anything moves; those on a GPU as `synchronize` says.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,20 +150,16 @@ def pinned_gather(
             else:
                 _call(_ops.pinned_gather.planned_out, table, index, list(plan), out)
         return out
-    rows: Tensor
-    if plan is not None:
-        rows = _call(_ops.pinned_gather.planned, table, index, list(plan))
-    elif table.requires_grad:
-        rows = _call(_ops.pinned_gather, table, index)
-    else:
-        rows = _call(_ops.pinned_gather_detached, table, index)
+    if plan is None and not table.requires_grad:
+        return gather_detached(table, index)
+    plans = () if plan is None else (list(plan),)
+    op = _ops.pinned_gather.default if plan is None else _ops.pinned_gather.planned
+    rows: Tensor = _call(op, table, index, *plans)
     return rows
 
 
-def gather_detached(table: Tensor, index: Tensor) -> Tensor:
-    """pinned_gather for who makes its arguments itself: a tensor of ids, no gradients."""
-    rows: Tensor = _call(_ops.pinned_gather_detached, table, index)
-    return rows
+gather_detached: Callable[[Tensor, Tensor], Tensor] = partial(_call, _ops.pinned_gather_detached)
+"""pinned_gather for who makes its arguments itself: a tensor of ids, no gradients."""
 
 
 def pinned_scatter(
@@ -232,18 +229,11 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
         _call(_ops.pinned_copy, dst, src)
 
 
-def swap_placed(
-    host: Sequence[Tensor],
-    leaving: Sequence[Tensor],
-    evict: Tensor,
-    evict_places: Tensor,
-    arriving: Sequence[Tensor],
-    load: Tensor,
-    load_places: Tensor,
-) -> None:
-    """optimizer_state_swap with places, for who makes its arguments itself: lists, no gradients."""
-    swap = _ops.optimizer_state_swap.placed
-    _call(swap, host, leaving, evict, evict_places, arriving, load, load_places)
+swap_placed: Callable[..., None] = partial(_call, _ops.optimizer_state_swap.placed)
+"""optimizer_state_swap for who makes its arguments itself, in the op's order: lists, no gradients.
+
+These are host, leaving, evict, evict_places, arriving, load and load_places.
+"""
 
 
 def optimizer_state_swap(

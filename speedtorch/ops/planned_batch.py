@@ -27,10 +27,8 @@ _unused: defaultdict[tuple[torch.device, int], list[tuple[Tensor, torch.cuda.Eve
 _unused = defaultdict(list)
 
 
-def _sent(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Where numbers `[n]` will lie on the CPU, and the event after which they do."""
-    if numbers.is_cpu:
-        return numbers, None
+def _sent(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Where numbers `[n]` of a GPU will lie on the CPU, and the event after which they do."""
     try:
         memory, event = _unused[numbers.device, numbers.shape[0]].pop()
     except IndexError:
@@ -154,7 +152,8 @@ class PlannedBatch:
             else:
                 *self._changes, sums = self._compared(after.plan[0], after.plan[4])
             counts = torch.cat([counts, sums])
-        self._uncounted: tuple[Tensor, torch.cuda.Event | None] | None = _sent(counts)
+        self._uncounted: tuple[Tensor, torch.cuda.Event | None] | None
+        self._uncounted = (counts, None) if counts.is_cpu else _sent(counts)
         if isinstance(after, PlannedBatch):
             after.following = self
 
