@@ -77,9 +77,6 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         *args: what the op would be called with.
         **kwargs: its keywords.
 
-    Returns:
-        The path, the reason, predicted and calibrated GB/s, and the share of the link's peak.
-
     Raises:
         ValueError: no such op.
         TypeError: arguments that the op does not take.
@@ -141,7 +138,7 @@ def _explain_copy(op: str, dst: Tensor, src: Tensor) -> Explanation:
     if dst.device.type == src.device.type:
         return Explanation(op, "torch", "both sides are on one kind of device")
     host = dst if dst.device.type == "cpu" else src
-    return _explain_whole(op, host, host.shape[0], "consecutive", "torch")
+    return _explain_whole(op, [host], host.shape[0], "consecutive", "torch")
 
 
 def _explain_swap(
@@ -149,14 +146,14 @@ def _explain_swap(
 ) -> Explanation:
     if arriving[0].device.type == "cpu":
         return Explanation(op, "cpu", "the rows go to and come from the CPU")
-    rows = evict.numel() + load.numel()
-    explained = [_explain_whole(op, each, rows, "one sweep", "staged") for each in host]
-    return next((each for each in explained if each.path == "staged"), explained[0])
+    return _explain_whole(op, host, evict.numel() + load.numel(), "one sweep", "staged")
 
 
-def _explain_whole(op: str, host: Tensor, rows: int, in_place: str, pageable: str) -> Explanation:
+def _explain_whole(
+    op: str, fields: list[Tensor], rows: int, in_place: str, pageable: str
+) -> Explanation:
     """Ops that have one path to memory that the GPU reaches, and another to what it does not."""
-    reach = int(_ops.explain_move(host, rows, 0, False)[-1].item())
+    reach = max(int(_ops.explain_move(each, rows, 0, False)[-1]) for each in fields)
     where = f"{rows:,} rows of {_REACHES[reach]}"
     if reach == 3:
         return Explanation(op, pageable, where)

@@ -63,15 +63,11 @@ def empty(
         size: number of elements, or shape.
         dtype: any torch dtype of whole bytes.
         memory: "managed", "registered", "plain", or "auto": managed where every GPU can reach it,
-            registered where there is a GPU at all, plain otherwise.
-
-    Returns:
-        A contiguous CPU tensor of that shape. Its memory goes once it dies and the GPU work that
-        used it is done.
+            registered where there is a GPU at all, plain otherwise. It goes once the tensor dies
+            and the GPU work that used it is done.
 
     Raises:
-        MemoryError: the machine has not that many bytes (SPEEDTORCH_MEMORY_CHECK=0 tries all the
-            same).
+        MemoryError: the machine has too little (SPEEDTORCH_MEMORY_CHECK=0 tries all the same).
         RuntimeError: the kind of memory cannot be had here.
         TypeError: `size` is not made of integers, or `dtype` is no dtype.
         ValueError: `memory`, `size` or `dtype` is not one of those above.
@@ -117,7 +113,7 @@ def _check_dense(op: str, tensor: object) -> None:
 
 
 def pin_memory_(tensor: Tensor) -> Tensor:
-    """Pins the memory of a CPU tensor where it is, so that the GPU reaches it; no copy is made.
+    """Pins a CPU tensor's memory where it is, so that the GPU reaches it; returns that tensor.
 
     It stays pinned until `unpin_memory_` or until this tensor object dies; views of it are pinned
     with it. Read-only mappings of files are pinned read-only, and ops refuse to write to them. Do
@@ -125,9 +121,6 @@ def pin_memory_(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: any CPU tensor with elements.
-
-    Returns:
-        The same tensor.
 
     Raises:
         TypeError: it is no tensor.
@@ -147,13 +140,10 @@ def pin_memory_(tensor: Tensor) -> Tensor:
 
 
 def unpin_memory_(tensor: Tensor) -> Tensor:
-    """Undoes `pin_memory_`, after the GPU work that uses the memory is done.
+    """Undoes `pin_memory_`, after the GPU work that uses the memory is done; returns the tensor.
 
     Args:
         tensor: the tensor object that was pinned.
-
-    Returns:
-        The same tensor.
 
     Raises:
         ValueError: the tensor was not pinned with `pin_memory_`.
@@ -182,9 +172,7 @@ def memory_kind(tensor: Tensor) -> str:
 def memory_stats() -> dict[str, int]:
     """Bytes that this process holds through speedtorch, by kind.
 
-    Returns:
-        Bytes under "plain", "registered", "managed", and "captured": memory of dead tensors that a
-        captured CUDA graph may still use.
+    Memory of dead tensors that a captured CUDA graph may still use is "captured".
 
     Example:
         >>> sorted(memory_stats())
