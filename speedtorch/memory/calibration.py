@@ -1,10 +1,8 @@
 """Measures once per machine what moving a row costs, for the choice of path (cost_model.py).
 
-The figures lie in the user's cache folder, `$XDG_CACHE_HOME/speedtorch` or `~/.cache/speedtorch`,
-in one file for each machine and GPU, and are read when torch first turns to a GPU: only then do
-paths matter, and only then is it known which GPU it is. The first HostTable of 1 GiB or more
-measures them where they are missing. Without them, and without a folder that can be written to, the
-library goes by those of an H200.
+The figures lie in one file for each machine and GPU and are read when torch first turns to a GPU:
+only then do paths matter, and only then is it known which GPU it is. The first large HostTable
+measures them where they are missing. Without them the library goes by those of an H200.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,23 +35,20 @@ _log = logging.getLogger("speedtorch")
 
 # Bumped when the meaning of the figures changes.
 VERSION = 1
-ROW_BYTES = (64, 512, 1536)  # kMeasuredRowBytes in csrc/move/cost_model.cpp
-KINDS = ("managed", "registered")
-ORDERS = ("distinct", "ordered")
-BATCH = 131_072
-MOST_TABLE_BYTES = 8 << 30
-REPETITIONS = 5
-# What may be believed: nanoseconds for a row, what planning takes, GB/s of a link.
-ROW_NS = (1e-3, 1e6)
-PLANNING = (0.0, 1e6)
-LINK_GBPS = (1e-2, 1e5)
-_MOST_FILE_BYTES = 1 << 16
 # A table of this size is worth the seconds.
 WORTH_BYTES = 1 << 30
+MOST_TABLE_BYTES = 8 << 30
+_MOST_FILE_BYTES = 1 << 16
+_KINDS = ("managed", "registered")
+_ROW_BYTES = (64, 512, 1536)  # kMeasuredRowBytes in csrc/move/cost_model.cpp
+_BATCH = 131_072
+_REPETITIONS = 5
+
+_gpu = torch.cuda.get_device_name
 
 
 def cache_file(gpu: str) -> Path | None:
-    """Where the figures of this machine with this GPU are kept; None where nobody has a home."""
+    """Where the figures of this machine with this GPU are kept; None where there is no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     if not os.path.isabs(folder):
@@ -62,16 +57,11 @@ def cache_file(gpu: str) -> Path | None:
     return Path(folder) / "speedtorch" / f"costs-{machine}.json"
 
 
-def _gpu() -> str:
-    return torch.cuda.get_device_name()
-
-
 def calibrate(*, progress: bool = True) -> dict[str, Any]:
     """Measures what moving rows costs on this machine, and keeps it in the user's cache folder.
 
     Takes a few seconds, up to 8 GiB of host memory and 0.5 GiB on the current GPU. From then on, in
-    this process and in later ones, ops choose their paths by these figures. Nothing needs it: the
-    figures of an H200 serve without it.
+    later processes too, ops choose their paths by these figures, without them by an H200's.
 
     Args:
         progress: show a progress bar.
@@ -93,14 +83,10 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
     costs = _ops.costs()
     for step in tqdm(list(_steps()), desc="calibrating", unit="step", disable=not progress):
         step(costs)
-    figures = {
-        "version": VERSION,
-        "gpu": _gpu(),
-        "torch": torch.__version__,
-        "costs": costs.tolist(),
-    }
+    known = {"version": VERSION, "gpu": _gpu(), "torch": torch.__version__}
+    figures: dict[str, Any] = known | {"costs": costs.tolist()}
     try:
-        use_costs(_believable(figures["costs"]), calibrated=True)
+        _use(figures["costs"])
     except ValueError as error:
         raise RuntimeError(f"calibrate: {error}; measure again on an idle GPU") from error
     _store(figures)
@@ -108,10 +94,9 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
 
 
 def calibrate_once(nbytes: int) -> None:
-    """Calibrates before the first large table is made on this machine; never fails.
+    """Calibrates before the first large table of a machine is made, unless it cannot; never fails.
 
-    Does nothing where figures are there already, where they could not be kept, while another
-    process is at it or a CUDA graph is captured, and with SPEEDTORCH_CALIBRATE=0.
+    With SPEEDTORCH_CALIBRATE=0, or while a CUDA graph is captured, it does nothing.
     """
     if nbytes < WORTH_BYTES or os.environ.get("SPEEDTORCH_CALIBRATE") == "0":
         return
@@ -158,12 +143,17 @@ def load_costs() -> bool:
     if path is None:
         return False
     try:
-        figures = _read(path)
+        with open_to_read(path) as (read, size):  # which may hold anything, and be no file at all
+            if size > _MOST_FILE_BYTES:
+                raise ValueError(f"{size:,} bytes; figures take {_MOST_FILE_BYTES:,} at most")
+            text = bytearray(size)
+            read(memoryview(text), 0)
+        figures = json.loads(text)
         if figures["version"] != VERSION:
             return False
         if figures["gpu"] != gpu:
             raise ValueError(f"it was measured on {figures['gpu']!r:.80}, this GPU is {gpu!r}")
-        use_costs(_believable(figures["costs"]), calibrated=True)
+        _use(figures["costs"])
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -172,61 +162,45 @@ def load_costs() -> bool:
     return True
 
 
-def _read(path: Path) -> Any:
-    """What a file says, which may be anything, and no file at all."""
-    with open_to_read(path) as (read, size):
-        if size > _MOST_FILE_BYTES:
-            raise ValueError(
-                f"{size:,} bytes are no figures; they take {_MOST_FILE_BYTES:,} at most"
-            )
-        text = bytearray(size)
-        read(memoryview(text), 0)
-    return json.loads(text)
-
-
-def _believable(costs: Any) -> Tensor:
-    """Costs as the library takes them; raises ValueError for what no machine can have."""
+def _use(costs: Any) -> None:
+    """Lets the library go by costs; raises ValueError for what no machine can have."""
     most = len(_ops.costs())
     if not isinstance(costs, list) or len(costs) != most:
         raise ValueError(f"costs must be a list of {most} numbers")
-    bounds = [*[ROW_NS] * (most - 6), *[PLANNING] * 4, *[LINK_GBPS] * 2]
+    # Nanoseconds for a row, what planning takes, GB/s of a link.
+    bounds = [*[(1e-3, 1e6)] * (most - 6), *[(0.0, 1e6)] * 4, *[(1e-2, 1e5)] * 2]
     for at, (cost, (low, high)) in enumerate(zip(costs, bounds, strict=True)):
         # A comparison with NaN is false.
         if type(cost) not in (int, float) or not low <= cost <= high:
             raise ValueError(f"cost {at} must be from {low:g} to {high:g}, got {cost!s:.40}")
-    return torch.tensor(costs, dtype=torch.float64)
+    use_costs(torch.tensor(costs, dtype=torch.float64), calibrated=True)
 
 
-def _steps() -> list[Callable[[Tensor], None]]:
-    kinds = range(0 if _ops.managed_supported() else 1, len(KINDS))
-    moves = (partial(_measure_moves, kind=kind) for kind in kinds)
-    return [_measure_link, _measure_planning, *moves]
+def _steps() -> Iterator[Callable[[Tensor], None]]:
+    yield from (_measure_link, _measure_planning)
+    for kind in range(0 if _ops.managed_supported() else 1, len(_KINDS)):
+        yield partial(_measure_moves, kind=kind)
 
 
-def _microseconds(run: Callable[[Tensor], object], inputs: list[Tensor]) -> float:
-    """Median time of one call on the GPU, each with an input of its own."""
+def _microseconds(run: Callable[[Tensor], object], rows: int = 1, count: int = 1) -> float:
+    """Median time of one call on the GPU, each with ids of its own."""
     times: list[float] = []
-    for each in inputs:
+    for ids in torch.randint(rows, (_REPETITIONS + 1, count), device="cuda"):
         start, stop = (torch.Event("cuda", enable_timing=True) for _ in range(2))
         start.record()
-        run(each)
+        run(ids)
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3)
     return statistics.median(times[1:])
 
 
-def _fresh_ids(rows: int, count: int) -> list[Tensor]:
-    return [torch.randint(rows, (count,), device="cuda") for _ in range(REPETITIONS + 1)]
-
-
 def _measure_link(costs: Tensor) -> None:
     host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
-    for at, (target, source) in enumerate(((device, host), (host, device))):
-        copies = [source] * (REPETITIONS + 1)
-        us = _microseconds(partial(target.copy_, non_blocking=True), copies)
-        costs[-2 + at] = host.numel() / us / 1e3
+    into = _microseconds(lambda _: device.copy_(host, non_blocking=True))
+    back = _microseconds(lambda _: host.copy_(device, non_blocking=True))
+    costs[-2:] = host.numel() / costs.new_tensor([into, back]) / 1e3
 
 
 def _measure_planning(costs: Tensor) -> None:
@@ -236,8 +210,7 @@ def _measure_planning(costs: Tensor) -> None:
 
     def time_of(path: str, count: int) -> float:
         with forced_path(path):
-            ids = _fresh_ids(table.shape[0], count)
-            return _microseconds(partial(pinned_gather, table), ids)
+            return _microseconds(partial(pinned_gather, table), table.shape[0], count)
 
     moving = {count: time_of("direct", count) for count in (few, many)}
     for at, path in ((-6, "distinct"), (-4, "ordered")):
@@ -249,23 +222,20 @@ def _measure_planning(costs: Tensor) -> None:
 
 def _measure_moves(costs: Tensor, kind: int) -> None:
     claim_us, claim_ns, plan_us, plan_ns = costs[-6:-2].tolist()
-    before_us = (claim_us + BATCH * claim_ns / 1e3, plan_us + BATCH * plan_ns / 1e3)
+    before_us = (claim_us + _BATCH * claim_ns / 1e3, plan_us + _BATCH * plan_ns / 1e3)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    whole = host_memory.empty(
-        max(min(MOST_TABLE_BYTES, free // 4), 256 << 20), dtype=torch.uint8, memory=KINDS[kind]
-    )
-    row_ns = costs[: 2 * 2 * 2 * len(ROW_BYTES)].view(2, 2, 2, len(ROW_BYTES))
-    for length, row_bytes in enumerate(ROW_BYTES):
+    count = max(min(MOST_TABLE_BYTES, free // 4), 256 << 20)
+    whole = host_memory.empty(count, dtype=torch.uint8, memory=_KINDS[kind])
+    row_ns = costs[:-6].view(len(_KINDS), 2, 2, len(_ROW_BYTES))
+    for length, row_bytes in enumerate(_ROW_BYTES):
         table = whole[: whole.numel() // row_bytes * row_bytes].view(-1, row_bytes)
-        rows = torch.zeros(BATCH, row_bytes, dtype=torch.uint8, device="cuda")
-        works: tuple[Callable[[Tensor], object], ...] = (
-            partial(pinned_gather, table, out=rows),
-            partial(pinned_scatter, table, src=rows),
-        )
-        for direction, work in enumerate(works):
-            for order, path in enumerate(ORDERS):
+        rows = torch.zeros(_BATCH, row_bytes, dtype=torch.uint8, device="cuda")
+        gather = partial(pinned_gather, table, out=rows)
+        scatter = partial(pinned_scatter, table, src=rows)
+        for direction, work in enumerate[Callable[[Tensor], object]]((gather, scatter)):
+            for order, path in enumerate(("distinct", "ordered")):
                 with forced_path(path):
-                    us = _microseconds(work, _fresh_ids(table.shape[0], BATCH))
+                    us = _microseconds(work, table.shape[0], _BATCH)
                 # What comes before takes at most half of it, however badly that was measured.
                 moving_us = max(us - before_us[order], us / 2)
-                row_ns[kind, direction, order, length] = moving_us * 1e3 / BATCH
+                row_ns[kind, direction, order, length] = moving_us * 1e3 / _BATCH

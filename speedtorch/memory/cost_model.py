@@ -1,8 +1,6 @@
 """Which path an op takes, why, and how fast it should be; and what steers the choice.
 
-The choice itself is made in the library (csrc/move/cost_model.h) from the times that moving one row
-takes here, which `speedtorch.calibrate` measures once per machine and keeps in the user's cache
-folder.
+The library chooses (csrc/move/cost_model.h) by the times that calibration.py measures.
 """
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -47,32 +44,28 @@ class Explanation:
     """direct, distinct, ordered, one sweep, consecutive, staged, torch or cpu."""
     why: str
     predicted_us: float | None = None
-    """Time of the movement and of what precedes it, for distinct ids; None where it is not
-    predicted."""
+    """Of the movement and what precedes it, for distinct ids; None where it is not predicted."""
     predicted_gbps: float | None = None
-    """GB/s of the whole op, counting each row once."""
+    """Of the whole op, counting each row once."""
     measured_gbps: float | None = None
-    """GB/s of the movement alone, as calibrated here."""
+    """Of the movement alone, as calibrated here."""
     link_gbps: float | None = None
-    """GB/s of the link in this direction, by the copy engine."""
+    """Of the link in this direction, by the copy engine."""
     share_of_link: float | None = None
     calibrated: bool = False
     """False: the figures are those of an H200; `speedtorch.calibrate()` has not run here."""
     alternatives_us: dict[str, float] = field(default_factory=dict)
-    """Predicted time of every path that is possible."""
+    """Of every path that is possible."""
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.path} ({_MEANINGS[self.path]})", f"  why: {self.why}"]
-        if self.predicted_us is not None and self.predicted_gbps is not None:
-            lines.append(
-                f"  predicted: {self.predicted_us:,.0f} us, {self.predicted_gbps:.1f} GB/s"
-            )
-        if self.measured_gbps is not None and self.share_of_link is not None:
+        if self.predicted_us is not None:
             origin = "calibrated here" if self.calibrated else "not calibrated here: of an H200"
-            lines.append(
+            lines += [
+                f"  predicted: {self.predicted_us:,.0f} us, {self.predicted_gbps:.1f} GB/s",
                 f"  movement alone: {self.measured_gbps:.1f} GB/s ({origin}); link:"
-                f" {self.link_gbps:.1f} GB/s; share of the link: {self.share_of_link:.2f}"
-            )
+                f" {self.link_gbps:.1f} GB/s; share of the link: {self.share_of_link:.2f}",
+            ]
         return "\n".join(lines)
 
 
@@ -83,9 +76,6 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         op: "pinned_gather", "pinned_scatter", "pinned_copy" or "optimizer_state_swap".
         *args: what the op would be called with.
         **kwargs: its keywords.
-
-    Returns:
-        The path, the reason, predicted and calibrated GB/s, and the share of the link's peak.
 
     Raises:
         ValueError: no such op.
@@ -100,13 +90,11 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         raise ValueError(f"explain: op={op!r}; it knows {', '.join(_EXPLAINERS)}")
     bound = inspect.signature(getattr(functions, op)).bind(*args, **kwargs)
     bound.apply_defaults()
-    return _EXPLAINERS[op](**bound.arguments)
+    return _EXPLAINERS[op](op, **bound.arguments)
 
 
 def _explain_move(
     op: str,
-    direction: int,
-    *,
     table: Tensor,
     index: Tensor,
     plan: Any,
@@ -118,9 +106,8 @@ def _explain_move(
     if work.device.type == "cpu":
         return Explanation(op, "cpu", "the rows go to and come from the CPU")
     count, row_bytes = index.numel(), math.prod(table.shape[1:]) * table.itemsize
-    number, *times, moving, link, reach = _ops.explain_move(
-        table, count, direction, accumulate
-    ).tolist()
+    found = _ops.explain_move(table, count, int(src is not None), accumulate)
+    number, *times, moving, link, reach = found.tolist()
     path = PATHS[int(number)] if plan is None else "ordered"
     where = f"{count:,} rows of {row_bytes:,} B, {_REACHES[int(reach)]}"
     if path == "staged":
@@ -134,53 +121,48 @@ def _explain_move(
     else:
         estimates = ", ".join(f"{name} {us:,.0f} us" for name, us in possible.items())
         why = f"{where}; estimates: {estimates}"
-    on_link = reach < 2 and known[path] > 0
-    return Explanation(
-        op,
-        path,
-        why,
-        predicted_us=known[path] if on_link else None,
-        predicted_gbps=count * row_bytes / known[path] / 1e3 if on_link else None,
-        measured_gbps=moving if on_link else None,
-        link_gbps=link if on_link else None,
-        share_of_link=moving / link if on_link else None,
-        calibrated=_calibrated,
-        alternatives_us=possible,
+    explained = Explanation(op, path, why, calibrated=_calibrated, alternatives_us=possible)
+    if reach >= 2 or known[path] <= 0:
+        return explained
+    return replace(
+        explained,
+        predicted_us=known[path],
+        predicted_gbps=count * row_bytes / known[path] / 1e3,
+        measured_gbps=moving,
+        link_gbps=link,
+        share_of_link=moving / link,
     )
 
 
-def _explain_copy(dst: Tensor, src: Tensor) -> Explanation:
+def _explain_copy(op: str, dst: Tensor, src: Tensor) -> Explanation:
     if dst.device.type == src.device.type:
-        return Explanation("pinned_copy", "torch", "both sides are on one kind of device")
-    host, direction = (dst, 1) if dst.device.type == "cpu" else (src, 0)
-    return _explain_whole("pinned_copy", host, host.shape[0], direction, "consecutive")
+        return Explanation(op, "torch", "both sides are on one kind of device")
+    host = dst if dst.device.type == "cpu" else src
+    return _explain_whole(op, [host], host.shape[0], "consecutive", "torch")
 
 
 def _explain_swap(
-    host: list[Tensor], evict: Tensor, arriving: list[Tensor], load: Tensor, **others: Any
+    op: str, host: list[Tensor], evict: Tensor, arriving: list[Tensor], load: Tensor, **others: Any
 ) -> Explanation:
     if arriving[0].device.type == "cpu":
-        return Explanation("optimizer_state_swap", "cpu", "the rows go to and come from the CPU")
-    explained = [
-        _explain_whole("optimizer_state_swap", each, evict.numel() + load.numel(), 0, "one sweep")
-        for each in host
-    ]
-    staged = [each for each in explained if each.path == "staged"]
-    return (staged or explained)[0]
+        return Explanation(op, "cpu", "the rows go to and come from the CPU")
+    return _explain_whole(op, host, evict.numel() + load.numel(), "one sweep", "staged")
 
 
-def _explain_whole(op: str, host: Tensor, rows: int, direction: int, path: str) -> Explanation:
-    """Ops that have one path over the link, or the staged one."""
-    reach = int(_ops.explain_move(host, rows, direction, False)[-1].item())
+def _explain_whole(
+    op: str, fields: list[Tensor], rows: int, in_place: str, pageable: str
+) -> Explanation:
+    """Ops that have one path to memory that the GPU reaches, and another to what it does not."""
+    reach = max(int(_ops.explain_move(each, rows, 0, False)[-1]) for each in fields)
     where = f"{rows:,} rows of {_REACHES[reach]}"
     if reach == 3:
-        return Explanation(op, "torch" if op == "pinned_copy" else "staged", where)
-    return Explanation(op, path, f"{where}: the GPU reaches them in place")
+        return Explanation(op, pageable, where)
+    return Explanation(op, in_place, f"{where}: the GPU reaches them in place")
 
 
 _EXPLAINERS: dict[str, Callable[..., Explanation]] = {
-    "pinned_gather": partial(_explain_move, "pinned_gather", 0),
-    "pinned_scatter": partial(_explain_move, "pinned_scatter", 1),
+    "pinned_gather": _explain_move,
+    "pinned_scatter": _explain_move,
     "pinned_copy": _explain_copy,
     "optimizer_state_swap": _explain_swap,
 }

@@ -2,11 +2,9 @@
 
 Three kinds, each an ordinary CPU tensor:
 
-- *managed* (CUDA managed memory that prefers the CPU and is accessed by the GPU): kernels read and
-  write it at the link's speed in any order, because the GPU maps it in large pages. It must not be
-  touched in a forked child.
-- *registered* (memory of this process that is pinned with cudaHostRegister): works wherever a GPU
-  is, and is safe to fork (a DataLoader worker whose dataset holds the table, for instance).
+- *managed* (CUDA's, which prefers the CPU): a GPU maps it in large pages, so that kernels read and
+  write it at the link's speed in any order. It must not be touched in a forked child.
+- *registered* (this process's, pinned): works wherever a GPU is, and is safe to fork.
 - *plain*: not pinned; what a machine without a GPU uses.
 """
 
@@ -21,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import speedtorch.ops.functions  # noqa: F401  (registers the ops)
+from speedtorch.ops.functions import _ops
 from speedtorch.ops.shapes import check_dtype, check_span, row_shape
 
 __all__ = [
@@ -35,12 +33,10 @@ __all__ = [
     "unpin_memory_",
 ]
 
-# The library's numbers for the kinds (MemoryKind in csrc/memory/host_memory.h).
-KINDS = {"plain": 0, "registered": 1, "managed": 2}
-HOST_KINDS = ("auto", *KINDS)
+# As the library numbers them (MemoryKind in csrc/memory/host_memory.h); the first three it makes.
 KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")
+HOST_KINDS: tuple[str, ...] = ("auto", *KIND_NAMES[:3])
 
-_ops = torch.ops.speedtorch
 # By id() of the tensor object, as tensors do not compare as keys must: what undoes the pinning when
 # the object dies, and the library's number of it.
 _pinned: dict[int, tuple[weakref.finalize[[int], Tensor], int]] = {}
@@ -51,26 +47,11 @@ def is_checked() -> bool:
     return os.environ.get("SPEEDTORCH_MEMORY_CHECK", "1") != "0"
 
 
-def _allocate(nbytes: int, memory: str) -> Tensor:
-    """uint8 tensor of zeros; `auto` takes the fastest kind that this machine has."""
-    if memory in KINDS:
-        made: Tensor = _ops.host_empty(nbytes, KINDS[memory], is_checked())
-        return made
-    if memory != "auto":
-        raise ValueError(
-            f"memory must be 'auto', 'managed', 'registered' or 'plain', got {memory!r}"
-        )
+def default_kind() -> str:
+    """What "auto" stands for: the fastest kind that this machine has."""
     if _ops.managed_supported():
-        return _allocate(nbytes, "managed")
-    if not (_ops.built_with_cuda() and torch.cuda.is_available()):
-        return _allocate(nbytes, "plain")
-    try:
-        return _allocate(nbytes, "registered")
-    except RuntimeError as error:
-        warnings.warn(
-            f"this table is not pinned, so the GPU reaches it more slowly: {error}", stacklevel=3
-        )
-        return _allocate(nbytes, "plain")
+        return "managed"
+    return "registered" if _ops.built_with_cuda() and torch.cuda.is_available() else "plain"
 
 
 def empty(
@@ -82,15 +63,11 @@ def empty(
         size: number of elements, or shape.
         dtype: any torch dtype of whole bytes.
         memory: "managed", "registered", "plain", or "auto": managed where every GPU can reach it,
-            registered where there is a GPU at all, plain otherwise.
-
-    Returns:
-        A contiguous CPU tensor of that shape. Its memory goes once it dies and the GPU work that
-        used it is done.
+            registered where there is a GPU at all, plain otherwise. It goes once the tensor dies
+            and the GPU work that used it is done.
 
     Raises:
-        MemoryError: the machine has not that many bytes (SPEEDTORCH_MEMORY_CHECK=0 tries all the
-            same).
+        MemoryError: the machine has too little (SPEEDTORCH_MEMORY_CHECK=0 tries all the same).
         RuntimeError: the kind of memory cannot be had here.
         TypeError: `size` is not made of integers, or `dtype` is no dtype.
         ValueError: `memory`, `size` or `dtype` is not one of those above.
@@ -105,7 +82,22 @@ def empty(
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes > torch.iinfo(torch.int64).max:
         raise MemoryError(f"host memory: {nbytes} bytes asked for, more than can be addressed")
-    return _allocate(nbytes, memory).view(dtype).view(shape)
+    if memory not in HOST_KINDS:
+        raise ValueError(
+            f"memory must be 'auto', 'managed', 'registered' or 'plain', got {memory!r}"
+        )
+    kind = default_kind() if memory == "auto" else memory
+    made: Tensor
+    try:
+        made = _ops.host_empty(nbytes, KIND_NAMES.index(kind), is_checked())
+    except RuntimeError as error:
+        if (memory, kind) != ("auto", "registered"):
+            raise
+        warnings.warn(
+            f"this table is not pinned, so the GPU reaches it more slowly: {error}", stacklevel=2
+        )
+        made = _ops.host_empty(nbytes, KIND_NAMES.index("plain"), is_checked())
+    return made.view(dtype).view(shape)
 
 
 def _tensor_died(key: int) -> None:
@@ -121,7 +113,7 @@ def _check_dense(op: str, tensor: object) -> None:
 
 
 def pin_memory_(tensor: Tensor) -> Tensor:
-    """Pins the memory of a CPU tensor where it is, so that the GPU reaches it; no copy is made.
+    """Pins a CPU tensor's memory where it is, so that the GPU reaches it; returns that tensor.
 
     It stays pinned until `unpin_memory_` or until this tensor object dies; views of it are pinned
     with it. Read-only mappings of files are pinned read-only, and ops refuse to write to them. Do
@@ -129,9 +121,6 @@ def pin_memory_(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: any CPU tensor with elements.
-
-    Returns:
-        The same tensor.
 
     Raises:
         TypeError: it is no tensor.
@@ -151,13 +140,10 @@ def pin_memory_(tensor: Tensor) -> Tensor:
 
 
 def unpin_memory_(tensor: Tensor) -> Tensor:
-    """Undoes `pin_memory_`, after the GPU work that uses the memory is done.
+    """Undoes `pin_memory_`, after the GPU work that uses the memory is done; returns the tensor.
 
     Args:
         tensor: the tensor object that was pinned.
-
-    Returns:
-        The same tensor.
 
     Raises:
         ValueError: the tensor was not pinned with `pin_memory_`.
@@ -186,16 +172,13 @@ def memory_kind(tensor: Tensor) -> str:
 def memory_stats() -> dict[str, int]:
     """Bytes that this process holds through speedtorch, by kind.
 
-    Returns:
-        Bytes under "plain", "registered", "managed", and "captured": memory of dead tensors that a
-        captured CUDA graph may still use.
+    Memory of dead tensors that a captured CUDA graph may still use is "captured".
 
     Example:
         >>> sorted(memory_stats())
         ['captured', 'managed', 'plain', 'registered']
     """
-    plain, registered, managed, captured = _ops.memory_stats().tolist()
-    return {"plain": plain, "registered": registered, "managed": managed, "captured": captured}
+    return dict(zip((*KIND_NAMES[:3], "captured"), _ops.memory_stats().tolist(), strict=True))
 
 
 def available_bytes() -> int:

@@ -14,15 +14,13 @@ from speedtorch.ops.functions import synchronize
 
 __all__ = ["Placement", "check_kind"]
 
-_KINDS = ("auto", "managed", "registered", "plain", "cuda", "file")
-_LARGEST = 2**63 - 1
+_Device = str | int | torch.device | None
+_Path = str | os.PathLike[str] | None
+
+_KINDS = (*host_memory.HOST_KINDS, "cuda", "file")
 
 
-def check_kind(
-    kind: str,
-    device: str | int | torch.device | None = None,
-    path: str | os.PathLike[str] | None = None,
-) -> None:
+def check_kind(kind: str, device: _Device = None, path: _Path = None) -> None:
     """Raises ValueError unless this is a kind of memory, with the arguments that go with it."""
     if kind not in _KINDS:
         raise ValueError(f"memory: expected one of {', '.join(_KINDS)}, got {kind!r}")
@@ -43,15 +41,9 @@ class Placement:
     Kind, device and path are those of HostTable; `memory` is the kind that "auto" became.
     """
 
-    def __init__(
-        self,
-        count: int,
-        kind: str,
-        device: str | int | torch.device | None = None,
-        path: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, count: int, kind: str, device: _Device, path: _Path) -> None:
         check_kind(kind, device, path)
-        if count > _LARGEST:
+        if count >= 2**63:
             raise ValueError(f"rows: {count:,} bytes are more than any memory has (2^63 - 1)")
         self.memory = kind
         self.path: str | None = None
@@ -88,7 +80,6 @@ class Placement:
         """Lets the memory go once no tensor uses it, also if a captured CUDA graph still does."""
         if self._descriptor is not None:
             self._closer()
-            self._descriptor = None
         elif self.memory != "cuda":
             host_memory.release(self.data)
 

@@ -1,6 +1,6 @@
 """The ops as functions: checks of ids and shapes, fake kernels and gradients."""
 
-from speedtorch.ops import functions, tracing  # noqa: F401
+from speedtorch.ops import functions
 from speedtorch.ops.functions import *  # noqa: F403
 
 __all__ = functions.__all__

@@ -9,12 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Indexes",
-    "all_within",
-    "flat_index",
-    "on_gpu",
-]
+__all__ = ["Indexes", "all_within", "flat_index", "on_gpu"]
 
 Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
 
@@ -22,8 +17,8 @@ Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
 def flat_index(positives: Indexes, negatives: Indexes | None, device: torch.device) -> Tensor:
     """The ids of a batch as one row of numbers, int32 or int64 `[ids]`.
 
-    Ids on the CPU stay there, as the ops take them from there and nothing waits then; others come
-    to the device that works on the rows. TypeError if they are not integers.
+    Ids on the CPU stay there, where the ops take them without waiting; others come to the device
+    that works on the rows. TypeError if they are not integers.
 
     Example:
         >>> flat_index(np.array([[3, 1], [0, 3]]), [7], torch.device("cpu"))

@@ -13,12 +13,11 @@ from speedtorch.torch_internals import out_of_graphs
 __all__ = ["not_compiled"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_REASON = "the number of held rows changes from step to step"
 
 
 def not_compiled(function: _Function) -> _Function:
     """Breaks a graph that torch.compile makes; costs nothing where none is made."""
-    broken = out_of_graphs(function, _REASON)
+    broken = out_of_graphs(function, "the number of held rows changes from step to step")
 
     @wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:

@@ -1,19 +1,18 @@
-"""The registered ops as Python functions; tracing.py has their fake kernels and gradients.
+"""The registered ops as Python functions, their fake kernels and gradients.
 
 The kernels are in the library `speedtorch._C`; importing it registers `torch.ops.speedtorch.*`. The
 functions here are those ops with defaults and keywords. They run on torch's current stream and
-synchronise nothing, unless a table lies in pageable memory and the other tensors on a GPU.
-
-Ids that lie on the CPU are checked before anything moves. Ids on a GPU are checked there: an op
-that finds a bad one moves no row (a gather gives zeros), and the first later call that sees it
-raises `IndexError`, at the latest `synchronize`.
+synchronise nothing, unless a table lies in pageable memory and the other tensors on a GPU. Ids on
+the CPU are checked before anything moves; those on a GPU as `synchronize` says.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,20 +30,14 @@ __all__ = [
     "synchronize",
 ]
 
-
 try:
     from speedtorch import _C  # type: ignore[attr-defined]  # noqa: F401
 except ImportError as error:
     built = sorted(Path(__file__).parents[1].glob("_C*.so"))
-    if not built:
-        raise ImportError(
-            "speedtorch: its library is not built; run `make setup` or `pip install "
-            "--no-build-isolation .` in a checkout"
-        ) from None
+    why = f"({error}): {built[0]}. It needs torch >= 2.11" if built else "as it is not built"
     raise ImportError(
-        f"speedtorch: its library does not load beside torch {torch.__version__} ({error}). "
-        f"Library: {built[0]}. It needs torch >= 2.11; build it with "
-        "`pip install --no-build-isolation .` in a checkout."
+        f"speedtorch: its library does not load beside torch {torch.__version__} {why}; run"
+        " `make setup` or `pip install --no-build-isolation .` in a checkout"
     ) from error
 
 _ops = torch.ops.speedtorch
@@ -52,10 +45,14 @@ _ops = torch.ops.speedtorch
 atexit.register(_ops.stop)
 
 
-def _tell_of_memory(error: RuntimeError) -> None:
-    """Raises torch's own error where memory ran out, which the library cannot throw."""
-    if ": out of memory: " in str(error):
-        raise torch.OutOfMemoryError(str(error)) from None
+def _call(op: Any, *args: object) -> Any:
+    """What an op returns. Memory that ran out is torch's own error, which no library can throw."""
+    try:
+        return op(*args)
+    except RuntimeError as error:
+        if ": out of memory: " in str(error):
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
 
 
 def not_ids(name: str, given: object) -> TypeError:
@@ -103,11 +100,7 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
     """
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
-    try:
-        plan: list[Tensor] = _ops.plan_rows(index, rows)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    plan: list[Tensor] = _call(_ops.plan_rows, index, rows)
     return plan
 
 
@@ -116,10 +109,9 @@ def pinned_gather(
 ) -> Tensor:
     """Brings rows of a host table to the device of the ids: `result[i] = table[index[i]]`.
 
-    Rows move as bytes. A GPU reads mapped host memory (managed, registered, pinned) in place; a
-    table in pageable memory goes through a staged copy, which synchronises. Differentiable with
-    respect to `table`: the gradient is a sparse COO tensor on the table's device, as
-    `torch.nn.Embedding(sparse=True)` gives. With `out` nothing is recorded for autograd.
+    Rows move as bytes, from pageable memory to a GPU through a staged copy. Differentiable with
+    respect to `table`: the gradient is a sparse COO tensor on the table's device. With `out`
+    nothing is recorded for autograd.
 
     Args:
         table: `[rows, ...]` on the CPU, or on the GPU of the result; any dtype and row stride, rows
@@ -136,8 +128,7 @@ def pinned_gather(
         IndexError: an id is not in [0, rows); see `synchronize` for ids on a GPU.
         ValueError: a shape, dtype, device or stride does not fit.
         NotImplementedError: a forward-mode gradient of the table is asked for.
-        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
-            captured.
+        RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
 
     Example:
         >>> table = torch.arange(12.0).reshape(4, 3)
@@ -151,36 +142,24 @@ def pinned_gather(
             "pinned_gather: forward-mode gradients are not supported; use reverse mode, or "
             "torch.nn.functional.embedding"
         )
-    rows: Tensor
-    try:
-        if out is not None:
-            rows = out
-            _check_written("pinned_gather", "out", out)
-            with torch.no_grad():
-                if plan is None:
-                    _ops.pinned_gather.out(table, index, out)
-                else:
-                    _ops.pinned_gather.planned_out(table, index, list(plan), out)
-        elif plan is not None:
-            rows = _ops.pinned_gather.planned(table, index, list(plan))
-        elif table.requires_grad:
-            rows = _ops.pinned_gather(table, index)
-        else:
-            rows = _ops.pinned_gather_detached(table, index)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    if out is not None:
+        _check_written("pinned_gather", "out", out)
+        with torch.no_grad():
+            if plan is None:
+                _call(_ops.pinned_gather.out, table, index, out)
+            else:
+                _call(_ops.pinned_gather.planned_out, table, index, list(plan), out)
+        return out
+    if plan is None and not table.requires_grad:
+        return gather_detached(table, index)
+    plans = () if plan is None else (list(plan),)
+    op = _ops.pinned_gather.default if plan is None else _ops.pinned_gather.planned
+    rows: Tensor = _call(op, table, index, *plans)
     return rows
 
 
-def gather_detached(table: Tensor, index: Tensor) -> Tensor:
-    """pinned_gather for who makes its arguments itself: a tensor of ids, no gradients."""
-    try:
-        rows: Tensor = _ops.pinned_gather_detached(table, index)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
-    return rows
+gather_detached: Callable[[Tensor, Tensor], Tensor] = partial(_call, _ops.pinned_gather_detached)
+"""pinned_gather for who makes its arguments itself: a tensor of ids, no gradients."""
 
 
 def pinned_scatter(
@@ -193,9 +172,8 @@ def pinned_scatter(
 ) -> None:
     """Puts rows into a host table, in place: `table[index[i]] = src[i]`.
 
-    Of several occurrences of an id the last in index order wins, as in NumPy's assignment, on every
-    device. With `accumulate` they add up in index order, rounded at each addition, as
-    `numpy.add.at` does.
+    Of equal ids the last in index order wins, on every device. With `accumulate` they add up in
+    index order, rounded at each addition, as `numpy.add.at` does.
 
     Args:
         table: `[rows, ...]` on the CPU, or on the GPU of `src`; rows contiguous inside.
@@ -208,8 +186,7 @@ def pinned_scatter(
         IndexError: an id is not in [0, rows); no row has changed. See `synchronize` for ids on a
             GPU.
         ValueError: a shape, dtype, device or stride does not fit, or the dtype has no addition.
-        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
-            captured.
+        RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
 
     Example:
         >>> table = torch.zeros(3, 2)
@@ -220,23 +197,18 @@ def pinned_scatter(
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
     _check_written("pinned_scatter", "table", table)
-    try:
-        with torch.no_grad():
-            if plan is None:
-                _ops.pinned_scatter(table, index, src, accumulate)
-            else:
-                _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    with torch.no_grad():
+        if plan is None:
+            _call(_ops.pinned_scatter, table, index, src, accumulate)
+        else:
+            _call(_ops.pinned_scatter.planned, table, index, src, list(plan), accumulate)
 
 
 def pinned_copy(dst: Tensor, src: Tensor) -> None:
     """Copies a range of rows, or a whole table, between host memory and a GPU: `dst[:] = src`.
 
-    torch's own copies run at the link's speed from pinned memory, but at a fifth of it from managed
-    memory; this op moves every kind at link speed and does not wait. Both tensors on the CPU, both
-    on GPUs, or pageable memory: torch's own copy.
+    Memory of every kind that the GPU reaches moves at the link's speed, and nobody waits. All else
+    (both tensors on the CPU, both on GPUs, pageable memory) is torch's own copy.
 
     Args:
         dst: `[rows, ...]`, on the CPU or a GPU; any row stride, rows contiguous inside.
@@ -244,7 +216,7 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit, the tensors overlap, or dst is read-only.
-        RuntimeError: a CUDA call failed, or pageable memory was met while a CUDA graph is captured.
+        RuntimeError: CUDA failed, or a CUDA graph is captured and memory is pageable.
 
     Example:
         >>> table, rows = torch.zeros(4, 2), torch.ones(2, 2)
@@ -253,31 +225,15 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
         [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     """
     _check_written("pinned_copy", "dst", dst)
-    try:
-        with torch.no_grad():
-            _ops.pinned_copy(dst, src)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    with torch.no_grad():
+        _call(_ops.pinned_copy, dst, src)
 
 
-def swap_placed(
-    host: Sequence[Tensor],
-    leaving: Sequence[Tensor],
-    evict: Tensor,
-    evict_places: Tensor,
-    arriving: Sequence[Tensor],
-    load: Tensor,
-    load_places: Tensor,
-) -> None:
-    """optimizer_state_swap with places, for who makes its arguments itself: lists, no gradients."""
-    try:
-        _ops.optimizer_state_swap.placed(
-            host, leaving, evict, evict_places, arriving, load, load_places
-        )
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+swap_placed: Callable[..., None] = partial(_call, _ops.optimizer_state_swap.placed)
+"""optimizer_state_swap for who makes its arguments itself, in the op's order: lists, no gradients.
+
+These are host, leaving, evict, evict_places, arriving, load and load_places.
+"""
 
 
 def optimizer_state_swap(
@@ -295,8 +251,7 @@ def optimizer_state_swap(
     """Exchanges the rows of two id lists, weights and optimizer state at once, both ways at once.
 
     For every field k: `host[k][evict] = leaving[k][:len(evict)]` and `arriving[k][:len(load)] =
-    host[k][load]`. A row in both lists goes from `leaving` to `arriving` and its host copy is left
-    as it was: it is current again once a later swap evicts it.
+    host[k][load]`. A row in both lists goes from `leaving` to `arriving`; its host copy stays.
 
     Args:
         host: fields `[rows, ...]` of one table, on the CPU or on the GPU of the other side.
@@ -317,8 +272,7 @@ def optimizer_state_swap(
         IndexError: an id is not in [0, rows) or stands twice in its list, or a place is none of the
             rows; no row has changed.
         ValueError: lists, shapes, dtypes, devices or strides do not fit, or tensors overlap.
-        RuntimeError: a CUDA call failed, or a staged copy was asked for while a CUDA graph is
-            captured.
+        RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
 
     Example:
         >>> weight = torch.arange(4.0).reshape(4, 1)
@@ -335,27 +289,17 @@ def optimizer_state_swap(
         for k, field in enumerate(fields):
             _check_written("optimizer_state_swap", f"{name}[{k}]", field)
     host, leaving, arriving = list(host), list(leaving), list(arriving)
-    try:
-        with torch.no_grad():
-            if evict_places is not None or load_places is not None:
-                if evict_places is None or load_places is None or evict_plan or load_plan:
-                    raise ValueError(
-                        "optimizer_state_swap: evict_places and load_places go together, and with"
-                        " no plan"
-                    )
-                _ops.optimizer_state_swap.placed(
-                    host, leaving, evict, evict_places, arriving, load, load_places
-                )
-            elif evict_plan is None and load_plan is None:
-                _ops.optimizer_state_swap(host, leaving, evict, arriving, load)
-            else:
-                plans = list(evict_plan or ()), list(load_plan or ())
-                _ops.optimizer_state_swap.planned(
-                    host, leaving, evict, plans[0], arriving, load, plans[1]
-                )
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    with torch.no_grad():
+        if evict_places is None and load_places is None:
+            plans = list(evict_plan or ()), list(load_plan or ())
+            swap = _ops.optimizer_state_swap.planned
+            _call(swap, host, leaving, evict, plans[0], arriving, load, plans[1])
+        elif evict_places is None or load_places is None or evict_plan or load_plan:
+            raise ValueError(
+                "optimizer_state_swap: evict_places and load_places go together, and with no plan"
+            )
+        else:
+            swap_placed(host, leaving, evict, evict_places, arriving, load, load_places)
 
 
 def sum_rows(
@@ -368,17 +312,15 @@ def sum_rows(
 ) -> Tensor:
     """Adds up the rows of each distinct id of a batch: the gradient of looking them up.
 
-    The order of addition depends on the plan alone, so that equal inputs give equal bits on every
-    GPU: an id's rows in index order, in parts of 128 entries of the sorted batch on a GPU. Half
-    precision is added up in float32 and rounded once.
+    An id's rows are added in index order, on a GPU in parts of 128 entries of the sorted batch, so
+    that equal inputs give equal bits. Half precision is added up in float32 and rounded once.
 
     Args:
         rows: contiguous `[n, ...]`, float16, bfloat16, float32 or float64: the rows of ids `begin`
             to `begin + n` of the batch.
         plan: result of `plan_rows(index, table_rows)`, on the device of `rows`.
         table_rows: rows of the table that the ids name.
-        begin: how many ids of the batch come before those of `rows`; they count as zeros, as those
-            after them do.
+        begin: how many ids of the batch come before those of `rows`; all others count as zeros.
         distinct: number of distinct ids; None: read from the plan, which waits for a GPU.
 
     Returns:
@@ -394,25 +336,22 @@ def sum_rows(
     """
     if distinct is None:
         distinct = int(plan[4][3])
-    try:
-        summed: Tensor = _ops.sum_rows(rows, list(plan), table_rows, begin, distinct)
-    except RuntimeError as error:
-        _tell_of_memory(error)
-        raise
+    summed: Tensor = _call(_ops.sum_rows, rows, list(plan), table_rows, begin, distinct)
     return summed
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Waits for the GPU's queued work and reports bad ids that were found on it.
 
-    After this the CPU sees every row that ops have written. Without a GPU it only reports.
+    An op that finds one moves no row, and a gather gives zeros; the first later call that sees it
+    raises, at the latest this one, after which the CPU sees every row that ops have written.
 
     Args:
         device: the GPU to wait for (none if it is the CPU); the current one if not given.
 
     Raises:
         IndexError: an op since the last report was given an id out of range, or one twice where ids
-            must be distinct; that op moved no row.
+            must be distinct.
 
     Example:
         >>> synchronize()
@@ -421,3 +360,79 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
     if not on_cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
     _ops.throw_pending()
+
+
+# ------------------------------------------------------------------------------------------------
+# What torch.compile, torch.export and autograd know of the ops: fake kernels and gradients.
+
+
+def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
+    count = index.numel()
+    lengths = (count, count, count, count + 1, 8)
+    return [index.new_empty(length, dtype=torch.int64) for length in lengths]
+
+
+def _refuse_meta_mix(*args: Any, **kwargs: object) -> None:
+    """Fake kernel of ops that return nothing; a meta tensor has no rows for a real one."""
+    parts = (part if isinstance(part, list | tuple) else (part,) for part in args)
+    if len({each.is_meta for part in parts for each in part if isinstance(each, Tensor)}) > 1:
+        raise ValueError("speedtorch: meta tensors cannot be mixed with real ones in one op")
+
+
+def _pinned_gather_fake(table: Tensor, index: Tensor, plan: object = None) -> Tensor:
+    _refuse_meta_mix(table, index)
+    return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
+
+
+def _sum_rows_fake(
+    rows: Tensor, plan: list[Tensor], table_rows: int, begin: int, distinct: int
+) -> Tensor:
+    return rows.new_empty((distinct, *rows.shape[1:]))
+
+
+def _compare_rows_fake(
+    named: Tensor, named_status: Tensor, held: Tensor, held_status: Tensor, padding: int
+) -> list[Tensor]:
+    lengths = [named.numel()] * 4 + [held.numel()] * 2 + [3]
+    return [named.new_empty(length) for length in lengths]
+
+
+_FAKE_KERNELS: dict[str, Callable[..., Any]] = {
+    "plan_rows": _plan_rows_fake,
+    "pinned_gather": _pinned_gather_fake,
+    "pinned_gather_detached": _pinned_gather_fake,
+    "pinned_gather.out": _refuse_meta_mix,
+    "pinned_gather.planned": _pinned_gather_fake,
+    "pinned_gather.planned_out": _refuse_meta_mix,
+    "sum_rows": _sum_rows_fake,
+    "compare_rows": _compare_rows_fake,
+    "pinned_copy": _refuse_meta_mix,
+    "pinned_scatter": _refuse_meta_mix,
+    "pinned_scatter.planned": _refuse_meta_mix,
+    "optimizer_state_swap": _refuse_meta_mix,
+    "optimizer_state_swap.planned": _refuse_meta_mix,
+    "optimizer_state_swap.placed": _refuse_meta_mix,
+}
+for _name, _kernel in _FAKE_KERNELS.items():
+    torch.library.register_fake(f"speedtorch::{_name}", _kernel)
+
+
+def _remember_index(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    table, index, *plans = inputs
+    ctx.save_for_backward(index)
+    ctx.table_shape, ctx.table_device = table.shape, table.device
+    ctx.without_gradient = [None, *([None] * len(plan) for plan in plans)]
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (index,) = ctx.saved_tensors
+    rows = index.reshape(1, -1).to(device=ctx.table_device, dtype=torch.int64)
+    values = grad.reshape(rows.shape[1], *ctx.table_shape[1:]).to(ctx.table_device)
+    gradient = torch.sparse_coo_tensor(rows, values, ctx.table_shape, check_invariants=False)
+    return gradient, *ctx.without_gradient
+
+
+for _name in ("pinned_gather", "pinned_gather.planned"):
+    torch.library.register_autograd(
+        f"speedtorch::{_name}", _gather_backward, setup_context=_remember_index
+    )

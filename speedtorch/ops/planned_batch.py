@@ -18,48 +18,26 @@ from speedtorch.torch_internals import version_of
 
 __all__ = ["PlannedBatch", "SeenIds", "check_ids"]
 
-_BAD, _BAD_POSITION, _BAD_ID, _DISTINCT = range(4)
-_STATUS_FIELDS = 8
-
-_Landing = tuple[Tensor, torch.cuda.Event]
+# Places in the status of a plan, and how many they are.
+_DISTINCT, _STATUS_FIELDS = 3, 8
 
 # Pinned memory and events of numbers that were read, by device and length: making new ones takes
 # longer than the copy.
-_unused: defaultdict[tuple[torch.device, int], list[_Landing]] = defaultdict(list)
+_unused: defaultdict[tuple[torch.device, int], list[tuple[Tensor, torch.cuda.Event]]]
+_unused = defaultdict(list)
 
 
-class HostNumbers:
-    """Numbers `[n]` of a tensor, as they are when the current stream has done its work of now."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._read: list[int] | None = None
-        self._landing: _Landing | None = None
-        if numbers.is_cpu:
-            self._read = numbers.tolist()
-            return
-        self._key = (numbers.device, numbers.shape[0])
-        try:
-            self._landing = _unused[self._key].pop()
-        except IndexError:
-            with torch.inference_mode(False):  # or it could be used there only
-                memory = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self._landing = (memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
-        memory, event = self._landing
-        memory.copy_(numbers, non_blocking=True)
-        event.record(torch.cuda.current_stream(numbers.device))
-
-    def read(self) -> list[int]:
-        """Waits for the numbers."""
-        if self._read is None:
-            assert self._landing is not None
-            memory, event = self._landing
-            event.synchronize()
-            self._read = memory.tolist()
-        # Only what has been read is given to others.
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            _unused[self._key].append(landing)
-        return self._read
+def _sent(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Where numbers `[n]` of a GPU will lie on the CPU, and the event after which they do."""
+    try:
+        memory, event = _unused[numbers.device, numbers.shape[0]].pop()
+    except IndexError:
+        with torch.inference_mode(False):  # or it could be used there only
+            memory = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    memory.copy_(numbers, non_blocking=True)
+    event.record(torch.cuda.current_stream(numbers.device))
+    return memory, event
 
 
 def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
@@ -77,26 +55,21 @@ class SeenIds:
     """Ids that are recognised when they come again.
 
     Ids on the CPU are compared with a copy, which nobody else writes to and which a GPU takes
-    without waiting. Ids on a GPU are never read: they must be the same tensor, unchanged. It is
-    kept, and so is its memory, which it can be made to leave (`tensor.data = other`): no other
-    tensor comes to lie there.
-
-    Args:
-        ids: of any shape, on either device.
-        device: where they will be needed.
+    without waiting. Those that are to stay `unread`, as they lie on a GPU, must be the same tensor,
+    unchanged. It is kept, and so is its memory, which it can be made to leave (`tensor.data =
+    other`): no other tensor comes to lie there.
     """
 
     def __init__(self, ids: Tensor, device: torch.device, *, unread: bool) -> None:
         self.shape = ids.shape
         self.values = ids.detach()
-        self._is_copy = False
+        self._is_copy = ids.is_cpu and not unread
         self._unread: Tensor | None = None
-        if unread:
-            if not ids.is_inference():  # such a tensor does not count its versions
-                self._unread, self._state = ids, _state_of(ids)
-        elif ids.is_cpu:
-            self._is_copy, pinned = True, device.type == "cuda"
+        if self._is_copy:
+            pinned = device.type == "cuda"  # where they will be needed
             self.values = torch.empty_like(self.values, pin_memory=pinned).copy_(self.values)
+        elif unread and not ids.is_inference():  # such a tensor does not count its versions
+            self._unread, self._state = ids, _state_of(ids)
 
     def are(self, ids: Tensor) -> bool:
         """Whether these are the ids, for certain."""
@@ -115,31 +88,20 @@ def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
 class PlannedBatch:
     """The distinct rows of a batch, in address order: the order in which a step holds them.
 
-    The padding's row is no row of the batch; it stands after the last one.
+    The ids of all parts, of any shape on either device, are the batch. The padding's row is no row
+    of it; it stands after the last one. `plan` is the result of plan_rows for the ids, `following`
+    the batch that was planned after this one. Known after count() are `distinct`, the number of
+    ids with that of the padding, `held`, that of the rows, and `ids`, theirs, ascending: `[held]`,
+    always the same tensor.
 
     Args:
-        parts: ids of any shape on either device; all of them together are the batch.
-        rows: rows of the table.
-        device: where rows are held.
-        padding: id of a row that is never trained, or None.
         after: the batch whose rows are held before this one's, or ids of held rows, ascending.
         name: what errors call who looks them up.
-
-    Attributes:
-        plan: result of plan_rows for the ids.
-        following: the batch that was planned after this one.
-        distinct: distinct ids, with that of the padding; known, as all below, after count().
-        held: distinct rows.
-        ids: those rows, ascending: `[held]`; always the same tensor.
 
     Raises:
         IndexError: rows are held on the CPU and an id is out of range; a GPU's are reported by
             count().
     """
-
-    distinct: int
-    held: int
-    ids: Tensor
 
     def __init__(
         self,
@@ -175,7 +137,6 @@ class PlannedBatch:
         self.following: PlannedBatch | None = None
         self._place: Tensor | None = None
         """Of each distinct id, or None where that is its place in the order."""
-        self._is_counted = False
         unique, _, _, _, status = self.plan
         self._ids, counts = unique, status
         if padding is not None:
@@ -191,7 +152,10 @@ class PlannedBatch:
             else:
                 *self._changes, sums = self._compared(after.plan[0], after.plan[4])
             counts = torch.cat([counts, sums])
-        self._counted = HostNumbers(counts)
+        self._uncounted: tuple[Tensor, torch.cuda.Event | None] | None
+        self._uncounted = (counts, None) if counts.is_cpu else _sent(counts)
+        if isinstance(after, PlannedBatch):
+            after.following = self
 
     def _compared(self, held: Tensor, held_status: Tensor) -> list[Tensor]:
         """Which rows arrive, stay and leave when this batch follows on held rows, ids ascending.
@@ -207,20 +171,26 @@ class PlannedBatch:
 
     def count(self) -> None:
         """Waits for the counts; IndexError if an id on a GPU is out of range."""
-        if self._is_counted:
+        if self._uncounted is None:
             return
-        counts = self._counted.read()
-        if counts[_BAD]:
+        memory, event = self._uncounted
+        if event is not None:
+            event.synchronize()
+        counts = memory.tolist()
+        bad, position, bad_id, distinct, *_ = counts
+        if bad:
             raise IndexError(
-                f"{self._name}: id {counts[_BAD_ID]} at position {counts[_BAD_POSITION]} is out of"
-                f" range for a table of {self._rows} rows ({counts[_BAD]} of {self._begins[-1]} ids"
-                " are out of range); no row was moved"
+                f"{self._name}: id {bad_id} at position {position} is out of range for a table of"
+                f" {self._rows} rows ({bad} of {self._begins[-1]} ids are out of range); no row was"
+                " moved"
             )
-        self.distinct = counts[_DISTINCT]
+        self.distinct = distinct
         self.held = counts[_DISTINCT if self._padding is None else _STATUS_FIELDS]
         self.ids = self._ids[: self.held]
         self._arriving, self._leaving = counts[-2:]
-        self._is_counted = True
+        uncounted, self._uncounted = self._uncounted, None
+        if uncounted is not None and event is not None:  # only what has been read is for others
+            _unused[self._ids.device, len(counts)].append((memory, event))
 
     @property
     def arriving(self) -> tuple[Tensor, Tensor]:
@@ -260,10 +230,6 @@ class PlannedBatch:
             entries = entries[self._begins[part] : self._begins[part + 1]]
         local, shape = entries if places is None else places[entries], self._seen[part].shape
         return local if local.shape == shape else local.view(shape)
-
-    def precede(self, following: PlannedBatch) -> None:
-        """Says which batch was planned after this one."""
-        self.following = following
 
     def begin(self, part: int) -> int:
         """How many ids come before those of a part."""

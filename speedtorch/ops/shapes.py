@@ -11,7 +11,6 @@ import torch
 __all__ = ["check_dtype", "check_span", "row_shape"]
 
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
-_LARGEST = 2**63 - 1
 
 
 def row_shape(dim: int | Sequence[int], what: str = "dim") -> tuple[int, ...]:
@@ -38,5 +37,5 @@ def check_dtype(what: str, dtype: object) -> None:
 
 def check_span(what: str, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Raises ValueError for a shape without elements whose strides torch cannot count."""
-    if 0 in shape and math.prod(max(1, size) for size in shape) * dtype.itemsize > _LARGEST:
+    if 0 in shape and math.prod(max(1, size) for size in shape) * dtype.itemsize >= 2**63:
         raise ValueError(f"{what}: rows of {list(shape)} span more than 2^63 - 1 bytes")

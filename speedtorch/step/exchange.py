@@ -707,10 +707,7 @@ class Exchange:
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedBatch | None) -> PlannedBatch:
         """Plans a batch of a loop: its ids, of any shape, and the batch before it."""
         with self._planning.after_current(self.device):
-            batch = self.planned(parts, after)
-        if after is not None:
-            after.precede(batch)
-        return batch
+            return self.planned(parts, after)
 
     def start_loop(self, loop: object) -> None:
         """Lets a loop plan batches ahead while it lives; RuntimeError if another has not ended."""
