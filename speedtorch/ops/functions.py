@@ -45,14 +45,16 @@ _ops = torch.ops.speedtorch
 atexit.register(_ops.stop)
 
 
+def _known(error: RuntimeError) -> RuntimeError:
+    """An op's error; torch's own where memory ran out, which no library can throw."""
+    return torch.OutOfMemoryError(str(error)) if ": out of memory: " in str(error) else error
+
+
 def _call(op: Any, *args: object) -> Any:
-    """What an op returns. Memory that ran out is torch's own error, which no library can throw."""
     try:
         return op(*args)
     except RuntimeError as error:
-        if ": out of memory: " in str(error):
-            raise torch.OutOfMemoryError(str(error)) from None
-        raise
+        raise _known(error) from None
 
 
 def not_ids(name: str, given: object) -> TypeError:
@@ -144,18 +146,23 @@ def pinned_gather(
         )
     if out is not None:
         _check_written("pinned_gather", "out", out)
-        with torch.no_grad():
-            if plan is None:
-                _call(_ops.pinned_gather.out, table, index, out)
+    try:  # not by _call: small gathers are many, and a Python call is felt
+        if out is None:
+            if plan is not None:
+                out = _ops.pinned_gather.planned(table, index, list(plan))
+            elif table.requires_grad:
+                out = _ops.pinned_gather(table, index)
             else:
-                _call(_ops.pinned_gather.planned_out, table, index, list(plan), out)
-        return out
-    if plan is None and not table.requires_grad:
-        return gather_detached(table, index)
-    plans = () if plan is None else (list(plan),)
-    op = _ops.pinned_gather.default if plan is None else _ops.pinned_gather.planned
-    rows: Tensor = _call(op, table, index, *plans)
-    return rows
+                out = _ops.pinned_gather_detached(table, index)
+        else:
+            with torch.no_grad():
+                if plan is None:
+                    _ops.pinned_gather.out(table, index, out)
+                else:
+                    _ops.pinned_gather.planned_out(table, index, list(plan), out)
+    except RuntimeError as error:
+        raise _known(error) from None
+    return out
 
 
 gather_detached: Callable[[Tensor, Tensor], Tensor] = partial(_call, _ops.pinned_gather_detached)
