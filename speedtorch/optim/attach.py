@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.optim.attached_state import AttachedState, SavedState, state_of
-from speedtorch.optim.probe import OptimizerProbe, probe_optimizer, refuse_wrapper
+from speedtorch.optim.probe import OptimizerProbe, probe_optimizer
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.torch_internals import as_plain
 
@@ -71,7 +71,6 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
 
 
 def _attach(optimizer: Optimizer, module: nn.Module) -> None:
-    refuse_wrapper(optimizer)
     if _states_of(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} is attached already: detach it first, and attach it once"
@@ -100,7 +99,7 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
         for rows, probe in probed:
             saved.states.append(_attach_rows(optimizer, rows, probe, saved))
     except BaseException:
-        saved.remove()
+        saved.remove(optimizer)
         for rows, entries, was_read in before:
             if rows.state is not None:
                 rows.detach(was_read=was_read)
@@ -159,10 +158,8 @@ def _attach_rows(
     else:
         _refuse_built_with(optimizer, rows, {*probe.row_state, *probe.scalar_state})
     fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
-    has_values = rows.attach(state, fields)
-    if was_loaded or not has_values:
-        state.take(loaded if was_loaded else None)
-    state.begin(was_loaded, has_values)
+    was_read = rows.attach(state, fields)
+    state.take(loaded if was_loaded else None, was_read=was_read)
     return state
 
 
@@ -207,7 +204,7 @@ def detach(optimizer: Optimizer) -> None:
         for state in states:
             state.table_rows.detach()
             optimizer.state.pop(state.table_rows.parameter, None)
-            state.release()
+            state.release(optimizer)
 
 
 def _differ(value: Any, first: Any) -> bool:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from speedtorch.optim.optimizer_copy import OptimizerCopy, group_of, snapshot
 
-__all__ = ["OptimizerProbe", "learn_state", "probe_optimizer", "refuse_wrapper"]
+__all__ = ["OptimizerProbe", "learn_state", "probe_optimizer"]
 
 # Primes above any vector register's number of lanes; no other dimension has this size by chance.
 _ROW_COUNTS = (19, 23, 29)
@@ -69,7 +69,13 @@ def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
     """
     if parameter.dim() == 0:
         raise ValueError("a parameter without dimensions has no rows: it needs at least one")
-    refuse_wrapper(optimizer)
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot be used: it wraps another optimizer"
+                f" ({type(value).__name__}, its {attribute!r}), whose state of a batch's rows would"
+                " be out of reach"
+            )
     group_of(optimizer, parameter)  # raises if it is not held
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -102,17 +108,6 @@ def _kept_random(parameter: Tensor) -> Iterator[None]:
     on_meta = torch.get_default_device().type == "meta"
     with torch.random.fork_rng(devices=devices), torch.device("cpu") if on_meta else nullcontext():
         yield
-
-
-def refuse_wrapper(optimizer: Optimizer) -> None:
-    """Raises ValueError if an optimizer is made out of another one."""
-    for attribute, value in vars(optimizer).items():
-        if isinstance(value, Optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot be used: it wraps another optimizer"
-                f" ({type(value).__name__}, its {attribute!r}), whose state of a batch's rows would"
-                " be out of reach"
-            )
 
 
 class _Probe:
