@@ -29,10 +29,8 @@ from speedtorch.torch_internals import (
     step_without_hooks,
 )
 
-__all__ = ["OptimizerCopy", "group_of", "settings_of", "snapshot"]
+__all__ = ["OptimizerCopy", "Recorder", "group_of", "settings_of", "snapshot"]
 
-# What decides which state is kept and how it starts.
-_SETTING = (bool, int, float, str, tuple)
 # Elements of a tensor that an optimizer refers to and the probe still copies.
 _MOST_COPIED = 1 << 16
 
@@ -49,12 +47,12 @@ def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 
 
 def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings; what an optimizer counts or keeps in its group is none."""
-    return {
-        name: value
-        for name, value in group.items()
-        if name in optimizer.defaults and isinstance(value, _SETTING)
-    }
+    """A group's settings, which decide what state is kept and how it starts.
+
+    What an optimizer counts or keeps in its group is none.
+    """
+    names = [name for name in optimizer.defaults if name in group]
+    return {n: group[n] for n in names if isinstance(group[n], int | float | str | tuple)}
 
 
 def snapshot(value: Any) -> Any:
@@ -118,11 +116,11 @@ class Recorder(dict[str, Any]):
 
     setdefault, update = MutableMapping.setdefault, MutableMapping.update
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, entries: Any = ()) -> None:
         super().__init__()
         self.first: dict[str, Any] = {}
         self._defaults: dict[str, Any] = {}
-        self.update(*args, **kwargs)
+        self.update(entries)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.first.get(name) is None:
@@ -147,8 +145,7 @@ class _StateMap(defaultdict[Any, Any]):
     """An optimizer's whole state: parameters to recorders."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        # An empty dict that the optimizer fills later, behind our back, stays as it is and is found
-        # out by `OptimizerCopy.first_values`.
+        # An empty dict that the optimizer fills later, behind our back, is left to be found out.
         if isinstance(value, Mapping) and value and not isinstance(value, Recorder):
             value = Recorder(value)
         super().__setitem__(key, value)
@@ -211,14 +208,10 @@ class OptimizerCopy:
             vars(self.optimizer).update(copy.deepcopy(attributes, memo))
 
     @property
-    def state(self) -> dict[str, Any]:
-        """The state of the small parameter; empty before the optimizer makes one."""
-        state: dict[str, Any] = self._states[self.parameter]
+    def state(self) -> Recorder:
+        """The state of the small parameter; a plain dict if the optimizer hides how it starts."""
+        state: Recorder = self._states[self.parameter]
         return state
-
-    def first_values(self) -> dict[str, Any] | None:
-        """Every entry of the state as it was first assigned; None if the optimizer hides that."""
-        return self.state.first if isinstance(self.state, Recorder) else None
 
     def hold(self, rows: Mapping[str, Tensor]) -> None:
         """Puts other rows, under "", with their state in place of the parameter's."""

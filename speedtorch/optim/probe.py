@@ -21,26 +21,26 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.optim.optimizer_copy import OptimizerCopy, group_of, snapshot
+from speedtorch.optim.optimizer_copy import OptimizerCopy, Recorder, group_of, snapshot
 
 __all__ = ["OptimizerProbe", "learn_state", "probe_optimizer"]
 
 # Primes above any vector register's number of lanes; no other dimension has this size by chance.
 _ROW_COUNTS = (19, 23, 29)
 # The rows of each step, in changing numbers: RAdam and NAdam change their formula at the sixth.
-_BATCHES = ((0, 19), (0, 19), (4, 19), (2, 9), (0, 1), (0, 19), (3, 17), (1, 19))
+_BATCHES = ((0, 19), (0, 19), (0, 19), (4, 19), (0, 1), (2, 9), (3, 17), (1, 19))
 # Optimizers that quantise do so from some number of elements on, 4,096 as a rule, and where blocks
 # of up to 256 of them come out even.
 _MANY_ELEMENTS, _BLOCK = 1 << 14, 256
-# A scheduler's warm-up often starts at 0, which would hide every difference.
-_PLAIN = {"lr": 0.01}
+# A scheduler's warm-up often starts at 0, which would hide every difference; torch's SGD leaves the
+# dampening out of its first step, which we say we do not.
+_PLAIN = {"lr": 0.01, "dampening": 0.0}
 _CONTAINER = (Mapping, list, tuple, set, frozenset, deque)
 
 
@@ -84,21 +84,20 @@ def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
         )
     with _kept_random(parameter):
         probe = _Probe(optimizer, parameter, parameter.dtype)
-        found = probe.learn()
+        found = probe.learn({})
         probe.check_size(found)
         # Two steps that differ round to the same half-precision numbers: compare them in float32.
         if parameter.dtype.itemsize < 4:
             probe = _Probe(optimizer, parameter, torch.float32)
         plain = probe.learn(_PLAIN)
-        probe.check_start(plain)
-        probe.check_separate(plain)
+        probe.check_steps(plain)
     return found
 
 
 def learn_state(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
     """As probe_optimizer, of an optimizer that has been probed, with its settings of now."""
     with _kept_random(parameter):
-        return _Probe(optimizer, parameter, parameter.dtype).learn()
+        return _Probe(optimizer, parameter, parameter.dtype).learn({})
 
 
 @contextmanager
@@ -129,24 +128,25 @@ class _Probe:
     # --------------------------------------------------------------------------------------------
     # Which state there is, and how it starts
 
-    def learn(self, settings: Mapping[str, Any] = MappingProxyType({})) -> OptimizerProbe:
+    def learn(self, settings: Mapping[str, Any]) -> OptimizerProbe:
         """The state before the first update, with these settings, and which of it goes by rows."""
         self._choose_way()
-        decay = group_of(self.optimizer, self.parameter).get("weight_decay")
         # A momentum buffer made out of the first gradient holds the decay of the row as well.
-        for each in [settings, {**settings, "weight_decay": 0.0}][: 2 if decay else 1]:
+        for each in (settings, {**settings, "weight_decay": 0.0}):
             first, again = self._first_values(each), self._first_values(each)
             by_rows = [name for name, value in first.items() if _by_rows(value, self._rows)]
-            uneven = [name for name in by_rows if not _alike(first[name], again[name])]
-            if not uneven:
+            starts = {name: torch.cat([first[name], again[name]]) for name in by_rows}
+            same = {n: torch.allclose(s[:1], s, 0, 0, equal_nan=True) for n, s in starts.items()}
+            if all(same.values()):
                 break
+        else:
+            name = next(name for name in by_rows if not same[name])
+            raise self._refusal(
+                f"its state {name!r} starts from the row's own value or at random, so rows that no"
+                " batch has named yet have no state to start from"
+            )
         rows: dict[str, Tensor] = {}
         for name in by_rows:
-            if name in uneven:
-                raise self._refusal(
-                    f"its state {name!r} starts from the row's own value or at random, so rows"
-                    " that no batch has named yet have no state to start from"
-                )
             if name == "weight" or not isinstance(name, str):
                 raise self._refusal(f"a table cannot hold a state called {name!r}")
             row = first[name][0].clone()
@@ -176,32 +176,28 @@ class _Probe:
 
     def _first_values(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         copied = self._stepped_once(settings)
-        first = copied.first_values()
-        if first is None:
+        if not isinstance(copied.state, Recorder):
             raise self._refusal(
                 "it replaces the dict that holds its state, so that the start of that state cannot"
                 " be seen"
             )
         for name, value in copied.state.items():
             for leaf in _leaves(value):
-                self._check_kind(name, value, leaf)
-        return first
-
-    def _check_kind(self, name: str, value: Any, leaf: Any) -> None:
-        """Raises ValueError if a state is nothing that a table, or a copy of it, can keep."""
-        kind = None
-        if type(leaf) in (Tensor, nn.Parameter):
-            if leaf is not value and self._rows in leaf.shape:
-                kind = f"{type(value).__name__} of tensors of all rows"
-            elif self._rows in leaf.shape[1:] and leaf.shape[0] != self._rows:
-                kind = f"tensor {list(leaf.shape)} whose rows are not its first dimension"
-        elif leaf is not None and not isinstance(leaf, str | int | float | complex):
-            kind = type(leaf).__name__
-        if kind is not None:
-            raise self._refusal(
-                f"its state {name!r} is a {kind}, but a table keeps tensors that have a row for"
-                " each of its rows, and the optimizer tensors or numbers for all of them"
-            )
+                if type(leaf) not in (Tensor, nn.Parameter):
+                    if leaf is None or isinstance(leaf, str | int | float | complex):
+                        continue
+                    kind = type(leaf).__name__
+                elif leaf is not value and self._rows in leaf.shape:
+                    kind = f"{type(value).__name__} of tensors of all rows"
+                elif self._rows in leaf.shape[1:] and leaf.shape[0] != self._rows:
+                    kind = f"tensor {list(leaf.shape)} whose rows are not its first dimension"
+                else:
+                    continue
+                raise self._refusal(
+                    f"its state {name!r} is a {kind}, but a table keeps tensors that have a row for"
+                    " each of its rows, and the optimizer tensors or numbers for all of them"
+                )
+        return copied.state.first
 
     def check_size(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError if many rows get another kind of state than few, or other numbers."""
@@ -216,11 +212,11 @@ class _Probe:
         except Exception as error:
             raise self._refusal(f"its step fails where there are many rows ({error})") from error
         for name in learnt.scalar_state:
-            one, other = (_shape(copied.state.get(name)) for copied in (many, parts))
+            one, other = (getattr(each.state.get(name), "shape", ()) for each in (many, parts))
             if one != other:
                 raise self._refusal(
-                    f"its state {name!r} is of size {other} for {few} rows and {one} for {rows},"
-                    " and has no row for each of them"
+                    f"its state {name!r} is of size {list(other)} for {few} rows and {list(one)}"
+                    f" for {rows}, and has no row for each of them"
                 )
         for name in learnt.row_state:
             kind, other_kind = (_kind(copied.state.get(name)) for copied in (many, parts))
@@ -236,81 +232,79 @@ class _Probe:
     # --------------------------------------------------------------------------------------------
     # Whether rows are treated separately
 
-    def check_start(self, learnt: OptimizerProbe) -> None:
-        """Raises ValueError if steps that begin with the learnt state are not the first ones."""
-        values = self._random_rows()
-        # torch's SGD leaves the dampening out of its first step, which we say we do not.
-        settings = {**_PLAIN, "dampening": 0.0}
-        fresh, begun = (self._copy(values, settings) for _ in range(2))
-        start = self._start(learnt)
-        begun.state.update(_snapshots({**learnt.scalar_state, **start}))
-        for _ in range(3):
-            gradient = self._random_rows()
-            first, after = (self._stepped(copied, gradient, start) for copied in (fresh, begun))
-            for name in learnt.scalar_state:
-                expected, found = fresh.state.get(name), begun.state.get(name)
-                if not _agree(expected, found):
-                    raise self._refusal(
-                        f"its state {name!r} is first assigned after an update, so that its start"
-                        f" cannot be seen ({expected} after a first step, {found} after one that"
-                        " begins with what was seen)"
-                    )
-            for name in start:
-                if not _agree(first[name], after[name]):
-                    seen = fresh.first_values() or {}
-                    cause = next((n for n in start if not _agree(seen.get(n), start[n])), name)
-                    raise self._refusal(
-                        f"its state {cause!r} starts from the first gradient, so rows that no batch"
-                        " has named yet have no state to start from"
-                    )
-            if not _agree(first[""], after[""]):
-                raise self._refusal(
-                    "its first steps differ from steps that begin with the state that it makes"
-                )
-
-    def check_separate(self, learnt: OptimizerProbe) -> None:
+    def check_steps(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError unless rows stepped in changing batches, apart and turned round agree.
 
-        One copy lives through all batches, as the user's optimizer will; the rows of each batch are
-        also stepped by fresh copies of it, in two parts and in another order.
+        One copy begins with the learnt state and lives through all batches, as the user's optimizer
+        will. Beside it the first batches are stepped by one that makes its state itself, and the
+        rows of each batch by fresh copies of it, in two parts and in another order.
         """
-        first, names = self._random_rows() / 10, list(learnt.row_state)
-        table = {"": first.clone(), **_snapshots(self._start(learnt))}
-        together = self._copy(first, _PLAIN)
+        rows, names = self._random_rows() / 10, list(learnt.row_state)
+        table = {"": rows.clone()}
+        for name, row in learnt.row_state.items():
+            table[name] = row.repeat(self._rows, *[1] * row.dim())
+        first, together = (self._copy(rows[: _BATCHES[0][1]], _PLAIN) for _ in range(2))
         together.state.update(_snapshots(learnt.scalar_state))
         for low, high in _BATCHES:
             gradient = self._random_rows()[low:high]
-            before = {name: rows[low:high] for name, rows in table.items()}
-            every = torch.arange(high - low, device=first.device)
+            before = {name: each[low:high] for name, each in table.items()}
+            every = torch.arange(high - low, device=rows.device)
             orders = [every.roll(-(len(every) // 3)).flip(0), every[:1], every[1:]]
             copies = []
             for places in orders[: 1 if len(every) == 1 else 3]:
-                rows = {name: each[places] for name, each in before.items()}
-                apart = self._copy(rows[""], {}, together)
+                held = {name: each[places] for name, each in before.items()}
+                apart = self._copy(held[""], {}, together)
                 apart.state.update(_snapshots(together.state))
-                apart.hold(rows)
+                apart.hold(held)
                 copies.append((places, apart, self._stepped(apart, gradient[places], names)))
             together.hold(before)
             result = self._stepped(together, gradient, names)
+            if (low, high) == _BATCHES[0]:
+                self._check_start(learnt, first, together, gradient, result)
             for places, apart, found in copies:
                 for name, each in found.items():
                     scale = None if name else result[name] - before[name]
                     self._compare(name, result[name][places], each, scale)
-                self._check_shared(together, apart, names)
+                shared = _shared(apart, names)
+                for place, value in _shared(together, names).items():
+                    if not _agree(value, shared.get(place)):
+                        raise self._refusal(
+                            f"it keeps {place[1]!r} for all rows at once, and that depends on which"
+                            " rows a batch has"
+                        )
             for name, each in result.items():
                 table[name][low:high] = each
-        if first.numel() and torch.equal(table[""], first):
+        if rows.numel() and torch.equal(table[""], rows):
             raise self._refusal(f"{len(_BATCHES)} steps of it with random gradients train no row")
 
-    def _check_shared(self, one: OptimizerCopy, other: OptimizerCopy, names: list[str]) -> None:
-        """Raises ValueError if what is kept for all rows depends on which of them were stepped."""
-        expected, found = _shared(one, names), _shared(other, names)
-        for place, value in expected.items():
-            if not _agree(value, found.get(place)):
+    def _check_start(
+        self,
+        learnt: OptimizerProbe,
+        first: OptimizerCopy,
+        begun: OptimizerCopy,
+        gradient: Tensor,
+        result: Mapping[str, Tensor],
+    ) -> None:
+        """Raises ValueError if a step that began with the learnt state is not a first one."""
+        expected = self._stepped(first, gradient, learnt.row_state)
+        for name in learnt.scalar_state:
+            one, other = first.state.get(name), begun.state.get(name)
+            if not _agree(one, other):
                 raise self._refusal(
-                    f"it keeps {place[1]!r} for all rows at once, and that depends on which rows a"
-                    " batch has"
+                    f"its state {name!r} is first assigned after an update, so that its start"
+                    f" cannot be seen ({one} after a first step, {other} after one that begins with"
+                    " what was seen)"
                 )
+        if not all(_agree(each, result[name]) for name, each in expected.items()):
+            for name, row in learnt.row_state.items():
+                if not _agree(first.state.first[name], row.expand_as(first.state.first[name])):
+                    raise self._refusal(
+                        f"its state {name!r} starts from the first gradient, so rows that no batch"
+                        " has named yet have no state to start from"
+                    )
+            raise self._refusal(
+                "its first steps differ from steps that begin with the state that it makes"
+            )
 
     # --------------------------------------------------------------------------------------------
 
@@ -319,10 +313,6 @@ class _Probe:
     ) -> OptimizerCopy:
         optimizer, parameter = (of or self).optimizer, (of or self).parameter
         return OptimizerCopy(optimizer, parameter, values, settings, construct=self._construct)
-
-    def _start(self, learnt: OptimizerProbe) -> dict[str, Tensor]:
-        """The state of all rows before the first update."""
-        return {n: row.expand(self._rows, *row.shape) for n, row in learnt.row_state.items()}
 
     def _stepped(
         self, copied: OptimizerCopy, gradient: Tensor, names: Collection[str]
@@ -397,23 +387,10 @@ def _shared(copied: OptimizerCopy, names: Iterable[str]) -> dict[tuple[int, str]
     }
 
 
-def _shape(value: Any) -> list[int] | None:
-    return list(value.shape) if isinstance(value, Tensor) else None
-
-
 def _kind(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{type(value).__name__} of {value.dtype}, {list(value.shape[1:])} a row"
-
-
-def _alike(first: Tensor, again: Tensor) -> bool:
-    """Whether all rows of both are the same, byte by byte."""
-    expected, *found = (
-        each.contiguous().reshape(-1).view(torch.uint8)
-        for each in (first[:1].expand_as(first), first, again)
-    )
-    return all(torch.equal(expected, each) for each in found)
 
 
 def _agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
@@ -423,10 +400,10 @@ def _agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
             return False
         if not left.numel() or not (left.is_floating_point() or left.is_complex()):
             return torch.equal(left, right)
-        rounding = 8 * torch.finfo(left.dtype).eps * left.abs().nan_to_num(0, 0, 0).amax()
-        largest = (left if scale is None else scale).abs().nan_to_num(0, 0, 0).amax()
-        near = (left - right).abs() <= 1e-4 * largest + rounding
-        return bool((near | (left == right) | (left.isnan() & right.isnan())).all())
+        scale = left if scale is None else scale
+        own, most = (float(t.detach().abs().nan_to_num(0, 0, 0).amax()) for t in (left, scale))
+        near = 1e-4 * most + 8 * torch.finfo(left.dtype).eps * own
+        return torch.allclose(left, right.to(left), rtol=0, atol=near, equal_nan=True)
     if isinstance(left, _CONTAINER) and isinstance(right, _CONTAINER):
         pair = list(_leaves(left)), list(_leaves(right))
         return len(pair[0]) == len(pair[1]) and all(map(_agree, *pair))
