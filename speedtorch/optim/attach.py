@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ __all__ = ["attach", "detach"]
 
 # Of accelerate, Lightning and Fabric: they step the optimizer that they wrap, and add no rule.
 _WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
+
+_attached: weakref.WeakKeyDictionary[Optimizer, SavedState] = weakref.WeakKeyDictionary()
 
 
 def attach(optimizer: Optimizer, module: nn.Module) -> None:
@@ -70,7 +73,7 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
 
 def _attach(optimizer: Optimizer, module: nn.Module) -> None:
     kind = type(optimizer).__name__
-    if _states_of(optimizer):
+    if optimizer in _attached:
         raise ValueError(
             f"{kind} is attached already: detach it first, and attach it once to a module that has"
             " all of its Embeddings"
@@ -93,10 +96,12 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
     saved = SavedState(optimizer)
     try:
         for rows, probe, loaded, _ in found:
-            state = AttachedState(optimizer, rows, probe, saved.remove)
+            state = AttachedState(optimizer, rows, probe)
             _attach_rows(state, kind, loaded)
             saved.states.append(state)
+        _attached[optimizer] = saved
     except BaseException:
+        _attached.pop(optimizer, None)
         saved.remove(optimizer)
         for rows, _, loaded, was_read in found:
             if rows.state is not None:
@@ -117,12 +122,6 @@ def _unwrapped(optimizer: Any) -> Optimizer:
             " torch.optim.Optimizer that it steps, before it is wrapped"
         )
     return optimizer
-
-
-def _states_of(optimizer: Optimizer) -> list[AttachedState]:
-    """What an optimizer keeps of each table's rows; empty if it is not attached."""
-    found = map(state_of, rows_held_by(optimizer))
-    return [state for state in found if state is not None and state.optimizer() is optimizer]
 
 
 def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> None:
@@ -183,10 +182,13 @@ def detach(optimizer: Optimizer) -> None:
     """
     with as_plain():
         optimizer = _unwrapped(optimizer)
-        states = _states_of(optimizer)
-        if not states:
+        saved = _attached.get(optimizer)
+        if saved is None:
             raise ValueError(f"{type(optimizer).__name__} is not attached")
-        for state in states:
-            state.table_rows.detach()
-            optimizer.state.pop(state.table_rows.parameter, None)
-            state.release(optimizer)
+        while saved.states:
+            rows = saved.states[-1].table_rows
+            rows.detach()
+            optimizer.state.pop(rows.parameter, None)
+            saved.states.pop()
+        saved.remove(optimizer)
+        del _attached[optimizer]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +20,9 @@ __all__ = ["AttachedState", "SavedState", "state_of"]
 
 
 class AttachedState:
-    """The state that an optimizer keeps of one Embedding's rows, which is what its probe found.
+    """The state that an optimizer keeps of one Embedding's rows, which is what its probe found."""
 
-    `release` removes the optimizer's hooks, of all its tables.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        rows: TrainedRows,
-        probe: OptimizerProbe,
-        release: Callable[[Optimizer], None],
-    ) -> None:
-        self.release = release
+    def __init__(self, optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.table_rows = rows
         self.probe = probe

@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.optim.optimizer_copy import OptimizerCopy, Recorder, group_of, snapshot
+from speedtorch.torch_internals import tree_leaves
 
 __all__ = ["OptimizerProbe", "learn_state", "probe_optimizer"]
 
@@ -41,7 +41,6 @@ _MANY_ELEMENTS, _BLOCK = 1 << 14, 256
 # A scheduler's warm-up often starts at 0, which would hide every difference; torch's SGD leaves the
 # dampening out of its first step, which we say we do not.
 _PLAIN = {"lr": 0.01, "dampening": 0.0}
-_CONTAINER = (Mapping, list, tuple, set, frozenset, deque)
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ class _Probe:
                 " be seen"
             )
         for name, value in copied.state.items():
-            for leaf in _leaves(value):
+            for leaf in tree_leaves(value):
                 if type(leaf) not in (Tensor, nn.Parameter):
                     if leaf is None or isinstance(leaf, str | int | float | complex):
                         continue
@@ -260,7 +259,8 @@ class _Probe:
             together.hold(before)
             result = self._stepped(together, gradient, names)
             if (low, high) == _BATCHES[0]:
-                self._check_start(learnt, first, together, gradient, result)
+                self._stepped(first, gradient, names)
+                self._check_start(learnt, first, together)
             for places, apart, found in copies:
                 for name, each in found.items():
                     scale = None if name else result[name] - before[name]
@@ -278,15 +278,9 @@ class _Probe:
             raise self._refusal(f"{len(_BATCHES)} steps of it with random gradients train no row")
 
     def _check_start(
-        self,
-        learnt: OptimizerProbe,
-        first: OptimizerCopy,
-        begun: OptimizerCopy,
-        gradient: Tensor,
-        result: Mapping[str, Tensor],
+        self, learnt: OptimizerProbe, first: OptimizerCopy, begun: OptimizerCopy
     ) -> None:
-        """Raises ValueError if a step that began with the learnt state is not a first one."""
-        expected = self._stepped(first, gradient, learnt.row_state)
+        """Raises ValueError if a step that began with the learnt state was not a first one."""
         for name in learnt.scalar_state:
             one, other = first.state.get(name), begun.state.get(name)
             if not _agree(one, other):
@@ -295,16 +289,18 @@ class _Probe:
                     f" cannot be seen ({one} after a first step, {other} after one that begins with"
                     " what was seen)"
                 )
-        if not all(_agree(each, result[name]) for name, each in expected.items()):
-            for name, row in learnt.row_state.items():
-                if not _agree(first.state.first[name], row.expand_as(first.state.first[name])):
-                    raise self._refusal(
-                        f"its state {name!r} starts from the first gradient, so rows that no batch"
-                        " has named yet have no state to start from"
-                    )
-            raise self._refusal(
-                "its first steps differ from steps that begin with the state that it makes"
-            )
+        pairs = [(first.state[name], begun.state[name]) for name in learnt.row_state]
+        if all(_agree(*pair) for pair in [(first.parameter, begun.parameter), *pairs]):
+            return
+        for name, row in learnt.row_state.items():
+            if not _agree(first.state.first[name], row.expand_as(first.state.first[name])):
+                raise self._refusal(
+                    f"its state {name!r} starts from the first gradient, so rows that no batch has"
+                    " named yet have no state to start from"
+                )
+        raise self._refusal(
+            "its first steps differ from steps that begin with the state that it makes"
+        )
 
     # --------------------------------------------------------------------------------------------
 
@@ -359,29 +355,20 @@ def _by_rows(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.shape[:1] == (rows,)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """What the containers of a state hold."""
-    if not isinstance(value, _CONTAINER):
-        yield value
-        return
-    for each in value.values() if isinstance(value, Mapping) else value:
-        yield from _leaves(each)
-
-
 def _shared(copied: OptimizerCopy, names: Iterable[str]) -> dict[tuple[int, str], Any]:
     """Numbers that an optimizer keeps for all rows: in its state, its group and its attributes."""
     states: Mapping[Any, Any] = copied.optimizer.state
     for_all = {key: value for key, value in states.items() if isinstance(key, str)}
-    group, rows = copied.optimizer.param_groups[0], len(copied.parameter)
-
-    def is_shared(value: Any) -> bool:
-        if isinstance(value, Tensor):
-            return rows == 1 or not _by_rows(value, rows)
-        return isinstance(value, int | float | complex)
-
+    places = copied.state, copied.optimizer.param_groups[0], for_all, vars(copied.optimizer)
+    rows = len(copied.parameter)
     return {
-        (place, name): list(filter(is_shared, _leaves(value)))
-        for place, entries in enumerate((copied.state, group, for_all, vars(copied.optimizer)))
+        (place, name): [
+            each
+            for each in tree_leaves(value)
+            if isinstance(each, Tensor | int | float | complex)
+            and (rows == 1 or not _by_rows(each, rows))
+        ]
+        for place, entries in enumerate(places)
         for name, value in entries.items()
         if name not in {"params", "state", "param_groups", *names}
     }
@@ -404,9 +391,9 @@ def _agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
         own, most = (float(t.detach().abs().nan_to_num(0, 0, 0).amax()) for t in (left, scale))
         near = 1e-4 * most + 8 * torch.finfo(left.dtype).eps * own
         return torch.allclose(left, right.to(left), rtol=0, atol=near, equal_nan=True)
-    if isinstance(left, _CONTAINER) and isinstance(right, _CONTAINER):
-        pair = list(_leaves(left)), list(_leaves(right))
-        return len(pair[0]) == len(pair[1]) and all(map(_agree, *pair))
+    leaves, others = tree_leaves(left), tree_leaves(right)
+    if len(leaves) != 1 or leaves[0] is not left:  # a container of them
+        return len(leaves) == len(others) and all(map(_agree, leaves, others))
     if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=1e-4) or (left != left and right != right)
     return bool(left == right)
