@@ -33,7 +33,7 @@ class AttachedState:
         self._counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
         self._entries: dict[str, Any] = {}
-        self._settings = settings_of(optimizer, group_of(optimizer, rows.parameter))
+        self._settings = settings_of(optimizer, rows.parameter)
 
     def entries(self) -> dict[str, Any]:
         """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
@@ -78,16 +78,17 @@ class AttachedState:
             )
         group, names = group_of(optimizer, self.table_rows.parameter), optimizer.defaults
         if not all(map(operator.is_, map(group.get, names), map(self._settings.get, names))):
-            self._follow(optimizer, settings_of(optimizer, group))
+            self._follow(optimizer)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
             # torch's fused SGD wants all of a group's buffers or none.
             for other in group["params"]:
                 if other.grad is not None and optimizer.state[other].get("momentum_buffer") is None:
                     optimizer.state[other]["momentum_buffer"] = torch.zeros_like(other)
 
-    def _follow(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
+    def _follow(self, optimizer: Optimizer) -> None:
         """Lets the state start as the settings of now say, until the first step."""
         rows, before, probe = self.table_rows, self.probe, self.probe
+        settings = settings_of(optimizer, rows.parameter)
         if _switches(settings) != _switches(self._settings):
             probe = probe_optimizer(optimizer, rows.parameter)
         elif settings != self._settings and not self._has_stepped:  # Rprop's starts with its lr
@@ -298,8 +299,5 @@ def _refuse_own_state_dict(optimizer: Optimizer) -> None:
 
 def _numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[int, Any]:
     """What a state dict calls each parameter, by the parameter's id()."""
-    return {
-        id(parameter): number
-        for group, saved in zip(optimizer.param_groups, groups, strict=False)
-        for parameter, number in zip(group["params"], saved["params"], strict=False)
-    }
+    parameters = (id(each) for group in optimizer.param_groups for each in group["params"])
+    return dict(zip(parameters, (n for group in groups for n in group["params"]), strict=False))

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from speedtorch.ops.compiling import not_compiled
 from speedtorch.optim.attached_state import AttachedState, state_of
-from speedtorch.optim.optimizer_copy import group_of, settings_of
+from speedtorch.optim.optimizer_copy import settings_of
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.step.row_weight import hide_rows, show_rows
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
@@ -36,10 +36,7 @@ def watch_steps() -> None:
 
 
 class OptimizerStep:
-    """One call of an optimizer's step(), from the first hook to the last.
-
-    `rows` are those that it holds the parameters of, `frame` is that of torch's step().
-    """
+    """One call of an optimizer's step() with rows, which runs in `frame`."""
 
     def __init__(self, rows: list[TrainedRows], frame: FrameType) -> None:
         self.done = False  # one assignment for all tables of the call
@@ -144,7 +141,7 @@ def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
             )
         state.before_step(optimizer)
         return
-    settings = settings_of(optimizer, group_of(optimizer, parameter))
+    settings = settings_of(optimizer, parameter)
     settings.pop("lr", None)
     known = _stateless.setdefault(optimizer, {})
     if known.get(id(parameter)) == settings:
