@@ -27,10 +27,9 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
 
     From here on the optimizer sees the rows of a step and their state, and nothing else changes:
     the same step(), schedulers, scalers and state_dict(), which holds the state of all rows. Attach
-    before the first use and before anything is loaded: the table then takes its memory once, with
-    the state as part of each row's record; rows that are there already move to a new table. The
-    module's state_dict() has a contiguous copy of the weight from then on, or where there is no
-    room for one a strided view of the records.
+    before the first use or loading: the table then takes its memory once, with the state as part of
+    each row's record; rows that are there already move to a new table. The module's state_dict()
+    then has a contiguous copy of the weight, or without room for one a view of the records.
 
     A step changes the rows that it has looked up, and there is one step count for all rows, as with
     torch.optim.SparseAdam. A momentum buffer starts as zeros (torch's SGD starts it as the first

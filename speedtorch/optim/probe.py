@@ -1,8 +1,7 @@
 """What an optimizer remembers about each row of a parameter, learnt from a tiny probe of it.
 
-No list of optimizers' names: copies of the optimizer (same class, same settings) step a parameter
-of a few rows with random gradients, and see which state it makes and how that starts. A batch of
-rows can be stepped without the rest of its table only where
+Copies of the optimizer step a parameter of a few rows with random gradients, and see which state it
+makes and how that starts. A batch of rows can be stepped without the rest of its table only where
 
 - rows are treated separately: stepped together, apart or in another order, step after step, they
   and their state become the same, and so does what the optimizer keeps for all rows at once;
@@ -58,12 +57,8 @@ def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
     """Learns which state an optimizer keeps for each row of a parameter, and how it starts.
 
     Optimizer, parameter, hooks, schedulers and random generators are left exactly as they are. A
-    momentum buffer, which torch's SGD makes out of the first gradient, starts as zeros.
-
-    Raises:
-        ValueError: the optimizer does not hold the parameter, its step fails or needs a closure,
-            a row's state does not start alike for every row, depends on how many rows there are or
-            is no tensor, or rows are not treated separately.
+    momentum buffer, which torch's SGD makes out of the first gradient, starts as zeros. Raises
+    ValueError if the optimizer does not hold the parameter or breaks the rule above.
     """
     if parameter.dim() == 0:
         raise ValueError("a parameter without dimensions has no rows: it needs at least one")
@@ -129,7 +124,18 @@ class _Probe:
 
     def learn(self, settings: Mapping[str, Any]) -> OptimizerProbe:
         """The state before the first update, with these settings, and which of it goes by rows."""
-        self._choose_way()
+        errors: list[Exception] = []
+        for self._construct, self._sparse in itertools.product((False, True), repeat=2):
+            try:
+                self._stepped_once({})
+                break
+            except Exception as error:  # the optimizer's own, of any kind; told below
+                errors.append(error)
+        else:
+            raise self._refusal(
+                f"a step of a small parameter {[self._rows, *self._row_shape]} fails with dense"
+                f" zero gradients ({errors[0]}) and with sparse ones ({errors[1]})"
+            ) from errors[0]
         # A momentum buffer made out of the first gradient holds the decay of the row as well.
         for each in (settings, {**settings, "weight_decay": 0.0}):
             first, again = self._first_values(each), self._first_values(each)
@@ -144,29 +150,13 @@ class _Probe:
                 f"its state {name!r} starts from the row's own value or at random, so rows that no"
                 " batch has named yet have no state to start from"
             )
-        rows: dict[str, Tensor] = {}
         for name in by_rows:
             if name == "weight" or not isinstance(name, str):
                 raise self._refusal(f"a table cannot hold a state called {name!r}")
-            row = first[name][0].clone()
-            # -0.0, from a gradient of zero that was negated, is a zero as well.
-            rows[name] = row.masked_fill_(row == 0, 0)
+        # -0.0, from a gradient of zero that was negated, is a zero as well.
+        rows = {name: first[name][0].masked_fill(first[name][0] == 0, 0) for name in by_rows}
         others = {name: value for name, value in first.items() if name not in rows}
         return OptimizerProbe(rows, others, self._sparse)
-
-    def _choose_way(self) -> None:
-        """Finds out whether a bare copy can step or a constructed one, and which gradients."""
-        errors: list[Exception] = []
-        for self._construct, self._sparse in itertools.product((False, True), repeat=2):
-            try:
-                self._stepped_once({})
-                return
-            except Exception as error:  # the optimizer's own, of any kind; told below
-                errors.append(error)
-        raise self._refusal(
-            f"a step of a small parameter {[self._rows, *self._row_shape]} fails with dense zero"
-            f" gradients ({errors[0]}) and with sparse ones ({errors[1]})"
-        ) from errors[0]
 
     def _stepped_once(self, settings: Mapping[str, Any]) -> OptimizerCopy:
         copied = self._copy(self._random_rows(), settings)
