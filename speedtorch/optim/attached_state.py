@@ -101,7 +101,7 @@ class AttachedState:
                 " stepped"
             )
         if probe is not before and not self._has_stepped:
-            self.probe, self.sparse, entries = probe, probe.sparse, self.entries()
+            entries = self.entries()
             for name, row in probe.row_state.items():
                 if not torch.equal(row, before.row_state[name]):
                     rows.flush()
@@ -109,6 +109,7 @@ class AttachedState:
                     if name in entries:
                         entries[name].copy_(row.expand_as(entries[name]))
             entries.update({n: snapshot(value) for n, value in probe.scalar_state.items()})
+            self.probe, self.sparse = probe, probe.sparse
         self._settings = settings
 
     def begin_step(self) -> None:
@@ -139,16 +140,14 @@ class AttachedState:
     # state_dict
 
     def complete(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """The state of all rows, as views of the table; None before the first step.
-
-        Copies where views would be of no use: torch.save takes no views of one memory with several
-        dtypes, and torch's fused optimizers on the CPU take a field's rows for a matrix.
-        """
+        """The state of all rows, in the table's memory if it can be; None before the first step."""
         if not self._has_stepped:
             return None
         self.table_rows.flush()
         rows = {name: self.table_rows.store.field(name) for name in self.names}
         parameter = self.table_rows.parameter
+        # torch.save takes no views of one memory with several dtypes, and torch's fused optimizers
+        # on the CPU take a field's rows for a matrix.
         fused = parameter.is_cpu and group_of(optimizer, parameter).get("fused")
         if fused or {field.dtype for field in rows.values()} - {parameter.dtype}:
             rows = {name: field.contiguous() for name, field in rows.items()}
@@ -205,9 +204,6 @@ def state_of(rows: TrainedRows) -> AttachedState | None:
         rows.detach()
         return None
     return state
-
-
-# ------------------------------------------------------------------------------------------------
 
 
 class SavedState:

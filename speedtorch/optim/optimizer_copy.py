@@ -105,8 +105,8 @@ def _stand_in_for_large(left: list[Any], memo: dict[int, Any]) -> None:
 class Recorder(dict[str, Any]):
     """A parameter's state that keeps each entry as it was first assigned, in `first`.
 
-    Optimizers assign zeros and update them in place, so the first value is the one before the first
-    update; so is the default of a get() that found nothing. A None stands for "not made yet".
+    Optimizers assign zeros and update them in place, so that is the one before the first update; so
+    is the default of a get() that found nothing. A None stands for "not made yet".
     """
 
     setdefault, update = MutableMapping.setdefault, MutableMapping.update

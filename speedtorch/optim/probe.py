@@ -290,8 +290,6 @@ class _Probe:
         if first.numel() and torch.equal(table[""], first):
             raise self._refusal(f"{len(_BATCHES)} steps of it with random gradients train no row")
 
-    # --------------------------------------------------------------------------------------------
-
     def _copy(
         self, values: Tensor, settings: Mapping[str, Any], of: OptimizerCopy | None = None
     ) -> OptimizerCopy:
