@@ -121,15 +121,14 @@ class AttachedState:
         """Called after a step; RuntimeError if it keeps more of each row than when attached."""
         entries = self.entries()
         if len(entries) > len(self.names) + len(self.probe.scalar_state):
-            self._refuse_unknown(entries, self.table_rows.parameter.shape, RuntimeError)
+            self._refuse_unknown(entries, len(self.table_rows.parameter), RuntimeError)
 
-    def _refuse_unknown(
-        self, entries: Mapping[str, Any], shape: tuple[int, ...], error: type[Exception]
-    ) -> None:
-        rows = shape if shape[0] == 1 else shape[:1]  # one number is no row of one
+    def _refuse_unknown(self, entries: dict[str, Any], rows: int, error: type[Exception]) -> None:
+        columns = self.table_rows.parameter.shape[1:]
+        shape = (1, *columns) if rows == 1 else (rows,)  # one number is no row of one
         for name in entries.keys() - {*self.names, *self.probe.scalar_state}:
             value = entries[name]
-            if isinstance(value, Tensor) and value.shape[: len(rows)] == rows:
+            if isinstance(value, Tensor) and value.shape[: len(shape)] == shape:
                 raise error(
                     f"{self.table_rows.name}: there is a state {name!r} of each row, but the"
                     f" attached optimizer kept {_listed(self.names)} when it was attached: give it"
@@ -156,7 +155,7 @@ class AttachedState:
     def check(self, entries: dict[str, Any]) -> None:
         """Raises ValueError unless saved state is that of all rows."""
         name, rows = self.table_rows.name, self.table_rows.store.rows
-        self._refuse_unknown(entries, (rows, *self.table_rows.parameter.shape[1:]), ValueError)
+        self._refuse_unknown(entries, rows, ValueError)
         missing = [scalar for scalar in self.probe.scalar_state if scalar not in entries]
         if missing:
             raise ValueError(f"the state of {name} has no {_listed(missing)}; nothing was loaded")
