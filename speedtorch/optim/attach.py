@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.optim.attached_state import AttachedState, SavedState, state_of
-from speedtorch.optim.probe import OptimizerProbe, probe_optimizer, refuse_wrapper
-from speedtorch.step.trained_rows import TrainedRows, rows_held_by
+from speedtorch.optim.probe import probe_optimizer
+from speedtorch.step.trained_rows import rows_held_by
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["attach", "detach"]
@@ -18,22 +19,21 @@ __all__ = ["attach", "detach"]
 # Of accelerate, Lightning and Fabric: they step the optimizer that they wrap, and add no rule.
 _WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
 
+_attached: weakref.WeakKeyDictionary[Optimizer, SavedState] = weakref.WeakKeyDictionary()
+
 
 def attach(optimizer: Optimizer, module: nn.Module) -> None:
     """Makes an optimizer keep its state of Embeddings' rows in their tables, beside the rows.
 
     From here on the optimizer sees the rows of a step and their state, and nothing else changes:
     the same step(), schedulers, scalers and state_dict(), which holds the state of all rows. Attach
-    before the first use and before anything is loaded: the table then takes its memory once, with
-    the state as part of each row's record; rows that are there already move to a new table.
-
-    The module's state_dict() has a contiguous copy of the weight from then on, as safetensors and
-    accelerate need it, or where there is no room for one a strided view of the records.
+    before the first use or loading: the table then takes its memory once, with the state as part of
+    each row's record; rows that are there already move to a new table. The module's state_dict()
+    then has a contiguous copy of the weight, or without room for one a view of the records.
 
     A step changes the rows that it has looked up, and there is one step count for all rows, as with
     torch.optim.SparseAdam. A momentum buffer starts as zeros (torch's SGD starts it as the first
-    gradient, which is the same unless there is dampening). Other parameters of the optimizer are
-    trained as ever.
+    gradient, which is the same unless there is dampening).
 
     An optimizer is refused by name if it does not treat rows separately (a norm of all rows, a
     factor of them), keeps something for all rows that depends on which were stepped, starts a row's
@@ -71,42 +71,43 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
 
 
 def _attach(optimizer: Optimizer, module: nn.Module) -> None:
-    refuse_wrapper(optimizer)
-    if _states_of(optimizer):
+    kind = type(optimizer).__name__
+    if optimizer in _attached:
         raise ValueError(
-            f"{type(optimizer).__name__} is attached already: detach it first, and attach it once"
-            " to a module that has all of its Embeddings"
+            f"{kind} is attached already: detach it first, and attach it once to a module that has"
+            " all of its Embeddings"
         )
-    of_module = [getattr(each, "trained_rows", None) for each in module.modules()]
-    probed = []
+    of_module = {id(getattr(each, "trained_rows", None)) for each in module.modules()}
+    found = []
     for rows in rows_held_by(optimizer):
-        if not any(each is rows for each in of_module):
-            continue
-        if state_of(rows) is not None:
-            raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
-        probed.append((rows, probe_optimizer(optimizer, rows.parameter)))
-    if not probed:
+        if id(rows) in of_module:
+            if state_of(rows) is not None:
+                raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
+            probe = probe_optimizer(optimizer, rows.parameter)
+            loaded = dict(optimizer.state.get(rows.parameter, {}))
+            found.append((rows, probe, loaded, rows.store.was_read))
+    if not found:
         raise ValueError(
-            f"{type(optimizer).__name__} holds no weight of an Embedding in"
-            f" {type(module).__name__}: build it with module.parameters() first, and attach the"
-            " module that has a speedtorch.Embedding or EmbeddingBag"
+            f"{kind} holds no weight of an Embedding in {type(module).__name__}: build it with"
+            " module.parameters() first, and attach the module that has a speedtorch.Embedding or"
+            " EmbeddingBag"
         )
-    before = [
-        (rows, dict(optimizer.state.get(rows.parameter, {})), rows.store.was_read)
-        for rows, _ in probed
-    ]
     saved = SavedState(optimizer)
     try:
-        for rows, probe in probed:
-            saved.states.append(_attach_rows(optimizer, rows, probe, saved))
+        for rows, probe, loaded, _ in found:
+            state = AttachedState(optimizer, rows, probe)
+            _attach_rows(state, kind, loaded)
+            saved.states.append(state)
+        _attached[optimizer] = saved
     except BaseException:
-        saved.remove()
-        for rows, entries, was_read in before:
+        _attached.pop(optimizer, None)
+        saved.remove(optimizer)
+        for rows, _, loaded, was_read in found:
             if rows.state is not None:
                 rows.detach(was_read=was_read)
                 optimizer.state.pop(rows.parameter, None)
-                if entries:
-                    optimizer.state[rows.parameter] = entries
+                if loaded:
+                    optimizer.state[rows.parameter] = loaded
         raise
 
 
@@ -122,63 +123,42 @@ def _unwrapped(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _states_of(optimizer: Optimizer) -> list[AttachedState]:
-    """What an optimizer keeps of each table's rows; empty if it is not attached."""
-    found = map(state_of, rows_held_by(optimizer))
-    return [state for state in found if state is not None and state.optimizer() is optimizer]
+def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> None:
+    """Makes room for the state and puts there what it is so far.
 
-
-def _attach_rows(
-    optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe, saved: SavedState
-) -> AttachedState:
-    """Makes room for the state and puts there what it is so far."""
-    state = AttachedState(optimizer, rows, probe, saved.remove)
-    # What load_state_dict put there before is the state of all rows; what the optimizer's
-    # constructor put there is that of the held ones, before any update.
-    loaded = dict(optimizer.state.get(rows.parameter, {}))
-    found = [loaded[name] for name in state.names if isinstance(loaded.get(name), Tensor)]
-    counts = {len(each) if each.dim() else 1 for each in found}
-    was_loaded = rows.store.rows in counts
-    if not was_loaded and not counts <= {0, len(rows.parameter)}:
-        raise ValueError(
-            f"{type(optimizer).__name__} has the state of {max(counts)} rows of {rows.name}, which"
-            f" has {rows.store.rows}: it is a copy of an attached optimizer, which has the state of"
-            " held rows alone; build a new optimizer, attach it, and load the original's"
-            " state_dict()"
-        )
-    if was_loaded:
+    What load_state_dict put into the optimizer before is the state of all rows; what its
+    constructor put there is that of the held ones, before any update.
+    """
+    rows, probe = state.table_rows, state.probe
+    held, every = len(rows.parameter), rows.store.rows
+    lengths = {n: len(v) if v.dim() else 1 for n, v in loaded.items() if isinstance(v, Tensor)}
+    counts = {lengths[name] for name in state.names if name in lengths}
+    anew = "build a new optimizer, attach it, and load the original's state_dict()"
+    if every in counts:
         state.check(loaded)
-    elif any(
-        _differ(loaded[name], first) for name, first in probe.scalar_state.items() if name in loaded
-    ):
+    elif not counts <= {0, held}:
         raise ValueError(
-            f"{type(optimizer).__name__} has stepped {rows.name} with the state of a few rows only,"
-            " or is a copy of an attached optimizer: build a new optimizer, attach it, and load the"
-            " original's state_dict()"
+            f"{kind} has the state of {max(counts)} rows of {rows.name}, which has {every}: it is a"
+            f" copy of an attached optimizer, which has the state of held rows alone: {anew}"
         )
     else:
-        _refuse_built_with(optimizer, rows, {*probe.row_state, *probe.scalar_state})
+        for name, first in probe.scalar_state.items():
+            value = torch.as_tensor(loaded.get(name, first)).cpu()
+            if (value != torch.as_tensor(first).cpu()).any():
+                raise ValueError(
+                    f"{kind} has stepped {rows.name} with the state of a few rows only, or is a"
+                    f" copy of an attached optimizer: {anew}"
+                )
+        for name in lengths.keys() - {*probe.row_state, *probe.scalar_state}:
+            if lengths[name] in (held, every) and loaded[name].dim():
+                which = "all rows of {}" if lengths[name] == every else "the rows that {} held then"
+                raise ValueError(
+                    f"{kind} cannot be used: it was built with a state {name!r} of"
+                    f" {which.format(rows.name)}, and makes none for those of a step"
+                )
     fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
-    has_values = rows.attach(state, fields)
-    if was_loaded or not has_values:
-        state.take(loaded if was_loaded else None)
-    state.begin(was_loaded, has_values)
-    return state
-
-
-def _refuse_built_with(optimizer: Optimizer, rows: TrainedRows, known: set[str]) -> None:
-    known_by = {
-        len(rows.parameter): f"the rows that {rows.name} held then",
-        rows.store.rows: f"all rows of {rows.name}",
-    }
-    for name, value in optimizer.state.get(rows.parameter, {}).items():
-        if name in known or not isinstance(value, Tensor) or value.dim() == 0:
-            continue
-        if len(value) in known_by:
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot be used: it was built with a state {name!r} of"
-                f" {known_by[len(value)]}, and makes none for those of a step"
-            )
+    was_read = rows.attach(state, fields)
+    state.take(loaded if every in counts else None, was_read=was_read)
 
 
 def detach(optimizer: Optimizer) -> None:
@@ -201,14 +181,13 @@ def detach(optimizer: Optimizer) -> None:
     """
     with as_plain():
         optimizer = _unwrapped(optimizer)
-        states = _states_of(optimizer)
-        if not states:
+        saved = _attached.get(optimizer)
+        if saved is None:
             raise ValueError(f"{type(optimizer).__name__} is not attached")
-        for state in states:
-            state.table_rows.detach()
-            optimizer.state.pop(state.table_rows.parameter, None)
-            state.release()
-
-
-def _differ(value: Any, first: Any) -> bool:
-    return bool((torch.as_tensor(value).cpu() != torch.as_tensor(first).cpu()).any())
+        while saved.states:
+            rows = saved.states[-1].table_rows
+            rows.detach()
+            optimizer.state.pop(rows.parameter, None)
+            saved.states.pop()
+        saved.remove(optimizer)
+        del _attached[optimizer]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,48 +19,21 @@ from speedtorch.step.trained_rows import TrainedRows
 __all__ = ["AttachedState", "SavedState", "state_of"]
 
 
-class StepOfOptimizer(Protocol):
-    """One call of an optimizer's step()."""
-
-    has_begun: bool
-    """Whether the optimizer's own code has run, to its end or into an exception."""
-
-
 class AttachedState:
-    """The state that an optimizer keeps of one Embedding's rows, which is what its probe found.
+    """The state that an optimizer keeps of one Embedding's rows, which is what its probe found."""
 
-    `release` removes the optimizer's hooks, of all its tables.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        rows: TrainedRows,
-        probe: OptimizerProbe,
-        release: Callable[[], None],
-    ) -> None:
-        self.release = release
+    def __init__(self, optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.table_rows = rows
         self.probe = probe
         self.names = tuple(probe.row_state)
         self.sparse = probe.sparse
-        self.stepped: StepOfOptimizer | bool = False
-        """Whether the state is that of after some step, or the step that makes it so."""
-        self._entries: dict[str, Any] = {}
-        self.counts_anew = False
-        """Whether the rows' state comes from a file, and the step count from nowhere."""
-        self._note_settings(optimizer, group_of(optimizer, rows.parameter))
-
-    def begin(self, was_loaded: bool, was_read: bool) -> None:
-        """Says whether the rows' state was loaded before, or read from a file with their table."""
-        self.stepped = was_loaded or was_read
-        self.counts_anew = was_read and not was_loaded and bool(self.probe.scalar_state)
-
-    @property
-    def has_stepped(self) -> bool:
+        self._has_stepped = False
         """Whether the state is that of after some step."""
-        return self.stepped if isinstance(self.stepped, bool) else self.stepped.has_begun
+        self._counts_anew = False
+        """Whether the rows' state comes from a file, and the step count from nowhere."""
+        self._entries: dict[str, Any] = {}
+        self._settings = settings_of(optimizer, rows.parameter)
 
     def entries(self) -> dict[str, Any]:
         """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
@@ -70,7 +43,7 @@ class AttachedState:
         return self._entries
 
     def rows(self) -> list[Tensor]:
-        """The state of the held rows, field by field."""
+        """See HeldState."""
         entries, rows = self.entries(), []
         for name in self.names:
             value = entries.get(name)
@@ -83,7 +56,7 @@ class AttachedState:
         return rows
 
     def hold(self, rows: Sequence[Tensor]) -> None:
-        """Puts the state of other rows in its place."""
+        """See HeldState."""
         entries = self.entries()
         for name, value in self.probe.scalar_state.items():
             if name not in entries:
@@ -93,77 +66,69 @@ class AttachedState:
     # --------------------------------------------------------------------------------------------
     # Steps
 
-    def before_step(self, optimizer: Optimizer, step: StepOfOptimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step; RuntimeError if with the settings of now it keeps other state."""
-        parameter = self.table_rows.parameter
-        if self.counts_anew:
-            self.counts_anew = False
+        if self._counts_anew:
+            self._counts_anew = False
             warnings.warn(
                 f"{self.table_rows.name}: {_listed(self.names)} of the rows come from a file, but"
                 f" {_listed(self.probe.scalar_state)} starts anew; load the optimizer's state_dict"
                 " to go on as before",
                 stacklevel=4,
             )
-        group = group_of(optimizer, parameter)
-        if not all(map(operator.is_, map(group.get, optimizer.defaults), self._noted)):
-            self._follow_settings(optimizer, group)
+        group, names = group_of(optimizer, self.table_rows.parameter), optimizer.defaults
+        if not all(map(operator.is_, map(group.get, names), map(self._settings.get, names))):
+            self._follow(optimizer)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
             # torch's fused SGD wants all of a group's buffers or none.
             for other in group["params"]:
                 if other.grad is not None and optimizer.state[other].get("momentum_buffer") is None:
                     optimizer.state[other]["momentum_buffer"] = torch.zeros_like(other)
-        if parameter.grad is not None and not self.has_stepped:
-            self.stepped = step
 
-    def _note_settings(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-        """Remembers the settings, and None of what is none: it may refer to the optimizer."""
-        self._settings = settings_of(optimizer, group)
-        self._noted = [self._settings.get(name) for name in optimizer.defaults]
-
-    def _follow_settings(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    def _follow(self, optimizer: Optimizer) -> None:
         """Lets the state start as the settings of now say, until the first step."""
-        settings, parameter = settings_of(optimizer, group), self.table_rows.parameter
+        rows, before, probe = self.table_rows, self.probe, self.probe
+        settings = settings_of(optimizer, rows.parameter)
         if _switches(settings) != _switches(self._settings):
-            self._follow(optimizer, probe_optimizer(optimizer, parameter))
-        elif settings != self._settings and not self.has_stepped:  # Rprop's starts with its lr
-            self._follow(optimizer, learn_state(optimizer, parameter))
-        self._note_settings(optimizer, group)
-
-    def _follow(self, optimizer: Optimizer, probe: OptimizerProbe) -> None:
-        rows = self.table_rows
-        if set(probe.row_state) != set(self.names):
+            probe = probe_optimizer(optimizer, rows.parameter)
+        elif settings != self._settings and not self._has_stepped:  # Rprop's starts with its lr
+            probe = learn_state(optimizer, rows.parameter)
+        if probe.row_state.keys() != set(self.names):
             raise RuntimeError(
                 f"{type(optimizer).__name__} keeps {_listed(probe.row_state)} of each row of"
                 f" {rows.name} with its settings of now, and kept {_listed(self.names)} when it was"
                 " attached: give it its settings first, or detach and attach it again; nothing was"
                 " stepped"
             )
-        if self.has_stepped:
-            return
-        before, self.probe, self.sparse = self.probe, probe, probe.sparse
-        entries = self.entries()
-        for name, row in probe.row_state.items():
-            if not torch.equal(row, before.row_state[name]):
-                rows.flush()
-                rows.store.fill(name, row.cpu())
-                if name in entries:
-                    entries[name].copy_(row.expand_as(entries[name]))
-        entries.update({name: snapshot(value) for name, value in probe.scalar_state.items()})
+        if probe is not before and not self._has_stepped:
+            entries = self.entries()
+            for name, row in probe.row_state.items():
+                if not torch.equal(row, before.row_state[name]):
+                    rows.flush()
+                    rows.store.fill(name, row.cpu())
+                    if name in entries:
+                        entries[name].copy_(row.expand_as(entries[name]))
+            entries.update({n: snapshot(value) for n, value in probe.scalar_state.items()})
+            self.probe, self.sparse = probe, probe.sparse
+        self._settings = settings
+
+    def begin_step(self) -> None:
+        """Called when the optimizer's own code is about to run."""
+        if self.table_rows.parameter.grad is not None:
+            self._has_stepped = True
 
     def after_step(self) -> None:
         """Called after a step; RuntimeError if it keeps more of each row than when attached."""
         entries = self.entries()
         if len(entries) > len(self.names) + len(self.probe.scalar_state):
-            self._refuse_unknown(entries, self.table_rows.parameter.shape, RuntimeError)
+            self._refuse_unknown(entries, len(self.table_rows.parameter), RuntimeError)
 
-    def _refuse_unknown(
-        self, entries: Mapping[str, Any], shape: tuple[int, ...], error: type[Exception]
-    ) -> None:
-        for name, value in entries.items():
-            known = name in self.names or name in self.probe.scalar_state
-            if known or not isinstance(value, Tensor) or value.shape[:1] != shape[:1]:
-                continue
-            if shape[0] != 1 or value.shape == shape:  # one number is no row of one
+    def _refuse_unknown(self, entries: dict[str, Any], rows: int, error: type[Exception]) -> None:
+        columns = self.table_rows.parameter.shape[1:]
+        shape = (1, *columns) if rows == 1 else (rows,)  # one number is no row of one
+        for name in entries.keys() - {*self.names, *self.probe.scalar_state}:
+            value = entries[name]
+            if isinstance(value, Tensor) and value.shape[: len(shape)] == shape:
                 raise error(
                     f"{self.table_rows.name}: there is a state {name!r} of each row, but the"
                     f" attached optimizer kept {_listed(self.names)} when it was attached: give it"
@@ -174,16 +139,14 @@ class AttachedState:
     # state_dict
 
     def complete(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """The state of all rows, as views of the table; None before the first step.
-
-        Copies where views would be of no use: torch.save takes no views of one memory with several
-        dtypes, and torch's fused optimizers on the CPU take a field's rows for a matrix.
-        """
-        if not self.has_stepped:
+        """The state of all rows, in the table's memory if it can be; None before the first step."""
+        if not self._has_stepped:
             return None
         self.table_rows.flush()
         rows = {name: self.table_rows.store.field(name) for name in self.names}
         parameter = self.table_rows.parameter
+        # torch.save takes no views of one memory with several dtypes, and torch's fused optimizers
+        # on the CPU take a field's rows for a matrix.
         fused = parameter.is_cpu and group_of(optimizer, parameter).get("fused")
         if fused or {field.dtype for field in rows.values()} - {parameter.dtype}:
             rows = {name: field.contiguous() for name, field in rows.items()}
@@ -192,7 +155,7 @@ class AttachedState:
     def check(self, entries: dict[str, Any]) -> None:
         """Raises ValueError unless saved state is that of all rows."""
         name, rows = self.table_rows.name, self.table_rows.store.rows
-        self._refuse_unknown(entries, (rows, *self.table_rows.parameter.shape[1:]), ValueError)
+        self._refuse_unknown(entries, rows, ValueError)
         missing = [scalar for scalar in self.probe.scalar_state if scalar not in entries]
         if missing:
             raise ValueError(f"the state of {name} has no {_listed(missing)}; nothing was loaded")
@@ -207,16 +170,19 @@ class AttachedState:
                 f" {list(expected)}, got {value}; nothing was loaded"
             )
 
-    def take(self, entries: dict[str, Any] | None) -> None:
-        """Puts saved state, or that before the first step, into the table."""
+    def take(self, entries: dict[str, Any] | None, *, was_read: bool = False) -> None:
+        """Puts saved state, or that before the first step, into the table.
+
+        Without saved state a table that was read from a file with its own keeps that.
+        """
         self.table_rows.bring_home()
         for name, row in self.probe.row_state.items():
-            if entries is None:
-                self.table_rows.store.fill(name, row.cpu())
-            else:
+            if entries is not None:
                 self.table_rows.store.load(name, entries[name])
-        self.stepped = entries is not None
-        self.counts_anew = False
+            elif not was_read:
+                self.table_rows.store.fill(name, row.cpu())
+        self._has_stepped = was_read or entries is not None
+        self._counts_anew = was_read and entries is None and bool(self.probe.scalar_state)
 
 
 def _switches(settings: Mapping[str, Any]) -> dict[str, bool]:
@@ -239,27 +205,18 @@ def state_of(rows: TrainedRows) -> AttachedState | None:
     return state
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 class SavedState:
     """Hooks of an optimizer's state_dict and load_state_dict, until they are removed.
 
     A class with a load_state_dict of its own, which may know other formats and no hooks, loads as
-    it does; what it has loaded then goes into the tables.
-
-    Args:
-        optimizer: is attached from now on; its hooks keep this object.
-
-    Raises:
-        ValueError: its class has a state_dict of its own that torch's hooks cannot complete.
+    it does; what it has loaded then goes into the tables. One with a state_dict of its own that
+    torch's hooks cannot complete raises ValueError.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         _refuse_own_state_dict(optimizer)
         self.states: list[AttachedState] = []
         """What it keeps of each table's rows."""
-        self._optimizer = weakref.ref(optimizer)
         self._handles = [optimizer.register_state_dict_post_hook(self._complete)]
         if type(optimizer).load_state_dict is Optimizer.load_state_dict:
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take))
@@ -267,13 +224,11 @@ class SavedState:
             # torch copies and pickles an optimizer without such attributes, as without its hooks.
             optimizer.load_state_dict = self._load_own  # type: ignore[method-assign]
 
-    def remove(self) -> None:
+    def remove(self, optimizer: Optimizer) -> None:
         """Makes state_dict and load_state_dict those of the class again."""
         for handle in self._handles:
             handle.remove()
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            vars(optimizer).pop("load_state_dict", None)
+        vars(optimizer).pop("load_state_dict", None)
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         numbers = _numbers(optimizer, state_dict["param_groups"])
@@ -292,36 +247,33 @@ class SavedState:
             return state_dict  # torch says what is wrong, and nothing has changed
         numbers, rest = _numbers(optimizer, state_dict["param_groups"]), dict(state_dict["state"])
         found = [numbers.get(id(state.table_rows.parameter)) for state in self.states]
-        saved = [rest.get(number) for number in found]
-        self._check(saved)
-        for state, number, entries in zip(self.states, found, saved, strict=True):
-            state.take(entries)
-            if entries is not None:
-                rest[number] = {n: value for n, value in entries.items() if n not in state.names}
+        self._put([rest.get(number) for number in found])
+        for state, number in zip(self.states, found, strict=True):
+            if number in rest:
+                rest[number] = {n: v for n, v in rest[number].items() if n not in state.names}
         return {**state_dict, "state": rest}
 
     def _load_own(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As the class's load_state_dict; nothing of the rows has changed if it raises."""
-        optimizer = self._optimizer()
+        optimizer = self.states[0].optimizer()
         assert optimizer is not None  # its own attribute is being called
         for state in self.states:
             state.table_rows.bring_home()
         before = optimizer.state, optimizer.param_groups
         try:
             type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
-            loaded = [dict(state.entries()) or None for state in self.states]
-            self._check(loaded)
+            self._put([dict(state.entries()) or None for state in self.states])
         except BaseException:
             optimizer.state, optimizer.param_groups = before
             raise
-        for state, entries in zip(self.states, loaded, strict=True):
-            state.take(entries)
 
-    def _check(self, saved: list[Any]) -> None:
-        """Raises ValueError unless what was saved of each table, if anything, is of all rows."""
+    def _put(self, saved: list[Any]) -> None:
+        """Puts what was saved of each table there; ValueError unless it, if any, is of all rows."""
         for state, entries in zip(self.states, saved, strict=True):
             if entries is not None:
                 state.check(entries)
+        for state, entries in zip(self.states, saved, strict=True):
+            state.take(entries)
 
 
 def _refuse_own_state_dict(optimizer: Optimizer) -> None:
@@ -342,8 +294,5 @@ def _refuse_own_state_dict(optimizer: Optimizer) -> None:
 
 def _numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[int, Any]:
     """What a state dict calls each parameter, by the parameter's id()."""
-    return {
-        id(parameter): number
-        for group, saved in zip(optimizer.param_groups, groups, strict=False)
-        for parameter, number in zip(group["params"], saved["params"], strict=False)
-    }
+    parameters = (id(each) for group in optimizer.param_groups for each in group["params"])
+    return dict(zip(parameters, (n for group in groups for n in group["params"]), strict=False))

@@ -1,9 +1,8 @@
 """Copies of an optimizer that step a small parameter of their own, and watch the state it makes.
 
 A copy shares nothing that a step could change with the optimizer it came from: settings, attributes
-and state are its own, hooks are gone, and every parameter it refers to is replaced by a small one.
-Modules, tables and large tensors that it refers to are not copied: something small stands in for
-them.
+and state are its own, hooks are gone, and something small stands in for every parameter, module,
+table and large tensor that it refers to.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import gc
 import inspect
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -29,10 +28,8 @@ from speedtorch.torch_internals import (
     step_without_hooks,
 )
 
-__all__ = ["OptimizerCopy", "group_of", "settings_of", "snapshot"]
+__all__ = ["OptimizerCopy", "Recorder", "group_of", "settings_of", "snapshot"]
 
-# What decides which state is kept and how it starts.
-_SETTING = (bool, int, float, str, tuple)
 # Elements of a tensor that an optimizer refers to and the probe still copies.
 _MOST_COPIED = 1 << 16
 
@@ -48,13 +45,11 @@ def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     )
 
 
-def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings; what an optimizer counts or keeps in its group is none."""
-    return {
-        name: value
-        for name, value in group.items()
-        if name in optimizer.defaults and isinstance(value, _SETTING)
-    }
+def settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """What decides which state is kept and how it starts, not what is counted in the group."""
+    group = group_of(optimizer, parameter)
+    names = [name for name in optimizer.defaults if name in group]
+    return {n: group[n] for n in names if isinstance(group[n], int | float | str | tuple)}
 
 
 def snapshot(value: Any) -> Any:
@@ -65,64 +60,62 @@ def snapshot(value: Any) -> Any:
 class NotCopied:
     """Stands in for a module or a table that an optimizer refers to.
 
-    Of a module it knows the members by what stands in for them, which `stand_in` gives for an id(),
-    so that an optimizer may still ask which of its parameters has settings of its own.
+    It has a module's members for which something stands in, so that an optimizer may still ask
+    which of its parameters has settings of its own.
     """
 
-    def __init__(self, original: object, stand_in: Callable[[int], Any]) -> None:
-        self._original, self._stand_in = original, stand_in
+    _kind = ""  # until a copy has its own
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NotCopied:
-        return NotCopied(self._original, lambda each: copy.deepcopy(self._stand_in(each), memo))
+    def __init__(self, original: object) -> None:
+        self._kind = type(original).__name__
 
     def __getattr__(self, name: str) -> Any:
-        original = self._original
-        if isinstance(original, nn.Module):
-            for held in members_of(original):
-                found = self._stand_in(id(held.get(name)))
-                if found is not None:
-                    return found
         raise AttributeError(
-            f"it asks its {type(original).__name__} for {name!r}, which is not copied to try it out"
+            f"it asks its {self._kind} for {name!r}, which is not copied to try it out"
         )
 
 
 # Beyond these deepcopy does not go, or must not.
-_ENDS = (type, types.FunctionType, types.ModuleType, types.TracebackType, HostTable, NotCopied)
+_ENDS = (type, types.FunctionType, types.ModuleType, types.TracebackType, HostTable)
 
 
 def _stand_in_for_large(left: list[Any], memo: dict[int, Any]) -> None:
     """Adds to deepcopy's memo what stands in for modules, tables and large tensors."""
     seen: set[int] = set()
+    members: list[tuple[NotCopied, dict[str, Any]]] = []
     while left:
         each = left.pop()
         if id(each) in seen or id(each) in memo:
             continue
         seen.add(id(each))
         if isinstance(each, nn.Module | HostTable):
-            memo[id(each)] = NotCopied(each, memo.get)
+            memo[id(each)] = NotCopied(each)
         elif isinstance(each, Tensor) and each.numel() > _MOST_COPIED:
             memo[id(each)] = each.detach().new_empty(0)
         if isinstance(each, nn.Module):
-            left += [member for held in members_of(each) for member in held.values()]
+            for held in members_of(each):
+                members.append((memo[id(each)], held))
+                left += held.values()
         elif not isinstance(each, _ENDS):
             left += gc.get_referents(each)
+    for stand_in, held in members:
+        vars(stand_in).update({n: memo[id(each)] for n, each in held.items() if id(each) in memo})
 
 
 class Recorder(dict[str, Any]):
     """A parameter's state that keeps each entry as it was first assigned, in `first`.
 
-    Optimizers assign zeros and update them in place, so the first value is the one before the first
-    update; so is the default of a get() that found nothing. A None stands for "not made yet".
+    Optimizers assign zeros and update them in place, so that is the one before the first update; so
+    is the default of a get() that found nothing. A None stands for "not made yet".
     """
 
     setdefault, update = MutableMapping.setdefault, MutableMapping.update
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, entries: Any = ()) -> None:
         super().__init__()
         self.first: dict[str, Any] = {}
         self._defaults: dict[str, Any] = {}
-        self.update(*args, **kwargs)
+        self.update(entries)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.first.get(name) is None:
@@ -147,8 +140,7 @@ class _StateMap(defaultdict[Any, Any]):
     """An optimizer's whole state: parameters to recorders."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        # An empty dict that the optimizer fills later, behind our back, stays as it is and is found
-        # out by `OptimizerCopy.first_values`.
+        # An empty dict that the optimizer fills later, behind our back, is left to be found out.
         if isinstance(value, Mapping) and value and not isinstance(value, Recorder):
             value = Recorder(value)
         super().__setitem__(key, value)
@@ -158,8 +150,7 @@ class OptimizerCopy:
     """A copy of an optimizer that holds nothing but a small parameter, which has no state yet.
 
     The small parameter gets `values` and the settings of the parameter's group, or these. Some
-    optimizers make their state while they are constructed: to `construct` calls the class again,
-    with the group's settings, where a bare copy gets the attributes.
+    make their state in the constructor: to `construct` calls that, else attributes are copied.
     """
 
     def __init__(
@@ -188,13 +179,11 @@ class OptimizerCopy:
             for held in any_group["params"]
         }
         memo |= {id(parameter): self.parameter, id(optimizer.state): self._states}
-        groups = memo[id(optimizer.param_groups)] = [{}]
+        own: dict[str, Any] = {}
+        memo[id(optimizer.param_groups)] = [own]
         _stand_in_for_large([group, attributes, for_all], memo)
-        own = groups[0] = {
-            name: copy.deepcopy(value, memo)
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        }
+        kept = {n: each for n, each in group.items() if n not in ("params", "param_names")}
+        own.update(copy.deepcopy(kept, memo))
         for name in settings.keys() & own.keys():
             is_tensor = isinstance(own[name], Tensor)
             own[name] = torch.full_like(own[name], settings[name]) if is_tensor else settings[name]
@@ -211,14 +200,10 @@ class OptimizerCopy:
             vars(self.optimizer).update(copy.deepcopy(attributes, memo))
 
     @property
-    def state(self) -> dict[str, Any]:
-        """The state of the small parameter; empty before the optimizer makes one."""
-        state: dict[str, Any] = self._states[self.parameter]
+    def state(self) -> Recorder:
+        """The state of the small parameter; a plain dict if the optimizer hides how it starts."""
+        state: Recorder = self._states[self.parameter]
         return state
-
-    def first_values(self) -> dict[str, Any] | None:
-        """Every entry of the state as it was first assigned; None if the optimizer hides that."""
-        return self.state.first if isinstance(self.state, Recorder) else None
 
     def hold(self, rows: Mapping[str, Tensor]) -> None:
         """Puts other rows, under "", with their state in place of the parameter's."""

@@ -1,8 +1,7 @@
 """What an optimizer remembers about each row of a parameter, learnt from a tiny probe of it.
 
-No list of optimizers' names: copies of the optimizer (same class, same settings) step a parameter
-of a few rows with random gradients, and see which state it makes and how that starts. A batch of
-rows can be stepped without the rest of its table only where
+Copies of the optimizer step a parameter of a few rows with random gradients, and see which state it
+makes and how that starts. A batch of rows can be stepped without the rest of its table only where
 
 - rows are treated separately: stepped together, apart or in another order, step after step, they
   and their state become the same, and so does what the optimizer keeps for all rows at once;
@@ -17,20 +16,19 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.optim.optimizer_copy import OptimizerCopy, group_of, snapshot
+from speedtorch.optim.optimizer_copy import OptimizerCopy, Recorder, group_of, snapshot
+from speedtorch.torch_internals import tree_leaves
 
-__all__ = ["OptimizerProbe", "learn_state", "probe_optimizer", "refuse_wrapper"]
+__all__ = ["OptimizerProbe", "learn_state", "probe_optimizer"]
 
 # Primes above any vector register's number of lanes; no other dimension has this size by chance.
 _ROW_COUNTS = (19, 23, 29)
@@ -41,7 +39,6 @@ _BATCHES = ((0, 19), (0, 19), (4, 19), (2, 9), (0, 1), (0, 19), (3, 17), (1, 19)
 _MANY_ELEMENTS, _BLOCK = 1 << 14, 256
 # A scheduler's warm-up often starts at 0, which would hide every difference.
 _PLAIN = {"lr": 0.01}
-_CONTAINER = (Mapping, list, tuple, set, frozenset, deque)
 
 
 @dataclass(frozen=True)
@@ -60,16 +57,18 @@ def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
     """Learns which state an optimizer keeps for each row of a parameter, and how it starts.
 
     Optimizer, parameter, hooks, schedulers and random generators are left exactly as they are. A
-    momentum buffer, which torch's SGD makes out of the first gradient, starts as zeros.
-
-    Raises:
-        ValueError: the optimizer does not hold the parameter, its step fails or needs a closure,
-            a row's state does not start alike for every row, depends on how many rows there are or
-            is no tensor, or rows are not treated separately.
+    momentum buffer, which torch's SGD makes out of the first gradient, starts as zeros. Raises
+    ValueError if the optimizer does not hold the parameter or breaks the rule above.
     """
     if parameter.dim() == 0:
         raise ValueError("a parameter without dimensions has no rows: it needs at least one")
-    refuse_wrapper(optimizer)
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot be used: it wraps another optimizer"
+                f" ({type(value).__name__}, its {attribute!r}), whose state of a batch's rows would"
+                " be out of reach"
+            )
     group_of(optimizer, parameter)  # raises if it is not held
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -78,7 +77,7 @@ def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
         )
     with _kept_random(parameter):
         probe = _Probe(optimizer, parameter, parameter.dtype)
-        found = probe.learn()
+        found = probe.learn({})
         probe.check_size(found)
         # Two steps that differ round to the same half-precision numbers: compare them in float32.
         if parameter.dtype.itemsize < 4:
@@ -92,7 +91,7 @@ def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
 def learn_state(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
     """As probe_optimizer, of an optimizer that has been probed, with its settings of now."""
     with _kept_random(parameter):
-        return _Probe(optimizer, parameter, parameter.dtype).learn()
+        return _Probe(optimizer, parameter, parameter.dtype).learn({})
 
 
 @contextmanager
@@ -102,17 +101,6 @@ def _kept_random(parameter: Tensor) -> Iterator[None]:
     on_meta = torch.get_default_device().type == "meta"
     with torch.random.fork_rng(devices=devices), torch.device("cpu") if on_meta else nullcontext():
         yield
-
-
-def refuse_wrapper(optimizer: Optimizer) -> None:
-    """Raises ValueError if an optimizer is made out of another one."""
-    for attribute, value in vars(optimizer).items():
-        if isinstance(value, Optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot be used: it wraps another optimizer"
-                f" ({type(value).__name__}, its {attribute!r}), whose state of a batch's rows would"
-                " be out of reach"
-            )
 
 
 class _Probe:
@@ -134,45 +122,41 @@ class _Probe:
     # --------------------------------------------------------------------------------------------
     # Which state there is, and how it starts
 
-    def learn(self, settings: Mapping[str, Any] = MappingProxyType({})) -> OptimizerProbe:
+    def learn(self, settings: Mapping[str, Any]) -> OptimizerProbe:
         """The state before the first update, with these settings, and which of it goes by rows."""
-        self._choose_way()
-        decay = group_of(self.optimizer, self.parameter).get("weight_decay")
-        # A momentum buffer made out of the first gradient holds the decay of the row as well.
-        for each in [settings, {**settings, "weight_decay": 0.0}][: 2 if decay else 1]:
-            first, again = self._first_values(each), self._first_values(each)
-            by_rows = [name for name, value in first.items() if _by_rows(value, self._rows)]
-            uneven = [name for name in by_rows if not _alike(first[name], again[name])]
-            if not uneven:
-                break
-        rows: dict[str, Tensor] = {}
-        for name in by_rows:
-            if name in uneven:
-                raise self._refusal(
-                    f"its state {name!r} starts from the row's own value or at random, so rows"
-                    " that no batch has named yet have no state to start from"
-                )
-            if name == "weight" or not isinstance(name, str):
-                raise self._refusal(f"a table cannot hold a state called {name!r}")
-            row = first[name][0].clone()
-            # -0.0, from a gradient of zero that was negated, is a zero as well.
-            rows[name] = row.masked_fill_(row == 0, 0)
-        others = {name: value for name, value in first.items() if name not in rows}
-        return OptimizerProbe(rows, others, self._sparse)
-
-    def _choose_way(self) -> None:
-        """Finds out whether a bare copy can step or a constructed one, and which gradients."""
         errors: list[Exception] = []
         for self._construct, self._sparse in itertools.product((False, True), repeat=2):
             try:
                 self._stepped_once({})
-                return
+                break
             except Exception as error:  # the optimizer's own, of any kind; told below
                 errors.append(error)
-        raise self._refusal(
-            f"a step of a small parameter {[self._rows, *self._row_shape]} fails with dense zero"
-            f" gradients ({errors[0]}) and with sparse ones ({errors[1]})"
-        ) from errors[0]
+        else:
+            raise self._refusal(
+                f"a step of a small parameter {[self._rows, *self._row_shape]} fails with dense"
+                f" zero gradients ({errors[0]}) and with sparse ones ({errors[1]})"
+            ) from errors[0]
+        # A momentum buffer made out of the first gradient holds the decay of the row as well.
+        for each in (settings, {**settings, "weight_decay": 0.0}):
+            first, again = self._first_values(each), self._first_values(each)
+            by_rows = [name for name, value in first.items() if _by_rows(value, self._rows)]
+            starts = {name: torch.cat([first[name], again[name]]) for name in by_rows}
+            same = {n: torch.allclose(s[:1], s, 0, 0, equal_nan=True) for n, s in starts.items()}
+            if all(same.values()):
+                break
+        else:
+            name = next(name for name in by_rows if not same[name])
+            raise self._refusal(
+                f"its state {name!r} starts from the row's own value or at random, so rows that no"
+                " batch has named yet have no state to start from"
+            )
+        for name in by_rows:
+            if name == "weight" or not isinstance(name, str):
+                raise self._refusal(f"a table cannot hold a state called {name!r}")
+        # -0.0, from a gradient of zero that was negated, is a zero as well.
+        rows = {name: first[name][0].masked_fill(first[name][0] == 0, 0) for name in by_rows}
+        others = {name: value for name, value in first.items() if name not in rows}
+        return OptimizerProbe(rows, others, self._sparse)
 
     def _stepped_once(self, settings: Mapping[str, Any]) -> OptimizerCopy:
         copied = self._copy(self._random_rows(), settings)
@@ -181,32 +165,28 @@ class _Probe:
 
     def _first_values(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         copied = self._stepped_once(settings)
-        first = copied.first_values()
-        if first is None:
+        if not isinstance(copied.state, Recorder):
             raise self._refusal(
                 "it replaces the dict that holds its state, so that the start of that state cannot"
                 " be seen"
             )
         for name, value in copied.state.items():
-            for leaf in _leaves(value):
-                self._check_kind(name, value, leaf)
-        return first
-
-    def _check_kind(self, name: str, value: Any, leaf: Any) -> None:
-        """Raises ValueError if a state is nothing that a table, or a copy of it, can keep."""
-        kind = None
-        if type(leaf) in (Tensor, nn.Parameter):
-            if leaf is not value and self._rows in leaf.shape:
-                kind = f"{type(value).__name__} of tensors of all rows"
-            elif self._rows in leaf.shape[1:] and leaf.shape[0] != self._rows:
-                kind = f"tensor {list(leaf.shape)} whose rows are not its first dimension"
-        elif leaf is not None and not isinstance(leaf, str | int | float | complex):
-            kind = type(leaf).__name__
-        if kind is not None:
-            raise self._refusal(
-                f"its state {name!r} is a {kind}, but a table keeps tensors that have a row for"
-                " each of its rows, and the optimizer tensors or numbers for all of them"
-            )
+            for leaf in tree_leaves(value):
+                if type(leaf) not in (Tensor, nn.Parameter):
+                    if leaf is None or isinstance(leaf, str | int | float | complex):
+                        continue
+                    kind = type(leaf).__name__
+                elif leaf is not value and self._rows in leaf.shape:
+                    kind = f"{type(value).__name__} of tensors of all rows"
+                elif self._rows in leaf.shape[1:] and leaf.shape[0] != self._rows:
+                    kind = f"tensor {list(leaf.shape)} whose rows are not its first dimension"
+                else:
+                    continue
+                raise self._refusal(
+                    f"its state {name!r} is a {kind}, but a table keeps tensors that have a row for"
+                    " each of its rows, and the optimizer tensors or numbers for all of them"
+                )
+        return copied.state.first
 
     def check_size(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError if many rows get another kind of state than few, or other numbers."""
@@ -221,11 +201,11 @@ class _Probe:
         except Exception as error:
             raise self._refusal(f"its step fails where there are many rows ({error})") from error
         for name in learnt.scalar_state:
-            one, other = (_shape(copied.state.get(name)) for copied in (many, parts))
+            one, other = (getattr(each.state.get(name), "shape", ()) for each in (many, parts))
             if one != other:
                 raise self._refusal(
-                    f"its state {name!r} is of size {other} for {few} rows and {one} for {rows},"
-                    " and has no row for each of them"
+                    f"its state {name!r} is of size {list(other)} for {few} rows and {list(one)}"
+                    f" for {rows}, and has no row for each of them"
                 )
         for name in learnt.row_state:
             kind, other_kind = (_kind(copied.state.get(name)) for copied in (many, parts))
@@ -245,8 +225,7 @@ class _Probe:
         """Raises ValueError if steps that begin with the learnt state are not the first ones."""
         values = self._random_rows()
         # torch's SGD leaves the dampening out of its first step, which we say we do not.
-        settings = {**_PLAIN, "dampening": 0.0}
-        fresh, begun = (self._copy(values, settings) for _ in range(2))
+        fresh, begun = (self._copy(values, {**_PLAIN, "dampening": 0.0}) for _ in range(2))
         start = self._start(learnt)
         begun.state.update(_snapshots({**learnt.scalar_state, **start}))
         for _ in range(3):
@@ -260,15 +239,13 @@ class _Probe:
                         f" cannot be seen ({expected} after a first step, {found} after one that"
                         " begins with what was seen)"
                     )
-            for name in start:
-                if not _agree(first[name], after[name]):
-                    seen = fresh.first_values() or {}
-                    cause = next((n for n in start if not _agree(seen.get(n), start[n])), name)
-                    raise self._refusal(
-                        f"its state {cause!r} starts from the first gradient, so rows that no batch"
-                        " has named yet have no state to start from"
-                    )
-            if not _agree(first[""], after[""]):
+            if not all(_agree(each, after[name]) for name, each in first.items()):
+                for name, each in start.items():
+                    if not _agree(fresh.state.first[name], each):
+                        raise self._refusal(
+                            f"its state {name!r} starts from the first gradient, so rows that no"
+                            " batch has named yet have no state to start from"
+                        )
                 raise self._refusal(
                     "its first steps differ from steps that begin with the state that it makes"
                 )
@@ -301,23 +278,17 @@ class _Probe:
                 for name, each in found.items():
                     scale = None if name else result[name] - before[name]
                     self._compare(name, result[name][places], each, scale)
-                self._check_shared(together, apart, names)
+                shared = _shared(apart, names)
+                for place, value in _shared(together, names).items():
+                    if not _agree(value, shared.get(place)):
+                        raise self._refusal(
+                            f"it keeps {place[1]!r} for all rows at once, and that depends on which"
+                            " rows a batch has"
+                        )
             for name, each in result.items():
                 table[name][low:high] = each
         if first.numel() and torch.equal(table[""], first):
             raise self._refusal(f"{len(_BATCHES)} steps of it with random gradients train no row")
-
-    def _check_shared(self, one: OptimizerCopy, other: OptimizerCopy, names: list[str]) -> None:
-        """Raises ValueError if what is kept for all rows depends on which of them were stepped."""
-        expected, found = _shared(one, names), _shared(other, names)
-        for place, value in expected.items():
-            if not _agree(value, found.get(place)):
-                raise self._refusal(
-                    f"it keeps {place[1]!r} for all rows at once, and that depends on which rows a"
-                    " batch has"
-                )
-
-    # --------------------------------------------------------------------------------------------
 
     def _copy(
         self, values: Tensor, settings: Mapping[str, Any], of: OptimizerCopy | None = None
@@ -374,51 +345,29 @@ def _by_rows(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.shape[:1] == (rows,)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """What the containers of a state hold."""
-    if not isinstance(value, _CONTAINER):
-        yield value
-        return
-    for each in value.values() if isinstance(value, Mapping) else value:
-        yield from _leaves(each)
-
-
 def _shared(copied: OptimizerCopy, names: Iterable[str]) -> dict[tuple[int, str], Any]:
     """Numbers that an optimizer keeps for all rows: in its state, its group and its attributes."""
     states: Mapping[Any, Any] = copied.optimizer.state
     for_all = {key: value for key, value in states.items() if isinstance(key, str)}
-    group, rows = copied.optimizer.param_groups[0], len(copied.parameter)
-
-    def is_shared(value: Any) -> bool:
-        if isinstance(value, Tensor):
-            return rows == 1 or not _by_rows(value, rows)
-        return isinstance(value, int | float | complex)
-
+    places = copied.state, copied.optimizer.param_groups[0], for_all, vars(copied.optimizer)
+    rows = len(copied.parameter)
     return {
-        (place, name): list(filter(is_shared, _leaves(value)))
-        for place, entries in enumerate((copied.state, group, for_all, vars(copied.optimizer)))
+        (place, name): [
+            each
+            for each in tree_leaves(value)
+            if isinstance(each, Tensor | int | float | complex)
+            and (rows == 1 or not _by_rows(each, rows))
+        ]
+        for place, entries in enumerate(places)
         for name, value in entries.items()
         if name not in {"params", "state", "param_groups", *names}
     }
-
-
-def _shape(value: Any) -> list[int] | None:
-    return list(value.shape) if isinstance(value, Tensor) else None
 
 
 def _kind(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{type(value).__name__} of {value.dtype}, {list(value.shape[1:])} a row"
-
-
-def _alike(first: Tensor, again: Tensor) -> bool:
-    """Whether all rows of both are the same, byte by byte."""
-    expected, *found = (
-        each.contiguous().reshape(-1).view(torch.uint8)
-        for each in (first[:1].expand_as(first), first, again)
-    )
-    return all(torch.equal(expected, each) for each in found)
 
 
 def _agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
@@ -428,13 +377,13 @@ def _agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
             return False
         if not left.numel() or not (left.is_floating_point() or left.is_complex()):
             return torch.equal(left, right)
-        rounding = 8 * torch.finfo(left.dtype).eps * left.abs().nan_to_num(0, 0, 0).amax()
-        largest = (left if scale is None else scale).abs().nan_to_num(0, 0, 0).amax()
-        near = (left - right).abs() <= 1e-4 * largest + rounding
-        return bool((near | (left == right) | (left.isnan() & right.isnan())).all())
-    if isinstance(left, _CONTAINER) and isinstance(right, _CONTAINER):
-        pair = list(_leaves(left)), list(_leaves(right))
-        return len(pair[0]) == len(pair[1]) and all(map(_agree, *pair))
+        scale = left if scale is None else scale
+        own, most = (float(t.detach().abs().nan_to_num(0, 0, 0).amax()) for t in (left, scale))
+        near = 1e-4 * most + 8 * torch.finfo(left.dtype).eps * own
+        return torch.allclose(left, right.to(left), rtol=0, atol=near, equal_nan=True)
+    leaves, others = tree_leaves(left), tree_leaves(right)
+    if len(leaves) != 1 or leaves[0] is not left:  # a container of them
+        return len(leaves) == len(others) and all(map(_agree, leaves, others))
     if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=1e-4) or (left != left and right != right)
     return bool(left == right)

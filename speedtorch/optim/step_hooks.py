@@ -7,7 +7,6 @@ import traceback
 import weakref
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,15 +18,13 @@ from torch.optim.optimizer import (
 
 from speedtorch.ops.compiling import not_compiled
 from speedtorch.optim.attached_state import AttachedState, state_of
-from speedtorch.optim.optimizer_copy import group_of, settings_of
+from speedtorch.optim.optimizer_copy import settings_of
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.step.row_weight import hide_rows, show_rows
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["watch_steps"]
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 @cache
@@ -39,15 +36,11 @@ def watch_steps() -> None:
 
 
 class OptimizerStep:
-    """One call of an optimizer's step(), from the first hook to the last.
-
-    `rows` are those that it holds the parameters of, `frame` is that of torch's step().
-    """
+    """One call of an optimizer's step() with rows, which runs in `frame`."""
 
     def __init__(self, rows: list[TrainedRows], frame: FrameType) -> None:
         self.done = False  # one assignment for all tables of the call
         self.paused = False
-        self.has_begun = False
         self._rows = rows
         self._frame: FrameType | None = frame
 
@@ -55,12 +48,14 @@ class OptimizerStep:
         """From here on the optimizer's own code sees the held rows."""
         with as_plain():
             for rows in self._rows:
-                _check(optimizer, rows, self)
+                _check(optimizer, rows)
             for rows in self._rows:
                 rows.exchange.before_optimizer(self)
-            self.paused, self.has_begun = False, True
+            self.paused = False
             for rows in self._rows:
                 hide_rows(rows.parameter)
+                if isinstance(rows.state, AttachedState):
+                    rows.state.begin_step()
 
     def by_user(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
         """A closure, which is the user's code within the optimizer's."""
@@ -82,10 +77,8 @@ class OptimizerStep:
         with as_plain():
             for rows in self._rows:
                 rows.exchange.after_optimizer()
-                state = rows.state
-                if isinstance(state, AttachedState):
-                    state.after_step()
-        self._rows = []
+                if isinstance(rows.state, AttachedState):
+                    rows.state.after_step()
 
     def leave(self) -> bool:
         """See OptimizerCall."""
@@ -105,14 +98,6 @@ _steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDic
 """The step that each optimizer is in, or was left in by an exception."""
 
 
-def _caller() -> FrameType:
-    """The frame of torch's step(), which has called a hook."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return frame
-
-
 @not_compiled
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -123,7 +108,8 @@ def _before_step(
     rows = rows_held_by(optimizer)
     if not rows:
         return None
-    step = _steps[optimizer] = OptimizerStep(rows, _caller())
+    # Torch's step() has called what not_compiled made of this function.
+    step = _steps[optimizer] = OptimizerStep(rows, sys._getframe(2))
     step.enter(optimizer)
     if len(args) > 1 and callable(args[1]):
         return (args[0], step.by_user(optimizer, args[1]), *args[2:]), kwargs
@@ -144,24 +130,18 @@ _stateless = weakref.WeakKeyDictionary()
 """The settings with which an optimizer is known to keep nothing, by its parameters' id()."""
 
 
-def _check(optimizer: Optimizer, rows: TrainedRows, step: OptimizerStep) -> None:
+def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
     """Raises unless the optimizer may step the rows: nothing has been stepped then."""
-    state = state_of(rows)
-    if state is None:
-        _check_stateless(optimizer, rows)
-    elif state.optimizer() is optimizer:
-        state.before_step(optimizer, step)
-    else:
-        raise ValueError(
-            f"{rows.name} is attached to another optimizer than this"
-            f" {type(optimizer).__name__}: detach that first"
-        )
-
-
-def _check_stateless(optimizer: Optimizer, rows: TrainedRows) -> None:
-    """Raises unless the optimizer keeps nothing of the rows, which come and go without it."""
-    parameter = rows.parameter
-    settings = settings_of(optimizer, group_of(optimizer, parameter))
+    state, parameter = state_of(rows), rows.parameter
+    if state is not None:
+        if state.optimizer() is not optimizer:
+            raise ValueError(
+                f"{rows.name} is attached to another optimizer than this"
+                f" {type(optimizer).__name__}: detach that first"
+            )
+        state.before_step(optimizer)
+        return
+    settings = settings_of(optimizer, parameter)
     settings.pop("lr", None)
     known = _stateless.setdefault(optimizer, {})
     if known.get(id(parameter)) == settings:
