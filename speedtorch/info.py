@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from speedtorch.memory.host_memory import memory_stats
+from speedtorch.memory.host_memory import default_kind, memory_stats
 from speedtorch.version import __version__
 
 __all__ = ["Info", "info"]
@@ -66,7 +66,6 @@ def info() -> Info:
     with_kernels = ops.built_with_cuda()
     gpus = range(torch.cuda.device_count() if with_gpu else 0)
     without_nvcc = "CPU (built without nvcc, or with SPEEDTORCH_CUDA=0)"
-    without_managed = "registered" if with_gpu and with_kernels else "plain"
     return Info(
         speedtorch=__version__,
         python=platform.python_version(),
@@ -75,6 +74,6 @@ def info() -> Info:
         kernels="CPU and CUDA" if with_kernels else without_nvcc,
         gpu=", ".join(map(torch.cuda.get_device_name, gpus)) or "none",
         link=_link_of_first_gpu() if with_gpu else "none",
-        default_memory="managed" if ops.managed_supported() else without_managed,
+        default_memory=default_kind(),
         host_bytes=memory_stats(),
     )

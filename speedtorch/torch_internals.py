@@ -11,8 +11,8 @@ import inspect
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
+from functools import cache, partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,8 @@ __all__ = [
     "is_tracing",
     "is_transformed",
     "members_of",
+    "not_compiled",
     "of_another_dtype",
-    "out_of_graphs",
     "schema_name",
     "sparse_indices",
     "sparse_values",
@@ -50,6 +50,8 @@ __all__ = [
     "tree_map",
     "version_of",
 ]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # ------------------------------------------------------------------------------------------------
 # Tensors
@@ -116,14 +118,20 @@ active_data_parallel: Callable[[], nn.parallel.DistributedDataParallel | None] =
 """The DistributedDataParallel whose forward runs; it names its `parameters_to_ignore`."""
 
 
-def out_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """A function at which torch.compile breaks a graph, as torch.compiler.disable(reason=) does.
+def not_compiled(function: _Function) -> _Function:
+    """Breaks a graph that torch.compile makes, as torch.compiler.disable(reason=) does.
 
-    That one loads torch's compiler at once, and this one within the first call.
+    That one loads torch's compiler at once, this one within the first call that makes a graph.
     """
     broken = _disable_dynamo(function)
+    reason = "the number of held rows changes from step to step"
     vars(broken).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
-    return broken
+
+    @wraps(function)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (broken if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return cast(_Function, either)
 
 
 call_with_first_gpu: Callable[[Callable[[], object]], None] = torch.cuda._lazy_call

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtorch.nn.row_module import Device, RowModule, Rows, Source, made_of_rows
-from speedtorch.ops.compiling import not_compiled
-from speedtorch.torch_internals import as_plain
+from speedtorch.torch_internals import as_plain, not_compiled
 
 __all__ = ["EmbeddingBag"]
 

@@ -16,13 +16,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from speedtorch.ops.compiling import not_compiled
 from speedtorch.optim.attached_state import AttachedState, state_of
 from speedtorch.optim.optimizer_copy import settings_of
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.step.row_weight import hide_rows, show_rows
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
-from speedtorch.torch_internals import as_plain
+from speedtorch.torch_internals import as_plain, not_compiled
 
 __all__ = ["watch_steps"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -49,9 +50,12 @@ def test_every_part_has_a_test() -> None:
         "Optimizer",
         "OrderedDict",
         "Tensor",
+        "TypeVar",
         "annotations",
         "cache",
+        "cast",
         "partial",
+        "wraps",
     }
     assert {name for name in own if name[0] != "_"} - public == set(torch_internals.__all__)
 
@@ -183,14 +187,13 @@ def test_active_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "self.parameters_to_ignore" in inspect.getsource(kind.__init__)
 
 
-def test_out_of_graphs() -> None:
-    function = torch_internals.out_of_graphs(lambda tensor: tensor + 1, "because")
-    assert function._torchdynamo_disable_msg == "because"  # type: ignore[attr-defined]
+def test_not_compiled() -> None:
+    function: Callable[[Tensor], Tensor] = torch_internals.not_compiled(lambda tensor: tensor + 1)
 
     def whole(tensor: Tensor) -> Tensor:
         return function(2 * tensor)
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="because"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="number of held rows changes"):
         torch.compile(whole, backend="eager", fullgraph=True)(torch.ones(1))
     torch.compiler.reset()
     assert torch.compile(whole, backend="eager")(torch.ones(1)) == 3

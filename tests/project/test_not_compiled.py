@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.ops.compiling import not_compiled
+from speedtorch.torch_internals import not_compiled
 
 
 class Graphs:
