@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from speedtorch.ops.planned_batch import check_ids
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.step.row_store import Draw, RowStore
+from speedtorch.step.row_weight import show_rows
 from speedtorch.step.trained_rows import TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
 from speedtorch.torch_internals import (
@@ -128,6 +129,7 @@ class RowModule(nn.Module):
     def _train(self, store: RowStore, parameter: nn.Parameter) -> None:
         self.weight = parameter
         self.trained_rows = TrainedRows(type(self).__name__, store, parameter, self.padding_idx)
+        show_rows(parameter, self.trained_rows)
         # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
         weakref.finalize(self, self.trained_rows.let_go).atexit = False
 

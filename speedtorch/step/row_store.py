@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from speedtorch.ops.shapes import row_shape
 from speedtorch.table.host_table import HostTable, RowHolder
 from speedtorch.table.record_layout import lay_out
 
-__all__ = ["Draw", "RowStore"]
+__all__ = ["Block", "Draw", "Fields", "RowStore"]
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
@@ -49,6 +49,17 @@ class Draw(NamedTuple):
             table.init_(lambda rows: [each(rows) for each in self.functions], seed=self.seed)
         if self.zero is not None:
             table["weight"][self.zero].zero_()
+
+
+class Block(NamedTuple):
+    """Rows outside of a table, of which some leave for it or arrive."""
+
+    rows: Sequence[Tensor]
+    """For each field `[n, ...]`."""
+    ids: Tensor
+    """Of those that leave or arrive, ascending."""
+    places: Tensor | None = None
+    """Which of the rows they are; by default the first, in order."""
 
 
 class RowStore:
@@ -86,11 +97,12 @@ class RowStore:
         """State of a table that another owns, or that there was no room to make anew."""
         self._holder: weakref.ref[RowHolder] | None = None
         self._numbers = self._order = torch.empty(0, dtype=torch.int64)
-        self._reached: tuple[Sequence[str], list[Tensor]] | None = None
+        self._reached: tuple[Iterable[str], list[Tensor]] | None = None
         """The fields that were exchanged last, until the table may have become another."""
         self._table: HostTable | None = None
         if isinstance(table, HostTable):
-            self._table, self._owned, self._memory = table, False, table.memory
+            self._table, self._owned = table, False
+            self._memory = "auto" if table.memory == "file" else table.memory
             self.rows, (self.row_shape, self.dtype) = table.rows, table.fields["weight"]
             return
         rows, columns, self.dtype = table
@@ -151,11 +163,10 @@ class RowStore:
         return self._table
 
     def _made(self, fields: Fields) -> HostTable:
-        kind = "auto" if self._memory == "file" else self._memory
-        on_gpu = self._table is not None and kind == "cuda"
-        device = self._table.device if on_gpu and self._table is not None else None
+        before = self._table if self._memory == "cuda" else None
+        device = None if before is None else before.device
         with torch.inference_mode(False):  # or nothing could ever be written to it
-            return HostTable.from_fields(self.rows, fields, kind, device=device)
+            return HostTable.from_fields(self.rows, fields, self._memory, device=device)
 
     def _adopt(self, table: HostTable) -> None:
         table.be_held(self._holder)
@@ -207,6 +218,11 @@ class RowStore:
                 if table is not None:
                     table.be_held(None)
 
+    @property
+    def was_replaced(self) -> bool:
+        """Whether somebody else holds rows of the table than who did by this."""
+        return self._holder is not None and self.holder is not self._holder()
+
     def own(self) -> None:
         """Says that nobody else uses the table, so that another may replace it."""
         self._owned = True
@@ -229,11 +245,6 @@ class RowStore:
         if beside is not None and name in beside:
             return beside
         return self.table if name == "weight" else self._in_memory()
-
-    def row_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a row of a field."""
-        weight = (self.row_shape, self.dtype)
-        return weight if name == "weight" else self._home_of(name).fields[name]
 
     def make_room(self, fields: Fields) -> bool:
         """Makes room for fields of every row's state, name to (row shape, dtype).
@@ -313,9 +324,8 @@ class RowStore:
 
     def copied(self) -> RowStore:
         """A store of its own with the same weights, or the same values to come."""
-        kind = "auto" if self._memory == "file" else self._memory
         (columns,) = self.row_shape
-        made = RowStore(self.name, (self.rows, columns, self.dtype), kind, self._draws)
+        made = RowStore(self.name, (self.rows, columns, self.dtype), self._memory, self._draws)
         if self.is_drawn:
             made.load("weight", self.table["weight"])
         return made
@@ -323,41 +333,28 @@ class RowStore:
     # --------------------------------------------------------------------------------------------
     # Rows
 
-    def exchange(
-        self,
-        names: Sequence[str],
-        leaving: Sequence[Tensor],
-        evict: Tensor,
-        arriving: Sequence[Tensor],
-        load: Tensor,
-        evict_places: Tensor | None = None,
-        load_places: Tensor | None = None,
-    ) -> None:
-        """Rows leave for the table while others arrive from it, all fields of each at once.
-
-        `leaving` is for each field `[n, ...]`, of which the ids `evict` leave, `arriving` memory
-        `[m, ...]` for those of `load`; ids ascend. Places say which rows of the blocks they are; by
-        default the first, in order. No row need leave, and none arrive.
-        """
+    def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
+        """Rows leave for the table while others arrive from it, all fields of each at once."""
         reached = self._reached
         if reached is None or reached[0] is not names:
             reached = (names, [self.field(name) for name in names])
             # Who does not hold rows of the table is not told when it closes.
             if self._holder is not None and self._in_memory().holder is self._holder:
                 self._reached = reached
+        if leaving is None or arriving is None:
+            some = leaving or arriving
+            assert some is not None
+            nothing = Block([each[:0] for each in some.rows], some.ids[:0])
+            leaving, arriving = leaving or nothing, arriving or nothing
         swap_placed(
             reached[1],
-            leaving,
-            evict,
-            self.numbers(evict) if evict_places is None else evict_places,
-            arriving,
-            load,
-            self.numbers(load) if load_places is None else load_places,
+            leaving.rows,
+            leaving.ids,
+            self.numbers(leaving.ids) if leaving.places is None else leaving.places,
+            arriving.rows,
+            arriving.ids,
+            self.numbers(arriving.ids) if arriving.places is None else arriving.places,
         )
-
-    def forget_fields(self) -> None:
-        """Reaches the fields anew at the next exchange: somebody may close or change the table."""
-        self._reached = None
 
     def numbers(self, ids: Tensor) -> Tensor:
         """0 to n - 1 for n ids, of a tensor that is made once."""
@@ -378,5 +375,9 @@ class RowStore:
         pinned_scatter(self.field("weight"), ids, rows)
 
     def settle(self, device: torch.device) -> None:
-        """Waits until the CPU sees what a device has written; raises what it found wrong."""
+        """Waits until the CPU sees what a device has written; raises what it found wrong.
+
+        Somebody may close or change the table then: its fields are reached anew.
+        """
         synchronize(device)
+        self._reached = None
