@@ -147,10 +147,8 @@ MUTANTS = [
     Mutant(
         "a flush leaves what arrived ahead",
         "step/exchange.py",
-        "        if self.now.coming is not None or self.now.ahead:\n"
-        "            self._drop_coming()\n"
-        "        now = self.now\n",
-        "        now = self.now\n",
+        "        self.complete(ahead=False)\n        self._drop_coming()\n        now = self.now\n",
+        "        self.complete(ahead=False)\n        now = self.now\n",
     ),
     Mutant(
         "rows that stay beside those that arrived ahead are taken from other places",
@@ -186,7 +184,7 @@ MUTANTS = [
     Mutant(
         "announced rows do not join a planned batch",
         "step/exchange.py",
-        "any(self.now.find(part) is None for part in told.parts):\n",
+        "any(self.now.find(part) is None for part in told):\n",
         "False:\n",
     ),
     Mutant(
@@ -272,7 +270,7 @@ MUTANTS = [
     Mutant(
         "announcements of an earlier step are those of this one",
         "step/exchange.py",
-        "        if told.parts:\n            self._told = Told()\n",
+        "        if told:\n            self._told = ((), None)\n",
         "",
     ),
     # ---- gradient_sums.py and ops/planned_batch.py

@@ -50,7 +50,8 @@ class Prefetch(Generic[_Batch]):
             loop = _Loop()
             for module in self._modules:
                 end.callback(_end_loop, module, loop)
-                module.trained_rows.start_loop(loop)
+                module.trained_rows.claim()
+                module.trained_rows.exchange.start_loop(loop)
             batches = iter(self._loader)
             while True:
                 try:

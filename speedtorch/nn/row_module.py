@@ -301,7 +301,8 @@ class RowModule(nn.Module):
             for each in ids:
                 check_ids(f"{type(self).__name__}.announce", each)
             if ids and torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad:
-                self.trained_rows.announce(ids)
+                self.trained_rows.claim()
+                self.trained_rows.exchange.announce(ids)
 
     def flush(self) -> None:
         """Brings the table up to date, for who keeps a view of it; emb.table does so by itself.

@@ -39,13 +39,6 @@ class Coming(NamedTuple):
     padded: Tensor
 
 
-class Told(NamedTuple):
-    """Ids that were announced for the step that the next lookup begins."""
-
-    parts: Sequence[Tensor] = ()
-    plan: PlannedBatch | None = None
-
-
 class Placed(NamedTuple):
     """A part of a batch whose rows a step holds."""
 
@@ -283,7 +276,8 @@ class Exchange:
         self._padding = padding
         self._token: tuple[int, Callable[[], Token | None]] = (0, lambda: None)
         """Of the lookups of a step, and its number."""
-        self._told = Told()
+        self._told: tuple[Sequence[Tensor], PlannedBatch | None] = ((), None)
+        """Ids that were announced for the step that the next lookup begins, and their plan."""
         self._call: tuple[OptimizerCall, int] | None = None
         """The last call of an optimizer's step, and the number of the step that it was for."""
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
@@ -322,8 +316,8 @@ class Exchange:
     # --------------------------------------------------------------------------------------------
     # Completion
 
-    def complete(self, *, ahead: bool = True) -> Step:
-        """Finishes what belongs to the step of now, which it returns.
+    def complete(self, *, ahead: bool = True) -> None:
+        """Finishes what belongs to the step of now.
 
         With `ahead` rows of the batch after it are sent for as well, if it is planned.
         """
@@ -337,15 +331,11 @@ class Exchange:
                 self._send(ahead)
         if self._call is not None or version_of(shown.parameter) != shown.version:
             self._settle()
-        return self.now
 
     def show_anew(self) -> None:
         """Reads held rows again, all fields that there are now; the table has all of them."""
         now, gradient = self.now, self._shown.parameter.grad
-        if now.batches:
-            rows, padded = self._loaded(now.ids, None)
-        else:
-            rows, padded = self._memory(0)
+        rows, padded = self._loaded(now.ids, None) if now.batches else self._memory(0)
         self.now = now._replace(rows=rows, padded=padded, stale=False, gradient=gradient)
         self.complete()
 
@@ -405,11 +395,10 @@ class Exchange:
         if coming is not None or now.ahead:
             self.now = now._replace(coming=None, ahead=False)
 
-    def _read_again(self) -> Step:
+    def _read_again(self) -> None:
         """Held rows are those of the table again, if they may have become others there."""
         if self.now.stale:
             self.show_anew()
-        return self.now
 
     # --------------------------------------------------------------------------------------------
     # Rows of a step
@@ -440,26 +429,26 @@ class Exchange:
                 " changes from step to step; capture what comes after it"
             )
         self.complete()
-        told, is_over = self._told, self.is_over()
+        (told, plan), is_over = self._told, self.is_over()
         if is_over and announced and self._due is None:
-            parts = [*told.parts, *parts]
-            self._told = Told(parts, self.planned(parts))
+            parts = [*told, *parts]
+            self._told = (parts, self.planned(parts))
             return None
         try:
-            if told.plan is not None and told.plan.device != self.device:  # the rows were moved
-                told = Told(told.parts, self.planned(told.parts))
-            if told.plan is not None:
-                told.plan.count()
+            if plan is not None and plan.device != self.device:  # the rows were moved
+                plan = self.planned(told)
+            if plan is not None:
+                plan.count()
         except IndexError:
-            self._told = Told()  # whoever announced them is told
+            self._told = ((), None)  # whoever announced them is told
             raise
         begun = None
         if is_over:
-            begun = self._begin(parts, told.plan)
+            begun = self._begin(parts, plan)
         else:
             self._read_again()
-        if begun is not told.plan and any(self.now.find(part) is None for part in told.parts):
-            self._extend(told.parts)
+        if begun is not plan and any(self.now.find(part) is None for part in told):
+            self._extend(told)
         found = None
         for part in () if is_over and begun is None else parts:
             found = self.now.find(part)
@@ -468,8 +457,8 @@ class Exchange:
                 break
         if self.now.announced is not announced:
             self.now = self.now._replace(announced=announced)
-        if told.parts:
-            self._told = Told()
+        if told:
+            self._told = ((), None)
         return found
 
     def is_over(self) -> bool:
@@ -598,8 +587,7 @@ class Exchange:
         With `changes` who asks may change the table: held rows are read again before they are used.
         """
         self.complete(ahead=False)
-        if self.now.coming is not None or self.now.ahead:
-            self._drop_coming()
+        self._drop_coming()
         now = self.now
         if now.newer:
             leaving = Block(self._shown.rows_of(now), now.ids)
@@ -621,15 +609,16 @@ class Exchange:
     def before_optimizer(self, call: OptimizerCall) -> None:
         """Called before an optimizer steps the held rows."""
         self.complete()
-        now, parameter = self._read_again(), self._shown.parameter
+        self._read_again()
+        parameter = self._shown.parameter
         gradient = parameter.grad
         if gradient is not None and not self._shown.has_gradient():
             # zero_grad(set_to_none=False) leaves zeros, with which most optimizers move rows.
             gradient = parameter.grad = None
         state = self._shown.kept.state
         if state is not None and state.sparse and gradient is not None:
-            parameter.grad = sparse_of_all(gradient, self._store.numbers(now.ids))
-        self._call = (call, now.number)
+            parameter.grad = sparse_of_all(gradient, self._store.numbers(self.now.ids))
+        self._call = (call, self.now.number)
 
     def after_optimizer(self) -> None:
         """Called after it."""

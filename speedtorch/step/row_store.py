@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -96,7 +96,7 @@ class RowStore:
         self._beside: HostTable | None = None
         """State of a table that another owns, or that there was no room to make anew."""
         self._holder: weakref.ref[RowHolder] | None = None
-        self._numbers = self._order = torch.empty(0, dtype=torch.int64)
+        self._numbers = torch.empty(0, dtype=torch.int64)
         self._reached: tuple[Iterable[str], list[Tensor]] | None = None
         """The fields that were exchanged last, until the table may have become another."""
         self._table: HostTable | None = None
@@ -149,12 +149,13 @@ class RowStore:
             last = Draw((*before.functions, *last.functions), before.seed, None)
         self._draws = (*others, last)
 
-    def _in_memory(self, state: Fields = MappingProxyType({})) -> HostTable:
+    def _in_memory(self, state: Fields | None = None) -> HostTable:
         """The table, perhaps without its first values; made now, if it is to be, with a state."""
         if self._table is None:
             _waiting.discard(self)
             try:
-                self._adopt(self._made({"weight": (self.row_shape, self.dtype), **state}))
+                weight: Fields = {"weight": (self.row_shape, self.dtype)}
+                self._adopt(self._made({**weight, **(state or {})}))
             except BaseException:
                 if self._table is None:
                     _waiting.add(self)
@@ -206,17 +207,15 @@ class RowStore:
         if self._table is not None:
             self._table.bring_home()
         self._holder = weakref.ref(holder)
-        for table in (self._table, self._beside):
-            if table is not None:
-                table.be_held(self._holder)
+        if self._table is not None:
+            self._table.be_held(self._holder)
 
     def drop_holder(self, holder: RowHolder) -> None:
         """Says that somebody holds rows no more."""
         if self.holder is holder:
             self._holder = None
-            for table in (self._table, self._beside):
-                if table is not None:
-                    table.be_held(None)
+            if self._table is not None:
+                self._table.be_held(None)
 
     @property
     def was_replaced(self) -> bool:
@@ -255,13 +254,12 @@ class RowStore:
         table = self._in_memory(fields)
         if all(table.fields.get(name) == field for name, field in fields.items()):
             return table.was_read
-        if not self._owned:
-            self._keep_beside(fields)
-            return False
-        try:
-            made = self._made({"weight": table.fields["weight"], **fields})
-        except MemoryError:
-            self._keep_beside(fields)  # there may be room for this beside the old one
+        made = None
+        if self._owned:
+            with suppress(MemoryError):  # there may be room for the state beside the old one
+                made = self._made({"weight": table.fields["weight"], **fields})
+        if made is None:
+            self._beside, self._reached = self._made(fields), None
             return False
         if not self._draws:
             made.rows_of("weight").copy_(table.rows_of("weight"))
@@ -270,11 +268,6 @@ class RowStore:
         table.be_held(None)
         table.close()
         return False
-
-    def _keep_beside(self, fields: Fields) -> None:
-        beside = self._made(fields)
-        beside.be_held(self._holder)
-        self._beside, self._reached = beside, None
 
     @property
     def was_read(self) -> bool:
@@ -357,14 +350,11 @@ class RowStore:
         )
 
     def numbers(self, ids: Tensor) -> Tensor:
-        """0 to n - 1 for n ids, of a tensor that is made once."""
-        count, order = ids.shape[0], self._order
-        if order.shape[0] == count and order.device == ids.device:
-            return order
+        """0 to n - 1 for n ids, of a tensor that is seldom made anew."""
+        count = ids.shape[0]
         if self._numbers.shape[0] < count or self._numbers.device != ids.device:
             self._numbers = torch.arange(2 * count, device=ids.device)
-        self._order = order = self._numbers[:count]
-        return order
+        return self._numbers[:count]
 
     def read(self, ids: Tensor, out: Tensor) -> None:
         """Weights by their ids: `out` is `[*ids.shape, ...]`, on either device."""

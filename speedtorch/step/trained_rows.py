@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class TrainedRows:
     # --------------------------------------------------------------------------------------------
     # Who trains the table
 
-    def _claim(self) -> None:
+    def claim(self) -> None:
         """Trains the rows from now on, or refuses to if another module was made to."""
         holder = self.store.holder
         if holder is None:
@@ -70,18 +70,8 @@ class TrainedRows:
             " would miss the changes of the other; use that one in both places"
         )
 
-    def start_loop(self, loop: object) -> None:
-        """See Exchange.start_loop."""
-        self._claim()
-        self.exchange.start_loop(loop)
-
     # --------------------------------------------------------------------------------------------
     # Lookups
-
-    def announce(self, parts: Sequence[Tensor]) -> None:
-        """See Exchange.announce."""
-        self._claim()
-        self.exchange.announce(parts)
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
@@ -93,13 +83,9 @@ class TrainedRows:
         With `max_norm` rows of a larger norm are shortened, as torch.embedding_renorm_ does. Bad
         ids raise IndexError, and what is held did not change.
         """
-        self._claim()
+        self.claim()
         found = self.exchange.hold(ids)
-        if (
-            found.has_moved
-            and current_backward() != -1
-            and top_saved_tensors_hooks(True) is not None
-        ):
+        if found.has_moved and current_backward() != -1 and top_saved_tensors_hooks(True):
             raise RuntimeError(
                 f"{self.name}: a checkpoint computes a lookup again after other rows have joined"
                 " the step; announce() all ids of the step before its first lookup"
@@ -116,7 +102,7 @@ class TrainedRows:
 
     def summed(self, ids: Tensor) -> Tensor:
         """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows_of` are."""
-        self._claim()
+        self.claim()
         looked_up: Tensor = _SummedLookup.apply(self.parameter, self.exchange.hold(ids), self)  # type: ignore[no-untyped-call]
         return looked_up
 
@@ -239,7 +225,7 @@ class TrainedRows:
         Returns whether they have values already, because the table was read from a file with them.
         Raises MemoryError if there is no room for them; nothing has changed.
         """
-        self._claim()
+        self.claim()
         self.exchange.bring_home()
         has_values = self.store.make_room(fields)
         self.shown.keep(state, fields)
