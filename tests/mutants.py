@@ -86,8 +86,8 @@ MUTANTS = [
     Mutant(
         "rows that stay in the next step count as the table's",
         "step/exchange.py",
-        "(batch,), newer=newer, ahead=ahead",
-        "(batch,), newer=False, ahead=ahead",
+        "newer = self.now.newer  # rows that stay",
+        "newer = False  # rows that stay",
     ),
     Mutant(
         "rows that an interrupted step wrote to count as the table's",
@@ -135,8 +135,8 @@ MUTANTS = [
     Mutant(
         "rows that arrived ahead count as the table's",
         "step/exchange.py",
-        "(batch,), newer=True, ahead=True, owed=owed",
-        "(batch,), newer=False, ahead=True, owed=owed",
+        "coming, owed, newer = self.now.coming, None, True",
+        "coming, owed, newer = self.now.coming, None, False",
     ),
     Mutant(
         "rows that arrived ahead are dropped, not written",

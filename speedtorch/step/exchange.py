@@ -129,12 +129,8 @@ class Kept(NamedTuple):
 class ShownRows:
     """Shows the rows of a step to who trains them, and takes them back as they are then.
 
-    Everything here follows from the step and can be set again; nothing is read back before all of
-    it is set.
-
-    Args:
-        name: what errors call it.
-        parameter: shows the held rows; its device is where they are held.
+    `parameter` shows them, on the device where they are held. Everything here follows from the step
+    and can be set again; nothing is read back before all of it is set.
     """
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -256,17 +252,8 @@ class Token:
 class Exchange:
     """Steps of one table: which rows are held now, and how others take their place.
 
-    Every method completes what an exception may have left half done, before anything else.
-
-    Args:
-        name: what errors call it.
-        store: where the rows come from.
-        shown: shows those that are held.
-        padding: id of a row that is never trained, or None.
-
-    Attributes:
-        device: where rows are held.
-        now: the step that holds rows.
+    Every method completes what an exception may have left half done, before anything else. `now` is
+    the step that holds rows, on `device`; the arguments are those of TrainedRows.
     """
 
     def __init__(self, name: str, store: RowStore, shown: ShownRows, padding: int | None) -> None:
@@ -495,13 +482,22 @@ class Exchange:
         """Begins a step of the batch that was planned before, which it returns, or of these ids."""
         planned, self._due = self._due, None  # two steps of one batch take its plan once
         batch = None if planned is None else self._taken(planned, parts)
-        coming = self.now.coming
-        if batch is not None and coming is not None and coming.batch is batch:
-            self._advance(coming)
+        begun = batch or told or self.planned(parts)
+        begun.count()  # bad ids change nothing
+        coming, owed, newer = self.now.coming, None, True
+        if coming is not None and coming.batch is begun:
+            _, rows, padded = coming
+            owed = self._completed(coming)
         else:
-            begun = batch or told or self.planned(parts)
-            begun.count()  # bad ids change nothing
-            self._replace(begun, ahead=batch is not None)
+            self._drop_coming()
+            newer = self.now.newer  # rows that stay have not been in the table in between
+            leaving = Block(self._shown.rows_of(self.now), self.now.ids) if newer else None
+            rows, padded = self._loaded(begun.ids, leaving)
+        number, ahead = self.now.number + 1, batch is not None
+        self.now = Step(
+            number, begun.ids, rows, padded, {}, (begun,), newer=newer, ahead=ahead, owed=owed
+        )
+        self.complete()
         return batch or told
 
     def planned(
@@ -522,19 +518,8 @@ class Exchange:
                 return None  # a step holds the rows that its lookups name, and no others
         return batch
 
-    def _replace(self, batch: PlannedBatch, *, ahead: bool) -> None:
-        """The rows of the last step leave while those of the batch arrive."""
-        self._drop_coming()
-        now = self.now
-        leaving = Block(self._shown.rows_of(now), now.ids) if now.newer else None
-        rows, padded = self._loaded(batch.ids, leaving)
-        # Rows that stay have not been in the table in between.
-        number, newer = now.number + 1, now.newer
-        self.now = Step(number, batch.ids, rows, padded, {}, (batch,), newer=newer, ahead=ahead)
-        self.complete()
-
-    def _advance(self, coming: Coming) -> None:
-        """Rows that have arrived are held now, with those that stay; the others leave meanwhile."""
+    def _completed(self, coming: Coming) -> Block | None:
+        """Puts those that stay beside rows that have arrived; gives the others, which leave."""
         now, (batch, rows, padded) = self.now, coming
         self._travel.join()
         old = self._shown.rows_of(now)
@@ -542,12 +527,8 @@ class Exchange:
         for new, each in zip(rows, old, strict=True):
             new.index_copy_(0, places, each.index_select(0, taken_from))
         self._fetch_padding(padded)
-        number, leaving = now.number + 1, Block(old, *batch.leaving)
-        owed = leaving if now.newer and len(leaving.ids) > 0 else None
-        self.now = Step(
-            number, batch.ids, rows, padded, {}, (batch,), newer=True, ahead=True, owed=owed
-        )
-        self.complete()
+        leaving = Block(old, *batch.leaving)
+        return leaving if now.newer and len(leaving.ids) > 0 else None
 
     def _extend(self, parts: Sequence[Tensor]) -> None:
         """Holds more rows beside those that are held already."""
