@@ -337,7 +337,7 @@ class RowStore:
         if leaving is None or arriving is None:
             some = leaving or arriving
             assert some is not None
-            nothing = Block([each[:0] for each in some.rows], some.ids[:0])
+            nothing = Block([each[:0] for each in some.rows], some.ids[:0], some.ids[:0])
             leaving, arriving = leaving or nothing, arriving or nothing
         swap_placed(
             reached[1],
