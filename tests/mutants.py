@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "rows that join a step make the others clean",
         "step/exchange.py",
-        "            whole=None,\n",
-        "            whole=None,\n            newer=False,\n",
+        "            moved=len(now.batches),\n",
+        "            moved=len(now.batches),\n            newer=False,\n",
     ),
     Mutant(
         "a flush forgets that the step is over",
@@ -86,8 +86,8 @@ MUTANTS = [
     Mutant(
         "rows that stay in the next step count as the table's",
         "step/exchange.py",
-        "whole=batch, newer=newer, ahead=ahead",
-        "whole=batch, newer=False, ahead=ahead",
+        "newer = self.now.newer  # rows that stay",
+        "newer = False  # rows that stay",
     ),
     Mutant(
         "rows that an interrupted step wrote to count as the table's",
@@ -128,30 +128,27 @@ MUTANTS = [
     Mutant(
         "the padding's row is not fetched behind rows that joined",
         "step/exchange.py",
-        "load, None, places)\n        self._fetch_padding(padded)\n",
-        "load, None, places)\n",
+        "None, arriving)\n        self._fetch_padding(padded)\n",
+        "None, arriving)\n",
     ),
     # ---- exchange.py: batches that are planned ahead
     Mutant(
         "rows that arrived ahead count as the table's",
         "step/exchange.py",
-        "            newer=True,\n            ahead=True,\n",
-        "            newer=False,\n            ahead=True,\n",
+        "coming, owed, newer = self.now.coming, None, True",
+        "coming, owed, newer = self.now.coming, None, False",
     ),
     Mutant(
         "rows that arrived ahead are dropped, not written",
         "step/exchange.py",
-        "            self._store.exchange("
-        "self._shown.kept.names, coming.rows, ids, nothing, ids[:0], places)\n",
+        "            self._store.exchange(self._shown.kept.fields, arrived, None)\n",
         "",
     ),
     Mutant(
         "a flush leaves what arrived ahead",
         "step/exchange.py",
-        "        if self.now.coming is not None or self.now.ahead:\n"
-        "            self._drop_coming()\n"
-        "        now = self.now\n",
-        "        now = self.now\n",
+        "        self.complete(ahead=False)\n        self._drop_coming()\n        now = self.now\n",
+        "        self.complete(ahead=False)\n        now = self.now\n",
     ),
     Mutant(
         "rows that stay beside those that arrived ahead are taken from other places",
@@ -168,14 +165,14 @@ MUTANTS = [
     Mutant(
         "rows that are owed to the table are not written",
         "step/exchange.py",
-        "        owed = now.owed or Owed(",
-        "        owed = Owed(",
+        "self._store.exchange(self._shown.kept.fields, now.owed, arriving)",
+        "self._store.exchange(self._shown.kept.fields, None, arriving)",
     ),
     Mutant(
         "rows that are owed are written from the first places",
         "step/exchange.py",
-        "                    owed.places,\n",
-        "                    None,\n",
+        "Block(old, *batch.leaving)",
+        "Block(old, batch.leaving[0])",
     ),
     Mutant(
         "a planned batch is taken for lookups of other ids",
@@ -187,13 +184,13 @@ MUTANTS = [
     Mutant(
         "announced rows do not join a planned batch",
         "step/exchange.py",
-        "        if batch is not None and told.parts:\n            self._extend(told.parts)\n",
-        "",
+        "any(self.now.find(part) is None for part in told):\n",
+        "False:\n",
     ),
     Mutant(
         "announced rows do not begin the step",
         "step/exchange.py",
-        "begun = batch or told.plan or self.planned(told.parts or parts)",
+        "begun = batch or told or self.planned(parts)",
         "begun = batch or self.planned(parts)",
     ),
     Mutant(
@@ -204,23 +201,23 @@ MUTANTS = [
     ),
     Mutant(
         "an earlier step's gradient is taken for this one's",
-        "step/exchange.py",
-        "        if number != self.now.number:\n",
-        "        if False:\n",
+        "step/trained_rows.py",
+        "            if number != step.number:\n",
+        "            if False:\n",
         "tests/nn/test_embedding.py::test_backward_through_rows_that_have_left_is_an_error",
     ),
     # ---- exchange.py: shown rows; trained_rows.py
     Mutant(
         "a zero_grad is not noticed",
-        "step/trained_rows.py",
-        "        if to_zero:\n",
+        "step/row_weight.py",
+        "        if zeroes:\n",
         "        if False:\n",
     ),
     Mutant(
         "a gradient that follows a zero_grad counts as its zeros",
-        "step/exchange.py",
-        "        self._shown.parameter.grad = gradient\n        self._shown.note_gradient()\n",
-        "        self._shown.parameter.grad = gradient\n",
+        "step/trained_rows.py",
+        "            self.parameter.grad = summed\n            self.shown.note_gradient()\n",
+        "            self.parameter.grad = summed\n",
         "tests/step/test_embedding_steps.py"
         "::test_a_gradient_of_zeros_that_follows_a_zero_grad_is_stepped",
     ),
@@ -235,22 +232,22 @@ MUTANTS = [
     Mutant(
         "state that is attached in a step takes rows from before it",
         "step/trained_rows.py",
-        "            self.exchange.bring_home()\n            has_values",
-        "            has_values",
+        "        self.exchange.bring_home()\n        has_values",
+        "        has_values",
         "tests/step/test_embedding_steps.py::test_rows_of_a_step_outlive_an_attach",
     ),
     # ---- trained_rows.py: max_norm
     Mutant(
         "shortened rows of the step are not written",
         "step/trained_rows.py",
-        "            step = self.exchange.change()\n",
+        "            self.exchange.change()\n",
         "",
     ),
     Mutant(
         "the padding's row is shortened for the step only",
         "step/trained_rows.py",
-        "            self._write_padding(rows)\n            self._shown.mark()\n",
-        "            self._shown.mark()\n",
+        "                self.store.write(torch.tensor([self._padding]), rows[-1:])\n",
+        "                pass\n",
     ),
     Mutant(
         "evaluation shortens rows of the table, not those of the step",
@@ -261,7 +258,7 @@ MUTANTS = [
     Mutant(
         "rows that evaluation shortens are not written",
         "step/trained_rows.py",
-        "            self.store.write(batch.ids, rows[:count])\n",
+        "            self.store.write(borrowed, rows)\n",
         "",
     ),
     Mutant(
@@ -272,16 +269,16 @@ MUTANTS = [
     ),
     Mutant(
         "announcements of an earlier step are those of this one",
-        "step/trained_rows.py",
-        "        if found is not None and told.parts:\n            self._told = Told()\n",
+        "step/exchange.py",
+        "        if told:\n            self._told = ((), None)\n",
         "",
     ),
     # ---- gradient_sums.py and ops/planned_batch.py
     Mutant(
         "gradients are added up in another order than torch's",
         "step/gradient_sums.py",
-        "            if more_to_come:\n",
-        "            if False:\n",
+        "(gradient.clone(), added) if more_to_come else None",
+        "None",
         "tests/step/test_embedding_steps.py::test_gradients_of_several_lookups_add_up_as_in_torch",
     ),
     Mutant(

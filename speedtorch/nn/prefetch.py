@@ -45,7 +45,8 @@ class Prefetch(Generic[_Batch]):
             loop = _Loop()
             for module in self._modules:
                 end.callback(_end_loop, module, loop)
-                module.trained_rows.start_loop(loop)
+                module.trained_rows.claim()
+                module.trained_rows.exchange.start_loop(loop)
             planned = self._planned()
             window = deque(islice(planned, _AHEAD))
             while window:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from speedtorch.ops.planned_batch import check_ids
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.step.row_store import Draw, RowStore
+from speedtorch.step.row_weight import show_rows
 from speedtorch.step.trained_rows import TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
 from speedtorch.torch_internals import (
@@ -98,6 +99,7 @@ class RowModule(nn.Module):
     def _train(self, store: RowStore, parameter: nn.Parameter) -> None:
         self.weight = parameter
         self.trained_rows = TrainedRows(type(self).__name__, store, parameter, self.padding_idx)
+        show_rows(parameter, self.trained_rows)
         # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
         weakref.finalize(self, self.trained_rows.let_go).atexit = False
 
@@ -213,7 +215,8 @@ class RowModule(nn.Module):
             for each in ids:
                 check_ids(f"{type(self).__name__}.announce", each)
             if ids and torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad:
-                self.trained_rows.announce(ids)
+                self.trained_rows.claim()
+                self.trained_rows.exchange.announce(ids)
 
     def flush(self) -> None:
         """Brings the table up to date, for who keeps a view of it; emb.table does so by itself.

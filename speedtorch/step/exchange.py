@@ -20,33 +20,14 @@ from torch import Tensor
 
 from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
-from speedtorch.step.row_store import RowStore
+from speedtorch.step.row_store import Block, Fields, RowStore
 from speedtorch.step.side_stream import SideStream
 from speedtorch.torch_internals import of_another_dtype, sparse_values, version_of
 
-__all__ = [
-    "Exchange",
-    "HeldState",
-    "OptimizerCall",
-    "Placed",
-    "Requester",
-    "ShownRows",
-    "Step",
-    "Told",
-    "replace_rows",
-]
+__all__ = ["Exchange", "HeldState", "OptimizerCall", "Placed", "ShownRows", "Step", "replace_rows"]
 
 Rows = list[Tensor]
 """Rows of every field `[n, ...]`, in the same order."""
-
-
-class Owed(NamedTuple):
-    """Rows of the step before that have yet to be written to the table."""
-
-    rows: Rows
-    ids: Tensor
-    places: Tensor
-    """Of the ids, in `rows`."""
 
 
 class Coming(NamedTuple):
@@ -56,13 +37,6 @@ class Coming(NamedTuple):
     rows: Rows
     """Those that left the step before while they arrived are newer than the table's."""
     padded: Tensor
-
-
-class Told(NamedTuple):
-    """Ids that were announced for the step that the next lookup begins."""
-
-    parts: Sequence[Tensor] = ()
-    plan: PlannedBatch | None = None
 
 
 class Placed(NamedTuple):
@@ -92,8 +66,6 @@ class Step(NamedTuple):
     """Those whose rows these are."""
     moved: int = 0
     """How many of the batches, the first ones, were looked up before other rows joined."""
-    whole: PlannedBatch | None = None
-    """The batch whose rows these are in its own order, if there is one."""
     gradient: Tensor | None = None
     """What the parameter's gradient is when the rows are first shown."""
     announced: bool = False
@@ -106,14 +78,15 @@ class Step(NamedTuple):
     """Whether an optimizer has stepped them: the next lookup begins another step."""
     ahead: bool = False
     """Whether rows of the batch that is planned after this one are to be sent for."""
-    owed: Owed | None = None
+    owed: Block | None = None
+    """Rows of the step before that have yet to be written to the table."""
     coming: Coming | None = None
 
     def part(self, number: int, part: int) -> Placed:
         """A part of one of the step's batches."""
         batch = self.batches[number]
         places: Tensor | None = None
-        if batch is not self.whole:
+        if batch.ids is not self.ids:  # rows of others are held among its own
             # Only kept so that nobody computes it twice.
             places = self.places.get(number)
             if places is None:
@@ -136,13 +109,8 @@ class Step(NamedTuple):
 class HeldState(Protocol):
     """The state that an attached optimizer keeps of the held rows."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of the state, in their order."""
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the optimizer takes sparse gradients only."""
+    sparse: bool
+    """Whether the optimizer takes sparse gradients only."""
 
     def rows(self) -> Rows:
         """The state of the held rows, field by field."""
@@ -154,38 +122,31 @@ class HeldState(Protocol):
 class Kept(NamedTuple):
     """What keeps the state of the held rows, and all their fields; another where they change."""
 
-    state: HeldState | None = None
-    names: tuple[str, ...] = ("weight",)
+    state: HeldState | None
+    fields: Fields
 
 
 class ShownRows:
     """Shows the rows of a step to who trains them, and takes them back as they are then.
 
-    Everything here follows from the step and can be set again; nothing is read back before all of
-    it is set.
-
-    Args:
-        name: what errors call it.
-        parameter: shows the held rows; its device is where they are held.
-
-    Attributes:
-        kept: what is kept of the held rows.
-        rows: those of the step that is shown.
-        version: of the parameter; one that was written to since mark() has another.
+    `parameter` shows them, on the device where they are held. Everything here follows from the step
+    and can be set again; nothing is read back before all of it is set.
     """
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
-        self.parameter = parameter
         self._name = name
-        self.kept = Kept()
+        self.parameter = parameter
+        self.kept = Kept(None, {"weight": (tuple(parameter.shape[1:]), parameter.dtype)})
         self.rows: Rows | None = None
+        """Those of the step that is shown."""
         self.version = self._pointer = 0
+        """Of the parameter; one that was written to since mark() has another."""
         self._asked: tuple[Tensor, int, bool] | None = None
         """The gradient that a zero_grad() asked for, its version then, and whether it was zeros."""
 
-    def keep(self, state: HeldState | None) -> None:
-        """Lets the state of the rows be kept by another."""
-        self.kept = Kept(state, ("weight",) if state is None else ("weight", *state.names))
+    def keep(self, state: HeldState | None, fields: Fields) -> None:
+        """Lets the state of the rows be kept by another, or by nobody."""
+        self.kept = Kept(state, {"weight": self.kept.fields["weight"], **fields})
 
     def show(self, step: Step) -> None:
         """Makes the parameter and the optimizer see the rows of a step, if they do not."""
@@ -272,18 +233,6 @@ def replace_rows(parameter: Tensor, rows: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-class Requester(Protocol):
-    """Who asks for rows in front of the step, and brings the gradients of them, summed.
-
-    It gives ids of rows to Exchange.hold(), gets their positions among the held rows, and later
-    hands Exchange.add_gradient() a gradient of held rows. Where the ids come from, and whether who
-    asked holds any rows itself, is its own affair.
-    """
-
-    def expects_gradient(self) -> bool:
-        """Whether a gradient of rows that it asked for may still come."""
-
-
 class OptimizerCall(Protocol):
     """A call of an optimizer's step()."""
 
@@ -296,44 +245,32 @@ class OptimizerCall(Protocol):
         """The next one in cleans up behind a call that an exception left; whether one did."""
 
 
+class Token:
+    """Lives as long as a graph may still bring a gradient of the lookups of a step."""
+
+
 class Exchange:
     """Steps of one table: which rows are held now, and how others take their place.
 
-    Every method completes what an exception may have left half done, before anything else.
-
-    Args:
-        name: what errors call it.
-        store: where the rows come from.
-        shown: shows those that are held.
-        padding: id of a row that is never trained, or None.
-        requester: asks for them; kept by who made it.
-
-    Attributes:
-        device: where rows are held.
-        now: the step that holds rows.
+    Every method completes what an exception may have left half done, before anything else. `now` is
+    the step that holds rows, on `device`; the arguments are those of TrainedRows.
     """
 
-    def __init__(
-        self,
-        name: str,
-        store: RowStore,
-        shown: ShownRows,
-        padding: int | None,
-        requester: Requester,
-    ) -> None:
+    def __init__(self, name: str, store: RowStore, shown: ShownRows, padding: int | None) -> None:
         self._name = name
         self._store = store
         self._shown = shown
         self._padding = padding
-        self._requester: Requester = weakref.proxy(requester)
+        self._token: tuple[int, Callable[[], Token | None]] = (0, lambda: None)
+        """Of the lookups of a step, and its number."""
+        self._told: tuple[Sequence[Tensor], PlannedBatch | None] = ((), None)
+        """Ids that were announced for the step that the next lookup begins, and their plan."""
         self._call: tuple[OptimizerCall, int] | None = None
         """The last call of an optimizer's step, and the number of the step that it was for."""
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
         self._due: PlannedBatch | None = None
         """The batch of a loop that the next step may take."""
-        self._loop: weakref.ref[object] | None = None
-        self._fields: tuple[tuple[str, ...], list[tuple[tuple[int, ...], torch.dtype]]] = ((), [])
-        """Names of the fields that are held, and the shapes and dtypes of their rows."""
+        self._loop: Callable[[], object] = lambda: None
         self._hold_nothing(0)
 
     def _hold_nothing(self, number: int) -> None:
@@ -343,38 +280,31 @@ class Exchange:
 
     def _memory(self, count: int) -> tuple[Rows, Tensor]:
         """Memory for rows of every field, and that of the weights with the padding's place."""
-        names, device = self._shown.kept.names, self.device
-        if self._fields[0] is not names:
-            self._fields = (names, [self._store.row_of(name) for name in names])
         rows: Rows = []
-        for shape, dtype in self._fields[1]:
+        for shape, dtype in self._shown.kept.fields.values():
             places = count + 1 if self._padding is not None and not rows else count
-            rows.append(torch.empty((places, *shape), dtype=dtype, device=device))
+            rows.append(torch.empty((places, *shape), dtype=dtype, device=self.device))
         padded = rows[0]
         if self._padding is not None:
             rows[0] = padded[:count]
         return rows, padded
 
-    def _no_rows(self) -> Rows:
-        """No row of any field."""
-        return self._memory(0)[0]
-
     def _fetch_padding(self, padded: Tensor) -> None:
         if self._padding is not None:
             self._store.read(torch.tensor([self._padding]), padded[-1:])
 
-    def _loaded(self, ids: Tensor, leaving: Rows, evict: Tensor) -> tuple[Rows, Tensor]:
+    def _loaded(self, ids: Tensor, leaving: Block | None) -> tuple[Rows, Tensor]:
         """Rows as they are in the table, in new memory; others leave for it meanwhile."""
         rows, padded = self._memory(ids.shape[0])
-        self._store.exchange(self._shown.kept.names, leaving, evict, rows, ids)
+        self._store.exchange(self._shown.kept.fields, leaving, Block(rows, ids))
         self._fetch_padding(padded)
         return rows, padded
 
     # --------------------------------------------------------------------------------------------
     # Completion
 
-    def complete(self, *, ahead: bool = True) -> Step:
-        """Finishes what belongs to the step of now, which it returns.
+    def complete(self, *, ahead: bool = True) -> None:
+        """Finishes what belongs to the step of now.
 
         With `ahead` rows of the batch after it are sent for as well, if it is planned.
         """
@@ -388,15 +318,11 @@ class Exchange:
                 self._send(ahead)
         if self._call is not None or version_of(shown.parameter) != shown.version:
             self._settle()
-        return self.now
 
     def show_anew(self) -> None:
         """Reads held rows again, all fields that there are now; the table has all of them."""
         now, gradient = self.now, self._shown.parameter.grad
-        if now.batches:
-            rows, padded = self._loaded(now.ids, self._no_rows(), now.ids[:0])
-        else:
-            rows, padded = self._memory(0)
+        rows, padded = self._loaded(now.ids, None) if now.batches else self._memory(0)
         self.now = now._replace(rows=rows, padded=padded, stale=False, gradient=gradient)
         self.complete()
 
@@ -405,8 +331,7 @@ class Exchange:
 
         Returns whether an optimizer has stepped them.
         """
-        now, written, stepped = self.now, self._shown.was_written(), False
-        left = False
+        now, written, stepped, left = self.now, self._shown.was_written(), False, False
         if self._call is not None:
             call, number = self._call
             if call.done:
@@ -428,31 +353,22 @@ class Exchange:
 
     def _send(self, ahead: bool) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
-        now, arriving = self.now, self._no_rows()
-        owed = now.owed or Owed(arriving, now.ids[:0], now.ids[:0])
-        following = now.whole.following if ahead and now.ahead and now.whole is not None else None
-        load, load_places, coming = owed.ids[:0], owed.places[:0], None
+        now, coming, arriving = self.now, None, None
+        following = now.batches[0].following if ahead and now.ahead else None
         if following is not None:
             self._planning.join()
             try:
-                load, load_places = following.arriving
+                load = following.arriving
             except IndexError:
                 following = None  # who looks up its bad ids is told
-        if following is not None or owed.ids.shape[0] > 0:
-            self._travel.uses(owed.rows)
+        if following is not None or now.owed is not None:
+            if now.owed is not None:
+                self._travel.uses(now.owed.rows)
             with self._travel.after_current(self.device):
                 if following is not None:  # in memory that only this stream is given again
                     coming = Coming(following, *self._memory(following.held))
-                    arriving = coming.rows
-                self._store.exchange(
-                    self._shown.kept.names,
-                    owed.rows,
-                    owed.ids,
-                    arriving,
-                    load,
-                    owed.places,
-                    load_places,
-                )
+                    arriving = Block(coming.rows, *load)
+                self._store.exchange(self._shown.kept.fields, now.owed, arriving)
         self.now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
 
     def _drop_coming(self) -> None:
@@ -461,58 +377,75 @@ class Exchange:
         if self._travel.end is not None:
             self._travel.join()
         if coming is not None:
-            ids, places = coming.batch.arriving
-            nothing = self._no_rows()
-            self._store.exchange(self._shown.kept.names, coming.rows, ids, nothing, ids[:0], places)
+            arrived = Block(coming.rows, *coming.batch.arriving)
+            self._store.exchange(self._shown.kept.fields, arrived, None)
         if coming is not None or now.ahead:
             self.now = now._replace(coming=None, ahead=False)
 
-    def _read_again(self) -> Step:
+    def _read_again(self) -> None:
         """Held rows are those of the table again, if they may have become others there."""
         if self.now.stale:
             self.show_anew()
-        return self.now
 
     # --------------------------------------------------------------------------------------------
     # Rows of a step
 
-    def hold(
-        self, parts: Sequence[Tensor], told: Told, *, announced: bool = False
-    ) -> list[Placed] | None:
+    def hold(self, ids: Tensor) -> Placed:
         """Holds the rows that ids name from now until the step after the optimizer's begins.
 
-        Gives for each part, ids of any shape on either device, where its rows are. What was told
-        for the step is held as well. Bad ids raise IndexError, and what is held did not change.
-
-        With `announced`, lookups of the parts are still to come. The result is None if no step has
-        begun or may now: the ids are to be given with the step that begins next.
+        Gives where the rows of the ids, of any shape on either device, are. What was announced is
+        held as well. Bad ids raise IndexError, and what is held did not change.
         """
+        found = self._hold([ids], announced=False)
+        return found or self.now.part(len(self.now.batches) - 1, 0)
+
+    def announce(self, parts: Sequence[Tensor]) -> None:
+        """Lets the next lookup bring the rows of all of these ids; those after it load nothing.
+
+        Nothing waits: where a step is over, the ids are planned, so that several tables can be
+        announced to before the first of them counts its rows. Bad ids raise IndexError, on a GPU at
+        the next lookup.
+        """
+        self._hold(parts, announced=True)
+
+    def _hold(self, parts: Sequence[Tensor], *, announced: bool) -> Placed | None:
+        """Holds rows, or remembers them; where the last part's are, if it was looked up before."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
                 " changes from step to step; capture what comes after it"
             )
         self.complete()
-        found: list[Placed] = []
-        is_known = True
-        if not self.is_over():
-            self._read_again()
-            if any(self.now.find(part) is None for part in told.parts):
-                self._extend(told.parts)
-        elif announced and self._due is None:
+        (told, plan), is_over = self._told, self.is_over()
+        if is_over and announced and self._due is None:
+            parts = [*told, *parts]
+            self._told = (parts, self.planned(parts))
             return None
+        try:
+            if plan is not None and plan.device != self.device:  # the rows were moved
+                plan = self.planned(told)
+            if plan is not None:
+                plan.count()
+        except IndexError:
+            self._told = ((), None)  # whoever announced them is told
+            raise
+        begun = None
+        if is_over:
+            begun = self._begin(parts, plan)
         else:
-            is_known = not self._begin(parts, told)
-        if is_known:
-            found = [each for part in parts if (each := self.now.find(part)) is not None]
-            if len(found) < len(parts):
+            self._read_again()
+        if begun is not plan and any(self.now.find(part) is None for part in told):
+            self._extend(told)
+        found = None
+        for part in () if is_over and begun is None else parts:
+            found = self.now.find(part)
+            if found is None:
                 self._extend(parts)
-        if len(found) < len(parts):
-            step, found = self.now, []
-            for part in range(len(parts)):
-                found.append(step.part(len(step.batches) - 1, part))
+                break
         if self.now.announced is not announced:
             self.now = self.now._replace(announced=announced)
+        if told:
+            self._told = ((), None)
         return found
 
     def is_over(self) -> bool:
@@ -520,32 +453,52 @@ class Exchange:
         now = self.now
         if now.over:
             return True
-        if now.announced or self._requester.expects_gradient():
+        if now.announced or self.expects_gradient():
             return False
         return not self._shown.has_gradient()
 
-    def change(self) -> Step:
+    def expects_gradient(self) -> bool:
+        """Whether a gradient of rows that were looked up in this step may still come."""
+        number, token = self._token
+        return number == self.now.number and token() is not None
+
+    def token(self) -> Token:
+        """What a graph keeps for as long as a gradient of this step's rows may come of it."""
+        number, reference = self._token
+        token = reference() if number == self.now.number else None
+        if token is None:
+            token = Token()
+            self._token = (self.now.number, weakref.ref(token))
+        return token
+
+    def change(self) -> None:
         """Says that somebody is about to write to the held rows."""
         self.complete()
         self._read_again()
         if not self.now.newer:
             self.now = self.now._replace(newer=True)
-        return self.now
 
-    def _begin(self, parts: Sequence[Tensor], told: Told) -> bool:
-        """Begins a step that holds the rows of these ids; whether their plan is one of its own."""
+    def _begin(self, parts: Sequence[Tensor], told: PlannedBatch | None) -> PlannedBatch | None:
+        """Begins a step of the batch that was planned before, which it returns, or of these ids."""
         planned, self._due = self._due, None  # two steps of one batch take its plan once
         batch = None if planned is None else self._taken(planned, parts)
-        coming = self.now.coming
-        if batch is not None and coming is not None and coming.batch is batch:
-            self._advance(coming)
+        begun = batch or told or self.planned(parts)
+        begun.count()  # bad ids change nothing
+        coming, owed, newer = self.now.coming, None, True
+        if coming is not None and coming.batch is begun:
+            _, rows, padded = coming
+            owed = self._completed(coming)
         else:
-            begun = batch or told.plan or self.planned(told.parts or parts)
-            begun.count()  # bad ids change nothing
-            self._replace(begun, ahead=batch is not None)
-        if batch is not None and told.parts:
-            self._extend(told.parts)
-        return batch is None and not told.parts
+            self._drop_coming()
+            newer = self.now.newer  # rows that stay have not been in the table in between
+            leaving = Block(self._shown.rows_of(self.now), self.now.ids) if newer else None
+            rows, padded = self._loaded(begun.ids, leaving)
+        number, ahead = self.now.number + 1, batch is not None
+        self.now = Step(
+            number, begun.ids, rows, padded, {}, (begun,), newer=newer, ahead=ahead, owed=owed
+        )
+        self.complete()
+        return batch or told
 
     def planned(
         self, parts: Sequence[Tensor], after: PlannedBatch | Tensor | None = None
@@ -565,22 +518,8 @@ class Exchange:
                 return None  # a step holds the rows that its lookups name, and no others
         return batch
 
-    def _replace(self, batch: PlannedBatch, *, ahead: bool) -> None:
-        """The rows of the last step leave while those of the batch arrive."""
-        self._drop_coming()
-        now = self.now
-        leaving = self._shown.rows_of(now) if now.newer else self._no_rows()
-        evict = now.ids if now.newer else now.ids[:0]
-        rows, padded = self._loaded(batch.ids, leaving, evict)
-        # Rows that stay have not been in the table in between.
-        number, newer = now.number + 1, now.newer
-        self.now = Step(
-            number, batch.ids, rows, padded, {}, (batch,), whole=batch, newer=newer, ahead=ahead
-        )
-        self.complete()
-
-    def _advance(self, coming: Coming) -> None:
-        """Rows that have arrived are held now, with those that stay; the others leave meanwhile."""
+    def _completed(self, coming: Coming) -> Block | None:
+        """Puts those that stay beside rows that have arrived; gives the others, which leave."""
         now, (batch, rows, padded) = self.now, coming
         self._travel.join()
         old = self._shown.rows_of(now)
@@ -588,20 +527,8 @@ class Exchange:
         for new, each in zip(rows, old, strict=True):
             new.index_copy_(0, places, each.index_select(0, taken_from))
         self._fetch_padding(padded)
-        owed = Owed(old, *batch.leaving) if now.newer else None
-        self.now = Step(
-            now.number + 1,
-            batch.ids,
-            rows,
-            padded,
-            {},
-            (batch,),
-            whole=batch,
-            newer=True,
-            ahead=True,
-            owed=owed,
-        )
-        self.complete()
+        leaving = Block(old, *batch.leaving)
+        return leaving if now.newer and len(leaving.ids) > 0 else None
 
     def _extend(self, parts: Sequence[Tensor]) -> None:
         """Holds more rows beside those that are held already."""
@@ -617,8 +544,8 @@ class Exchange:
         rows, padded = self._memory(count)
         for new, each in zip(rows, self._shown.rows_of(now), strict=True):
             new.index_copy_(0, before, each)
-        nothing, places = self._no_rows(), torch.searchsorted(ids, load)
-        self._store.exchange(self._shown.kept.names, nothing, load[:0], rows, load, None, places)
+        arriving = Block(rows, load, torch.searchsorted(ids, load))
+        self._store.exchange(self._shown.kept.fields, None, arriving)
         self._fetch_padding(padded)
         gradient = self._shown.parameter.grad if self._shown.has_gradient() else None
         self.now = now._replace(
@@ -628,7 +555,6 @@ class Exchange:
             places={},
             batches=(*now.batches, batch),
             moved=len(now.batches),
-            whole=None,
             gradient=None if gradient is None else among_more(gradient, before, count),
         )
         self.complete()
@@ -642,12 +568,11 @@ class Exchange:
         With `changes` who asks may change the table: held rows are read again before they are used.
         """
         self.complete(ahead=False)
-        if self.now.coming is not None or self.now.ahead:
-            self._drop_coming()
+        self._drop_coming()
         now = self.now
         if now.newer:
-            nothing, rows = self._no_rows(), self._shown.rows_of(now)
-            self._store.exchange(self._shown.kept.names, rows, now.ids, nothing, now.ids[:0])
+            leaving = Block(self._shown.rows_of(now), now.ids)
+            self._store.exchange(self._shown.kept.fields, leaving, None)
         if now.newer or (changes and not now.stale):
             self.now = now._replace(newer=False, stale=now.stale or changes)
 
@@ -660,46 +585,27 @@ class Exchange:
             self.complete()
 
     # --------------------------------------------------------------------------------------------
-    # Gradients and the optimizer's step
-
-    def add_gradient(self, gradient: Tensor, number: int) -> None:
-        """Gives the rows held in a step a gradient `[n, ...]`, summed over all who asked for them.
-
-        Raises RuntimeError if the rows of that step have left.
-        """
-        self.refuse_earlier(number)
-        self._shown.parameter.grad = gradient
-        self._shown.note_gradient()
-
-    def refuse_earlier(self, number: int) -> None:
-        """Raises RuntimeError if the rows of that step have left."""
-        if number != self.now.number:
-            raise RuntimeError(
-                f"{self._name}: backward through a lookup of an earlier step, whose rows have gone"
-                " back to the table: call backward before the lookup that follows the optimizer's"
-                " step"
-            )
+    # The optimizer's step
 
     def before_optimizer(self, call: OptimizerCall) -> None:
         """Called before an optimizer steps the held rows."""
         self.complete()
-        now, parameter = self._read_again(), self._shown.parameter
+        self._read_again()
+        parameter = self._shown.parameter
         gradient = parameter.grad
         if gradient is not None and not self._shown.has_gradient():
             # zero_grad(set_to_none=False) leaves zeros, with which most optimizers move rows.
             gradient = parameter.grad = None
         state = self._shown.kept.state
         if state is not None and state.sparse and gradient is not None:
-            parameter.grad = sparse_of_all(gradient, self._store.numbers(now.ids))
-        self._call = (call, now.number)
+            parameter.grad = sparse_of_all(gradient, self._store.numbers(self.now.ids))
+        self._call = (call, self.now.number)
 
-    def after_optimizer(self) -> bool:
-        """Called after it; whether there was something to step."""
-        stepped = self._settle()
-        if stepped:
+    def after_optimizer(self) -> None:
+        """Called after it."""
+        if self._settle():
             # A backward through what used these rows would compute with other ones.
             torch.autograd.graph.increment_version(self.now.padded)
-        return stepped
 
     # --------------------------------------------------------------------------------------------
     # Batches that are planned ahead
@@ -711,9 +617,9 @@ class Exchange:
 
     def start_loop(self, loop: object) -> None:
         """Lets a loop plan batches ahead while it lives; RuntimeError if another has not ended."""
-        if self._loop is not None and self._loop() not in (None, loop):
+        if self._loop() not in (None, loop):
             gc.collect()  # it may have ended by an exception, whose traceback has its frames
-        if self._loop is not None and self._loop() not in (None, loop):
+        if self._loop() not in (None, loop):
             raise RuntimeError(
                 f"{self._name}: its rows are prefetched by another loop, which must end first"
                 " (close its generator, or let it run to its end)"
@@ -722,9 +628,9 @@ class Exchange:
 
     def end_loop(self, loop: object) -> None:
         """Ends a loop: forgets what was planned; rows that have arrived for it go back."""
-        if self._loop is None or self._loop() is not loop:
+        if self._loop() is not loop:
             return
-        self._loop = self._due = None
+        self._loop, self._due = lambda: None, None
         self.complete(ahead=False)
         self._drop_coming()
 

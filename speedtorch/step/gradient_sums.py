@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,43 +12,34 @@ from speedtorch.torch_internals import current_backward, sparse_indices, sparse_
 
 __all__ = ["GradientSums", "among_more", "of_rows", "sparse_of_all"]
 
-_NO_BACKWARD = -2  # torch says -1 outside of any
-
 
 class GradientSums:
     """Adds gradients up in torch's order: those of one backward first, then what was there."""
 
     def __init__(self) -> None:
-        self._backward = _NO_BACKWARD
-        self._before: Tensor | None = None
-        self._sum: Tensor | None = None
-        self._given: weakref.ref[Tensor] | None = None
+        self._backward: int | None = None
+        self._given: Callable[[], Tensor | None] = lambda: None
+        self._parts: tuple[Tensor, Tensor] | None = None
+        """What was there before this backward, and what has come in it."""
 
     def add(self, gradient: Tensor | None, added: Tensor, *, more_to_come: bool) -> Tensor:
         """The gradient with what one lookup adds to it within a backward, in place if it can be.
 
         `more_to_come`: other lookups may add to it in this backward.
         """
-        summed = self._added(gradient, added, more_to_come)
-        self._given = weakref.ref(summed)
-        return summed
-
-    def _added(self, gradient: Tensor | None, added: Tensor, more_to_come: bool) -> Tensor:
-        backward = current_backward()
+        backward, summed = current_backward(), added
         if gradient is None:
-            self._backward, self._before = backward, None
-            return added
-        given = None if self._given is None else self._given()
-        if backward != self._backward or gradient is not given:
-            self._backward, self._before, self._sum = backward, None, None
-            if more_to_come:
-                self._before, self._sum = gradient.clone(), added
-        elif self._before is not None and self._sum is not None:
-            self._sum = self._sum + added
-            if gradient.is_sparse or added.is_sparse:
-                return self._before + self._sum
-            return torch.add(self._before, self._sum, out=gradient)
-        return gradient + added if gradient.is_sparse or added.is_sparse else gradient.add_(added)
+            self._parts = None
+        else:
+            if backward != self._backward or gradient is not self._given():
+                self._parts = (gradient.clone(), added) if more_to_come else None
+            elif self._parts is not None:
+                self._parts = (self._parts[0], self._parts[1] + added)
+            before, new = self._parts or (gradient, added)
+            is_sparse = gradient.is_sparse or added.is_sparse
+            summed = before + new if is_sparse else torch.add(before, new, out=gradient)
+        self._backward, self._given = backward, weakref.ref(summed)
+        return summed
 
 
 def of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:

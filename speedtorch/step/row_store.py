@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from speedtorch.ops.shapes import row_shape
 from speedtorch.table.host_table import HostTable, RowHolder
 from speedtorch.table.record_layout import lay_out
 
-__all__ = ["Draw", "RowStore"]
+__all__ = ["Block", "Draw", "Fields", "RowStore"]
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
@@ -49,6 +49,17 @@ class Draw(NamedTuple):
             table.init_(lambda rows: [each(rows) for each in self.functions], seed=self.seed)
         if self.zero is not None:
             table["weight"][self.zero].zero_()
+
+
+class Block(NamedTuple):
+    """Rows outside of a table, of which some leave for it or arrive."""
+
+    rows: Sequence[Tensor]
+    """For each field `[n, ...]`."""
+    ids: Tensor
+    """Of those that leave or arrive, ascending."""
+    places: Tensor | None = None
+    """Which of the rows they are; by default the first, in order."""
 
 
 class RowStore:
@@ -85,12 +96,13 @@ class RowStore:
         self._beside: HostTable | None = None
         """State of a table that another owns, or that there was no room to make anew."""
         self._holder: weakref.ref[RowHolder] | None = None
-        self._numbers = self._order = torch.empty(0, dtype=torch.int64)
-        self._reached: tuple[Sequence[str], list[Tensor]] | None = None
+        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._reached: tuple[Iterable[str], list[Tensor]] | None = None
         """The fields that were exchanged last, until the table may have become another."""
         self._table: HostTable | None = None
         if isinstance(table, HostTable):
-            self._table, self._owned, self._memory = table, False, table.memory
+            self._table, self._owned = table, False
+            self._memory = "auto" if table.memory == "file" else table.memory
             self.rows, (self.row_shape, self.dtype) = table.rows, table.fields["weight"]
             return
         rows, columns, self.dtype = table
@@ -137,12 +149,13 @@ class RowStore:
             last = Draw((*before.functions, *last.functions), before.seed, None)
         self._draws = (*others, last)
 
-    def _in_memory(self, state: Fields = MappingProxyType({})) -> HostTable:
+    def _in_memory(self, state: Fields | None = None) -> HostTable:
         """The table, perhaps without its first values; made now, if it is to be, with a state."""
         if self._table is None:
             _waiting.discard(self)
             try:
-                self._adopt(self._made({"weight": (self.row_shape, self.dtype), **state}))
+                weight: Fields = {"weight": (self.row_shape, self.dtype)}
+                self._adopt(self._made({**weight, **(state or {})}))
             except BaseException:
                 if self._table is None:
                     _waiting.add(self)
@@ -151,11 +164,10 @@ class RowStore:
         return self._table
 
     def _made(self, fields: Fields) -> HostTable:
-        kind = "auto" if self._memory == "file" else self._memory
-        on_gpu = self._table is not None and kind == "cuda"
-        device = self._table.device if on_gpu and self._table is not None else None
+        before = self._table if self._memory == "cuda" else None
+        device = None if before is None else before.device
         with torch.inference_mode(False):  # or nothing could ever be written to it
-            return HostTable.from_fields(self.rows, fields, kind, device=device)
+            return HostTable.from_fields(self.rows, fields, self._memory, device=device)
 
     def _adopt(self, table: HostTable) -> None:
         table.be_held(self._holder)
@@ -195,17 +207,20 @@ class RowStore:
         if self._table is not None:
             self._table.bring_home()
         self._holder = weakref.ref(holder)
-        for table in (self._table, self._beside):
-            if table is not None:
-                table.be_held(self._holder)
+        if self._table is not None:
+            self._table.be_held(self._holder)
 
     def drop_holder(self, holder: RowHolder) -> None:
         """Says that somebody holds rows no more."""
         if self.holder is holder:
             self._holder = None
-            for table in (self._table, self._beside):
-                if table is not None:
-                    table.be_held(None)
+            if self._table is not None:
+                self._table.be_held(None)
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether somebody else holds rows of the table than who did by this."""
+        return self._holder is not None and self.holder is not self._holder()
 
     def own(self) -> None:
         """Says that nobody else uses the table, so that another may replace it."""
@@ -230,11 +245,6 @@ class RowStore:
             return beside
         return self.table if name == "weight" else self._in_memory()
 
-    def row_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a row of a field."""
-        weight = (self.row_shape, self.dtype)
-        return weight if name == "weight" else self._home_of(name).fields[name]
-
     def make_room(self, fields: Fields) -> bool:
         """Makes room for fields of every row's state, name to (row shape, dtype).
 
@@ -244,13 +254,12 @@ class RowStore:
         table = self._in_memory(fields)
         if all(table.fields.get(name) == field for name, field in fields.items()):
             return table.was_read
-        if not self._owned:
-            self._keep_beside(fields)
-            return False
-        try:
-            made = self._made({"weight": table.fields["weight"], **fields})
-        except MemoryError:
-            self._keep_beside(fields)  # there may be room for this beside the old one
+        made = None
+        if self._owned:
+            with suppress(MemoryError):  # there may be room for the state beside the old one
+                made = self._made({"weight": table.fields["weight"], **fields})
+        if made is None:
+            self._beside, self._reached = self._made(fields), None
             return False
         if not self._draws:
             made.rows_of("weight").copy_(table.rows_of("weight"))
@@ -259,11 +268,6 @@ class RowStore:
         table.be_held(None)
         table.close()
         return False
-
-    def _keep_beside(self, fields: Fields) -> None:
-        beside = self._made(fields)
-        beside.be_held(self._holder)
-        self._beside, self._reached = beside, None
 
     @property
     def was_read(self) -> bool:
@@ -313,9 +317,8 @@ class RowStore:
 
     def copied(self) -> RowStore:
         """A store of its own with the same weights, or the same values to come."""
-        kind = "auto" if self._memory == "file" else self._memory
         (columns,) = self.row_shape
-        made = RowStore(self.name, (self.rows, columns, self.dtype), kind, self._draws)
+        made = RowStore(self.name, (self.rows, columns, self.dtype), self._memory, self._draws)
         if self.is_drawn:
             made.load("weight", self.table["weight"])
         return made
@@ -323,51 +326,35 @@ class RowStore:
     # --------------------------------------------------------------------------------------------
     # Rows
 
-    def exchange(
-        self,
-        names: Sequence[str],
-        leaving: Sequence[Tensor],
-        evict: Tensor,
-        arriving: Sequence[Tensor],
-        load: Tensor,
-        evict_places: Tensor | None = None,
-        load_places: Tensor | None = None,
-    ) -> None:
-        """Rows leave for the table while others arrive from it, all fields of each at once.
-
-        `leaving` is for each field `[n, ...]`, of which the ids `evict` leave, `arriving` memory
-        `[m, ...]` for those of `load`; ids ascend. Places say which rows of the blocks they are; by
-        default the first, in order. No row need leave, and none arrive.
-        """
+    def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
+        """Rows leave for the table while others arrive from it, all fields of each at once."""
         reached = self._reached
         if reached is None or reached[0] is not names:
             reached = (names, [self.field(name) for name in names])
             # Who does not hold rows of the table is not told when it closes.
             if self._holder is not None and self._in_memory().holder is self._holder:
                 self._reached = reached
+        if leaving is None or arriving is None:
+            some = leaving or arriving
+            assert some is not None
+            nothing = Block([each[:0] for each in some.rows], some.ids[:0], some.ids[:0])
+            leaving, arriving = leaving or nothing, arriving or nothing
         swap_placed(
             reached[1],
-            leaving,
-            evict,
-            self.numbers(evict) if evict_places is None else evict_places,
-            arriving,
-            load,
-            self.numbers(load) if load_places is None else load_places,
+            leaving.rows,
+            leaving.ids,
+            self.numbers(leaving.ids) if leaving.places is None else leaving.places,
+            arriving.rows,
+            arriving.ids,
+            self.numbers(arriving.ids) if arriving.places is None else arriving.places,
         )
 
-    def forget_fields(self) -> None:
-        """Reaches the fields anew at the next exchange: somebody may close or change the table."""
-        self._reached = None
-
     def numbers(self, ids: Tensor) -> Tensor:
-        """0 to n - 1 for n ids, of a tensor that is made once."""
-        count, order = ids.shape[0], self._order
-        if order.shape[0] == count and order.device == ids.device:
-            return order
+        """0 to n - 1 for n ids, of a tensor that is seldom made anew."""
+        count = ids.shape[0]
         if self._numbers.shape[0] < count or self._numbers.device != ids.device:
             self._numbers = torch.arange(2 * count, device=ids.device)
-        self._order = order = self._numbers[:count]
-        return order
+        return self._numbers[:count]
 
     def read(self, ids: Tensor, out: Tensor) -> None:
         """Weights by their ids: `out` is `[*ids.shape, ...]`, on either device."""
@@ -378,5 +365,9 @@ class RowStore:
         pinned_scatter(self.field("weight"), ids, rows)
 
     def settle(self, device: torch.device) -> None:
-        """Waits until the CPU sees what a device has written; raises what it found wrong."""
+        """Waits until the CPU sees what a device has written; raises what it found wrong.
+
+        Somebody may close or change the table then: its fields are reached anew.
+        """
         synchronize(device)
+        self._reached = None

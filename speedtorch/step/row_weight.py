@@ -12,11 +12,12 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.torch_internals import (
     GRADIENT_ASKED_TO_BE_ZERO,
     TRUNCATED_NORMAL,
@@ -25,7 +26,7 @@ from speedtorch.torch_internals import (
     tree_map,
 )
 
-__all__ = ["RowWeight", "TableRows", "forget_rows", "hide_rows", "show_rows"]
+__all__ = ["RowWeight", "hide_rows", "show_rows"]
 
 _GRADIENT = torch.Tensor.grad
 
@@ -54,66 +55,19 @@ _CHANGE = _names(
     "mul_ multiply_ div_ divide_ add_ sub_ subtract_ neg_ abs_ clamp_ clip_ clamp_min_ clamp_max_"
     " pow_ sqrt_ square_ exp_ log_ sin_ cos_ tanh_ sigmoid_ erf_ erfinv_ round_ floor_ ceil_"
 )
-_OPERATORS = _names("__imul__ __iadd__ __isub__ __itruediv__ __ifloordiv__ __ipow__")
-_SUMS = _names("add_ sub_ __iadd__ __isub__")
-_EXTENTS = _names("size dim ndimension numel nelement __len__")
+_OPERATORS = ("__imul__", "__iadd__", "__isub__", "__itruediv__", "__ifloordiv__", "__ipow__")
+_EXTENTS = ("size", "dim", "ndimension", "numel", "nelement", "__len__")
 
 
-class TableRows(Protocol):
-    """What a weight stands for: all rows of a table, those of a step among them."""
+class _Whole(torch.Tensor):
+    """A RowWeight without its gradient: weight.data and weight.detach()."""
 
-    name: str
-    shape: torch.Size
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Rows by their ids, in a step to come if it trains them."""
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Rows by their ids, as they are now."""
-
-    def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
-        """Changes all rows, at first need if nobody has used them."""
-
-    def load(self, values: Tensor) -> None:
-        """Copies values to all rows."""
-
-    def view(self) -> Tensor:
-        """All rows in the table's memory, as they are now; they may be written to."""
-
-    def held(self) -> Tensor:
-        """The held rows, which may be changed."""
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether the rows have their first values."""
-
-    def before_gradient(self, *, to_zero: bool) -> None:
-        """Somebody asks for the gradient, perhaps to fill it with zeros; within as_plain()."""
-
-    def note_gradient(self) -> None:
-        """Somebody has set the gradient."""
-
-
-class RowWeight(nn.Parameter):
-    """A parameter that stands for all rows of a table and has the memory of the held ones.
-
-    What torch does not tell of cannot be caught: C++ code that is given the tensor, and memory
-    that is reached by data_ptr(), are those of the held rows. Give them emb.table["weight"].
-
-    shape, size(), numel() and len() are the table's, except within an optimizer's step(); grad is
-    the gradient of the held rows; *_like and new_* give tensors for the held rows, as optimizers
-    keep them. weight[ids] looks rows up. Functions of torch.nn.init and in-place methods change all
-    rows; an untouched table only notes them. Without gradients (torch.no_grad(), weight.data,
-    frozen rows) other functions get the table as it is in host memory; with gradients they raise.
-    """
-
-    _rows: weakref.ref[Any]
+    _rows: Callable[[], TrainedRows | None] = staticmethod(lambda: None)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answers a function of torch that was given the weight."""
         if getattr(func, "__self__", None) is _GRADIENT:  # what every step asks for
             return _gradient(func, args, sys._getframe(1).f_code)
         return _answer(func, tuple(args), kwargs or {}, sys._getframe(1))
@@ -126,11 +80,9 @@ class RowWeight(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to be pickled."""
         raise TypeError(f"{_rows_of(self).name}: its weight is not pickled: save the state_dict()")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What it stands for."""
         rows = _rows_of(self)
         with as_plain():
             held, dtype, device = self.shape[0], self.dtype, self.device
@@ -139,22 +91,22 @@ class RowWeight(nn.Parameter):
             f" memory, {held:,} of them held on {device}, requires_grad={self.requires_grad}"
         )
 
-    __str__ = __repr__
+
+class RowWeight(_Whole, nn.Parameter):
+    """A parameter that stands for all rows of a table and has the memory of the held ones.
+
+    What torch does not tell of cannot be caught: C++ code that is given the tensor, and memory
+    that is reached by data_ptr(), are those of the held rows. Give them emb.table["weight"].
+
+    shape, size(), numel() and len() are the table's, except within an optimizer's step(); grad is
+    the gradient of the held rows; *_like and new_* give tensors for the held rows, as optimizers
+    keep them. weight[ids] looks rows up. Functions of torch.nn.init and in-place methods change all
+    rows; an untouched table only notes them. Without gradients (torch.no_grad(), weight.data,
+    frozen rows) other functions get the table as it is in host memory; with gradients they raise.
+    """
 
 
-class _Whole(torch.Tensor):
-    """A RowWeight without its gradient: weight.data and weight.detach()."""
-
-    _rows: weakref.ref[Any]
-
-    __torch_function__ = RowWeight.__torch_function__
-    __deepcopy__ = RowWeight.__deepcopy__
-    __reduce_ex__ = RowWeight.__reduce_ex__
-    __repr__ = RowWeight.__repr__  # type: ignore[assignment]
-    __str__ = RowWeight.__repr__
-
-
-def show_rows(parameter: nn.Parameter, rows: TableRows) -> None:
+def show_rows(parameter: nn.Parameter, rows: TrainedRows) -> None:
     """Makes a parameter stand for a table."""
     parameter.__class__ = RowWeight
     parameter._rows = weakref.ref(rows)  # type: ignore[attr-defined]
@@ -165,13 +117,8 @@ def hide_rows(parameter: nn.Parameter) -> None:
     parameter.__class__ = nn.Parameter
 
 
-def forget_rows(parameter: nn.Parameter) -> None:
-    """Makes it stand for nothing: the table is gone for who has the parameter only."""
-    parameter._rows = lambda: None  # type: ignore[attr-defined]
-
-
-def _rows_of(weight: Tensor) -> TableRows:
-    rows: TableRows | None = weight._rows()  # type: ignore[attr-defined]
+def _rows_of(weight: _Whole) -> TrainedRows:
+    rows = weight._rows()
     if rows is None:
         raise RuntimeError("the module of this weight is gone, and its table with it")
     return rows
@@ -188,49 +135,59 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
     name = getattr(func, "__name__", str(func))
     if getattr(func, "__module__", "") == nn.init.__name__:
         return _initialised(func, args, kwargs)
-    weight = args[0] if args and isinstance(args[0], RowWeight | _Whole) else None
+    weight = args[0] if args and isinstance(args[0], _Whole) else None
     if weight is not None:
         if name in ("__get__", "__set__", "__delete__"):
             access, name = name, func.__self__.__name__
             if name not in _ELEMENTS:
-                return _attribute(func, args, access, name, caller)
+                return _attribute(func, args, access, name)
         elif name in _EXTENTS:
             return func(_extents_of(weight), *args[1:], **kwargs)
         elif name == "detach":
             return _whole(weight)
     if caller.f_code is TRUNCATED_NORMAL:
         return _truncated(func, name, args, kwargs, caller.f_locals)
-    weights = _weights_among((args, kwargs))
-    if name in _OF_HELD_ROWS or not weights:
-        with as_plain():
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    weights = [each for each in tensors if isinstance(each, _Whole)]
+    with as_plain():
+        if name in _OF_HELD_ROWS or not weights:
             return func(*args, **kwargs)
+        # A _Whole requires no gradient.
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+        # Other tensors are, or may come, from the GPU, where the table is not.
+        is_elsewhere = weights[0].is_cuda and (
+            name in _ELEMENTS or any(t.is_cuda and not isinstance(t, _Whole) for t in tensors)
+        )
     rows = _rows_of(weights[0])
-    trains = torch.is_grad_enabled() and any(map(_requires_grad, weights))
     ids = _looked_up(name, args, kwargs, rows.shape[0])
     if ids is not None and (trains or isinstance(ids, Tensor)):
         return _by_ids(rows, ids, trains)
     in_place = name in _OPERATORS or (name.endswith("_") and not name.startswith("__"))
     if weight is not None and in_place and not trains and _changed(name, args, kwargs, rows):
         return weight
-    if trains or _is_elsewhere(name, (args, kwargs), weights[0]):
+    if trains or is_elsewhere:
         raise RuntimeError(
             f"{rows.name}: {name}() of its weight would need all {rows.shape[0]:,} rows, of which a"
             " step holds few; use emb(ids), which is differentiable, for the rows of a batch, and"
             ' torch.no_grad() or emb.table["weight"] to read or write the whole table in host'
             " memory, with other tensors on the CPU"
         )
-    answer = func(*tree_map(_table_of, args), **tree_map(_table_of, kwargs))
+    args, kwargs = tree_map(
+        lambda each: _rows_of(each).view() if isinstance(each, _Whole) else each, (args, kwargs)
+    )
+    answer = func(*args, **kwargs)
     return weight if weight is not None and in_place else answer
 
 
-def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str, caller: Any) -> Any:
+def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str) -> Any:
     """A property of a weight, or another value for it."""
     weight = args[0]
     rows = _rows_of(weight)
     if attribute == "data":
         if access == "__get__":
             return _whole(weight)
-        if not _stands_for(args[1], rows):  # weight.data *= 2 assigns what it has changed
+        # weight.data *= 2 assigns what it has changed.
+        if not isinstance(args[1], _Whole) or _rows_of(args[1]) is not rows:
             rows.load(args[1])
         return None
     if access == "__get__" and attribute in ("shape", "ndim", "nbytes"):
@@ -243,12 +200,13 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
     """The gradient of the held rows, or another one for them, that some code asks for or sets."""
     with as_plain():
         rows = _rows_of(args[0])
+        rows.shown.show(rows.exchange.now)
         if len(args) > 1 and func.__name__ == "__set__":
-            rows.before_gradient(to_zero=False)
             func(*args)
-            return rows.note_gradient()
+            return rows.shown.note_gradient()
         zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
-        rows.before_gradient(to_zero=zeroes)
+        if zeroes:
+            rows.shown.note_zero_grad()
         gradient = func(*args)
         # A step of no row but the padding's has a gradient that norms cannot be taken of.
         is_empty = gradient is not None and gradient.shape[0] == 0
@@ -258,8 +216,7 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
 def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A weight whose rows get first values by a function of torch.nn.init."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
-    name = next(iter(given))
-    weight: Tensor = given.pop(name)
+    weight: _Whole = given.pop(next(iter(given)))
     numbers = {key: value for key, value in given.items() if value is not None}
     if "generator" in numbers:
         func(_rows_of(weight).view(), **numbers)
@@ -272,7 +229,7 @@ def _truncated(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
 ) -> Any:
     """What trunc_normal_ gets within itself: its first write is that of all rows, its last one."""
-    if isinstance(args[0], RowWeight | _Whole) and name.endswith("_"):
+    if isinstance(args[0], _Whole) and name.endswith("_"):
         if name in ("normal_", "uniform_"):
             own = {key: given.get(key) for key in ("mean", "std", "a", "b", "generator")}
             _initialised(nn.init.trunc_normal_, args[:1], own)
@@ -281,46 +238,17 @@ def _truncated(
         return func(*args, **kwargs)
 
 
-def _extents_of(weight: Tensor) -> Tensor:
+def _extents_of(weight: _Whole) -> Tensor:
     """A tensor that has the table's extents and no elements."""
     with as_plain():
         return torch.empty(_rows_of(weight).shape, dtype=weight.dtype, device="meta")
 
 
-def _weights_among(given: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(given) if isinstance(each, RowWeight | _Whole)]
-
-
-def _is_elsewhere(name: str, given: Any, weight: Tensor) -> bool:
-    """Whether other tensors are, or may come, from the GPU, where the table is not."""
-    with as_plain():
-        if not weight.is_cuda:
-            return False
-        others = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
-        held = (RowWeight, _Whole)
-        return name in _ELEMENTS or any(
-            each.is_cuda and not isinstance(each, held) for each in others
-        )
-
-
-def _requires_grad(weight: Tensor) -> bool:
-    with as_plain():
-        return weight.requires_grad  # that of a _Whole is not
-
-
-def _whole(weight: Tensor) -> Tensor:
+def _whole(weight: _Whole) -> _Whole:
     with as_plain():
         whole = weight.detach().as_subclass(_Whole)
-    whole._rows = weight._rows  # type: ignore[attr-defined]
+    whole._rows = weight._rows
     return whole
-
-
-def _stands_for(value: Any, rows: TableRows) -> bool:
-    return isinstance(value, RowWeight | _Whole) and _rows_of(value) is rows
-
-
-def _table_of(value: Any) -> Any:
-    return _rows_of(value).view() if isinstance(value, RowWeight | _Whole) else value
 
 
 def _looked_up(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Any:
@@ -328,14 +256,10 @@ def _looked_up(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: i
     ids = None
     if name == "__getitem__":
         ids = args[1]
-    elif name == "embedding" and len(args) + len(kwargs) >= 2:
-        given = (
-            dict(zip(("input", "weight", "padding_idx", "max_norm"), args, strict=False)) | kwargs
-        )
-        plain = not (
-            given.get("max_norm") or given.get("scale_grad_by_freq") or given.get("sparse")
-        )
-        ids = given.get("input") if plain and given.get("padding_idx") in (None, -1) else None
+    elif name == "embedding":  # torch.nn.functional's gives the settings by name
+        settings = [kwargs.get(each) for each in ("max_norm", "scale_grad_by_freq", "sparse")]
+        if args and not any(settings) and kwargs.get("padding_idx") in (None, -1):
+            ids = args[0]
     elif name == "index_select":
         given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
         ids = given.get("index") if given.get("dim") == 0 else None
@@ -348,31 +272,33 @@ def _looked_up(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: i
     return ids
 
 
-def _by_ids(rows: TableRows, ids: Any, trains: bool) -> Tensor:
+def _by_ids(rows: TrainedRows, ids: Any, trains: bool) -> Tensor:
     if isinstance(ids, int):
         return _by_ids(rows, torch.tensor([ids % rows.shape[0]]), trains)[0]
     if isinstance(ids, slice):
         return _by_ids(rows, torch.arange(*ids.indices(rows.shape[0])), trains)
     if ids.is_cpu and bool((ids < 0).any()):  # which count from the end
         ids = torch.where(ids < 0, ids + rows.shape[0], ids)
-    return rows.lookup(ids) if trains else rows.read(ids)
+    with as_plain():
+        return nn.functional.embedding(*rows.rows_of(ids)) if trains else rows.read(ids)
 
 
-def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: TableRows) -> bool:
+def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: TrainedRows) -> bool:
     """Whether a method has changed all rows, or they will be when somebody needs them."""
     numbers = {key: value for key, value in kwargs.items() if value is not None}
     if name == "copy_" and isinstance(args[1], Tensor):
         rows.load(args[1].expand(rows.shape))
         return True
-    leaves = (*args[1:], *numbers.values())
-    if name in _SUMS and isinstance(args[1], Tensor):
-        held = rows.held()
+    if name in ("add_", "sub_", "__iadd__", "__isub__") and isinstance(args[1], Tensor):
+        with as_plain():
+            rows.exchange.change()
+            held = rows.parameter.detach()
         if args[1].shape == held.shape:  # a gradient: that of other rows is zero
             getattr(held, name)(*args[1:], **kwargs)
             return True
-    if any(isinstance(each, Tensor | torch.Generator) for each in leaves):
+    if any(isinstance(each, Tensor | torch.Generator) for each in (*args[1:], *numbers.values())):
         return False
-    if name in _OVERWRITE or (name in _CHANGE and not rows.is_drawn):
+    if name in _OVERWRITE or (name in _CHANGE and not rows.store.is_drawn):
         method, rest = getattr(torch.Tensor, name), args[1:]
         rows.draw(lambda tensor: method(tensor, *rest, **numbers), anew=name in _OVERWRITE)
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -44,7 +44,7 @@ class SideStream:
             if current_device != device.index:
                 torch.cuda.set_device(current_device)
 
-    def uses(self, tensors: list[Tensor]) -> None:
+    def uses(self, tensors: Sequence[Tensor]) -> None:
         """Memory of the current stream that the side stream reads is not given away meanwhile."""
         for tensor in tensors:
             if tensor.is_cuda:
