@@ -141,7 +141,7 @@ class _Probe:
             first, again = self._first_values(each), self._first_values(each)
             by_rows = [name for name, value in first.items() if _by_rows(value, self._rows)]
             starts = {name: torch.cat([first[name], again[name]]) for name in by_rows}
-            same = {n: torch.allclose(s[:1], s, 0, 0, equal_nan=True) for n, s in starts.items()}
+            same = {n: torch.allclose(s, s[:1], 0, 0, equal_nan=True) for n, s in starts.items()}
             if all(same.values()):
                 break
         else:
