@@ -119,7 +119,9 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         if not isinstance(weights, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(weights).__name__}")
         if weights.shape != ids.shape:
-            raise ValueError(f"{name} must have input's shape {[*ids.shape]}, got {[*weights.shape]}")
+            raise ValueError(
+                f"{name} must have input's shape {[*ids.shape]}, got {[*weights.shape]}"
+            )
         if self.mode != "sum":
             raise NotImplementedError(f"{name} go with mode='sum', not mode={self.mode!r}")
         if weights.dtype != self.weight.dtype:

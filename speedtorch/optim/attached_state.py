@@ -63,9 +63,6 @@ class AttachedState:
                 entries[name] = snapshot(value)
         entries.update(zip(self.names, rows, strict=True))
 
-    # --------------------------------------------------------------------------------------------
-    # Steps
-
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step; RuntimeError if with the settings of now it keeps other state."""
         if self._counts_anew:
@@ -134,9 +131,6 @@ class AttachedState:
                     f" attached optimizer kept {_listed(self.names)} when it was attached: give it"
                     " its settings first, then attach it"
                 )
-
-    # --------------------------------------------------------------------------------------------
-    # state_dict
 
     def complete(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """The state of all rows, in the table's memory if it can be; None before the first step."""

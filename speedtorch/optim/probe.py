@@ -119,9 +119,6 @@ class _Probe:
         self._construct = False
         self._random = torch.Generator("cpu").manual_seed(0)
 
-    # --------------------------------------------------------------------------------------------
-    # Which state there is, and how it starts
-
     def learn(self, settings: Mapping[str, Any]) -> OptimizerProbe:
         """The state before the first update, with these settings, and which of it goes by rows."""
         errors: list[Exception] = []
@@ -217,9 +214,6 @@ class _Probe:
                 )
             self._compare(name, many.state[name][:few], parts.state[name])
         self._compare("", many.parameter[:few], parts.parameter, parts.parameter - values[:few])
-
-    # --------------------------------------------------------------------------------------------
-    # Whether rows are treated separately
 
     def check_start(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError if steps that begin with the learnt state are not the first ones."""

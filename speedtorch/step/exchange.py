@@ -102,10 +102,6 @@ class Step(NamedTuple):
         return None
 
 
-# ------------------------------------------------------------------------------------------------
-# What torch's objects show of a step: parameter, gradient and optimizer's state
-
-
 class HeldState(Protocol):
     """The state that an attached optimizer keeps of the held rows."""
 
@@ -230,9 +226,6 @@ def replace_rows(parameter: Tensor, rows: Tensor) -> None:
     torch.autograd.graph.increment_version(parameter)
 
 
-# ------------------------------------------------------------------------------------------------
-
-
 class OptimizerCall(Protocol):
     """A call of an optimizer's step()."""
 
@@ -299,9 +292,6 @@ class Exchange:
         self._store.exchange(self._shown.kept.fields, leaving, Block(rows, ids))
         self._fetch_padding(padded)
         return rows, padded
-
-    # --------------------------------------------------------------------------------------------
-    # Completion
 
     def complete(self, *, ahead: bool = True) -> None:
         """Finishes what belongs to the step of now.
@@ -386,9 +376,6 @@ class Exchange:
         """Held rows are those of the table again, if they may have become others there."""
         if self.now.stale:
             self.show_anew()
-
-    # --------------------------------------------------------------------------------------------
-    # Rows of a step
 
     def hold(self, ids: Tensor) -> Placed:
         """Holds the rows that ids name from now until the step after the optimizer's begins.
@@ -559,9 +546,6 @@ class Exchange:
         )
         self.complete()
 
-    # --------------------------------------------------------------------------------------------
-    # The table
-
     def bring_home(self, *, changes: bool = True) -> None:
         """Writes the rows that are newer here to the table; they stay held.
 
@@ -584,9 +568,6 @@ class Exchange:
             self._hold_nothing(self.now.number + 1)
             self.complete()
 
-    # --------------------------------------------------------------------------------------------
-    # The optimizer's step
-
     def before_optimizer(self, call: OptimizerCall) -> None:
         """Called before an optimizer steps the held rows."""
         self.complete()
@@ -606,9 +587,6 @@ class Exchange:
         if self._settle():
             # A backward through what used these rows would compute with other ones.
             torch.autograd.graph.increment_version(self.now.padded)
-
-    # --------------------------------------------------------------------------------------------
-    # Batches that are planned ahead
 
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedBatch | None) -> PlannedBatch:
         """Plans a batch of a loop: its ids, of any shape, and the batch before it."""

@@ -113,9 +113,6 @@ class RowStore:
         self._refuse_if_short()
         _waiting.add(self)
 
-    # --------------------------------------------------------------------------------------------
-    # Memory
-
     @property
     def table(self) -> HostTable:
         """The table, with its first values; it takes its memory now if it has none yet.
@@ -193,9 +190,6 @@ class RowStore:
                 " SPEEDTORCH_MEMORY_CHECK=0 to try all the same"
             )
 
-    # --------------------------------------------------------------------------------------------
-    # Who holds rows
-
     @property
     def holder(self) -> RowHolder | None:
         """Who holds rows of the table, whichever module that belongs to."""
@@ -231,9 +225,6 @@ class RowStore:
         table = self._table
         if table is not None and table.holder is not self._holder:
             table.bring_home()
-
-    # --------------------------------------------------------------------------------------------
-    # Fields
 
     def field(self, name: str) -> Tensor:
         """All rows of a field `[rows, ...]`, where they are now."""
@@ -322,9 +313,6 @@ class RowStore:
         if self.is_drawn:
             made.load("weight", self.table["weight"])
         return made
-
-    # --------------------------------------------------------------------------------------------
-    # Rows
 
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """Rows leave for the table while others arrive from it, all fields of each at once."""

@@ -93,17 +93,7 @@ class _Whole(torch.Tensor):
 
 
 class RowWeight(_Whole, nn.Parameter):
-    """A parameter that stands for all rows of a table and has the memory of the held ones.
-
-    What torch does not tell of cannot be caught: C++ code that is given the tensor, and memory
-    that is reached by data_ptr(), are those of the held rows. Give them emb.table["weight"].
-
-    shape, size(), numel() and len() are the table's, except within an optimizer's step(); grad is
-    the gradient of the held rows; *_like and new_* give tensors for the held rows, as optimizers
-    keep them. weight[ids] looks rows up. Functions of torch.nn.init and in-place methods change all
-    rows; an untouched table only notes them. Without gradients (torch.no_grad(), weight.data,
-    frozen rows) other functions get the table as it is in host memory; with gradients they raise.
-    """
+    """A parameter that stands for all rows and has the memory of the held ones; see Embedding."""
 
 
 def show_rows(parameter: nn.Parameter, rows: TrainedRows) -> None:
@@ -122,9 +112,6 @@ def _rows_of(weight: _Whole) -> TrainedRows:
     if rows is None:
         raise RuntimeError("the module of this weight is gone, and its table with it")
     return rows
-
-
-# ------------------------------------------------------------------------------------------------
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: Any) -> Any:

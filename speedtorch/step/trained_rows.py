@@ -49,9 +49,6 @@ class TrainedRows:
         if parameter.requires_grad:
             store.keep_holder(self)
 
-    # --------------------------------------------------------------------------------------------
-    # Who trains the table
-
     def claim(self) -> None:
         """Trains the rows from now on, or refuses to if another module was made to."""
         holder = self.store.holder
@@ -69,9 +66,6 @@ class TrainedRows:
             f"{self.name}: another module was made to train the rows of its HostTable, and each"
             " would miss the changes of the other; use that one in both places"
         )
-
-    # --------------------------------------------------------------------------------------------
-    # Lookups
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
@@ -134,9 +128,6 @@ class TrainedRows:
             self.store.write(borrowed, rows)
         return local, rows
 
-    # --------------------------------------------------------------------------------------------
-    # The table
-
     def bring_home(self) -> None:
         """See RowHolder; the CPU sees the rows, too, after this."""
         with as_plain():
@@ -179,9 +170,6 @@ class TrainedRows:
         with as_plain():
             self.store.load("weight", values)
 
-    # --------------------------------------------------------------------------------------------
-    # Gradients
-
     def add_gradient(self, gradient: Tensor, ids: Tensor, number: int) -> None:
         """Adds the gradient of the rows `ids`, held in the step of this number, to the parameter's.
 
@@ -211,9 +199,6 @@ class TrainedRows:
             self.parameter.grad = summed
             self.shown.note_gradient()
 
-    # --------------------------------------------------------------------------------------------
-    # Optimizers
-
     @property
     def state(self) -> HeldState | None:
         """What keeps the state of the held rows."""
@@ -241,10 +226,6 @@ class TrainedRows:
         self.shown.keep(None, {})
         self.exchange.show_anew()
         self.store.note_read(was_read)
-
-
-# ------------------------------------------------------------------------------------------------
-# Through autograd
 
 
 class _RowsOfStep(torch.autograd.Function):
@@ -303,9 +284,6 @@ def _check_once(gradient: Tensor) -> None:
         raise NotImplementedError(
             "gradients of gradients do not go through an Embedding's rows; use torch.nn"
         )
-
-
-# ------------------------------------------------------------------------------------------------
 
 
 def rows_held_by(optimizer: torch.optim.Optimizer) -> list[TrainedRows]:

@@ -52,6 +52,8 @@ class HostTable:
     of memory and the other fields; without one `torch.manual_seed` decides. `progress` shows a bar
     on stderr: always, never, or (None) when it takes longer than a moment.
 
+    A field that is not there is a KeyError, wherever it is named.
+
     Args:
         rows: Number of rows.
         dim: Columns of the weight, or the shape of one of its rows.
@@ -249,9 +251,6 @@ class HostTable:
         self._at_home()
         return self._record
 
-    # --------------------------------------------------------------------------------------------
-    # Rows by their ids
-
     def gather(
         self,
         index: Tensor,
@@ -260,20 +259,10 @@ class HostTable:
         out: Tensor | None = None,
         plan: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Rows by their ids, as ops.pinned_gather.
+        """Rows of a field, or (None) whole records, by their ids, as ops.pinned_gather.
 
-        Args:
-            index: Row ids, int32 or int64, any shape.
-            field: Which field; None: the whole record.
-            out: Where to, also on another device than the ids; None: new memory.
-            plan: Result of plan_rows for these ids.
-
-        Returns:
-            `[*index.shape, *shape]`, or `[*index.shape, columns]` of the record.
-
-        Raises:
-            IndexError: An id out of range; on the GPU at a later call or at flush().
-            KeyError, ValueError: No such field; misfitting arguments.
+        They are `[*index.shape, *shape]`, or `[*index.shape, columns]`. Without `out` they are
+        where the ids are. Bad ids on a GPU are raised at a later call, at the latest by flush().
 
         Example:
             >>> HostTable(3, 2, memory="plain").gather(torch.tensor([[0], [2]])).shape
@@ -291,18 +280,9 @@ class HostTable:
         accumulate: bool = False,
         plan: Sequence[Tensor] | None = None,
     ) -> None:
-        """Writes rows by their ids, as ops.pinned_scatter: the last occurrence of an id wins.
+        """Writes rows as gather() gives them, as ops.pinned_scatter: the last of equal ids wins.
 
-        Args:
-            index: Row ids, int32 or int64, any shape.
-            src: The rows, `[*index.shape, *shape]`, or `[*index.shape, columns]` of the record.
-            field: Which field; None: the whole record.
-            accumulate: Add instead, in the order of the ids.
-            plan: Result of plan_rows for these ids.
-
-        Raises:
-            IndexError, KeyError: As gather.
-            ValueError: Misfitting arguments; adding to records of different dtypes.
+        With `accumulate` it adds instead, in the order of the ids, to records of one dtype.
 
         Example:
             >>> table = HostTable(3, 1, memory="plain")
@@ -319,7 +299,6 @@ class HostTable:
         """A field as a NumPy array `[rows, *shape]` of the same memory, when the GPU is done.
 
         Raises:
-            KeyError: There is no such field.
             ValueError: The rows are on a GPU, or NumPy has no such dtype.
 
         Example:
@@ -336,14 +315,8 @@ class HostTable:
         self.settle()
         return rows.numpy()
 
-    # --------------------------------------------------------------------------------------------
-    # First values
-
     def zeros_(self: _Self, field: str = "weight", *, progress: bool | None = None) -> _Self:
         """Sets all elements of a field to zero; see the class for `progress`.
-
-        Raises:
-            KeyError: There is no such field.
 
         Example:
             >>> HostTable(2, 2).zeros_()["weight"].tolist()
@@ -363,7 +336,6 @@ class HostTable:
         """Draws all elements of a field evenly from `[low, high)`; see the class for the rest.
 
         Raises:
-            KeyError: There is no such field.
             ValueError: `low` above `high`, or a field of integers.
 
         Example:
@@ -388,7 +360,6 @@ class HostTable:
         """Draws all elements of a field from a normal distribution; see the class for the rest.
 
         Raises:
-            KeyError: There is no such field.
             ValueError: A negative `std`, or a field of integers.
 
         Example:
@@ -418,7 +389,6 @@ class HostTable:
         the class for the rest.
 
         Raises:
-            KeyError: There is no such field.
             TypeError: `kwargs` holds a generator, or the seed is no int.
             ValueError: Random numbers for a field of integers.
 
@@ -441,7 +411,6 @@ class HostTable:
         A tensor of the field's dtype arrives bit for bit; see the class for `progress`.
 
         Raises:
-            KeyError: There is no such field.
             TypeError: Neither a number nor a row of them.
             ValueError: A row of another shape, of a dtype that loses its kind (complex to real,
                 floating to integers), or with numbers beyond the field's dtype.
@@ -455,9 +424,6 @@ class HostTable:
         row_blocks.fill_rows(rows, field, value, progress)
         self.settle()
         return self
-
-    # --------------------------------------------------------------------------------------------
-    # Files
 
     def save(self, path: _Path) -> None:
         """Saves all fields; what was there before stays until the new files are on the disk.
@@ -529,9 +495,6 @@ class HostTable:
             each.read_into(self[name])
         self.settle()
         self.was_read = True
-
-    # --------------------------------------------------------------------------------------------
-    # Its life
 
     def settle(self) -> None:
         """Brings rows home and waits for the GPU's work on them: CPU views are current then.
