@@ -62,9 +62,9 @@ def about(path: str, more: str = "") -> Iterator[None]:
             raise
         raise ValueError(f"{path}: {error}") from error
     except OSError as error:
-        if more:
-            raise OSError(error.errno, f"{error.strerror}: {more}", path) from error
-        error.filename = error.filename or path
+        # A new error would keep the frames, and what they have mapped, until garbage is collected.
+        error.strerror = f"{error.strerror}: {more}" if more else error.strerror
+        error.filename = path if more else error.filename or path
         raise
 
 
@@ -142,22 +142,24 @@ def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]
     """
     name = os.path.abspath(path)
     folder = os.path.dirname(name)
-    with ExitStack() as always, ExitStack() as failed:
+    with ExitStack() as stack:
         parent = open_folder(folder)
-        always.callback(calls.close, parent)
+        stack.callback(calls.close, parent)
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = calls.open(name, flags, 0o666)
         except FileExistsError as error:
             text = "exists already; delete it or choose another path"
             raise FileExistsError(errno.EEXIST, text, name) from error
-        failed.callback(calls.unlink, name)
-        failed.callback(calls.close, descriptor)
-        reserve(descriptor, count, name)
-        data = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if count:  # An empty file cannot be mapped.
-            with about(name):
-                data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
-        sync_folder(folder, parent)
-        failed.pop_all()
+        try:
+            reserve(descriptor, count, name)
+            data = torch.empty(0, dtype=torch.uint8, device="cpu")
+            if count:  # An empty file cannot be mapped.
+                with about(name):
+                    data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
+            sync_folder(folder, parent)
+        except BaseException:
+            calls.close(descriptor)
+            calls.unlink(name)
+            raise
     return data, descriptor

@@ -162,13 +162,7 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Undoes attach: the rows go back to the table, and the optimizer forgets their state.
-
-    Args:
-        optimizer: an attached one.
-
-    Raises:
-        ValueError: it is not attached.
+    """Undoes attach, or raises ValueError: rows go to the table, and their state is forgotten.
 
     Example:
         >>> import speedtorch, torch

@@ -31,10 +31,13 @@ def plans_pay(memory: str, device: torch.device) -> bool:
     Only kernels that cross the link use its order; and a CUDA graph, whose ids change between its
     replays, makes its own.
     """
-    if device.type != "cuda" or memory not in ("managed", "registered"):
-        return False
+    mapped = memory in ("managed", "registered")
+    return device.type == "cuda" and mapped and not _captures(device)
+
+
+def _captures(device: torch.device) -> bool:
     with torch.cuda.device(device):
-        return not torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _stream(device: torch.device) -> int | None:
@@ -107,8 +110,7 @@ class PlanMemo:
                 batch.steps[asker] = step
                 return batch.index, batch.plan
         index = flat_index(positives, negatives, device) if unread else given[0]
-        is_good = all_within(index, self._rows) if index.is_cpu else index.is_cuda
-        if not is_good or index.numel() == 0:
+        if not self._can_plan(index):
             return index, None
         # An inference tensor does not count its versions; of mixed parts no tensor can be kept.
         known_again = not any(ids.is_inference() for ids in given) if unread else index.is_cpu
@@ -121,6 +123,10 @@ class PlanMemo:
         others = [each for each in self._batches if each not in known]
         self._batches = (made, *others)[:_BATCHES]
         return index, made.plan
+
+    def _can_plan(self, index: Tensor) -> bool:
+        known_good = all_within(index, self._rows) if index.is_cpu else index.is_cuda
+        return index.numel() > 0 and known_good
 
     def close(self) -> None:
         """Forgets all plans and makes no more."""
