@@ -100,7 +100,8 @@ def test_includes_go_down(file: Path) -> None:
 
 # What torch's objects show of ours, what autograd keeps for a node, and what Python keeps of errors
 # and finalisers.
-NOT_OURS = {"grad", "data", "state", "param_groups", "load_state_dict", "filename", "atexit"}
+NOT_OURS = {"grad", "data", "state", "param_groups", "load_state_dict", "atexit"}
+NOT_OURS |= {"filename", "strerror"}
 
 
 def assigned(node: ast.AST) -> Iterator[ast.Attribute]:
