@@ -101,14 +101,15 @@ _steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDic
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if _steps:
-        for left in list(_steps.values()):
-            left.leave()
+    for left in list(_steps.values()):
+        left.leave()
     rows = rows_held_by(optimizer)
     if not rows:
         return None
-    # Torch's step() has called what not_compiled made of this function.
-    step = _steps[optimizer] = OptimizerStep(rows, sys._getframe(2))
+    # Torch's step(): functions of its compiler may stand in between.
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    frame = next(frame for frame in frames if frame.f_globals["__name__"] == Optimizer.__module__)
+    step = _steps[optimizer] = OptimizerStep(rows, frame)
     step.enter(optimizer)
     if len(args) > 1 and callable(args[1]):
         return (args[0], step.by_user(optimizer, args[1]), *args[2:]), kwargs
