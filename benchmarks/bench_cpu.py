@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import speedtorch
-from benchmarks.harness import WARM_UPS, Measured, figure_of
+from benchmarks.harness import Measured, measure, turns
 from benchmarks.sizes import SIZES
 
 TITLE = f"{SIZES.batch:,} x 128 float32 rows of {SIZES.rows:,}, on the CPU"
 
 
 def measured() -> Measured:
-    """The ways take turns, batch by batch."""
+    """Each way on one thread and on all."""
     table = speedtorch.empty((SIZES.rows, 128), memory="plain").fill_(1)
     rows = torch.ones(SIZES.batch, 128)
     ways: dict[str, dict[str, Callable[[Tensor], object]]] = {
@@ -38,18 +37,13 @@ def measured() -> Measured:
     for threads in sorted({1, torch.get_num_threads()}):
         torch.set_num_threads(threads)
         for section, pair in ways.items():
-            times: dict[str, list[float]] = {name: [] for name in pair}
-            for _ in range(SIZES.repetitions + WARM_UPS):
-                for name, run in pair.items():
-                    ids = torch.randint(SIZES.rows, (SIZES.batch,))
-                    begin = time.perf_counter()
-                    run(ids)
-                    times[name].append((time.perf_counter() - begin) * 1e3)
-            for name, taken in times.items():
-                yield figure_of(
+            for name, run in pair.items():
+                yield measure(
                     section,
                     f"{name}, {threads} threads",
-                    taken[WARM_UPS:],
+                    run,
+                    [torch.randint(SIZES.rows, (SIZES.batch,)) for _ in turns()],
+                    on_host_clock=True,
                     nbytes=rows.nbytes,
                     kind="ours" if "speedtorch" in name else "torch",
                     threads=threads,

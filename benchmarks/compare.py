@@ -2,29 +2,37 @@
 
     python -m benchmarks.compare --old /path/to/old/checkout --out comparison.json
 
-Each stem runs in every round once with the old and once with the new library, in processes of their
-own that take turns; both see the benchmarks of this checkout. A figure counts as worse where the
-median over the rounds is more than 3 % above the old one's, and above every old round. What is done
-stands in the JSON file at once: cut short, the same call goes on where it was.
+Each stem runs in every round with the old and the new library at once, in two processes that take
+turns at each repetition: what the machine does beside them changes from second to second. Both see
+the benchmarks of this checkout. Whose memory comes first alternates from round to round, because it
+is the better: an even number of rounds is fair. A figure counts as worse where the median over the
+rounds is more than 3 % above the old one's, and above every old round. What is done stands in the
+JSON file at once: cut short, the same call goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import ROOT, STEMS, commit_of, run_stem
 
+LIBRARIES = ("old", "new")
 TOLERANCE = 1.03
 # Ways of others, and what bounds ours: they tell how much the machine itself has changed.
 PEERS = ("bound", "alone", "torch", "cupy")
@@ -76,14 +84,6 @@ def figures_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if isinstance(facts, dict) and "seconds" in facts:
             figures[name] = {"ms": facts["seconds"] * 1e3, "peer": name.startswith(PEERS)}
     return figures
-
-
-def order(stems: Sequence[str], rounds: int) -> Iterator[tuple[str, int, str]]:
-    """Stem by stem, so that those that are done are done with; who begins alternates."""
-    for stem in stems:
-        for number in range(rounds):
-            for library in ("old", "new") if number % 2 == 0 else ("new", "old"):
-                yield stem, number, library
 
 
 def lines_of(runs: Sequence[Run]) -> list[Line]:
@@ -143,53 +143,54 @@ def folder_of(library: Path, where: Path) -> Path:
     return where
 
 
-def one_run(folder: Path, stem: str, timeout: float | None, sizes: str) -> dict[str, Any]:
-    """Figures, error and seconds of a stem in a process of its own, with uncalibrated paths."""
-    begin = time.monotonic()
-    figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as out:
-        known = {"OUT": out, "XDG_CACHE_HOME": out, "SPEEDTORCH_BENCH_SIZES": sizes}
-        known["SPEEDTORCH_CALIBRATE"] = "0"
-        error = run_stem(stem, folder, timeout=timeout, quiet=True, **known)
-        if error is None:
-            figures = figures_of(json.loads((Path(out) / f"{stem}.json").read_text()))
-    return {"figures": figures, "error": error, "seconds": time.monotonic() - begin}
+def one_round(folders: Sequence[Path], sizes: str, stem: str, first: int) -> list[dict[str, Any]]:
+    """Figures, error and seconds of a stem in both folders, with uncalibrated paths, in turns."""
+
+    def run(folder: Path, other: socket.socket) -> dict[str, Any]:
+        begin = time.monotonic()
+        known = {"SPEEDTORCH_BENCH_SIZES": sizes, "SPEEDTORCH_CALIBRATE": "0"}
+        known["SPEEDTORCH_BENCH_OTHER"] = str(other.fileno())
+        with other, tempfile.TemporaryDirectory() as out:
+            known |= {"OUT": out, "XDG_CACHE_HOME": out}
+            error = run_stem(stem, folder, quiet=True, sockets=[other.fileno()], **known)
+            result = "{}" if error else (Path(out) / f"{stem}.json").read_text()
+        figures = {} if error else figures_of(json.loads(result))
+        return {"figures": figures, "error": error, "seconds": time.monotonic() - begin}
+
+    ends = socket.socketpair()
+    ends[1 - first].send(b".")
+    with ThreadPoolExecutor() as both:
+        return list(both.map(run, folders, ends))
 
 
 def compare(
     path: Path,
     about: dict[str, Any],
-    wanted: Sequence[tuple[str, int, str]],
-    run: Callable[[str, str, float | None], dict[str, Any]],
-    seconds: float | None = None,
+    wanted: Iterable[tuple[str, int]],
+    run: Callable[[str, int], Sequence[dict[str, Any]]],
+    seconds: float = math.inf,
 ) -> bool:
-    """Does of the wanted (stem, round, library) what is not in the JSON file yet; whether all is.
+    """Does of the wanted (stem, round) what is not in the JSON file yet; whether all is done.
 
-    `run` is called with stem, library and the seconds that are left; none begins that would last
-    beyond `seconds`, by the longest of its stem so far. `about` stands in the file beside the runs.
+    `run` is called with the stem and which library begins. None begins that would last beyond
+    `seconds`, by the longest of its stem so far. `about` stands in the file beside the runs.
     """
     begin = time.monotonic()
     runs: list[Run] = json.loads(path.read_text())["runs"] if path.exists() else []
-    done = {(each["stem"], each["round"], each["library"]) for each in runs}
-    for stem, number, library in wanted:
-        if (stem, number, library) in done:
+    done = {(each["stem"], each["round"]) for each in runs}
+    for stem, number in wanted:
+        if (stem, number) in done:
             continue
-        spent = time.monotonic() - begin
         longest = max((each["seconds"] for each in runs if each["stem"] == stem), default=0.0)
-        if seconds is not None and spent + longest > seconds:
+        if time.monotonic() - begin + longest > seconds:
             return False
-        try:
-            told = run(stem, library, None if seconds is None else seconds - spent)
-        except subprocess.TimeoutExpired:
-            if spent > 1:  # It may have all of the time in the next call.
-                return False
-            told = {"figures": {}, "error": f"takes longer than {seconds} s", "seconds": seconds}
-        runs.append({"stem": stem, "round": number, "library": library, **told})
+        for library, told in zip(LIBRARIES, run(stem, number % 2), strict=True):
+            runs.append({"stem": stem, "round": number, "library": library, **told})
         fresh = path.with_suffix(".partial")  # then it is replaced as a whole
         fresh.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
         fresh.replace(path)
         path.with_suffix(".md").write_text(as_text(runs) + "\n")
-        print(f"{stem}, round {number + 1}, {library}: {told['seconds']:.1f} s", flush=True)
+        print(f"{stem}, round {number + 1}: {runs[-1]['seconds']:.1f} s", flush=True)
     return True
 
 
@@ -201,29 +202,22 @@ def main() -> None:
     parser.add_argument("--new", type=Path, default=ROOT, help="another; this one if not given")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file, of this or of an"
                         " earlier call that was cut short; a table goes beside it")  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--stems", nargs="+", choices=STEMS, default=STEMS, metavar="STEM")
-    parser.add_argument("--quick", action="store_true", help="smaller tables; most of a run is"
-                        " making them ready")  # fmt: skip
-    parser.add_argument("--seconds", type=float, help="begin nothing that would end after these")
+    parser.add_argument("--quick", action="store_true", help="tables that fit in 64 GiB twice")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round beyond")
     given = parser.parse_args()
     sizes = "quick" if given.quick else "full"
-    roots = {"old": given.old, "new": given.new}
-    about = {
-        "sizes": sizes,
-        **{name: {"path": str(root), "commit": commit_of(root)} for name, root in roots.items()},
-    }
+    roots = dict(zip(LIBRARIES, (given.old, given.new), strict=True))
+    about: dict[str, Any] = {"sizes": sizes}
+    about |= {name: {"path": str(r), "commit": commit_of(r)} for name, r in roots.items()}
     if given.out.exists() and json.loads(given.out.read_text())["sizes"] != sizes:
         raise SystemExit(f"compare: {given.out} holds runs of other sizes; choose another --out")
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {name: folder_of(root, Path(scratch) / name) for name, root in roots.items()}
-        finished = compare(
-            given.out,
-            about,
-            list(order(given.stems, given.rounds)),
-            lambda stem, library, left: one_run(folders[library], stem, left, sizes),
-            given.seconds,
-        )
+        folders = [folder_of(root, Path(scratch) / name) for name, root in roots.items()]
+        wanted = itertools.product(given.stems, range(given.rounds))
+        run = partial(one_round, folders, sizes)
+        finished = compare(given.out, about, wanted, run, given.seconds)
     runs = json.loads(given.out.read_text())["runs"] if given.out.exists() else []
     print(as_text(runs))
     if not finished:

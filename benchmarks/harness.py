@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,6 +30,8 @@ from benchmarks.sizes import DEVICE, SIZES
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UPS = 3
+OTHER = os.environ.get("SPEEDTORCH_BENCH_OTHER")
+"""Number of a socket to a process that runs the same benchmark: one of the two works at a time."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def figure_of(
 
 def run(stem: str) -> None:
     """Measures, prints and stores all of one benchmark."""
+    take_turn(begins=True)
     benchmark = importlib.import_module(f"benchmarks.bench_{stem}")
     figures: list[Figure] = []
     extra: dict[str, Any] = {}
@@ -126,6 +130,15 @@ def synchronize() -> None:
     """Waits for the GPU if there is one."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+
+
+def take_turn(*, begins: bool = False) -> None:
+    """Waits for the GPU, and for another process, if there is one, to have measured as much."""
+    synchronize()
+    if OTHER is not None:
+        with suppress(BrokenPipeError):  # it has ended, and is not waited for
+            _ = begins or os.write(int(OTHER), b".")
+        os.read(int(OTHER), 1)
 
 
 class _HostEvent:
@@ -182,7 +195,7 @@ def measure(
     clock = wall_ms if on_host_clock else _stream_ms
     times = []
     for given in inputs:
-        synchronize()
+        take_turn()
         times.append(clock(run, given))
     return figure_of(section, name, times[WARM_UPS:], **told)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -37,14 +38,13 @@ def run_stem(
     stem: str,
     folder: Path = ROOT,
     *,
-    timeout: float | None = None,
     quiet: bool = False,
+    sockets: Sequence[int] = (),
     **environment: str,
 ) -> str | None:
     """Runs one benchmark, which leaves its figures in $OUT; the end of what it said if it failed.
 
-    `benchmarks` and `speedtorch` are those of the folder. After `timeout` seconds it is killed,
-    and subprocess.TimeoutExpired raised.
+    `benchmarks` and `speedtorch` are those of the folder. It may use the sockets of these numbers.
     """
     done = subprocess.run(
         [sys.executable, "-c", f"from benchmarks.harness import run; run({stem!r})"],
@@ -53,6 +53,6 @@ def run_stem(
         stdout=subprocess.DEVNULL if quiet else None,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
+        pass_fds=sockets,
     )
     return done.stderr[-2000:] or f"exit status {done.returncode}" if done.returncode else None

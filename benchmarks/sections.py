@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import speedtorch
+from benchmarks import harness
 from benchmarks.directions import Direction
 from benchmarks.harness import Figure, event, figure_of, fresh_ids, synchronize, turns, wall_ms
 from benchmarks.sizes import DEVICE, SIZES
@@ -126,6 +127,7 @@ def small_calls(way: Direction) -> Iterator[Figure]:
 
 def _calls_ms(call: Callable[[], object]) -> list[float]:
     """Wall times of calls, each waited for."""
+    harness.take_turn()
     warm_ups = SIZES.calls // 5
     return [wall_ms(lambda _: call()) for _ in range(warm_ups + SIZES.calls)][warm_ups:]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import nn, optim
 
 import speedtorch
-from benchmarks.harness import WARM_UPS, Figure, event, figure_of, synchronize
+from benchmarks.harness import WARM_UPS, Figure, event, figure_of, synchronize, take_turn
 
 Loader: TypeAlias = Callable[[Sequence[Any]], Iterable[Any]]
 Loop: TypeAlias = Callable[[Sequence[Any]], Iterable[object]]
@@ -50,7 +50,7 @@ def step_figure(
 
     Whatever a loop prepares for a later step counts as well.
     """
-    synchronize()
+    take_turn()
     ends = []
     for _ in loop(batches):
         ends.append(event())

@@ -65,10 +65,11 @@ __device__ __forceinline__ void find_rows(const Moves& moves, const Rows& from, 
 }
 
 // A thread owns one vector of every lanes_per_row-th column of a row; a group of lanes_per_row
-// threads owns kRows rows at a time, so that their loads are under way together. Each row crosses
-// the link once. A row that takes more than one turn of its lanes is cut where lines of host memory
-// begin: a line that two turns touch would cross the link in two requests (rows of 1,028 bytes: 17
-// requests instead of 9).
+// threads owns kRows successive moves at a time, so that their loads are under way together and, in
+// address order, near each other (rows of 128 bytes in registered memory take 12 % less time than
+// where groups take turns). Each row crosses the link once. A row that takes more than one turn of
+// its lanes is cut where lines of host memory begin: a line that two turns touch would cross the
+// link in two requests (rows of 1,028 bytes: 17 requests instead of 9).
 template <typename Vec, int kRows, Link kLink, typename Moves>
 __global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone || sizeof(Vec) == 16 ? 2 : 0)
     move_rows_kernel(Moves moves, Rows from, Rows to, MoveShape shape, int64_t zero_rows) {
@@ -80,12 +81,12 @@ __global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone || sizeof(
   if (group >= groups) return;  // the threads left over when lanes do not divide them
   const int64_t count = moves.count();
   const bool in_turns = kLink != Link::kNone && shape.vecs_per_row > shape.lanes_per_row;
-  for (int64_t first = group; first < count; first += groups * kRows) {
+  for (int64_t first = group * kRows; first < count; first += groups * kRows) {
     const char* source[kRows];
     char* target[kRows];
     int before[kRows];
     int most_before = 0;
-    find_rows(moves, from, to, first, groups, count, source, target);
+    find_rows(moves, from, to, first, 1, count, source, target);
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
       before[u] = in_turns ? vecs_before<Vec>(kLink == Link::kFrom ? source[u] : target[u]) : 0;

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
+import socket
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_python import warm_python
 
 import speedtorch
 from benchmarks import compare
@@ -62,19 +66,6 @@ def test_what_others_do_is_told_but_is_not_our_fault() -> None:
     assert "0 of 1 figures worse" in compare.as_text(runs_of([1.0], [2.0], peer=True))
 
 
-def test_the_libraries_take_turns_within_a_stem() -> None:
-    assert list(compare.order(("a", "b"), 2)) == [
-        ("a", 0, "old"),
-        ("a", 0, "new"),
-        ("a", 1, "new"),
-        ("a", 1, "old"),
-        ("b", 0, "old"),
-        ("b", 0, "new"),
-        ("b", 1, "new"),
-        ("b", 1, "old"),
-    ]
-
-
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_figure_of_a_benchmark_has_a_name_of_its_own(stem: str) -> None:
     result: dict[str, Any] = json.loads((RESULTS / f"{stem}.json").read_text())
@@ -86,45 +77,75 @@ def test_every_figure_of_a_benchmark_has_a_name_of_its_own(stem: str) -> None:
         assert {told["peer"] for told in figures.values()} == {True, False}
 
 
-class Library:
-    """Takes 10 s for each run, and notes them."""
+class Rounds:
+    """Takes 10 s for each library, and notes what it did."""
 
     def __init__(self) -> None:
-        self.ran: list[str] = []
+        self.ran: list[tuple[str, int]] = []
 
-    def __call__(self, stem: str, library: str, left: float | None) -> dict[str, Any]:
-        self.ran.append(f"{stem} {library}")
-        return {"figures": {}, "error": None, "seconds": 10.0}
+    def __call__(self, stem: str, first: int) -> list[dict[str, Any]]:
+        self.ran.append((stem, first))
+        return [{"figures": {}, "error": None, "seconds": 10.0}] * 2
 
 
 def test_a_call_that_is_cut_short_goes_on_where_it_was(tmp_path: Path) -> None:
-    path, wanted = tmp_path / "runs.json", list(compare.order(("a", "b"), 2))
-    first, second = Library(), Library()
-    # The first run of a stem may take whatever it takes; the second is known to take 10 s.
+    path, wanted = tmp_path / "runs.json", list(itertools.product("ab", range(2)))
+    first, second = Rounds(), Rounds()
+    # The first round of a stem may take whatever it takes; the second is known to take 10 s.
     assert not compare.compare(path, {}, wanted, first, seconds=5)
-    assert first.ran == ["a old"]
+    assert first.ran == [("a", 0)]
     assert compare.compare(path, {"sizes": "full"}, wanted, second)
-    assert first.ran + second.ran == [f"{stem} {library}" for stem, _, library in wanted]
+    assert first.ran + second.ran == wanted  # the libraries take turns in beginning
     assert len(json.loads(path.read_text())["runs"]) == 8
     assert path.with_suffix(".md").exists()
 
 
-def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
-    def run(stem: str, library: str, left: float | None) -> dict[str, Any]:
-        if library == "new":
-            raise subprocess.TimeoutExpired(stem, 3)
-        return {"figures": {}, "error": "out of memory", "seconds": 1.0}
+def test_a_run_that_fails_is_told_and_the_other_counts(tmp_path: Path) -> None:
+    def run(stem: str, first: int) -> list[dict[str, Any]]:
+        figures = {"gather": {"ms": 1.0, "peer": False}}
+        return [
+            {"figures": {}, "error": "out of memory", "seconds": 1.0},
+            {"figures": figures, "error": None, "seconds": 1.0},
+        ]
 
     path = tmp_path / "runs.json"
-    assert compare.compare(path, {}, list(compare.order(("a",), 1)), run, seconds=3)
+    assert compare.compare(path, {}, [("a", 0)], run)
     told = path.with_suffix(".md").read_text()
-    assert "2 runs failed" in told
+    assert "1 runs failed" in told and "| new only |" in told
     assert "old a, round 0: out of memory" in told
-    assert "new a, round 0: takes longer than 3 s" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_processes_take_turns_until_one_ends(fails: bool) -> None:
+    program = (
+        "import sys; from benchmarks.harness import take_turn; take_turn(begins=True)\n"
+        "for each in range(3): print(sys.argv[1], flush=True); take_turn(); each / int(sys.argv[2])"
+    )
+    ends = socket.socketpair()
+    ends[1].send(b".")  # the first one's turn
+    with tempfile.TemporaryFile("w+") as told:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, name, str(divisor)],
+                cwd=ROOT,
+                env={**os.environ, "SPEEDTORCH_BENCH_OTHER": str(end.fileno())},
+                pass_fds=[end.fileno()],
+                stdout=told,
+                stderr=subprocess.DEVNULL,
+            )
+            for name, divisor, end in (("a", 1 - fails, ends[0]), ("b", 1, ends[1]))
+        ]
+        for end in ends:
+            end.close()
+        assert [each.wait(60) for each in started] == [int(fails), 0]
+        told.seek(0)
+        assert told.read().split() == list("abbb" if fails else "ababab")
 
 
 def run_compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [warm_python(), "-m", "benchmarks.compare", *map(str, arguments)]
+    # A Python that is a fork of another has not its sockets.
+    command = [sys.executable, "-m", "benchmarks.compare", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
