@@ -25,6 +25,7 @@ std::string name_of(const Argument& argument, size_t at) {
 
 void check_kind(const char* op, const Argument& argument, size_t at) {
   const Tensor& tensor = argument.first[at];
+  if (!tensor.defined()) refuse(op, argument, at, "must be a tensor, got None");
   if (!tensor.is_cpu() && !tensor.is_cuda()) {
     refuse(op, argument, at, "must be on the CPU or on a CUDA device");
   }

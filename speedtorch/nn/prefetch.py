@@ -139,8 +139,7 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         raise TypeError(f"ids: expected a function of a batch, got {type(ids).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    modules = [module for module in model.modules() if isinstance(module, RowModule)]
-    if not modules:
+    if not (modules := [each for each in model.modules() if isinstance(each, RowModule)]):
         raise ValueError(
             f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag to bring rows for"
         )

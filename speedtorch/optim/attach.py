@@ -175,8 +175,7 @@ def detach(optimizer: Optimizer) -> None:
     """
     with as_plain():
         optimizer = _unwrapped(optimizer)
-        saved = _attached.get(optimizer)
-        if saved is None:
+        if (saved := _attached.get(optimizer)) is None:
             raise ValueError(f"{type(optimizer).__name__} is not attached")
         while saved.states:
             rows = saved.states[-1].table_rows

@@ -37,8 +37,7 @@ class AttachedState:
 
     def entries(self) -> dict[str, Any]:
         """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
-        optimizer = self.optimizer()
-        if optimizer is not None:
+        if (optimizer := self.optimizer()) is not None:
             self._entries = optimizer.state.setdefault(self.table_rows.parameter, {})
         return self._entries
 
@@ -150,8 +149,7 @@ class AttachedState:
         """Raises ValueError unless saved state is that of all rows."""
         name, rows = self.table_rows.name, self.table_rows.store.rows
         self._refuse_unknown(entries, rows, ValueError)
-        missing = [scalar for scalar in self.probe.scalar_state if scalar not in entries]
-        if missing:
+        if missing := [name for name in self.probe.scalar_state if name not in entries]:
             raise ValueError(f"the state of {name} has no {_listed(missing)}; nothing was loaded")
         for field, row in self.probe.row_state.items():
             expected, value = (rows, *row.shape), entries.get(field)

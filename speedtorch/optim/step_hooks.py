@@ -103,8 +103,7 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     for left in list(_steps.values()):
         left.leave()
-    rows = rows_held_by(optimizer)
-    if not rows:
+    if not (rows := rows_held_by(optimizer)):
         return None
     # Torch's step(): functions of its compiler may stand in between.
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
@@ -120,8 +119,7 @@ def _before_step(
 
 @not_compiled
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    step = _steps.pop(optimizer, None)
-    if step is not None:
+    if (step := _steps.pop(optimizer, None)) is not None:
         step.finish()
 
 
@@ -146,8 +144,7 @@ def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
     known = _stateless.setdefault(optimizer, {})
     if known.get(id(parameter)) == settings:
         return
-    kept = probe_optimizer(optimizer, parameter).row_state
-    if kept:
+    if kept := probe_optimizer(optimizer, parameter).row_state:
         raise RuntimeError(
             f"{type(optimizer).__name__} keeps {', '.join(kept)} of each row of {rows.name}, whose"
             " rows come and go: call speedtorch.attach(optimizer, model) once before the first"

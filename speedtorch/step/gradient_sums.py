@@ -65,6 +65,8 @@ def sparse_of_all(gradient: Tensor, every: Tensor) -> Tensor:
     """A gradient as a sparse one that names `every` row, 0 to n - 1, also those that got none."""
     if gradient.is_sparse:
         summed = gradient.coalesce()
+        if len(sparse_values(summed)) == len(every):
+            return summed
         gradient = among_more(sparse_values(summed), sparse_indices(summed)[0], len(every))
     return torch.sparse_coo_tensor(
         every[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False

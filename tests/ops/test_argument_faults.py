@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEEDS_GPU
@@ -156,6 +157,28 @@ def test_a_view_that_conjugates_or_negates_is_not_written_to(kind: str) -> None:
 # ------------------------------------------------------------------------------------------------
 # Kinds
 # ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [np.zeros((ROWS, 3), np.float32), None, 3])
+def test_what_is_no_tensor_is_no_table_and_no_rows(given: Any) -> None:
+    table, index, rows = torch.zeros(ROWS, 3), torch.tensor([1]), torch.zeros(1, 3)
+    calls: dict[str, list[Callable[[], object]]] = {
+        "table": [
+            lambda: speedtorch.pinned_scatter(given, index, rows),
+            lambda: speedtorch.pinned_gather(given, index),
+        ],
+        "src": [lambda: speedtorch.pinned_scatter(table, index, given)],
+        "dst": [lambda: speedtorch.pinned_copy(given, rows)],
+        "out": [lambda: speedtorch.pinned_gather(table, index, out=given)],
+        "host": [lambda: speedtorch.optimizer_state_swap([given], [rows], index, [rows], index)],
+    }
+    if given is None:
+        del calls["out"]  # which may be None
+    for name, both in calls.items():
+        for call in both:
+            told = f"'.*Tensor.*' for argument '{name}'|: {name} must be a tensor, got None"
+            with pytest.raises((RuntimeError, ValueError), match=told):
+                call()
 
 
 @pytest.mark.parametrize("name", NAMES)
