@@ -58,8 +58,7 @@ class NewFile:
         rest = memoryview(data)
         with about(self.path):
             while len(rest):
-                written = calls.write(self._descriptor, rest)
-                if written <= 0:
+                if (written := calls.write(self._descriptor, rest)) <= 0:
                     raise OSError(errno.EIO, "the disk takes no more bytes", self.path)
                 rest = rest[written:]
 

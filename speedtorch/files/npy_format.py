@@ -107,8 +107,7 @@ def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
     """
     file = io.BytesIO(start)
     try:
-        version = np.lib.format.read_magic(file)
-        if version not in _READERS:
+        if (version := np.lib.format.read_magic(file)) not in _READERS:
             raise ValueError(f"it has version {version}; known are {', '.join(map(str, _READERS))}")
         shape, fortran, dtype = _READERS[version](file)
     except (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError) as error:
@@ -120,7 +119,6 @@ def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
     if not are_sizes(list(shape)):
         raise ValueError(f"it has the shape {shape}; expected sizes of 0 or more")
     array = StoredArray(tuple(shape), NPY_DTYPES[dtype.str], file.tell())
-    end = array.offset + array.nbytes
-    if end != file_bytes:
+    if (end := array.offset + array.nbytes) != file_bytes:
         raise ValueError(f"its header describes a file of {end:,} bytes, it has {file_bytes:,}")
     return array

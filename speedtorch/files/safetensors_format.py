@@ -52,8 +52,9 @@ def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
     """See FileFormat."""
     length = bytearray(min(size, 8))
     read(memoryview(length), 0)
-    header_bytes = int.from_bytes(length, "little")
-    if header_bytes > min(LARGEST_HEADER, size - 8):
+    if size < 8:
+        raise ValueError(f"a safetensors file has at least 8 bytes, this one {size}")
+    if (header_bytes := int.from_bytes(length, "little")) > min(LARGEST_HEADER, size - 8):
         raise ValueError(
             f"it announces a header of {header_bytes:,} bytes; the file has {size:,}, with the 8 "
             f"before that, and the limit is {LARGEST_HEADER:,}"
@@ -122,8 +123,7 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
+    if len(content := dict(pairs)) != len(pairs):
         raise ValueError("a name occurs twice")
     return content
 

@@ -65,6 +65,7 @@ def about(path: str, more: str = "") -> Iterator[None]:
         # A new error would keep the frames, and what they have mapped, until garbage is collected.
         error.strerror = f"{error.strerror}: {more}" if more else error.strerror
         error.filename = path if more else error.filename or path
+        error.args = (error.errno, error.strerror)  # which is what another process is told
         raise
 
 
@@ -124,8 +125,7 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
         def read(view: memoryview, offset: int) -> None:
             with about(name):
                 while len(view):
-                    count = calls.read(descriptor, [view], offset)
-                    if count == 0:
+                    if (count := calls.read(descriptor, [view], offset)) == 0:
                         raise ValueError(f"ends at byte {offset:,}; it was cut off")
                     view, offset = view[count:], offset + count
 

@@ -65,23 +65,31 @@ class StoredField(StoredArray):
 
 
 def _format_of(path: str) -> FileFormat:
-    suffix = os.path.splitext(path)[1]
-    if suffix not in FORMATS:
+    if (suffix := os.path.splitext(path)[1]) not in FORMATS:
         raise ValueError(f"{path}: expected a name that ends in {' or '.join(FORMATS)}")
     return FORMATS[suffix]
 
 
-def save_fields(path: str | os.PathLike[str], fields: Mapping[str, Tensor]) -> None:
+def save_fields(
+    path: str | os.PathLike[str], fields: Mapping[str, Tensor], mapped: str | None = None
+) -> None:
     """Saves fields of a table, `[rows, ...]` and contiguous within a row: all or none.
 
-    ValueError for another ending, what the format cannot hold, or files beside it that would be
-    read as fields of this table.
+    ValueError for another ending, what the format cannot hold, files beside it that would be read
+    as fields of this table, or the file `mapped`.
     """
     name = os.fspath(path)
+    _refuse_own([name], mapped)
     files = _format_of(name).files_to_write(name, fields)
+    _refuse_own([target for target, _, _ in files], mapped)
     with replace_files([target for target, _, _ in files]) as new_files:
         for file, (_, header, parts) in zip(new_files, files, strict=True):
             _write(file, header, parts)
+
+
+def _refuse_own(targets: Sequence[str], mapped: str | None) -> None:
+    if own := [target for target in targets if os.path.realpath(target) == mapped]:
+        raise ValueError(f"{own[0]}: is the file that the rows are in; choose another")
 
 
 def write_safetensors(file: NewFile, fields: Mapping[str, Tensor]) -> None:

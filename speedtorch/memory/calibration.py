@@ -139,8 +139,7 @@ def load_costs_with_first_gpu() -> None:
 def load_costs() -> bool:
     """Goes by the figures of this machine and its GPU, and says if there are any; never fails."""
     gpu = _gpu()
-    path = cache_file(gpu)
-    if path is None:
+    if (path := cache_file(gpu)) is None:
         return False
     try:
         with open_to_read(path) as (read, size):  # which may hold anything, and be no file at all

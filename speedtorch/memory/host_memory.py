@@ -79,8 +79,7 @@ def empty(
     shape = row_shape(size, "size")
     check_dtype("dtype", dtype)
     check_span("size", shape, dtype)
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes > torch.iinfo(torch.int64).max:
+    if (nbytes := math.prod(shape) * dtype.itemsize) > torch.iinfo(torch.int64).max:
         raise MemoryError(f"host memory: {nbytes} bytes asked for, more than can be addressed")
     if memory not in HOST_KINDS:
         raise ValueError(

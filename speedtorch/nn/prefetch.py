@@ -51,8 +51,7 @@ class Prefetch(Generic[_Batch]):
             window = deque(islice(planned, _AHEAD))
             while window:
                 window.extend(islice(planned, 1))
-                first = window.popleft()
-                if isinstance(first, Exception):
+                if isinstance(first := window.popleft(), Exception):
                     raise first
                 batch, plans = first
                 for module in self._modules:

@@ -78,10 +78,9 @@ class RowModule(nn.Module):
             setattr(self, setting, value)
         self._settings = tuple(settings)
         shape = (num_embeddings, embedding_dim)
-        if _weight is not None:
-            given = _shape_of("_weight", _weight, "a tensor")
-            if given != shape:
-                raise ValueError(f"_weight: expected the shape {shape}, got {given}")
+        given = shape if _weight is None else _shape_of("_weight", _weight, "a tensor")
+        if given != shape:
+            raise ValueError(f"_weight: expected the shape {shape}, got {given}")
         if isinstance(_weight, HostTable):
             store = RowStore(name, _weight)
         else:
@@ -264,8 +263,7 @@ class RowModule(nn.Module):
                 f"{name}: hooks of its weight's gradient are not called, as the weight is another"
                 " set of rows in each step; put a hook on the lookup's result"
             )
-        active = active_data_parallel()
-        if active is not None and parameter.requires_grad:
+        if (active := active_data_parallel()) is not None and parameter.requires_grad:
             names = {n for n, held in active.module.named_parameters() if held is parameter}
             if names - set(active.parameters_to_ignore):
                 raise NotImplementedError(
@@ -312,19 +310,19 @@ class RowModule(nn.Module):
         self.flush()
         destination[f"{prefix}weight"] = self.trained_rows.store.saved("weight")
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
-        key = f"{prefix}weight"
+    def _load_from_state_dict(  # type: ignore[no-untyped-def]
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        key, more = f"{prefix}weight", (missing_keys, unexpected_keys, error_msgs)
         others = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(others, prefix, *more)
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, *more)
         if key not in state_dict:
             return
-        *_, missing_keys, _, error_msgs = more
         if key in missing_keys:
             missing_keys.remove(key)
         expected = self.trained_rows.shape
         try:
-            value = _dense(key, state_dict[key], "a tensor")
-            if value.shape != expected:
+            if (value := _dense(key, state_dict[key], "a tensor")).shape != expected:
                 raise ValueError(
                     f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from"
                     f" checkpoint, the shape in current model is {tuple(expected)}"

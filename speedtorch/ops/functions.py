@@ -392,13 +392,14 @@ def _refuse_meta_mix(*args: Any, **kwargs: object) -> None:
 
 
 def _pinned_gather_fake(table: Tensor, index: Tensor, plan: object = None) -> Tensor:
-    _refuse_meta_mix(table, index)
+    _refuse_meta_mix(table, index, plan)
     return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
 
 
 def _sum_rows_fake(
     rows: Tensor, plan: list[Tensor], table_rows: int, begin: int, distinct: int
 ) -> Tensor:
+    _refuse_meta_mix(rows, plan)
     return rows.new_empty((distinct, *rows.shape[1:]))
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.optim.attached_state import AttachedState, SavedState, state_of
-from speedtorch.optim.probe import probe_optimizer
+from speedtorch.optim.probe import agree, probe_optimizer
 from speedtorch.step.trained_rows import rows_held_by
 from speedtorch.torch_internals import as_plain
 
@@ -143,8 +142,7 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
         )
     else:
         for name, first in probe.scalar_state.items():
-            value = torch.as_tensor(loaded.get(name, first)).cpu()
-            if (value != torch.as_tensor(first).cpu()).any():
+            if name in loaded and not agree(first, loaded[name]):
                 raise ValueError(
                     f"{kind} has stepped {rows.name} with the state of a few rows only, or is a"
                     f" copy of an attached optimizer: {anew}"

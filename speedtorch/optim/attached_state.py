@@ -45,8 +45,7 @@ class AttachedState:
         """See HeldState."""
         entries, rows = self.entries(), []
         for name in self.names:
-            value = entries.get(name)
-            if not isinstance(value, Tensor):
+            if not isinstance(value := entries.get(name), Tensor):
                 raise RuntimeError(
                     f"{self.table_rows.name}: the optimizer has lost its state {name!r} of the held"
                     " rows; detach it before its state is cleared"
@@ -115,16 +114,14 @@ class AttachedState:
 
     def after_step(self) -> None:
         """Called after a step; RuntimeError if it keeps more of each row than when attached."""
-        entries = self.entries()
-        if len(entries) > len(self.names) + len(self.probe.scalar_state):
+        if len(entries := self.entries()) > len(self.names) + len(self.probe.scalar_state):
             self._refuse_unknown(entries, len(self.table_rows.parameter), RuntimeError)
 
     def _refuse_unknown(self, entries: dict[str, Any], rows: int, error: type[Exception]) -> None:
         columns = self.table_rows.parameter.shape[1:]
         shape = (1, *columns) if rows == 1 else (rows,)  # one number is no row of one
         for name in entries.keys() - {*self.names, *self.probe.scalar_state}:
-            value = entries[name]
-            if isinstance(value, Tensor) and value.shape[: len(shape)] == shape:
+            if isinstance(value := entries[name], Tensor) and value.shape[: len(shape)] == shape:
                 raise error(
                     f"{self.table_rows.name}: there is a state {name!r} of each row, but the"
                     f" attached optimizer kept {_listed(self.names)} when it was attached: give it"
@@ -188,8 +185,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def state_of(rows: TrainedRows) -> AttachedState | None:
     """What an optimizer keeps of the rows; of one that is gone they are detached now."""
-    state = rows.state
-    if not isinstance(state, AttachedState):
+    if not isinstance(state := rows.state, AttachedState):
         return None
     if state.optimizer() is None:
         rows.detach()

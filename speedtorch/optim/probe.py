@@ -16,7 +16,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set, ValuesView
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.optim.optimizer_copy import OptimizerCopy, Recorder, group_of, snapshot
-from speedtorch.torch_internals import tree_leaves
 
-__all__ = ["OptimizerProbe", "learn_state", "probe_optimizer"]
+__all__ = ["OptimizerProbe", "agree", "learn_state", "probe_optimizer"]
 
 # Primes above any vector register's number of lanes; no other dimension has this size by chance.
 _ROW_COUNTS = (19, 23, 29)
@@ -168,7 +168,7 @@ class _Probe:
                 " be seen"
             )
         for name, value in copied.state.items():
-            for leaf in tree_leaves(value):
+            for leaf in _leaves(value):
                 if type(leaf) not in (Tensor, nn.Parameter):
                     if leaf is None or isinstance(leaf, str | int | float | complex):
                         continue
@@ -227,21 +227,23 @@ class _Probe:
             first, after = (self._stepped(copied, gradient, start) for copied in (fresh, begun))
             for name in learnt.scalar_state:
                 expected, found = fresh.state.get(name), begun.state.get(name)
-                if not _agree(expected, found):
+                if not agree(expected, found):
                     raise self._refusal(
                         f"its state {name!r} is first assigned after an update, so that its start"
                         f" cannot be seen ({expected} after a first step, {found} after one that"
                         " begins with what was seen)"
                     )
-            if not all(_agree(each, after[name]) for name, each in first.items()):
+            if wrong := [name for name, each in first.items() if not agree(each, after[name])]:
                 for name, each in start.items():
-                    if not _agree(fresh.state.first[name], each):
+                    if not agree(fresh.state.first[name], each):
                         raise self._refusal(
                             f"its state {name!r} starts from the first gradient, so rows that no"
                             " batch has named yet have no state to start from"
                         )
+                what = f"state {wrong[-1]!r}" if wrong[-1] else "rows"
                 raise self._refusal(
-                    "its first steps differ from steps that begin with the state that it makes"
+                    f"its {what} after first steps differ from those after steps that begin with"
+                    " the state that it makes"
                 )
 
     def check_separate(self, learnt: OptimizerProbe) -> None:
@@ -274,7 +276,7 @@ class _Probe:
                     self._compare(name, result[name][places], each, scale)
                 shared = _shared(apart, names)
                 for place, value in _shared(together, names).items():
-                    if not _agree(value, shared.get(place)):
+                    if not agree(value, shared.get(place)):
                         raise self._refusal(
                             f"it keeps {place[1]!r} for all rows at once, and that depends on which"
                             " rows a batch has"
@@ -314,7 +316,7 @@ class _Probe:
         return _snapshots({"": copied.parameter, **{name: state[name] for name in names}})
 
     def _compare(self, name: str, rows: Tensor, apart: Tensor, scale: Tensor | None = None) -> None:
-        if not _agree(rows, apart, scale):
+        if not agree(rows, apart, scale):
             what = f"state {name!r}" if name else "rows"
             raise self._refusal(
                 f"it does not treat rows separately (its {what} differ between rows stepped"
@@ -348,7 +350,7 @@ def _shared(copied: OptimizerCopy, names: Iterable[str]) -> dict[tuple[int, str]
     return {
         (place, name): [
             each
-            for each in tree_leaves(value)
+            for each in _leaves(value)
             if isinstance(each, Tensor | int | float | complex)
             and (rows == 1 or not _by_rows(each, rows))
         ]
@@ -364,20 +366,28 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__} of {value.dtype}, {list(value.shape[1:])} a row"
 
 
-def _agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
+def _leaves(value: Any) -> list[Any]:
+    """What the containers of a state hold."""
+    each = value.values() if isinstance(value, Mapping) else value
+    if not isinstance(each, ValuesView | list | tuple | Set | deque):
+        return [value]
+    return [leaf for part in each for leaf in _leaves(part)]
+
+
+def agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
     """Whether two values are the same, to a ten-thousandth of the largest `scale` or of `left`."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.shape != right.shape:
             return False
         if not left.numel() or not (left.is_floating_point() or left.is_complex()):
-            return torch.equal(left, right)
+            return torch.equal(left, right.to(left.device))
         scale = left if scale is None else scale
         own, most = (float(t.detach().abs().nan_to_num(0, 0, 0).amax()) for t in (left, scale))
         near = 1e-4 * most + 8 * torch.finfo(left.dtype).eps * own
         return torch.allclose(left, right.to(left), rtol=0, atol=near, equal_nan=True)
-    leaves, others = tree_leaves(left), tree_leaves(right)
+    leaves, others = _leaves(left), _leaves(right)
     if len(leaves) != 1 or leaves[0] is not left:  # a container of them
-        return len(leaves) == len(others) and all(map(_agree, leaves, others))
+        return len(leaves) == len(others) and all(map(agree, leaves, others))
     if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=1e-4) or (left != left and right != right)
     return bool(left == right)

@@ -85,19 +85,15 @@ class Step(NamedTuple):
     def part(self, number: int, part: int) -> Placed:
         """A part of one of the step's batches."""
         batch = self.batches[number]
-        places: Tensor | None = None
-        if batch.ids is not self.ids:  # rows of others are held among its own
-            # Only kept so that nobody computes it twice.
-            places = self.places.get(number)
-            if places is None:
-                places = self.places[number] = batch.places_among(self.ids)
+        places = self.places.get(number)  # only kept so that nobody computes them twice
+        if places is None and batch.ids is not self.ids:  # rows of others are held among its own
+            places = self.places[number] = batch.places_among(self.ids)
         return Placed(batch, part, batch.local(part, places), number < self.moved)
 
     def find(self, ids: Tensor) -> Placed | None:
         """Where the rows of ids are, if they are known to be a part of what the step holds."""
         for number, batch in enumerate(self.batches):
-            part = batch.part_of(ids)
-            if part is not None:
+            if (part := batch.part_of(ids)) is not None:
                 return self.part(number, part)
         return None
 
@@ -198,8 +194,7 @@ class ShownRows:
 
         Who has written to the zeros since is waited for on a GPU: clipping leaves them zeros.
         """
-        gradient = self.parameter.grad
-        if gradient is None:
+        if (gradient := self.parameter.grad) is None:
             return False
         if self._asked is None or self._asked[0] is not gradient:
             return True
@@ -425,8 +420,7 @@ class Exchange:
             self._extend(told)
         found = None
         for part in () if is_over and begun is None else parts:
-            found = self.now.find(part)
-            if found is None:
+            if (found := self.now.find(part)) is None:
                 self._extend(parts)
                 break
         if self.now.announced is not announced:
@@ -554,7 +548,7 @@ class Exchange:
         self.complete(ahead=False)
         self._drop_coming()
         now = self.now
-        if now.newer:
+        if now.newer and now.ids.shape[0]:  # nothing goes home to a table without first values
             leaving = Block(self._shown.rows_of(now), now.ids)
             self._store.exchange(self._shown.kept.fields, leaving, None)
         if now.newer or (changes and not now.stale):

@@ -181,8 +181,7 @@ class RowStore:
             return
         needed, waiting = self._needed_bytes(), list(_waiting)
         others = sum(each._needed_bytes() for each in waiting)
-        available = host_memory.available_bytes()
-        if needed + others > available:
+        if needed + others > (available := host_memory.available_bytes()):
             raise MemoryError(
                 f"{self.name}: a table of {self.rows:,} rows needs {needed:,} bytes of host memory,"
                 f" and {len(waiting)} others that have yet to be used need {others:,}; available"

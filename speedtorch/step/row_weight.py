@@ -108,8 +108,7 @@ def hide_rows(parameter: nn.Parameter) -> None:
 
 
 def _rows_of(weight: _Whole) -> TrainedRows:
-    rows = weight._rows()
-    if rows is None:
+    if (rows := weight._rows()) is None:
         raise RuntimeError("the module of this weight is gone, and its table with it")
     return rows
 

@@ -51,8 +51,7 @@ class TrainedRows:
 
     def claim(self) -> None:
         """Trains the rows from now on, or refuses to if another module was made to."""
-        holder = self.store.holder
-        if holder is None:
+        if (holder := self.store.holder) is None:
             self.store.keep_holder(self)
         elif holder is not self:
             self._refuse_replaced()

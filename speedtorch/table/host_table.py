@@ -305,8 +305,7 @@ class HostTable:
             >>> HostTable(2, 1, memory="plain").numpy().tolist()
             [[0.0], [0.0]]
         """
-        rows = self[field]
-        if rows.is_cuda:
+        if (rows := self[field]).is_cuda:
             raise ValueError("numpy: the rows are on a GPU; gather() those that you need")
         if rows.dtype not in NPY_DTYPES.values():
             raise ValueError(
@@ -446,10 +445,8 @@ class HostTable:
             ['rows.npy']
         """
         self.settle()
-        own = self._placed().path
-        if own is not None and os.path.realpath(path) == os.path.realpath(own):
-            raise ValueError(f"{os.fspath(path)}: is the file that the rows are in; choose another")
-        table_files.save_fields(path, {name: self[name] for name in self.fields})
+        own, fields = self._placed().path, {name: self[name] for name in self.fields}
+        table_files.save_fields(path, fields, None if own is None else os.path.realpath(own))
 
     was_read = False
 
@@ -482,8 +479,7 @@ class HostTable:
                     f"{sorted(self.fields)}"
                 )
             for name, (shape, dtype) in self.fields.items():
-                each = stored[name]
-                if (each.shape, each.dtype) != ((self.rows, *shape), dtype):
+                if ((each := stored[name]).shape, each.dtype) != ((self.rows, *shape), dtype):
                     raise ValueError(
                         f"{each.path}: {name!r} is {each.dtype} {list(each.shape)}, the table "
                         f"needs {dtype} {[self.rows, *shape]}"

@@ -217,11 +217,7 @@ def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: b
 
 def _row_for(rows: Tensor, name: str, value: Any) -> Tensor:
     """A number, or a row, as a row or a number of a field: of its dtype, beside its rows."""
-    try:
-        # As NumPy's, since torch takes Python's floats for float32, where some are infinite.
-        given = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
-    except (RuntimeError, TypeError) as error:
-        raise TypeError(f"fill_: expected a number or a row of them, got {value!r}") from error
+    given = value if isinstance(value, Tensor) else _of_numbers(value)
     if given.layout != torch.strided:
         raise TypeError(f"fill_: expected a dense row, got {given.layout}")
     if given.ndim and given.shape != rows.shape[1:]:
@@ -237,12 +233,24 @@ def _row_for(rows: Tensor, name: str, value: Any) -> Tensor:
     return row.to(rows.device)
 
 
+def _of_numbers(value: Any) -> Tensor:
+    try:
+        # As NumPy's, since torch takes Python's floats for float32, where some are infinite.
+        array = np.asarray(value)
+        return torch.from_numpy(array.astype(array.dtype.str[1:]))  # in this machine's byte order
+    except (RuntimeError, TypeError):
+        with suppress(RuntimeError, TypeError, ValueError):  # of tensors that NumPy does not know
+            return torch.as_tensor(value, device="cpu")
+        error = ValueError if isinstance(value, int) else TypeError
+        raise error(f"fill_: expected a number or a row of them, got {value!r}") from None
+
+
 def _fits(given: Tensor, row: Tensor) -> bool:
     """Whether no integer wrapped and no number was cut off when `given` became `row`."""
     if row.dtype == given.dtype:
         return True
     if not (row.dtype.is_floating_point or row.dtype.is_complex):
-        return torch.equal(row.to(given.dtype), given)
+        return bool(row.tolist() == given.tolist())
     numbers, kept = given.to(torch.complex128), row.to(torch.complex128)
     # Some dtypes have no infinity and stop at their largest number instead.
     largest = torch.finfo(row.dtype).max

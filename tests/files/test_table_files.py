@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,6 +264,28 @@ def test_a_table_is_not_saved_over_its_own_rows(tmp_path: Path) -> None:
     table = small(memory="file", path=tmp_path / "rows.npy")
     with pytest.raises(ValueError, match="is the file that the rows are in; choose another"):
         table.save(tmp_path / "rows.npy")
+
+
+def test_a_table_is_not_saved_over_its_own_rows_as_one_field_of_it(tmp_path: Path) -> None:
+    table = small(memory="file", path=tmp_path / "rows.weight.npy", state=("m",))
+    table.fill_(3, "m")
+    with pytest.raises(ValueError, match="rows.weight.npy: is the file that the rows are in"):
+        table.save(tmp_path / "rows.npy")
+    assert list(snapshot(tmp_path)) == ["rows.weight.npy"]
+
+
+def test_an_error_of_a_file_tells_another_process_all(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as told, system_calls.about(str(tmp_path), "load it again"):
+        raise OSError(errno.EIO, "Input/output error")
+    assert "load it again" in str(told.value)
+    assert str(pickle.loads(pickle.dumps(told.value))) == str(told.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n"])
+def test_a_safetensors_file_of_a_few_bytes_is_told_its_size(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=f"has at least 8 bytes, this one {len(content)}"):
+        HostTable.open(tmp_path / "t.safetensors")
 
 
 def test_opening_that_fails_leaves_no_mapped_file(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from collections.abc import Iterator
 from typing import Any, cast
@@ -66,6 +67,24 @@ def test_state_dict_is_complete_at_any_moment_and_interchanges_with_torch() -> N
     again = Model()
     again.load_state_dict(torch.load(buffer, weights_only=True))
     assert_same_state(again.state_dict(), theirs.state_dict())
+
+
+class LoadsByName(speedtorch.Embedding):
+    """Loads as a subclass of torch's may."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        names = list(inspect.signature(nn.Module._load_from_state_dict).parameters)[3:]
+        given = dict(zip(names, more, strict=True))
+        super()._load_from_state_dict(state_dict=state_dict, prefix=prefix, **given)
+
+
+def test_a_subclass_may_load_by_the_names_of_torchs_arguments() -> None:
+    rows = torch.rand(4, 2)
+    embedding = LoadsByName(4, 2)
+    embedding.load_state_dict({"weight": rows})
+    assert torch.equal(embedding.state_dict()["weight"], rows)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        embedding.load_state_dict({})
 
 
 def test_loading_within_a_step_replaces_the_held_rows() -> None:

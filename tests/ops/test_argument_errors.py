@@ -225,9 +225,12 @@ def test_ids_that_are_no_tensor_are_refused_with_the_remedy(ids: object) -> None
 def test_meta_tensors_do_not_mix_with_real_ones() -> None:
     table, index = torch.zeros(3, 2), torch.tensor([0])
     rows = torch.zeros(1, 2)
+    plan = [each.to("meta") for each in speedtorch.plan_rows(index, 3)]
     for call in (
         lambda: speedtorch.pinned_gather(table.to("meta"), index),
         lambda: speedtorch.pinned_gather(table, index, out=rows.to("meta")),
+        lambda: speedtorch.pinned_gather(table, index, plan=plan),
+        lambda: speedtorch.sum_rows(rows, plan, 3, distinct=1),
         lambda: speedtorch.pinned_scatter(table.to("meta"), index, rows),
         lambda: speedtorch.optimizer_state_swap([table.to("meta")], [rows], index, [rows], index),
     ):

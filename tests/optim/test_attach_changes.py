@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,55 @@ def test_a_counter_in_the_group_is_no_setting() -> None:
         step(theirs, theirs_opt)
         step(ours, ours_opt)
     assert_same_rows(ours, theirs)
+
+
+class KeepsBeside(optim.Optimizer):
+    """Momentum, and something else beside it that is neither a tensor nor counted."""
+
+    def __init__(self, parameters: Any, beside: Any = None) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.beside = beside
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is None:
+                continue
+            state = self.state[weight]
+            if not state:
+                state.update(mean=torch.zeros_like(weight), beside=self.beside)
+            weight -= 0.1 * state["mean"].mul_(0.9).add_(weight.grad)
+
+
+class Many(dict[str, int]):
+    """A dict of a class of its own."""
+
+
+BESIDE = (
+    None,
+    "text",
+    float("nan"),
+    {"a": 1},
+    [None] * 3,
+    (1, "a"),
+    {1, 2},
+    Counter(a=1),
+    Many(b=2),
+)
+
+
+@pytest.mark.parametrize("beside", BESIDE, ids=lambda beside: type(beside).__name__)
+def test_state_that_is_no_number_is_kept_beside_the_rows(beside: Any) -> None:
+    def make(parameters: Any, lr: float) -> optim.Optimizer:
+        return KeepsBeside(parameters, beside)
+
+    (theirs, theirs_opt), (ours, ours_opt) = pair(make)
+    for _ in range(2):
+        step(theirs, theirs_opt)
+        step(ours, ours_opt)
+    assert_same_rows(ours, theirs)
+    for entries in ours_opt.state_dict()["state"].values():
+        assert repr(entries["beside"]) == repr(beside)
 
 
 class StepsAnother(optim.Optimizer):

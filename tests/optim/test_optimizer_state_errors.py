@@ -63,6 +63,20 @@ class LateState(Own):
         parameter.sub_(gradient, alpha=group["lr"])
 
 
+class MadeSecond(Own):
+    """Says at once what it makes out of the second step's gradient."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "made" not in state:
+            state["made"] = None
+        elif state["made"] is None:
+            state["made"] = torch.zeros_like(parameter)
+        else:
+            state["made"] += 1
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
 class Forgetful(Own):
     """Replaces a row state by its sum after the first step."""
 
@@ -250,6 +264,7 @@ REFUSED = [
     (HiddenDict, "HiddenDict cannot be used: it replaces the dict that holds its state"),
     (OutsideState, "OutsideState cannot be used: it keeps 'buffers' for all rows at once"),
     (LateState, "LateState cannot be used: it makes its state 'late' in a later step only"),
+    (MadeSecond, "MadeSecond cannot be used: .*'made'"),
     (CountsFromOne, "CountsFromOne cannot be used: its state 'step' is first assigned after an"),
     (FirstGradient, "FirstGradient cannot be used: its state 'before' starts from the first"),
     (SharedMean, "SharedMean cannot be used: it keeps 'mean' for all rows at once, and that"),

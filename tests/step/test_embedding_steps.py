@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -440,3 +441,29 @@ def test_ids_of_a_wrong_kind_are_told(ids: object) -> None:
             embedding(ids)
         with pytest.raises(TypeError, match="Embedding.announce: expected"):
             embedding.announce(ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_step_that_fails_leaves_a_table_alone_that_nobody_has_looked_up(attached: bool) -> None:
+    class Fails(optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    both = nn.ModuleList([speedtorch.Embedding(10, 4), speedtorch.Embedding(10, 4)])
+    optimizer = Fails(both.parameters(), lr=0.1, momentum=0.9 * attached)
+    if attached:
+        speedtorch.attach(optimizer, both)
+    before = copy.deepcopy(both).state_dict()["1.weight"]
+    both[0](torch.tensor([1, 2])).sum().backward()
+    optimizer.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.fails = False
+    assert torch.equal(both[1](torch.tensor([3])), before[[3]])
+    assert torch.equal(both.state_dict()["1.weight"], before)
+    optimizer.step()
+    assert torch.equal(both.state_dict()["1.weight"], before)

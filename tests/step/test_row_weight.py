@@ -631,6 +631,20 @@ def test_multiplying_in_place_acts_on_the_whole_table(
     assert_same_bytes(rows_of(module), expected)
 
 
+@pytest.mark.parametrize("attached", [False, True])
+def test_rows_that_nobody_has_looked_up_can_be_added_to(attached: bool) -> None:
+    torch.manual_seed(3)
+    embedding, expected = speedtorch.Embedding(10, 4), speedtorch.Embedding(10, 4)
+    expected.load_state_dict(copy.deepcopy(embedding).state_dict())
+    if attached:
+        speedtorch.attach(optim.Adam(embedding.parameters()), embedding)
+    with torch.no_grad():
+        embedding.weight.add_(torch.ones(10, 4))
+    embedding.weight.data -= 3 * torch.ones(10, 4)
+    saved = expected.state_dict()["weight"] + 1 - 3
+    assert torch.equal(embedding.state_dict()["weight"], saved)
+
+
 def test_a_copy_of_another_shape_is_refused(module: speedtorch.Embedding) -> None:
     before = rows_of(module)
     with pytest.raises(RuntimeError):

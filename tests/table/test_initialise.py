@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEEDS_GPU
@@ -182,6 +183,22 @@ def test_a_row_arrives_bit_for_bit_in_every_row(dtype: torch.dtype) -> None:
     made = table(dtype=dtype).fill_(row, "after")
     assert_same_bytes(made["after"], row.expand(301, 12))
     assert_same_bytes(made["weight"], table(dtype=dtype)["weight"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given"),
+    [
+        (torch.float32, list(torch.tensor([0.5, 2.0], requires_grad=True))),
+        (torch.bfloat16, [torch.tensor(n, dtype=torch.bfloat16) for n in (0.5, 2)]),
+        (torch.float8_e4m3fn, list(torch.tensor([0.5, 2]).to(torch.float8_e4m3fn))),
+        (torch.float64, np.array([0.5, 2], ">f4")),
+        (torch.uint64, 2**63),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+def test_rows_of_any_numbers_fill_a_field(dtype: torch.dtype, given: Any) -> None:
+    row = HostTable(2, 2, dtype).fill_(given)["weight"][1]
+    assert row.tolist() == ([2**63] * 2 if dtype == torch.uint64 else [0.5, 2.0])
 
 
 def test_functions_of_ones_own_run_in_parallel_too() -> None:

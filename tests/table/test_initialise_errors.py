@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from reference import assert_same_bytes, assert_same_storage
@@ -114,3 +115,22 @@ def test_infinity_and_nan_are_numbers_like_others(value: float) -> None:
 def test_two_dimensional_functions_say_so() -> None:
     with pytest.raises(ValueError, match="fewer than 2 dimensions"):
         table(()).init_(init.xavier_uniform_)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given"),
+    [
+        (torch.int64, np.uint64(2**63)),
+        (torch.int64, [np.uint64(2**63), np.uint64(1)]),
+        (torch.int64, np.full(2, 2**63, np.uint64)),
+        (torch.uint64, -1),
+        (torch.int8, 2**63),
+        (torch.float32, 2**64),
+    ],
+)
+def test_numbers_that_wrap_are_refused(dtype: torch.dtype, given: Any) -> None:
+    made = HostTable(1, 2, dtype).zeros_()
+    told = "fill_: .*(is beyond what 'weight'|got 18446744073709551616)"
+    with pytest.raises(ValueError, match=told):
+        made.fill_(given)
+    assert made["weight"].tolist() == [[0, 0]]
