@@ -134,7 +134,8 @@ def synchronize() -> None:
 
 def take_turn(*, begins: bool = False) -> None:
     """Waits for the GPU, and for another process, if there is one, to have measured as much."""
-    synchronize()
+    if not begins:  # nothing has used it yet
+        synchronize()
     if OTHER is not None:
         with suppress(BrokenPipeError):  # it has ended, and is not waited for
             _ = begins or os.write(int(OTHER), b".")
