@@ -58,7 +58,7 @@ Arguments::Piece Arguments::piece_of(const Argument& argument, size_t at) const 
   const int64_t item = element_bytes(tensor);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  std::array<Dimension, kMostDimensions> dims{};
+  std::array<Dimension, kMostDimensions> dims;  // the first `count` of them
   size_t count = 0;
   int64_t last = 0;
   for (size_t d = 0; d < sizes.size(); ++d) {

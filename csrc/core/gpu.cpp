@@ -9,7 +9,6 @@
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
-#include <string>
 
 #include "core/process.h"
 

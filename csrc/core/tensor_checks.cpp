@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <limits>
-#include <stdexcept>
 
 namespace speedtorch {
 namespace {

@@ -14,7 +14,6 @@
 #include <new>
 #include <optional>
 #include <sstream>
-#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>

@@ -11,7 +11,6 @@
 #include <cstring>
 #include <limits>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "call/arguments.h"

@@ -65,28 +65,31 @@ __device__ __forceinline__ void find_rows(const Moves& moves, const Rows& from, 
 }
 
 // A thread owns one vector of every lanes_per_row-th column of a row; a group of lanes_per_row
-// threads owns kRows successive moves at a time, so that their loads are under way together and, in
-// address order, near each other (rows of 128 bytes in registered memory take 12 to 17 % less than
-// where groups take turns). Each row crosses the link once. A row that takes more than one turn of
-// its lanes is cut where lines of host memory begin: a line that two turns touch would cross the
-// link in two requests (rows of 1,028 bytes: 17 requests instead of 9).
+// threads owns kRows moves at a time, whose loads are under way together. The groups of a warp take
+// successive moves in turns: in address order they are near each other (rows of 128 bytes in
+// registered memory take 12 to 17 % less than where all groups take turns), and narrow rows share
+// the sectors they lie in. Few moves are spread over all groups. Each row crosses the link once. A
+// row that takes more than one turn of its lanes is cut where lines of host memory begin: a line
+// that two turns touch would cross the link in two requests (rows of 1,028 bytes: 17 requests
+// instead of 9).
 template <typename Vec, int kRows, Link kLink, typename Moves>
 __global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone || sizeof(Vec) == 16 ? 2 : 0)
     move_rows_kernel(Moves moves, Rows from, Rows to, MoveShape shape, int64_t zero_rows) {
   if (moves.blocked()) return zero_instead<Vec>(moves, to, zero_rows);
-  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t groups = int64_t{gridDim.x} * blockDim.x / shape.lanes_per_row;
-  const int64_t group = thread / shape.lanes_per_row;
-  const int lane = static_cast<int>(thread % shape.lanes_per_row);
+  const int thread = static_cast<int>(blockIdx.x * kMoverThreads + threadIdx.x);
+  const int group = thread / shape.lanes_per_row, lane = thread % shape.lanes_per_row;
+  const int groups = shape.groups, in_warp = shape.groups_in_warp;
   if (group >= groups) return;  // the threads left over when lanes do not divide them
   const int64_t count = moves.count();
+  const bool few = count < groups * kRows;
+  const int begin = few ? group : group / in_warp * in_warp * (kRows - 1) + group;
   const bool in_turns = kLink != Link::kNone && shape.vecs_per_row > shape.lanes_per_row;
-  for (int64_t first = group * kRows; first < count; first += groups * kRows) {
+  for (int64_t first = begin; first < count; first += groups * kRows) {
     const char* source[kRows];
     char* target[kRows];
     int before[kRows];
     int most_before = 0;
-    find_rows(moves, from, to, first, 1, count, source, target);
+    find_rows(moves, from, to, first, few ? groups : in_warp, count, source, target);
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
       before[u] = in_turns ? vecs_before<Vec>(kLink == Link::kFrom ? source[u] : target[u]) : 0;

@@ -47,7 +47,9 @@ struct Mover {
 struct MoveShape {
   int vec_bytes;  // bytes of one access: 16, 8, 4, 2 or 1
   int64_t vecs_per_row;
-  int lanes_per_row;  // threads that share a row
+  int lanes_per_row;  // threads that share a row: a group
+  int groups_in_warp;
+  int groups;  // a multiple of it
   int blocks;
 };
 
@@ -62,7 +64,10 @@ constexpr MoveShape move_shape(int64_t row_bytes, uint64_t alignment_bits, int64
   shape.vec_bytes = widest_access(alignment_bits | static_cast<uint64_t>(row_bytes));
   shape.vecs_per_row = row_bytes / shape.vec_bytes;
   shape.lanes_per_row = shares_of(shape.vecs_per_row, 1, 32);
+  shape.groups_in_warp = 32 / shape.lanes_per_row;
   shape.blocks = shares_of(rows, kMoverThreads / shape.lanes_per_row, most_blocks);
+  shape.groups = shape.blocks * kMoverThreads / shape.lanes_per_row;
+  shape.groups -= shape.groups % shape.groups_in_warp;
   return shape;
 }
 

@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <limits>
-#include <string>
 #include <vector>
 
 #include "call/arguments.h"

@@ -2,7 +2,6 @@
 
 #include "plan/placed_ids.h"
 
-#include <string>
 
 #include "call/torch_calls.h"
 #include "core/gpu.h"
