@@ -2,7 +2,6 @@
 
 #include "plan/placed_ids.h"
 
-
 #include "call/torch_calls.h"
 #include "core/gpu.h"
 #include "plan/placed_ids_launch.h"
