@@ -121,7 +121,7 @@ void copy(const char* op, const Tensor& from, const Tensor& to, bool wait) {
 }
 
 void mark_written(const char* op, const Tensor& tensor) {
-  // Views share one version, and writing nothing to an empty view raises it.
+  // An in-place operation that changes nothing raises the version, which views share.
   ask_torch(
       op,
       [] {
@@ -129,9 +129,10 @@ void mark_written(const char* op, const Tensor& tensor) {
                "torch.no_grad()";
       },
       [&] {
-        Tensor whole = tensor.dim() == 0 ? torch::stable::view(tensor, {1}) : tensor;
-        Tensor nothing = torch::stable::narrow(whole, 0, 0, 0);
-        return torch::stable::zero_(nothing);
+        StableIValue stack[] = {torch::stable::detail::from(tensor), 0, 0};
+        STABLE_TORCH_ERROR_CODE_CHECK(
+            torch_call_dispatcher("aten::transpose_", "", stack, TORCH_ABI_VERSION));
+        return torch::stable::detail::to<Tensor>(stack[0]);
       });
 }
 

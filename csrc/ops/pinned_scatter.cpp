@@ -95,7 +95,7 @@ void scatter_on_gpu(const Rows& table, Access access, const Ids& ids, const Rows
 Tensor row_per_id(const Tensor& src, int64_t ids, int64_t index_dims) {
   std::vector<int64_t> shape{ids};
   for (int64_t d = index_dims; d < src.dim(); ++d) shape.push_back(src.size(d));
-  const Tensor flat = torch::stable::reshape(src, shape);
+  const Tensor flat = index_dims == 1 ? src : torch::stable::reshape(src, shape);
   if (src.numel() == 0 || (flat.is_contiguous() && is_aligned(flat))) return flat;
   return flat.is_contiguous() ? torch::stable::clone(flat) : torch::stable::contiguous(flat);
 }

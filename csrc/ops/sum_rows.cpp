@@ -5,7 +5,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <string>
 #include <type_traits>
 #include <vector>
 
