@@ -67,7 +67,7 @@ __device__ __forceinline__ void find_rows(const Moves& moves, const Rows& from, 
 // A thread owns one vector of every lanes_per_row-th column of a row; a group of lanes_per_row
 // threads owns kRows moves at a time, whose loads are under way together. The groups of a warp take
 // successive moves in turns: in address order they are near each other (rows of 128 bytes in
-// registered memory take 10 to 13 % less than where all groups take turns), and narrow rows share
+// registered memory take 8 to 13 % less than where all groups take turns), and narrow rows share
 // the sectors they lie in. Few moves are spread over all groups. Each row crosses the link once. A
 // row that takes more than one turn of its lanes is cut where lines of host memory begin: a line
 // that two turns touch would cross the link in two requests (rows of 1,028 bytes: 17 requests

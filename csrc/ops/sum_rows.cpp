@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <string>
 #include <type_traits>
 #include <vector>
 
