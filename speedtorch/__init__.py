@@ -6,9 +6,11 @@ from speedtorch.legacy import *  # noqa: F403
 from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
 from speedtorch.memory.calibration import calibrate, load_costs_with_first_gpu
 from speedtorch.memory.cost_model import explain, get_num_sms, set_num_sms
+from speedtorch.nn.collection import EmbeddingBagCollection, EmbeddingCollection
 from speedtorch.nn.embedding import Embedding
 from speedtorch.nn.embedding_bag import EmbeddingBag
 from speedtorch.nn.prefetch import prefetch
+from speedtorch.nn.table_group import EmbeddingBagConfig, EmbeddingConfig
 from speedtorch.ops import *  # noqa: F403
 from speedtorch.optim.attach import attach, detach
 from speedtorch.table import HostTable
@@ -17,6 +19,10 @@ from speedtorch.version import __version__ as __version__
 __all__ = [
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "HostTable",
     "attach",
     "calibrate",

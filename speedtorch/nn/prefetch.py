@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
+from speedtorch.nn.collection import TableCollection
 from speedtorch.nn.row_module import RowModule
-from speedtorch.ops.planned_batch import PlannedBatch, check_ids
+from speedtorch.nn.table_group import TableGroup
+from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["Prefetch", "prefetch"]
 
 _Batch = TypeVar("_Batch")
-_Ids = Tensor | Sequence[Tensor]
-_IdsOf = Callable[[Any], _Ids | Mapping[nn.Module, _Ids]]
+_IdsOf = Callable[[Any], Any]
 
 _AHEAD = 2  # batches: one whose rows travel, and one that is planned, so that nobody waits for it
 
@@ -30,8 +31,15 @@ class _Loop:
 class Prefetch(Generic[_Batch]):
     """A loader's batches, whose rows are brought ahead; see prefetch()."""
 
-    def __init__(self, loader: Iterable[_Batch], modules: list[RowModule], ids: _IdsOf) -> None:
+    def __init__(
+        self,
+        loader: Iterable[_Batch],
+        asked: list[RowModule | TableCollection],
+        modules: list[RowModule],
+        ids: _IdsOf,
+    ) -> None:
         self._loader = loader
+        self._asked = asked
         self._modules = modules
         self._ids = ids
 
@@ -77,18 +85,16 @@ class Prefetch(Generic[_Batch]):
     def _parts(self, batch: _Batch) -> dict[RowModule, list[Tensor]]:
         """Each module and the ids that a batch will look up there."""
         named: Any = self._ids(batch)
-        if not isinstance(named, Mapping):
-            if (count := len(self._modules)) != 1:
+        if not isinstance(named, Mapping) or not any(isinstance(k, nn.Module) for k in named):
+            if (count := len(self._asked)) != 1:
                 raise ValueError(f"ids: the model has {count} Embeddings; return a dict by module")
-            named = {self._modules[0]: named}
-        parts = {}
+            named = {self._asked[0]: named}
+        parts: dict[RowModule, list[Tensor]] = {}
         for module, ids in named.items():
-            if module not in self._modules:
+            if module not in self._asked:
                 kind = type(module).__name__
                 raise ValueError(f"ids: {kind} is no speedtorch.Embedding(Bag) of the model")
-            parts[module] = list(ids) if isinstance(ids, list | tuple) else [ids]
-            for part in parts[module]:
-                check_ids("ids", part)
+            parts |= module.ids_by_module(ids)
         return parts
 
 
@@ -114,8 +120,8 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         loader: Batches of any kind.
         model: Has a speedtorch Embedding or EmbeddingBag, or several.
         ids: Gives the ids that a batch will look up: a tensor (or a list of them, if there are
-            several lookups), or a dict from each module to its own. Rows that it names and no
-            lookup does are stepped as well; rows that it leaves out cost time.
+            several lookups), a collection's features, or a dict from each module to its own. Rows
+            that it names and no lookup does are stepped as well; rows that it leaves out cost time.
 
     Returns:
         An iterable of the loader's batches, with its len(); every loop over it is a new epoch.
@@ -142,4 +148,7 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         raise ValueError(
             f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag to bring rows for"
         )
-    return Prefetch(loader, modules, ids)
+    kinds = (RowModule, TableCollection)
+    asked = [each for each in model.modules() if isinstance(each, kinds)]
+    asked = [each for each in asked if not isinstance(each, TableGroup)]
+    return Prefetch(loader, asked, modules, ids)

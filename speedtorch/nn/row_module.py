@@ -7,7 +7,7 @@ import inspect
 import operator
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -29,7 +29,7 @@ from speedtorch.torch_internals import (
     is_transformed,
 )
 
-__all__ = ["Device", "RowModule", "Rows", "Source", "made_of_rows"]
+__all__ = ["Device", "RowModule", "Rows", "Source", "loadable", "made_of_rows"]
 
 Rows = Tensor | HostTable
 Source = Rows | str | os.PathLike[str]
@@ -217,6 +217,13 @@ class RowModule(nn.Module):
                 self.trained_rows.claim()
                 self.trained_rows.exchange.announce(ids)
 
+    def ids_by_module(self, ids: Tensor | Sequence[Tensor]) -> dict[RowModule, list[Tensor]]:
+        """Ids of one lookup or of several as prefetch plans them: which module names which rows."""
+        parts = [ids] if isinstance(ids, Tensor) else list(ids)
+        for part in parts:
+            check_ids("ids", part)
+        return {self: parts}
+
     def flush(self) -> None:
         """Brings the table up to date, for who keeps a view of it; emb.table does so by itself.
 
@@ -320,13 +327,8 @@ class RowModule(nn.Module):
             return
         if key in missing_keys:
             missing_keys.remove(key)
-        expected = self.trained_rows.shape
         try:
-            if (value := _dense(key, state_dict[key], "a tensor")).shape != expected:
-                raise ValueError(
-                    f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from"
-                    f" checkpoint, the shape in current model is {tuple(expected)}"
-                )
+            value = loadable(key, state_dict[key], self.trained_rows.shape)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{error}.")
             return
@@ -380,6 +382,16 @@ def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: An
     if isinstance(rows, HostTable) and rows is not embeddings:
         made.trained_rows.store.own()
     return made
+
+
+def loadable(key: str, value: object, expected: tuple[int, ...]) -> Tensor:
+    """Raises TypeError or ValueError for what are no rows of this shape in a checkpoint."""
+    if (rows := _dense(key, value, "a tensor")).shape != expected:
+        raise ValueError(
+            f"size mismatch for {key}: copying a param with shape {tuple(rows.shape)} from"
+            f" checkpoint, the shape in current model is {tuple(expected)}"
+        )
+    return rows
 
 
 def _shape_of(argument: str, rows: object, kinds: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -40,15 +41,22 @@ class Draw(NamedTuple):
     seed: int
     zero: int | None
     """Id of a row that is zero whatever they give."""
+    rows: slice = slice(None)
+    """The rows that are theirs, as of a table of its own."""
 
     def __call__(self, table: HostTable) -> None:
-        """Gives all rows of a table their values."""
-        if len(self.functions) == 1:
-            table.init_(self.functions[0], seed=self.seed)
-        else:
-            table.init_(lambda rows: [each(rows) for each in self.functions], seed=self.seed)
+        """Gives the rows of a table their values."""
+        function, *more = self.functions
+        if more:
+            function = partial(_one_after_another, self.functions)
+        table.init_(function, seed=self.seed, rows=self.rows)
         if self.zero is not None:
             table["weight"][self.zero].zero_()
+
+
+def _one_after_another(functions: Sequence[Callable[[Tensor], object]], rows: Tensor) -> None:
+    for each in functions:
+        each(rows)
 
 
 class Block(NamedTuple):
@@ -140,11 +148,12 @@ class RowStore:
         if self.is_drawn:
             draw(self.table)
             return
-        *others, last = [draw] if anew else [*self._draws, draw]
-        if others and others[-1].zero is None and last.zero is None:
-            before = others.pop()
-            last = Draw((*before.functions, *last.functions), before.seed, None)
-        self._draws = (*others, last)
+        every = slice(None)
+        kept = [each for each in self._draws if not anew or draw.rows not in (every, each.rows)]
+        if kept and kept[-1].zero is None and draw.zero is None and kept[-1].rows == draw.rows:
+            before = kept.pop()
+            draw = Draw((*before.functions, *draw.functions), before.seed, None, draw.rows)
+        self._draws = (*kept, draw)
 
     def _in_memory(self, state: Fields | None = None) -> HostTable:
         """The table, perhaps without its first values; made now, if it is to be, with a state."""
@@ -273,14 +282,16 @@ class RowStore:
         """Copies one row to all rows of a field."""
         self._home_of(name).fill_(row, name)
 
-    def load(self, name: str, value: Tensor) -> None:
-        """Copies all rows `[rows, ...]` of a field, without taking memory for another copy of them.
+    def load(self, name: str, value: Tensor, first: int = 0) -> None:
+        """Copies rows `[n, ...]` of a field, `first` and those after it, from wherever they are.
 
-        They may be on any device and of any dtype that torch converts to the field's.
+        Takes no memory for another copy of them. They may be of any dtype that torch converts to
+        the field's.
         """
-        home = self._in_memory() if name == "weight" else self._home_of(name)
+        are_all = len(value) == self.rows
+        home = self._in_memory() if name == "weight" and are_all else self._home_of(name)
         home.settle()
-        field, value = home.rows_of(name), value.detach()
+        field, value = home.rows_of(name)[first : first + len(value)], value.detach()
         if value.is_cuda and not field.is_cuda:
             row_bytes = max(1, value[:1].numel() * value.element_size())
             rows = max(1, _BLOCK_BYTES // row_bytes)
@@ -290,16 +301,16 @@ class RowStore:
         else:
             field.copy_(value)
         home.settle()
-        if name == "weight":
+        if name == "weight" and are_all:
             self._draws = ()  # which these values replace
 
-    def saved(self, name: str) -> Tensor:
-        """All rows of a field as other libraries save them: contiguous, in memory of their own.
+    def saved(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Rows of a field as other libraries save them: contiguous, in memory of their own.
 
         A field that is alone in its table is that already. Where there is no room for a copy, it is
         the strided view of the records, which torch.save takes.
         """
-        field = self.field(name)
+        field = self.field(name)[rows]
         nbytes = field.numel() * field.element_size()
         if field.is_contiguous() or field.is_cuda or nbytes > host_memory.available_bytes() // 2:
             return field

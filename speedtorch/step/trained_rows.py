@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from speedtorch.ops.functions import gather_detached, sum_rows
+from speedtorch.ops.functions import gather_detached, pool_rows, sum_rows
 from speedtorch.step.exchange import Exchange, HeldState, Placed, ShownRows
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.row_store import Draw, Fields, RowStore
@@ -19,7 +19,32 @@ from speedtorch.torch_internals import (
     top_saved_tensors_hooks,
 )
 
-__all__ = ["TrainedRows", "random_seed", "rows_held_by"]
+__all__ = ["Bags", "TrainedRows", "random_seed", "rows_held_by"]
+
+
+class Bags(NamedTuple):
+    """How the rows of ids are added up, bag by bag: feature after feature, sample after sample."""
+
+    offsets: Tensor
+    """Where each bag's ids begin, and the number of ids: `[features * samples + 1]`."""
+    of_ids: Tensor
+    """Of each id the row of the result that it goes to: `sample * features + feature`."""
+    features: int
+    mean: bool = False
+    """Whether all bags are divided by their numbers of ids."""
+    divisors: Tensor | None = None
+    """By what each row of the result is divided, `[samples * features, 1]`, if any is."""
+
+    def pool(self, rows: Tensor, places: Tensor) -> Tensor:
+        """The bags of rows `[n, columns]` by their places: `[samples * features, columns]`."""
+        pooled = pool_rows(rows, places, self.offsets, self.features, mean=self.mean)
+        if self.divisors is not None and not self.mean:
+            pooled /= self.divisors
+        return pooled
+
+    def share(self, gradient: Tensor) -> Tensor:
+        """What each row of a bag gets of the bag's gradient."""
+        return gradient if self.divisors is None else gradient / self.divisors
 
 
 class TrainedRows:
@@ -93,10 +118,14 @@ class TrainedRows:
             self.shown.mark()
         return found.positions, _RowsOfStep.apply(self.parameter, [rows], self)  # type: ignore[no-untyped-call]
 
-    def summed(self, ids: Tensor) -> Tensor:
-        """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows_of` are."""
+    def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
+        """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows_of` are.
+
+        With `bags` they are added up: `[samples * features, ...]`.
+        """
         self.claim()
-        looked_up: Tensor = _SummedLookup.apply(self.parameter, self.exchange.hold(ids), self)  # type: ignore[no-untyped-call]
+        found = self.exchange.hold(ids)
+        looked_up: Tensor = _SummedLookup.apply(self.parameter, found, bags, self)  # type: ignore[no-untyped-call]
         return looked_up
 
     def read(self, ids: Tensor) -> Tensor:
@@ -158,6 +187,11 @@ class TrainedRows:
         """Changes all rows, at first need if nobody has used them; see Draw."""
         with as_plain():
             self.store.draw(Draw((function,), random_seed(), None), anew=anew)
+
+    def load_some(self, values: Tensor, first: int) -> None:
+        """Copies values `[n, ...]` to rows `first` to `first + n`."""
+        with as_plain():
+            self.store.load("weight", values, first)
 
     def load(self, values: Tensor) -> None:
         """Copies values `[rows, ...]` to all rows."""
@@ -256,26 +290,33 @@ class _SummedLookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, found: Placed, asker: TrainedRows) -> Tensor:
-        ctx.asker, ctx.batch, ctx.part = asker, found.batch, found.part
+    def forward(
+        ctx: Any, parameter: Tensor, found: Placed, bags: Bags | None, asker: TrainedRows
+    ) -> Tensor:
+        ctx.asker, ctx.batch, ctx.part, ctx.bags = asker, found.batch, found.part, bags
         ctx.number, ctx.token = asker.exchange.now.number, asker.exchange.token()
-        return gather_detached(parameter.detach(), found.positions)
+        held = parameter.detach()
+        if bags is None:
+            return gather_detached(held, found.positions)
+        return bags.pool(held, found.positions)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         _check_once(gradient)
         ctx.token = None
-        asker, batch = ctx.asker, ctx.batch
-        ids = gradient.numel() // max(1, gradient.shape[-1])
+        asker, batch, bags = ctx.asker, ctx.batch, ctx.bags
+        rows = gradient.numel() // max(1, gradient.shape[-1])
+        gradient = gradient.reshape(rows, gradient.shape[-1])
         summed = sum_rows(
-            gradient.reshape(ids, gradient.shape[-1]).contiguous(),
+            (gradient if bags is None else bags.share(gradient)).contiguous(),
             batch.plan,
             asker.store.rows,
             begin=batch.begin(ctx.part),
             distinct=batch.distinct,
+            source=None if bags is None else bags.of_ids,
         )
         asker.add_gradient(summed, batch.ids, ctx.number)
-        return None, None, None
+        return None, None, None, None
 
 
 def _check_once(gradient: Tensor) -> None:

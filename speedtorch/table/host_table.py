@@ -377,10 +377,11 @@ class HostTable:
         *args: Any,
         field: str = "weight",
         seed: int | None = None,
+        rows: slice = slice(None),
         progress: bool | None = None,
         **kwargs: Any,
     ) -> _Self:
-        """Runs any function of torch.nn.init, or one like it, on a field.
+        """Runs any function of torch.nn.init, or one like it, on a field, or on some of its rows.
 
         It is called as function(tensor, *args, **kwargs), on a stand-in of the field's shape and on
         parts of it: it changes the tensor in place and does nothing else. Functions that need the
@@ -396,9 +397,9 @@ class HostTable:
             >>> bool(table["weight"].abs().max() <= (6 / 108) ** 0.5)
             True
         """
-        rows = self[field]
+        drawn = self[field][rows]
         self.settle()
-        row_blocks.draw_rows(rows, function, args, kwargs, seed, progress)
+        row_blocks.draw_rows(drawn, function, args, kwargs, seed, progress)
         self.settle()
         return self
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -53,6 +54,9 @@ def draw_rows(
     progress: bool | None,
 ) -> None:
     """Runs an initialiser of torch's, or one like it, over all rows; see HostTable.init_."""
+    if isinstance(function, partial):
+        args, kwargs = (*function.args, *args), function.keywords | kwargs
+        function = function.func
     if "generator" in kwargs:
         raise TypeError("generator: every block of rows has its own; give seed= instead")
     if seed is None:

@@ -1,0 +1,407 @@
+"""EmbeddingCollection and EmbeddingBagCollection: the tables of a model in one exchange."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from speedtorch.nn.jagged import Features, JaggedRows, KeyedFeatures, Source, read_features
+from speedtorch.nn.row_module import Device, RowModule, loadable
+from speedtorch.nn.row_module import Source as Saved
+from speedtorch.nn.table_group import Table, TableGroup, TableIds
+from speedtorch.table.host_table import HostTable
+from speedtorch.torch_internals import not_compiled
+
+__all__ = ["EmbeddingBagCollection", "EmbeddingCollection", "TableCollection"]
+
+_Self = TypeVar("_Self", bound="TableCollection")  # typing.Self needs Python 3.11.
+
+
+class _Tables(nn.ModuleDict):
+    """The groups of a collection, saved and loaded table by table, as torchrec names them."""
+
+    def places(self) -> dict[str, tuple[TableGroup, slice]]:
+        """Each table's group and its rows there."""
+        groups: Any = self.values()
+        return {
+            table.name: (group, group.range_of(table.name))
+            for group in groups
+            for table in group.tables
+        }
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for group in self.values():
+            assert isinstance(group, TableGroup)
+            group.flush()
+        for name, (group, rows) in self.places().items():
+            destination[f"{prefix}{name}.weight"] = group.trained_rows.store.saved("weight", rows)
+
+    def _load_from_state_dict(  # type: ignore[no-untyped-def]
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        known = set()
+        for name, (group, rows) in self.places().items():
+            known.add(key := f"{prefix}{name}.weight")
+            if key not in state_dict:
+                missing_keys.append(key)
+                continue
+            shape = (rows.stop - rows.start, group.embedding_dim)
+            try:
+                group.trained_rows.load_some(loadable(key, state_dict[key], shape), rows.start)
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{error}.")
+        if strict:
+            given = [key for key in state_dict if key.startswith(prefix)]
+            unexpected_keys.extend(key for key in given if key not in known)
+
+
+class TableCollection(nn.Module):
+    """What both collections share: tables, and the groups that hold their rows."""
+
+    _kept_as = "embeddings"
+    """The attribute, and the first part of every key of a state_dict, as torchrec has it."""
+    _pooled = False
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        device: Device = None,
+        *,
+        memory: str = "auto",
+        freeze: bool = False,
+    ) -> None:
+        super().__init__()
+        self._configs = list(tables)
+        described = [Table.of(each) for each in self._configs]
+        if not described:
+            raise ValueError(f"{type(self).__name__}: tables: expected one or more, got none")
+        twice = [name for name, n in Counter(each.name for each in described).items() if n > 1]
+        if twice:
+            raise ValueError(f"{type(self).__name__}: two tables are called {twice[0]!r}")
+        by_group: dict[str, list[Table]] = {}
+        for table in described:
+            kind = f"{table.columns}x{str(table.dtype).partition('.')[2]}"
+            key = f"{table.group}_{kind}" if table.group else kind
+            by_group.setdefault(key.replace(".", "_"), []).append(table)
+        groups = {key: TableGroup(some, device, memory, freeze) for key, some in by_group.items()}
+        setattr(self, self._kept_as, _Tables(groups))
+        self._keys = self._names(described)
+
+    def _names(self, tables: Sequence[Table]) -> list[tuple[str, int, int]]:
+        """What the result calls each feature, its group and its number there, in table order."""
+        uses = Counter(feature for table in tables for feature in table.features)
+        numbers: dict[tuple[str, str], tuple[int, int]] = {}
+        for at, group in enumerate(self._groups()):
+            for number, (k, feature) in enumerate(group.features):
+                numbers[group.tables[k].name, feature] = (at, number)
+        return [
+            (f"{key}@{table.name}" if uses[key] > 1 else key, *numbers[table.name, key])
+            for table in tables
+            for key in table.features
+        ]
+
+    def _groups(self) -> list[TableGroup]:
+        groups: Any = self._modules[self._kept_as]
+        return list(groups.values())
+
+    def _tables(self) -> _Tables:
+        return cast(_Tables, self._modules[self._kept_as])
+
+    # --------------------------------------------------------------------------------------------
+    # Ids
+
+    def _source(self, group: TableGroup, features: Features) -> Source:
+        wanted = [key for _, key in group.features]
+        weighted = getattr(self, "_is_weighted", False)
+        return read_features(features, wanted, type(self).__name__, weighted=weighted)
+
+    def _looked_up(self, features: Features) -> list[tuple[TableIds, Tensor]]:
+        """The ids of each group, and what was looked up for them."""
+        groups = self._groups()
+        sources = [self._source(group, features) for group in groups]
+        # All bad input has been found before a row moves; ids of a GPU are found by the lookups.
+        read = [group.table_ids(each) for group, each in zip(groups, sources, strict=True)]
+        found = []
+        for group, source, ids in zip(groups, sources, read, strict=True):
+            weights = None
+            if getattr(self, "_is_weighted", False):
+                weights = source.weights(ids.rows.device)
+            found.append((ids, group.look_up(ids, weights, pooled=self._pooled)))
+        return found
+
+    def ids_by_module(self, features: Features) -> dict[RowModule, list[Tensor]]:
+        """Features of one lookup as prefetch plans them: which group names which rows."""
+        return {
+            group: [group.table_ids(self._source(group, features)).rows] for group in self._groups()
+        }
+
+    def announce(self, *features: Features) -> None:
+        """Lets the next lookup bring the rows of all lookups of its step; see Embedding.announce.
+
+        Args:
+            *features: What the lookups will be given.
+        """
+        read = [self.ids_by_module(each) for each in features]
+        for group in self._groups():
+            group.announce(*(ids for each in read for ids in each[group]))
+
+    # --------------------------------------------------------------------------------------------
+    # Rows
+
+    def table_weight(self, name: str) -> Tensor:
+        """All rows of a table `[num_embeddings, embedding_dim]`, as they are now.
+
+        They are in host memory and may be written to; held rows are brought home first.
+
+        Raises:
+            KeyError: There is no such table.
+        """
+        places = self._tables().places()
+        if name not in places:
+            raise KeyError(f"{name!r} is none of the tables {list(places)}")
+        group, rows = places[name]
+        return group.table["weight"][rows]
+
+    def group_of(self, name: str) -> TableGroup:
+        """The group that trains a table: its `weight` is the parameter, its `table` the HostTable.
+
+        Raises:
+            KeyError: There is no such table.
+        """
+        places = self._tables().places()
+        if name not in places:
+            raise KeyError(f"{name!r} is none of the tables {list(places)}")
+        return places[name][0]
+
+    def reset_parameters(self) -> None:
+        """Draws all rows anew as the configs say."""
+        for group in self._groups():
+            group.reset_parameters()
+
+    def flush(self) -> None:
+        """Brings the tables up to date, for who keeps views of them."""
+        for group in self._groups():
+            group.flush()
+
+    def _fill(self, embeddings: Mapping[str, Saved], memory: str) -> None:
+        places = self._tables().places()
+        if others := sorted(set(places) ^ set(embeddings)):
+            raise ValueError(f"embeddings: expected those of {list(places)}; differing: {others}")
+        for name, rows in embeddings.items():
+            if isinstance(rows, str | os.PathLike):
+                rows = HostTable.open(rows, memory)
+            group, where = places[name]
+            shape = (where.stop - where.start, group.embedding_dim)
+            values = rows["weight"] if isinstance(rows, HostTable) else rows
+            group.trained_rows.load_some(loadable(name, values, shape), where.start)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_Self],
+        tables: Sequence[Any],
+        embeddings: Mapping[str, Saved],
+        freeze: bool = True,
+        **settings: Any,
+    ) -> _Self:
+        """Makes a collection of rows that exist.
+
+        Args:
+            tables: The configs.
+            embeddings: The rows of each table by its name, copied: a tensor, a HostTable, or the
+                path of a saved one.
+            freeze: Do not train them.
+            **settings: As for the class.
+
+        Raises:
+            TypeError, ValueError: Rows of another shape or kind than the config's, or of no table.
+        """
+        made = cls(tables, freeze=freeze, **settings)
+        made._fill(embeddings, settings.get("memory", "auto"))
+        return made
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} is not pickled, as its tables are in this process's memory:"
+            " save model.state_dict()"
+        )
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+class EmbeddingBagCollection(TableCollection):
+    """Tables whose rows are looked up and added up, bag by bag, all in one exchange.
+
+    Arguments, input, result and state_dict are those of torchrec's EmbeddingBagCollection, whose
+    configs it takes as well. Tables of one embedding_dim, data_type and `group=` are ranges of the
+    rows of one HostTable and one parameter: learning rate, freezing and optimizer go by group. All
+    else is as for Embedding, and each table's numbers are those of an EmbeddingBag of its own.
+
+    Args:
+        tables: EmbeddingBagConfigs.
+        is_weighted: Whether the input has a factor for each id; all tables pool by "sum" then.
+        device: Where lookups give their rows; the tables are in host memory.
+        memory: The tables' memory, as for HostTable.
+        freeze: Do not train the rows.
+
+    Raises:
+        ValueError: There are no tables, two of one name, or a config cannot be a table.
+        MemoryError, NotImplementedError: As for Embedding.
+
+    Example:
+        >>> import speedtorch
+        >>> tables = speedtorch.EmbeddingBagCollection(tables=[
+        ...     speedtorch.EmbeddingBagConfig(1000, 8, "user"),  # rows, columns, name
+        ...     speedtorch.EmbeddingBagConfig(500, 8, "item", feature_names=["seen", "bought"]),
+        ... ])
+        >>> pooled = tables({
+        ...     "user": torch.tensor([3, 999]),  # one id a sample
+        ...     "seen": torch.tensor([[1, 2, 3], [4, 4, 4]]),  # [samples, ids of each]
+        ...     "bought": (torch.tensor([7]), torch.tensor([0, 1, 1])),  # ids and offsets
+        ... })
+        >>> pooled.keys(), pooled.values().shape, pooled["seen"].shape
+        (['user', 'seen', 'bought'], torch.Size([2, 24]), torch.Size([2, 8]))
+    """
+
+    _kept_as = "embedding_bags"
+    _pooled = True
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        is_weighted: bool = False,
+        device: Device = None,
+        *,
+        memory: str = "auto",
+        freeze: bool = False,
+    ) -> None:
+        super().__init__(tables, device, memory=memory, freeze=freeze)
+        self._is_weighted = is_weighted
+        if is_weighted:
+            for group in self._groups():
+                for table in group.tables:
+                    if table.mean:
+                        raise ValueError(f"{table.name}: is_weighted goes with pooling='sum'")
+
+    def is_weighted(self) -> bool:
+        """Whether the input has a factor for each id."""
+        return self._is_weighted
+
+    def embedding_bag_configs(self) -> list[Any]:
+        """The configs of the tables."""
+        return list(self._configs)
+
+    def forward(self, features: Features) -> KeyedFeatures:
+        """Looks bags of rows up and reduces each to one.
+
+        Args:
+            features: A keyed jagged tensor (torchrec's, or one with its methods keys(), values()
+                and offsets(), and weights_or_none() with is_weighted), or a dict of features. One
+                is a tensor `[samples]` with an id for each sample, a tensor `[samples, ids]` with a
+                bag in each row, or a tuple (ids, offsets `[samples + 1]`[, weights]). int32 or
+                int64, on either device. Features of no table are ignored.
+
+        Returns:
+            Its values() are `[samples, columns of all features]` on the module's device, in the
+            order of the tables and of their features.
+
+        Raises:
+            KeyError: A feature is missing.
+            IndexError: An id is out of its table's range; it names table and feature.
+            TypeError, ValueError: Ids, offsets or weights do not fit; no row has moved.
+            RuntimeError, NotImplementedError: As for Embedding.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return _pooled_not_compiled(self, features)
+        found = [each for _, each in self._looked_up(features)]
+        columns = [group.embedding_dim for group in self._groups()]
+
+        def part(at: int, number: int) -> Tensor:
+            return found[at][:, number * columns[at] : (number + 1) * columns[at]]
+
+        def values() -> Tensor:
+            if len(found) == 1:
+                return found[0]
+            return torch.cat([part(at, number) for _, at, number in self._keys], 1)
+
+        parts = {key: partial(part, at, number) for key, at, number in self._keys}
+        return KeyedFeatures(parts, values)
+
+
+class EmbeddingCollection(TableCollection):
+    """Tables whose rows are looked up one by one, all in one exchange.
+
+    As EmbeddingBagCollection, but the rows of an id's sample stay apart, as torchrec's
+    EmbeddingCollection has them: the result's [name] is a jagged tensor.
+
+    Args:
+        tables: EmbeddingConfigs.
+        device: Where lookups give their rows; the tables are in host memory.
+        memory: The tables' memory, as for HostTable.
+        freeze: Do not train the rows.
+
+    Raises:
+        As for EmbeddingBagCollection.
+
+    Example:
+        >>> import speedtorch
+        >>> tables = speedtorch.EmbeddingCollection(
+        ...     tables=[speedtorch.EmbeddingConfig(100, 8, "word")]  # rows, columns, name
+        ... )
+        >>> words = tables({"word": (torch.tensor([5, 1, 5]), torch.tensor([0, 2, 3]))})
+        >>> words["word"].values().shape, words["word"].lengths().tolist()
+        (torch.Size([3, 8]), [2, 1])
+    """
+
+    def embedding_configs(self) -> list[Any]:
+        """The configs of the tables."""
+        return list(self._configs)
+
+    def forward(self, features: Features) -> KeyedFeatures:
+        """Looks rows up.
+
+        Args:
+            features: As for EmbeddingBagCollection.
+
+        Returns:
+            Its [name] is a JaggedRows, its values() are the rows of all features one after another,
+            `[ids, columns]`, on the module's device.
+
+        Raises:
+            As for EmbeddingBagCollection; ValueError by values() if tables differ in columns.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return _rows_not_compiled(self, features)
+        found = self._looked_up(features)
+        counts = [len(group.features) for group in self._groups()]
+
+        def part(at: int, number: int) -> JaggedRows:
+            ids, rows = found[at]
+            begins, samples = ids.jagged.begins_of(counts[at]), ids.jagged.samples
+            begin, end = begins[number : number + 2]
+            of_part = ids.jagged.offsets[number * samples : (number + 1) * samples + 1]
+            return JaggedRows(rows[begin:end], of_part - begin)
+
+        def values() -> Tensor:
+            if len(found) == 1:
+                return found[0][1]
+            if len({rows.shape[1] for _, rows in found}) > 1:
+                raise ValueError("values(): the tables differ in columns; take features by name")
+            return torch.cat([part(at, number).values() for _, at, number in self._keys])
+
+        parts = {key: partial(part, at, number) for key, at, number in self._keys}
+        return KeyedFeatures(parts, values)
+
+
+_pooled_not_compiled = not_compiled(EmbeddingBagCollection.forward)
+_rows_not_compiled = not_compiled(EmbeddingCollection.forward)
