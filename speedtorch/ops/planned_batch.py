@@ -13,10 +13,10 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import not_ids, plan_rows
+from speedtorch.ops.functions import not_ids, plan_rows, sum_rows
 from speedtorch.torch_internals import version_of
 
-__all__ = ["PlannedBatch", "SeenIds", "check_ids"]
+__all__ = ["Parts", "PlannedBatch", "SeenIds", "check_ids"]
 
 # Places in the status of a plan, and how many they are.
 _DISTINCT, _STATUS_FIELDS = 3, 8
@@ -85,14 +85,87 @@ def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
     return (version_of(tensor), *layout)
 
 
+class Parts:
+    """The ids of a batch, of any shape on either device, one part for each of its lookups.
+
+    `plan` is the result of plan_rows for all of them, on the device of the rows.
+
+    Raises:
+        IndexError: rows are held on the CPU and an id is out of range.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], rows: int, device: torch.device, name: str) -> None:
+        self.name = name
+        self.rows = rows
+        self.planned: torch.cuda.Event | None = None
+        """After which the plan is there, if it was made beside the current stream."""
+        self._seen: list[SeenIds] = []
+        self._begins = [0]
+        flat = []
+        for part in parts or [torch.empty(0, dtype=torch.int64)]:
+            seen = SeenIds(part, device, unread=part.is_cuda)
+            ids = seen.values.reshape(-1)
+            if ids.device != device:  # towards a GPU nobody waits
+                ids = ids.to(device, non_blocking=device.type == "cuda")
+            self._seen.append(seen)
+            self._begins.append(self._begins[-1] + len(ids))
+            flat.append(ids)
+        # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
+        # follows the distinct ids.
+        try:
+            self.plan = plan_rows(flat[0] if len(flat) == 1 else torch.cat(flat), rows)
+        except IndexError as error:
+            raise IndexError(str(error).replace("plan_rows", name, 1)) from None
+
+    @property
+    def count(self) -> int:
+        """Ids in all."""
+        return self._begins[-1]
+
+    def begin(self, part: int) -> int:
+        """How many ids come before those of a part."""
+        return self._begins[part]
+
+    def part_of(self, ids: Tensor) -> int | None:
+        """Which of the parts these ids are, if they are known to be one."""
+        for part, seen in enumerate(self._seen):
+            if seen.are(ids):
+                return part
+        return None
+
+    def local(self, part: int, places: Tensor | None) -> Tensor:
+        """The places of the rows that a part names, in the part's shape.
+
+        `places` are those of the distinct rows; by default their order.
+        """
+        entries = self.plan[1]
+        if len(self._seen) > 1:
+            entries = entries[self._begins[part] : self._begins[part + 1]]
+        local, shape = entries if places is None else places[entries], self._seen[part].shape
+        return local if local.shape == shape else local.view(shape)
+
+    def join(self) -> None:
+        """What the current stream gets from now on begins when the plan is there."""
+        if self.planned is not None:
+            torch.cuda.current_stream(self.planned.device).wait_event(self.planned)
+            self.planned = None
+
+    def refuse(self, bad: int, position: int, bad_id: int) -> None:
+        """Raises IndexError if so many ids are out of range, the first of them at a position."""
+        if bad:
+            raise IndexError(
+                f"{self.name}: id {bad_id} at position {position} is out of range for a table of"
+                f" {self.rows} rows ({bad} of {self.count} ids are out of range); no row was moved"
+            )
+
+
 class PlannedBatch:
     """The distinct rows of a batch, in address order: the order in which a step holds them.
 
-    The ids of all parts, of any shape on either device, are the batch. The padding's row is no row
-    of it; it stands after the last one. `plan` is the result of plan_rows for the ids, `following`
-    the batch that was planned after this one. Known after count() are `distinct`, the number of
-    ids with that of the padding, `held`, that of the rows, and `ids`, theirs, ascending: `[held]`,
-    always the same tensor.
+    The ids of all `parts` are the batch. The padding's row is no row of it; it stands after the
+    last one. `following` is the batch that was planned after this one. Known after count() are
+    `distinct`, the number of ids with that of the padding, `held`, that of the rows, and `ids`,
+    theirs, ascending: `[held]`, always the same tensor.
 
     Args:
         after: the batch whose rows are held before this one's, or ids of held rows, ascending.
@@ -114,43 +187,26 @@ class PlannedBatch:
         name: str = "ids",
     ) -> None:
         self.device = device
-        self._name = name
-        self._rows = rows
         self._padding = padding
-        self._seen: list[SeenIds] = []
-        self._begins = [0]
-        flat = []
-        for part in parts or [torch.empty(0, dtype=torch.int64)]:
-            seen = SeenIds(part, device, unread=part.is_cuda)
-            ids = seen.values.reshape(-1)
-            if ids.device != device:  # towards a GPU nobody waits
-                ids = ids.to(device, non_blocking=device.type == "cuda")
-            self._seen.append(seen)
-            self._begins.append(self._begins[-1] + len(ids))
-            flat.append(ids)
-        # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
-        # follows the distinct ids.
-        try:
-            self.plan = plan_rows(flat[0] if len(flat) == 1 else torch.cat(flat), rows)
-        except IndexError as error:
-            raise IndexError(str(error).replace("plan_rows", name, 1)) from None
+        self.parts = Parts(parts, rows, device, name)
         self.following: PlannedBatch | None = None
         self._place: Tensor | None = None
         """Of each distinct id, or None where that is its place in the order."""
-        unique, _, _, _, status = self.plan
+        unique, _, _, _, status = self.parts.plan
         self._ids, counts = unique, status
         if padding is not None:
             self._ids, *_, sums = self._compared(unique[:0], unique[:0])
             held = sums[:1]
             named = status[_DISTINCT : _DISTINCT + 1] - held
-            places = torch.arange(self._begins[-1], device=device) - (unique > padding) * named
+            places = torch.arange(self.parts.count, device=device) - (unique > padding) * named
             self._place = torch.where(unique == padding, held, places)
             counts = torch.cat([counts, held])
         if after is not None:
             if isinstance(after, Tensor):
                 *self._changes, sums = self._compared(after, after[:0])
             else:
-                *self._changes, sums = self._compared(after.plan[0], after.plan[4])
+                plan = after.parts.plan
+                *self._changes, sums = self._compared(plan[0], plan[4])
             counts = torch.cat([counts, sums])
         self._uncounted: tuple[Tensor, torch.cuda.Event | None] | None
         self._uncounted = (counts, None) if counts.is_cpu else _sent(counts)
@@ -164,8 +220,9 @@ class PlannedBatch:
         places before of those that leave; and the counts of all, arriving and leaving rows.
         """
         padding = -1 if self._padding is None else self._padding
+        unique, _, _, _, status = self.parts.plan
         lists: list[Tensor] = torch.ops.speedtorch.compare_rows(
-            self.plan[0], self.plan[4], held, held_status, padding
+            unique, status, held, held_status, padding
         )
         return lists
 
@@ -178,12 +235,7 @@ class PlannedBatch:
             event.synchronize()
         counts = memory.tolist()
         bad, position, bad_id, distinct, *_ = counts
-        if bad:
-            raise IndexError(
-                f"{self._name}: id {bad_id} at position {position} is out of range for a table of"
-                f" {self._rows} rows ({bad} of {self._begins[-1]} ids are out of range); no row was"
-                " moved"
-            )
+        self.parts.refuse(bad, position, bad_id)
         self.distinct = distinct
         self.held = counts[_DISTINCT if self._padding is None else _STATUS_FIELDS]
         self.ids = self._ids[: self.held]
@@ -215,9 +267,10 @@ class PlannedBatch:
 
     def places_among(self, ids: Tensor) -> Tensor:
         """Where its distinct rows are among others, which are held with them: `ids` ascending."""
-        places = torch.searchsorted(ids, self.plan[0])
+        unique = self.parts.plan[0]
+        places = torch.searchsorted(ids, unique)
         if self._padding is not None:
-            places = torch.where(self.plan[0] == self._padding, len(ids), places)
+            places = torch.where(unique == self._padding, len(ids), places)
         return places
 
     def local(self, part: int, places: Tensor | None = None) -> Tensor:
@@ -225,19 +278,18 @@ class PlannedBatch:
 
         `places` are those of the distinct rows; by default those of the batch alone.
         """
-        entries, places = self.plan[1], self._place if places is None else places
-        if len(self._seen) > 1:
-            entries = entries[self._begins[part] : self._begins[part + 1]]
-        local, shape = entries if places is None else places[entries], self._seen[part].shape
-        return local if local.shape == shape else local.view(shape)
+        return self.parts.local(part, self._place if places is None else places)
 
-    def begin(self, part: int) -> int:
-        """How many ids come before those of a part."""
-        return self._begins[part]
+    def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
+        """The gradients of the rows that a part looked up, added up for each distinct id.
 
-    def part_of(self, ids: Tensor) -> int | None:
-        """Which of the parts these ids are, if they are known to be one."""
-        for part, seen in enumerate(self._seen):
-            if seen.are(ids):
-                return part
-        return None
+        `rows` are those of its ids, or with `source` those that it names for each id.
+        """
+        return sum_rows(
+            rows,
+            self.parts.plan,
+            self.parts.rows,
+            begin=self.parts.begin(part),
+            distinct=self.distinct,
+            source=source,
+        )

@@ -93,7 +93,7 @@ class Step(NamedTuple):
     def find(self, ids: Tensor) -> Placed | None:
         """Where the rows of ids are, if they are known to be a part of what the step holds."""
         for number, batch in enumerate(self.batches):
-            if (part := batch.part_of(ids)) is not None:
+            if (part := batch.parts.part_of(ids)) is not None:
                 return self.part(number, part)
         return None
 
@@ -341,7 +341,7 @@ class Exchange:
         now, coming, arriving = self.now, None, None
         following = now.batches[0].following if ahead and now.ahead else None
         if following is not None:
-            self._planning.join()
+            following.parts.join()
             try:
                 load = following.arriving
             except IndexError:
@@ -490,9 +490,9 @@ class Exchange:
 
     def _taken(self, batch: PlannedBatch, parts: Sequence[Tensor]) -> PlannedBatch | None:
         """The planned batch, if these are its ids, or parts of what it was planned with."""
-        self._planning.join()
+        batch.parts.join()
         batch.count()
-        if any(batch.part_of(part) is None for part in parts):
+        if any(batch.parts.part_of(part) is None for part in parts):
             asked = self.planned(parts, batch.ids)
             asked.count()
             if asked.held != batch.held or len(asked.arriving[0]):
@@ -585,7 +585,9 @@ class Exchange:
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedBatch | None) -> PlannedBatch:
         """Plans a batch of a loop: its ids, of any shape, and the batch before it."""
         with self._planning.after_current(self.device):
-            return self.planned(parts, after)
+            batch = self.planned(parts, after)
+        batch.parts.planned = self._planning.end
+        return batch
 
     def start_loop(self, loop: object) -> None:
         """Lets a loop plan batches ahead while it lives; RuntimeError if another has not ended."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from speedtorch.ops.functions import gather_detached, pool_rows, sum_rows
+from speedtorch.ops.functions import gather_detached, pool_rows
 from speedtorch.step.exchange import Exchange, HeldState, Placed, ShownRows
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.row_store import Draw, Fields, RowStore
@@ -307,14 +307,10 @@ class _SummedLookup(torch.autograd.Function):
         asker, batch, bags = ctx.asker, ctx.batch, ctx.bags
         rows = gradient.numel() // max(1, gradient.shape[-1])
         gradient = gradient.reshape(rows, gradient.shape[-1])
-        summed = sum_rows(
-            (gradient if bags is None else bags.share(gradient)).contiguous(),
-            batch.plan,
-            asker.store.rows,
-            begin=batch.begin(ctx.part),
-            distinct=batch.distinct,
-            source=None if bags is None else bags.of_ids,
-        )
+        if bags is None:
+            summed = batch.summed(gradient.contiguous(), ctx.part, None)
+        else:
+            summed = batch.summed(bags.share(gradient).contiguous(), ctx.part, bags.of_ids)
         asker.add_gradient(summed, batch.ids, ctx.number)
         return None, None, None, None
 

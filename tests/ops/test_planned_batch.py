@@ -35,7 +35,7 @@ def test_rows_are_held_in_address_order(device: str) -> None:
     assert (made.held, made.distinct) == (3, 3)
     assert made.ids.tolist() == [2, 7, 9]
     assert made.local(0).tolist() == [1, 0, 1] and made.local(1).tolist() == [2, 0]
-    assert made.begin(1) == 3
+    assert made.parts.begin(1) == 3
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -106,7 +106,7 @@ def test_bad_ids_are_told_when_they_are_counted(device: str) -> None:
 def test_parts_are_known_again(device: str) -> None:
     ids = torch.tensor([3, 4], device=device)
     made = PlannedBatch([torch.tensor([1], device=device), ids], ROWS, torch.device(device))
-    assert made.part_of(ids) == 1
-    assert made.part_of(torch.tensor([3], device=device)) is None
+    assert made.parts.part_of(ids) == 1
+    assert made.parts.part_of(torch.tensor([3], device=device)) is None
     ids[0] = 5
-    assert made.part_of(ids) is None
+    assert made.parts.part_of(ids) is None
