@@ -76,6 +76,7 @@ class TableCollection(nn.Module):
         *,
         memory: str = "auto",
         freeze: bool = False,
+        capacity: int | None = None,
     ) -> None:
         super().__init__()
         self._configs = list(tables)
@@ -90,7 +91,10 @@ class TableCollection(nn.Module):
             kind = f"{table.columns}x{str(table.dtype).partition('.')[2]}"
             key = f"{table.group}_{kind}" if table.group else kind
             by_group.setdefault(key.replace(".", "_"), []).append(table)
-        groups = {key: TableGroup(some, device, memory, freeze) for key, some in by_group.items()}
+        groups = {
+            key: TableGroup(some, device, memory, freeze, capacity)
+            for key, some in by_group.items()
+        }
         setattr(self, self._kept_as, _Tables(groups))
         self._keys = self._names(described)
 
@@ -253,6 +257,7 @@ class EmbeddingBagCollection(TableCollection):
         device: Where lookups give their rows; the tables are in host memory.
         memory: The tables' memory, as for HostTable.
         freeze: Do not train the rows.
+        capacity: The most distinct rows of a step in each group, as for Embedding.
 
     Raises:
         ValueError: There are no tables, two of one name, or a config cannot be a table.
@@ -284,8 +289,9 @@ class EmbeddingBagCollection(TableCollection):
         *,
         memory: str = "auto",
         freeze: bool = False,
+        capacity: int | None = None,
     ) -> None:
-        super().__init__(tables, device, memory=memory, freeze=freeze)
+        super().__init__(tables, device, memory=memory, freeze=freeze, capacity=capacity)
         self._is_weighted = is_weighted
         if is_weighted:
             for group in self._groups():
@@ -349,6 +355,7 @@ class EmbeddingCollection(TableCollection):
         device: Where lookups give their rows; the tables are in host memory.
         memory: The tables' memory, as for HostTable.
         freeze: Do not train the rows.
+        capacity: The most distinct rows of a step in each group, as for Embedding.
 
     Raises:
         As for EmbeddingBagCollection.

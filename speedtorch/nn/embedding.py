@@ -50,6 +50,8 @@ class Embedding(RowModule, nn.Embedding):
         device: Where lookups give their rows; the table is in host memory.
         dtype: The elements of the rows.
         memory: The table's memory, as for HostTable.
+        capacity: The most distinct rows of a step, without that of padding_idx; None for any
+            number, which each step waits for.
 
     Attributes:
         weight: The parameter, which stands for all rows `[num_embeddings, embedding_dim]`.
@@ -83,6 +85,7 @@ class Embedding(RowModule, nn.Embedding):
         dtype: torch.dtype | None = None,
         *,
         memory: str = "auto",
+        capacity: int | None = None,
     ) -> None:
         RowModule.__init__(**locals())  # all arguments, by their names
 
@@ -131,6 +134,7 @@ class Embedding(RowModule, nn.Embedding):
         *,
         device: Device = None,
         memory: str = "auto",
+        capacity: int | None = None,
     ) -> Embedding:
         """Makes an Embedding of rows that exist.
 

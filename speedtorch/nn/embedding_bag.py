@@ -31,6 +31,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         device: Where lookups give their rows; the table is in host memory.
         dtype: The elements of the rows.
         memory: The table's memory, as for HostTable.
+        capacity: The most distinct rows of a step, without that of padding_idx; None for any
+            number, which each step waits for.
 
     Raises:
         MemoryError, NotImplementedError: As for Embedding.
@@ -58,6 +60,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         dtype: torch.dtype | None = None,
         *,
         memory: str = "auto",
+        capacity: int | None = None,
         _freeze: bool = False,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
@@ -142,6 +145,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         *,
         device: Device = None,
         memory: str = "auto",
+        capacity: int | None = None,
     ) -> EmbeddingBag:
         """Makes an EmbeddingBag of rows that exist.
 

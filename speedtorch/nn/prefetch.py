@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from speedtorch.nn.collection import TableCollection
 from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.table_group import TableGroup
-from speedtorch.ops.planned_batch import PlannedBatch
+from speedtorch.step.exchange import Batch
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["Prefetch", "prefetch"]
@@ -68,9 +68,9 @@ class Prefetch(Generic[_Batch]):
                 for module in self._modules:
                     module.trained_rows.exchange.expect(None)
 
-    def _planned(self) -> Iterator[tuple[_Batch, dict[RowModule, PlannedBatch]] | Exception]:
+    def _planned(self) -> Iterator[tuple[_Batch, dict[RowModule, Batch]] | Exception]:
         """Batches and their plans; what the loader or a plan raises takes the place of the rest."""
-        last: dict[RowModule, PlannedBatch] = {}
+        last: dict[RowModule, Batch] = {}
         try:
             for batch in self._loader:
                 parts = self._parts(batch)

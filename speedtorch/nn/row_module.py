@@ -60,6 +60,7 @@ class RowModule(nn.Module):
         device: Device,
         dtype: torch.dtype | None,
         memory: str,
+        capacity: int | None = None,
         **settings: Any,
     ) -> None:
         nn.Module.__init__(self)
@@ -74,6 +75,9 @@ class RowModule(nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
+        if capacity is not None and (operator.index(capacity) < 1 or isinstance(capacity, bool)):
+            raise ValueError(f"capacity: expected the most rows of a step, got {capacity}")
+        self.capacity = None if capacity is None else min(capacity, num_embeddings)
         for setting, value in settings.items():
             setattr(self, setting, value)
         self._settings = tuple(settings)
@@ -97,7 +101,8 @@ class RowModule(nn.Module):
 
     def _train(self, store: RowStore, parameter: nn.Parameter) -> None:
         self.weight = parameter
-        self.trained_rows = TrainedRows(type(self).__name__, store, parameter, self.padding_idx)
+        name, padding, capacity = type(self).__name__, self.padding_idx, self.capacity
+        self.trained_rows = TrainedRows(name, store, parameter, padding, capacity)
         show_rows(parameter, self.trained_rows)
         # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
         weakref.finalize(self, self.trained_rows.let_go).atexit = False
@@ -109,6 +114,7 @@ class RowModule(nn.Module):
         *,
         device: Device = None,
         memory: str = "auto",
+        capacity: int | None = None,
     ) -> _Self:
         """Makes an Embedding or EmbeddingBag with the rows and arguments of torch's.
 
@@ -116,6 +122,7 @@ class RowModule(nn.Module):
             module: Of the same kind; its rows are copied.
             device: Where lookups give their rows; by default the module's.
             memory: The table's memory, as for HostTable.
+            capacity: The most rows of a step, as for Embedding.
 
         Raises:
             TypeError: It is of another kind.
@@ -133,7 +140,7 @@ class RowModule(nn.Module):
         named = inspect.signature(kind.from_pretrained).parameters
         settings = {name: getattr(module, name) for name in list(named)[2:]}  # behind the rows
         freeze = not module.weight.requires_grad
-        settings |= {"device": device, "memory": memory}
+        settings |= {"device": device, "memory": memory, "capacity": capacity}
         return made_of_rows(cls, module.weight, freeze, **settings).train(module.training)
 
     @property
@@ -147,7 +154,7 @@ class RowModule(nn.Module):
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""
         said = f"{self.num_embeddings}, {self.embedding_dim}"
-        for name in ("padding_idx", *self._settings):
+        for name in ("padding_idx", *self._settings, "capacity"):
             value = getattr(self, name)
             if not (value is None or value is False or (name == "norm_type" and value == 2.0)):
                 said += f", {name}={value!r}"

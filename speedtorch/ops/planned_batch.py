@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -159,6 +160,12 @@ class Parts:
             )
 
 
+class Planned(Protocol):
+    """Rows that are held are those of a plan."""
+
+    parts: Parts
+
+
 class PlannedBatch:
     """The distinct rows of a batch, in address order: the order in which a step holds them.
 
@@ -183,7 +190,7 @@ class PlannedBatch:
         device: torch.device,
         padding: int | None = None,
         *,
-        after: PlannedBatch | Tensor | None = None,
+        after: Planned | Tensor | None = None,
         name: str = "ids",
     ) -> None:
         self.device = device

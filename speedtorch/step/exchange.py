@@ -13,27 +13,41 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from speedtorch.ops.fitted_batch import FittedBatch
 from speedtorch.ops.planned_batch import PlannedBatch
+from speedtorch.step.fixed_blocks import FixedBlocks
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
 from speedtorch.step.row_store import Block, Fields, RowStore
 from speedtorch.step.side_stream import SideStream
 from speedtorch.torch_internals import of_another_dtype, sparse_values, version_of
 
-__all__ = ["Exchange", "HeldState", "OptimizerCall", "Placed", "ShownRows", "Step", "replace_rows"]
+__all__ = [
+    "Batch",
+    "Exchange",
+    "HeldState",
+    "OptimizerCall",
+    "Placed",
+    "ShownRows",
+    "Step",
+    "replace_rows",
+]
 
 Rows = list[Tensor]
 """Rows of every field `[n, ...]`, in the same order."""
+
+Batch: TypeAlias = PlannedBatch | FittedBatch
+"""What a step holds the rows of; of the second nobody knows how many they are."""
 
 
 class Coming(NamedTuple):
     """Rows that have arrived for the next batch, or are about to."""
 
-    batch: PlannedBatch
+    batch: Batch
     rows: Rows
     """Those that left the step before while they arrived are newer than the table's."""
     padded: Tensor
@@ -42,7 +56,7 @@ class Coming(NamedTuple):
 class Placed(NamedTuple):
     """A part of a batch whose rows a step holds."""
 
-    batch: PlannedBatch
+    batch: Batch
     part: int
     positions: Tensor
     """Which held rows the ids name, in their shape; the padding is one after the last."""
@@ -62,7 +76,7 @@ class Step(NamedTuple):
     """Their weights' memory, with the padding's row after the last."""
     places: dict[int, Tensor]
     """Where rows of batches are that were looked up after others, once somebody has asked."""
-    batches: tuple[PlannedBatch, ...] = ()
+    batches: tuple[Batch, ...] = ()
     """Those whose rows these are."""
     moved: int = 0
     """How many of the batches, the first ones, were looked up before other rows joined."""
@@ -86,7 +100,9 @@ class Step(NamedTuple):
         """A part of one of the step's batches."""
         batch = self.batches[number]
         places = self.places.get(number)  # only kept so that nobody computes them twice
-        if places is None and batch.ids is not self.ids:  # rows of others are held among its own
+        others = isinstance(batch, PlannedBatch) and batch.ids is not self.ids
+        if places is None and others:  # rows of others are held among its own
+            assert isinstance(batch, PlannedBatch)
             places = self.places[number] = batch.places_among(self.ids)
         return Placed(batch, part, batch.local(part, places), number < self.moved)
 
@@ -170,6 +186,13 @@ class ShownRows:
             rows[number] = each.contiguous()
         return rows
 
+    def put_back(self, step: Step) -> None:
+        """Makes them those of the step again after somebody has put others in their place."""
+        replace_rows(self.parameter, step.rows[0])
+        if self.kept.state is not None:
+            self.kept.state.hold(step.rows[1:])
+        self.mark()
+
     def mark(self) -> None:
         """What is written to the parameter from now on is a change."""
         self.version, self._pointer = version_of(self.parameter), self.parameter.data_ptr()
@@ -244,25 +267,38 @@ class Exchange:
     the step that holds rows, on `device`; the arguments are those of TrainedRows.
     """
 
-    def __init__(self, name: str, store: RowStore, shown: ShownRows, padding: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        store: RowStore,
+        shown: ShownRows,
+        padding: int | None,
+        capacity: int | None = None,
+    ) -> None:
         self._name = name
         self._store = store
         self._shown = shown
         self._padding = padding
         self._token: tuple[int, Callable[[], Token | None]] = (0, lambda: None)
         """Of the lookups of a step, and its number."""
-        self._told: tuple[Sequence[Tensor], PlannedBatch | None] = ((), None)
+        self._fixed: FixedBlocks | None = None
+        """What holds the rows if the blocks have a capacity."""
+        if capacity is not None:
+            self._fixed = FixedBlocks(name, store, capacity, padding)
+        self._told: tuple[Sequence[Tensor], Batch | None] = ((), None)
         """Ids that were announced for the step that the next lookup begins, and their plan."""
         self._call: tuple[OptimizerCall, int] | None = None
         """The last call of an optimizer's step, and the number of the step that it was for."""
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
-        self._due: PlannedBatch | None = None
+        self._due: Batch | None = None
         """The batch of a loop that the next step may take."""
         self._loop: Callable[[], object] = lambda: None
         self._hold_nothing(0)
 
     def _hold_nothing(self, number: int) -> None:
         self.device = self._shown.parameter.device
+        if self._fixed is not None:
+            self._fixed.forget()
         ids = torch.empty(0, dtype=torch.int64, device=self.device)
         self.now = Step(number, ids, *self._memory(0), {}, over=True)
 
@@ -307,9 +343,23 @@ class Exchange:
     def show_anew(self) -> None:
         """Reads held rows again, all fields that there are now; the table has all of them."""
         now, gradient = self.now, self._shown.parameter.grad
-        rows, padded = self._loaded(now.ids, None) if now.batches else self._memory(0)
-        self.now = now._replace(rows=rows, padded=padded, stale=False, gradient=gradient)
+        ids = now.ids
+        if self._fixed is not None and now.batches:
+            rows, padded, ids = self._fixed_again()
+        else:
+            rows, padded = self._loaded(now.ids, None) if now.batches else self._memory(0)
+        self.now = now._replace(ids=ids, rows=rows, padded=padded, stale=False, gradient=gradient)
         self.complete()
+
+    def _fixed_again(self) -> tuple[Rows, Tensor, Tensor]:
+        """Blocks for the fields of now with the rows that are held, read again."""
+        blocks, fields = self._fixed, self._shown.kept.fields
+        assert blocks is not None
+        if not blocks.are_for(self.device, fields):
+            blocks = blocks.with_fields(fields)
+        blocks.read_again()
+        self._fixed = blocks
+        return list(blocks.rows), blocks.padded, blocks.ids
 
     def _settle(self) -> bool:
         """Takes note of what an optimizer, or somebody else, did to the held rows.
@@ -324,6 +374,10 @@ class Exchange:
                 stepped = number == now.number and (has_gradient or written)
                 left = True
                 if stepped:
+                    if self._fixed is not None:
+                        if self._fixed.take(self._shown.rows_of(now)):
+                            self._shown.put_back(now)
+                        self._fixed.clear_others()
                     self.now = now._replace(newer=True, over=True, stale=False)
             elif not call.paused:
                 left = call.leave()
@@ -338,30 +392,44 @@ class Exchange:
 
     def _send(self, ahead: bool) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
-        now, coming, arriving = self.now, None, None
-        following = now.batches[0].following if ahead and now.ahead else None
+        now = self.now
+        following: Batch | None = now.batches[0].following if ahead and now.ahead else None
         if following is not None:
             following.parts.join()
+        if self._fixed is None:
+            assert not isinstance(following, FittedBatch)
+            coming = self._sent(following, now.owed)
+        else:
+            assert not isinstance(following, PlannedBatch)
+            with self._travel.after_current(self.device):
+                self._fixed.send(following)
+            coming = None if following is None else Coming(following, [], now.padded)
+        self.now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
+
+    def _sent(self, following: PlannedBatch | None, owed: Block | None) -> Coming | None:
+        """Sends rows away and for those of the batch that follows, if its ids are good."""
+        coming, arriving = None, None
+        if following is not None:
             try:
                 load = following.arriving
             except IndexError:
                 following = None  # who looks up its bad ids is told
-        if following is not None or now.owed is not None:
-            if now.owed is not None:
-                self._travel.uses(now.owed.rows)
+        if following is not None or owed is not None:
+            if owed is not None:
+                self._travel.uses(owed.rows)
             with self._travel.after_current(self.device):
                 if following is not None:  # in memory that only this stream is given again
                     coming = Coming(following, *self._memory(following.held))
                     arriving = Block(coming.rows, *load)
-                self._store.exchange(self._shown.kept.fields, now.owed, arriving)
-        self.now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
+                self._store.exchange(self._shown.kept.fields, owed, arriving)
+        return coming
 
     def _drop_coming(self) -> None:
         """Rows that arrived for the next batch go back, as some are nowhere else."""
         now, coming = self.now, self.now.coming
         if self._travel.end is not None:
             self._travel.join()
-        if coming is not None:
+        if coming is not None and isinstance(coming.batch, PlannedBatch):
             arrived = Block(coming.rows, *coming.batch.arriving)
             self._store.exchange(self._shown.kept.fields, arrived, None)
         if coming is not None or now.ahead:
@@ -393,19 +461,23 @@ class Exchange:
     def _hold(self, parts: Sequence[Tensor], *, announced: bool) -> Placed | None:
         """Holds rows, or remembers them; where the last part's are, if it was looked up before."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
-                " changes from step to step; capture what comes after it"
-            )
+            if self._fixed is None:
+                raise RuntimeError(
+                    f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
+                    " changes from step to step; build it with capacity=, the most rows of a step,"
+                    " or capture what comes after it"
+                )
+        else:
+            self.raise_faults()
         self.complete()
         (told, plan), is_over = self._told, self.is_over()
         if is_over and announced and self._due is None:
             parts = [*told, *parts]
-            self._told = (parts, self.planned(parts))
+            self._told = (parts, self._step_of(parts))
             return None
         try:
             if plan is not None and plan.device != self.device:  # the rows were moved
-                plan = self.planned(told)
+                plan = self._step_of(told)
             if plan is not None:
                 plan.count()
         except IndexError:
@@ -428,6 +500,18 @@ class Exchange:
         if told:
             self._told = ((), None)
         return found
+
+    def raise_faults(self) -> None:
+        """Raises what was found wrong with the ids of earlier steps, if no rows but these wait."""
+        if self._fixed is None:
+            return
+        try:
+            self._fixed.check()
+        except (IndexError, RuntimeError):
+            self._drop_coming()
+            self._told = ((), None)
+            self.now = self.now._replace(over=True, announced=False, newer=False)
+            raise
 
     def is_over(self) -> bool:
         """Whether the next rows that are asked for begin a step of their own."""
@@ -459,12 +543,15 @@ class Exchange:
         if not self.now.newer:
             self.now = self.now._replace(newer=True)
 
-    def _begin(self, parts: Sequence[Tensor], told: PlannedBatch | None) -> PlannedBatch | None:
+    def _begin(self, parts: Sequence[Tensor], told: Batch | None) -> Batch | None:
         """Begins a step of the batch that was planned before, which it returns, or of these ids."""
         planned, self._due = self._due, None  # two steps of one batch take its plan once
         batch = None if planned is None else self._taken(planned, parts)
-        begun = batch or told or self.planned(parts)
+        begun = batch or told or self._step_of(parts)
         begun.count()  # bad ids change nothing
+        if isinstance(begun, FittedBatch):
+            self._begin_fixed(begun, ahead=batch is not None)
+            return batch or told
         coming, owed, newer = self.now.coming, None, True
         if coming is not None and coming.batch is begun:
             _, rows, padded = coming
@@ -481,18 +568,55 @@ class Exchange:
         self.complete()
         return batch or told
 
-    def planned(
-        self, parts: Sequence[Tensor], after: PlannedBatch | Tensor | None = None
-    ) -> PlannedBatch:
-        """A batch of these ids; see PlannedBatch."""
+    def _begin_fixed(self, batch: FittedBatch, *, ahead: bool) -> None:
+        """Begins a step of a batch in blocks of a fixed size."""
+        blocks, now, fields = self._fixed, self.now, self._shown.kept.fields
+        assert blocks is not None
+        come = now.coming is not None and now.coming.batch is batch
+        if not come:
+            self._drop_coming()
+        elif self._travel.end is not None:
+            self._travel.join()
+        if blocks.are_for(self.device, fields):
+            blocks.take(self._shown.rows_of(now))
+        else:
+            blocks.make(self.device, fields)
+        blocks.begin(batch, come=come)
+        owed = Block((), batch.ids) if come else None
+        rows, padded = list(blocks.rows), blocks.padded
+        self.now = Step(
+            now.number + 1,
+            blocks.ids,
+            rows,
+            padded,
+            {},
+            (batch,),
+            newer=True,
+            ahead=ahead,
+            owed=owed,
+        )
+        self.complete()
+
+    def planned(self, parts: Sequence[Tensor], after: Batch | Tensor | None = None) -> PlannedBatch:
+        """A batch of these ids whose rows can be counted; see PlannedBatch."""
         rows, device, padding = self._store.rows, self.device, self._padding
         return PlannedBatch(parts, rows, device, padding, after=after, name=self._name)
 
-    def _taken(self, batch: PlannedBatch, parts: Sequence[Tensor]) -> PlannedBatch | None:
+    def _step_of(self, parts: Sequence[Tensor], after: Batch | None = None) -> Batch:
+        """A batch of these ids for a step."""
+        if (fixed := self._fixed) is None:
+            return self.planned(parts, after)
+        assert not isinstance(after, PlannedBatch)
+        rows, padding, size = self._store.rows, self._padding, fixed.capacity
+        return FittedBatch(parts, rows, self.device, padding, size, after=after, name=self._name)
+
+    def _taken(self, batch: Batch, parts: Sequence[Tensor]) -> Batch | None:
         """The planned batch, if these are its ids, or parts of what it was planned with."""
         batch.parts.join()
         batch.count()
         if any(batch.parts.part_of(part) is None for part in parts):
+            if isinstance(batch, FittedBatch):
+                return None
             asked = self.planned(parts, batch.ids)
             asked.count()
             if asked.held != batch.held or len(asked.arriving[0]):
@@ -502,6 +626,7 @@ class Exchange:
     def _completed(self, coming: Coming) -> Block | None:
         """Puts those that stay beside rows that have arrived; gives the others, which leave."""
         now, (batch, rows, padded) = self.now, coming
+        assert isinstance(batch, PlannedBatch)
         self._travel.join()
         old = self._shown.rows_of(now)
         places, taken_from = batch.staying
@@ -513,6 +638,8 @@ class Exchange:
 
     def _extend(self, parts: Sequence[Tensor]) -> None:
         """Holds more rows beside those that are held already."""
+        if self._fixed is not None:
+            return self._extend_fixed(parts)
         batch = self.planned(parts, self.now.ids)
         load, _ = batch.arriving
         if len(load) == 0:
@@ -540,6 +667,19 @@ class Exchange:
         )
         self.complete()
 
+    def _extend_fixed(self, parts: Sequence[Tensor]) -> None:
+        """Finds rows among those that are held already: no others fit."""
+        remedy = (
+            f"{self._name}: with capacity all lookups of a step are announced before the first of"
+            " them, by announce(), prefetch() or in one lookup; this one"
+        )
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{remedy} was not, and a CUDA graph cannot look what it names")
+        batch = self.planned(parts, self.now.batches[0])
+        if more := len(batch.arriving[0]):
+            raise RuntimeError(f"{remedy} brings {more} new rows; nothing has changed")
+        self.now = self.now._replace(batches=(*self.now.batches, batch))
+
     def bring_home(self, *, changes: bool = True) -> None:
         """Writes the rows that are newer here to the table; they stay held.
 
@@ -548,6 +688,13 @@ class Exchange:
         self.complete(ahead=False)
         self._drop_coming()
         now = self.now
+        if self._fixed is not None:
+            if now.batches:
+                if not now.stale:
+                    self._fixed.take(self._shown.rows_of(now))
+                    self._fixed.go_home(stay=not now.over)
+                self.now = now._replace(newer=False, stale=now.stale or (changes and not now.over))
+            return
         if now.newer and now.ids.shape[0]:  # nothing goes home to a table without first values
             leaving = Block(self._shown.rows_of(now), now.ids)
             self._store.exchange(self._shown.kept.fields, leaving, None)
@@ -556,6 +703,7 @@ class Exchange:
 
     def moving(self, move: Callable[[], object]) -> None:
         """Holds no row while the parameter is moved to another device."""
+        self.raise_faults()
         for step in (lambda: None, move):
             self.bring_home()
             step()
@@ -582,10 +730,10 @@ class Exchange:
             # A backward through what used these rows would compute with other ones.
             torch.autograd.graph.increment_version(self.now.padded)
 
-    def plan_ahead(self, parts: Sequence[Tensor], after: PlannedBatch | None) -> PlannedBatch:
+    def plan_ahead(self, parts: Sequence[Tensor], after: Batch | None) -> Batch:
         """Plans a batch of a loop: its ids, of any shape, and the batch before it."""
         with self._planning.after_current(self.device):
-            batch = self.planned(parts, after)
+            batch = self._step_of(parts, after)
         batch.parts.planned = self._planning.end
         return batch
 
@@ -608,6 +756,6 @@ class Exchange:
         self.complete(ahead=False)
         self._drop_coming()
 
-    def expect(self, batch: PlannedBatch | None) -> None:
+    def expect(self, batch: Batch | None) -> None:
         """Says which planned batch the next step may take."""
         self._due = batch

@@ -17,14 +17,15 @@ from speedtorch.ops.functions import (
     pinned_copy,
     pinned_gather,
     pinned_scatter,
+    swap_counted,
     swap_placed,
-    synchronize,
+    wait_for_rows,
 )
 from speedtorch.ops.shapes import row_shape
 from speedtorch.table.host_table import HostTable, RowHolder
 from speedtorch.table.record_layout import lay_out
 
-__all__ = ["Block", "Draw", "Fields", "RowStore"]
+__all__ = ["Block", "Counted", "Draw", "Fields", "RowStore"]
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
@@ -68,6 +69,15 @@ class Block(NamedTuple):
     """Of those that leave or arrive, ascending."""
     places: Tensor | None = None
     """Which of the rows they are; by default the first, in order."""
+
+
+class Counted(NamedTuple):
+    """As a Block, of which the first `number` ids leave or arrive: a number on the device, `[1]`."""
+
+    rows: Sequence[Tensor]
+    ids: Tensor
+    places: Tensor
+    number: Tensor
 
 
 class RowStore:
@@ -326,19 +336,13 @@ class RowStore:
 
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """Rows leave for the table while others arrive from it, all fields of each at once."""
-        reached = self._reached
-        if reached is None or reached[0] is not names:
-            reached = (names, [self.field(name) for name in names])
-            # Who does not hold rows of the table is not told when it closes.
-            if self._holder is not None and self._in_memory().holder is self._holder:
-                self._reached = reached
         if leaving is None or arriving is None:
             some = leaving or arriving
             assert some is not None
             nothing = Block([each[:0] for each in some.rows], some.ids[:0], some.ids[:0])
             leaving, arriving = leaving or nothing, arriving or nothing
         swap_placed(
-            reached[1],
+            self._reach(names),
             leaving.rows,
             leaving.ids,
             self.numbers(leaving.ids) if leaving.places is None else leaving.places,
@@ -346,6 +350,25 @@ class RowStore:
             arriving.ids,
             self.numbers(arriving.ids) if arriving.places is None else arriving.places,
         )
+
+    def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
+        """As `exchange`, of so many rows as the device says.
+
+        A row in both lists is written to the table as well: what has arrived may be thrown away.
+        """
+        lists = (leaving.ids, leaving.places, leaving.number)
+        into = (arriving.rows, arriving.ids, arriving.places, arriving.number)
+        swap_counted(self._reach(names), leaving.rows, *lists, *into)
+
+    def _reach(self, names: Iterable[str]) -> list[Tensor]:
+        """All rows of the fields."""
+        reached = self._reached
+        if reached is None or reached[0] is not names:
+            reached = (names, [self.field(name) for name in names])
+            # Who does not hold rows of the table is not told when it closes.
+            if self._holder is not None and self._in_memory().holder is self._holder:
+                self._reached = reached
+        return reached[1]
 
     def numbers(self, ids: Tensor) -> Tensor:
         """0 to n - 1 for n ids, of a tensor that is seldom made anew."""
@@ -367,5 +390,5 @@ class RowStore:
 
         Somebody may close or change the table then: its fields are reached anew.
         """
-        synchronize(device)
+        wait_for_rows(device)
         self._reached = None

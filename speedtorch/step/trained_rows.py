@@ -58,10 +58,16 @@ class TrainedRows:
         store: the rows.
         parameter: holds the rows of a step; show_rows() makes it stand for the table.
         padding: id of the row that is never trained, or None.
+        capacity: the most rows of a step, or None for any number.
     """
 
     def __init__(
-        self, name: str, store: RowStore, parameter: nn.Parameter, padding: int | None
+        self,
+        name: str,
+        store: RowStore,
+        parameter: nn.Parameter,
+        padding: int | None,
+        capacity: int | None = None,
     ) -> None:
         self.name = name
         self.store = store
@@ -69,7 +75,7 @@ class TrainedRows:
         self.shape = torch.Size((store.rows, *store.row_shape))
         self._padding = padding
         self.shown = ShownRows(name, parameter)
-        self.exchange = Exchange(name, store, self.shown, padding)
+        self.exchange = Exchange(name, store, self.shown, padding, capacity)
         self._sums = GradientSums()
         if parameter.requires_grad:
             store.keep_holder(self)
@@ -161,6 +167,7 @@ class TrainedRows:
         with as_plain():
             self.exchange.bring_home()
             self.store.settle(self.exchange.device)
+            self.exchange.raise_faults()
 
     def let_go(self) -> None:
         """Called when the module goes: its rows are in the table, and nobody trains them."""
@@ -244,6 +251,7 @@ class TrainedRows:
         Raises MemoryError if there is no room for them; nothing has changed.
         """
         self.claim()
+        self.exchange.raise_faults()
         self.exchange.bring_home()
         has_values = self.store.make_room(fields)
         self.shown.keep(state, fields)
@@ -255,6 +263,7 @@ class TrainedRows:
 
         With `was_read` the next optimizer's state goes on with what a file has given.
         """
+        self.exchange.raise_faults()
         self.exchange.bring_home()
         self.shown.keep(None, {})
         self.exchange.show_anew()

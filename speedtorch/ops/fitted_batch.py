@@ -1,0 +1,105 @@
+"""The distinct rows of a batch whose number stays on the device: at most so many fit a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.planned_batch import Parts
+
+__all__ = ["Changes", "FittedBatch"]
+
+
+class Changes(NamedTuple):
+    """Which rows arrive, stay and leave, of which only the first so many entries are some."""
+
+    arriving: Tensor
+    arriving_places: Tensor
+    stay_places: Tensor
+    stay_from: Tensor
+    leaving: Tensor
+    leaving_places: Tensor
+    counts: Tensor
+    """Of the rows that are named, stay, arrive and leave."""
+
+
+class FittedBatch:
+    """The distinct rows of a batch, in address order, as a block of `capacity` rows holds them.
+
+    Nobody waits for their number. The padding's row stands after the block. `ids` are those of the
+    rows, ascending, and `following` is the batch that was planned after this one.
+
+    Raises:
+        IndexError: rows are held on the CPU and an id is out of range; what a GPU finds is written
+            to the `fault` of `compared`.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        rows: int,
+        device: torch.device,
+        padding: int | None,
+        capacity: int,
+        *,
+        after: FittedBatch | None = None,
+        name: str = "ids",
+    ) -> None:
+        self.device = device
+        self.capacity = capacity
+        self.parts = Parts(parts, rows, device, name)
+        self.following: FittedBatch | None = None
+        self.named: Tensor | None = None
+        """How many rows a step holds of it: `[1]`, once it does."""
+        self._padding = -1 if padding is None else padding
+        self._place: Tensor | None = None
+        """Of each distinct id, or None where that is its place in the order."""
+        unique, many = self.parts.plan[0], self.parts.count > capacity
+        self._ids = unique
+        if padding is not None:
+            is_padding = unique == padding
+            follows = is_padding.cumsum(0) > 0
+            order = torch.arange(self.parts.count, device=device)
+            place = (order - follows.long()).clamp(max=capacity - 1)
+            self._place = torch.where(is_padding, capacity, place)
+            self._ids = torch.where(follows, unique.roll(-1), unique)
+        elif many:  # what does not fit is looked up as zeros, which then all of the block are
+            self._place = torch.arange(self.parts.count, device=device).clamp_(max=capacity - 1)
+        if after is not None:
+            after.following = self
+
+    def compared(self, held: Tensor, held_status: Tensor, halt: Tensor, fault: Tensor) -> Changes:
+        """What changes when its rows follow on held ones; see compare_rows.fitting."""
+        unique, _, _, _, status = self.parts.plan
+        compare, rows = torch.ops.speedtorch.compare_rows.fitting, self.parts.rows
+        padding, size = self._padding, self.capacity
+        lists = compare(unique, status, held, held_status, padding, size, rows, halt, fault)
+        return Changes(*lists)
+
+    @property
+    def ids(self) -> Tensor:
+        """Those of its rows, ascending; how many of them are, `named` says."""
+        return self._ids
+
+    def count(self) -> None:
+        """Nothing is waited for."""
+
+    def local(self, part: int, places: Tensor | None = None) -> Tensor:
+        """The places of the rows that a part names, in the part's shape."""
+        return self.parts.local(part, self._place if places is None else places)
+
+    def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
+        """The gradients of a part's rows, added up: `[capacity, ...]`; see PlannedBatch.summed."""
+        summed: Tensor = torch.ops.speedtorch.sum_rows.counted(
+            rows,
+            self.parts.plan,
+            self.parts.rows,
+            self.parts.begin(part),
+            self.capacity,
+            self.named,
+            source,
+        )
+        return summed

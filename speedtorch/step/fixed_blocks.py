@@ -1,0 +1,222 @@
+"""FixedBlocks: the rows of a step in blocks of one size, whose numbers stay on the device.
+
+Which rows the blocks hold is written on the device, by the op that moves them. So a step can follow
+on whatever the device has done before, an eager step or a CUDA graph, and what an exception has
+interrupted is done again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.fitted_batch import FittedBatch
+from speedtorch.ops.functions import raises_later
+from speedtorch.step.row_store import Counted, Fields, RowStore
+
+__all__ = ["FixedBlocks"]
+
+_BAD_IDS, _TOO_MANY = 1, 2  # kinds of fault; a third are plans of other tables, which are none here
+
+
+class FixedBlocks:
+    """Blocks of `capacity` rows for those that are held, that arrive and that leave.
+
+    `rows` are the held ones of every field, always in the same memory: those that a batch names in
+    their order, then zeros. `padded` are the weights with the padding's row behind them.
+
+    Args:
+        name: what errors call it.
+        store: all rows.
+        capacity: rows of a block.
+        padding: id of the row that is never trained, or None.
+    """
+
+    def __init__(self, name: str, store: RowStore, capacity: int, padding: int | None) -> None:
+        self.capacity = capacity
+        self.rows: list[Tensor] = []
+        self._name = name
+        self._store = store
+        self._padding = padding
+        self._left_some = False
+        """Whether rows may lie in `_left` that have yet to go home."""
+        self._made: tuple[torch.device, Fields] | None = None
+        raises_later(weakref.WeakMethod(self.check))
+
+    def are_for(self, device: torch.device, fields: Fields) -> bool:
+        """Whether there are blocks for rows of these fields on a device."""
+        return self._made is not None and self._made[0] == device and self._made[1] is fields
+
+    def make(self, device: torch.device, fields: Fields) -> None:
+        """Makes blocks for rows of these fields on a device, which hold none."""
+        size = self.capacity
+        with torch.inference_mode(False):
+
+            def block(more: int = 0) -> list[Tensor]:
+                return [
+                    torch.zeros((size + more * (not k), *shape), dtype=dtype, device=device)
+                    for k, (shape, dtype) in enumerate(fields.values())
+                ]
+
+            def numbers(count: int) -> Tensor:
+                return torch.zeros(count, dtype=torch.int64, device=device)
+
+            rows = block(self._padding is not None)
+            self.padded = rows[0]
+            rows[0] = self.padded[:size]
+            self._coming, self._left = block(), block()
+            self.ids, self._status = numbers(size), numbers(8)
+            self._left_ids, self._left_count = numbers(size), numbers(1)
+            self._halt, self._none = numbers(2), numbers(1)
+            self._every = torch.arange(size, device=device)
+            pinned = device.type == "cuda"
+            self._fault = torch.zeros(8, dtype=torch.int64, pin_memory=pinned)
+            if self._padding is not None:
+                self._padding_id = torch.tensor([self._padding], device=device)
+        # Read without a call of torch, at every lookup.
+        self._seen_fault = self._fault.numpy()
+        self._left_some = False
+        self._made, self.rows = (device, fields), rows
+
+    def forget(self) -> None:
+        """Gives the memory back."""
+        self._made, self.rows = None, []
+        self._coming = self._left = []
+
+    @property
+    def _fields(self) -> Fields:
+        assert self._made is not None
+        return self._made[1]
+
+    def _held(self) -> Counted:
+        return Counted(self.rows, self.ids, self._every, self._status[3:4])
+
+    def _nowhere(self, rows: Sequence[Tensor]) -> Counted:
+        return Counted(rows, self.ids, self._every, self._none)
+
+    def begin(self, batch: FittedBatch, *, come: bool) -> None:
+        """Lets the rows of a batch take the place of those that are held.
+
+        With `come` those that arrive were sent for before; those that leave are put aside then, and
+        go home with the next that are sent for.
+        """
+        if self._left_some:
+            self.send(None)
+        changes = batch.compared(self.ids, self._status, self._halt, self._fault)
+        if not come:
+            leaving = Counted(
+                self.rows, changes.leaving, changes.leaving_places, changes.counts[3:4]
+            )
+            arriving = (changes.arriving, changes.arriving_places, changes.counts[2:3])
+            self._store.exchange_counted(self._fields, leaving, Counted(self._coming, *arriving))
+        self._left_some = come
+        torch.ops.speedtorch.hold_rows(
+            self.rows,
+            self._coming,
+            self._left if come else [],
+            changes.stay_places,
+            changes.stay_from,
+            changes.leaving,
+            changes.leaving_places,
+            changes.counts,
+            batch.ids,
+            self.ids,
+            self._status,
+            self._left_ids,
+            self._left_count,
+        )
+        batch.named = self._status[3:4]
+        self.fetch_padding()
+
+    def fetch_padding(self) -> None:
+        """Reads the padding's row."""
+        if self._padding is not None:
+            self._store.read(self._padding_id, self.padded[-1:])
+
+    def send(self, following: FittedBatch | None) -> None:
+        """Rows that were put aside go home, those of the next batch arrive, but do not yet stay."""
+        leaving = Counted(self._left, self._left_ids, self._every, self._left_count)
+        arriving = self._nowhere(self._coming)
+        if following is not None:
+            # What is wrong with it is told when it begins.
+            halt, untold = self._halt.clone(), torch.empty_like(self._status)
+            changes = following.compared(self.ids, self._status, halt, untold)
+            lists = (changes.arriving, changes.arriving_places, changes.counts[2:3])
+            arriving = Counted(self._coming, *lists)
+        self._store.exchange_counted(self._fields, leaving, arriving)
+        self._left_count.zero_()
+        self._left_some = False
+
+    def go_home(self, *, stay: bool) -> None:
+        """Writes the held rows to the table; without `stay` none is held after that."""
+        if self._made is None:
+            return
+        if self._left_some:
+            self.send(None)
+        self._store.exchange_counted(self._fields, self._held(), self._nowhere(self._coming))
+        if not stay:
+            self._status.zero_()
+
+    def read_again(self) -> None:
+        """Held rows are those of the table again."""
+        self._store.exchange_counted(self._fields, self._nowhere(self._left), self._held())
+        self.fetch_padding()
+
+    def with_fields(self, fields: Fields) -> FixedBlocks:
+        """Blocks for rows of other fields, which hold the same ones once they are read again."""
+        assert self._made is not None
+        made = FixedBlocks(self._name, self._store, self.capacity, self._padding)
+        made.make(self._made[0], fields)
+        made.ids, made._status, made._halt = self.ids, self._status, self._halt
+        made._fault, made._seen_fault = self._fault, self._seen_fault
+        return made
+
+    def take(self, rows: Sequence[Tensor]) -> bool:
+        """Takes held rows from where they are now; whether that was elsewhere."""
+        others = [
+            (o, r) for o, r in zip(self.rows, rows, strict=True) if o.data_ptr() != r.data_ptr()
+        ]
+        for own, other in others:
+            own.copy_(other)
+        return bool(others)
+
+    def clear_others(self) -> None:
+        """Makes what lies beyond the held rows zeros again, whatever an optimizer made of it."""
+        torch.ops.speedtorch.clear_rows(self.rows, self._status[3:4])
+
+    @property
+    def is_halted(self) -> Tensor:
+        """Whether a fault lets no row move: `[1]`, not 0 then."""
+        return self._halt[:1]
+
+    def check(self) -> None:
+        """Raises what was found wrong on the device since the last time, and lets rows move again.
+
+        Raises IndexError for ids out of range and RuntimeError for too many rows.
+        """
+        if self._made is None or not self._seen_fault[0]:
+            return
+        if self._made[0].type == "cuda":
+            torch.cuda.synchronize(self._made[0])
+        kind, distinct, size, bad, position, bad_id, count, rows = self._fault.tolist()
+        more = int(self._halt[1])
+        self._halt.zero_()
+        self._fault.zero_()
+        since = f" (and {more} later batches)" if more else ""
+        nothing = (
+            f"its rows{since} were looked up as zeros and none of the table's was moved or changed;"
+            " parameters of other layers were stepped, unless their optimizer is a fused one"
+        )
+        if kind == _TOO_MANY:
+            raise RuntimeError(
+                f"{self._name}: a step names {distinct} distinct rows, capacity={size} fit; use"
+                f" smaller batches or a larger capacity: {nothing}"
+            )
+        assert kind == _BAD_IDS
+        raise IndexError(
+            f"{self._name}: id {bad_id} at position {position} is out of range for a table of"
+            f" {rows} rows ({bad} of {count} ids are out of range); {nothing}"
+        )
