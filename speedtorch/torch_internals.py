@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "FOUND_INF",
     "GRADIENT_ASKED_TO_BE_ZERO",
     "LENT_BY_GRAD_SCALER",
     "METHODS_OF_MODULES",
@@ -32,6 +33,7 @@ __all__ = [
     "as_plain",
     "attributes_without_hooks",
     "call_with_first_gpu",
+    "can_skip",
     "current_backward",
     "gradient_hooks",
     "is_batched",
@@ -170,6 +172,15 @@ GRADIENT_ASKED_TO_BE_ZERO = frozenset(
 
 LENT_BY_GRAD_SCALER = ("grad_scale", "found_inf")
 """Attributes that a GradScaler gives an optimizer for one step."""
+
+
+FOUND_INF = "found_inf"
+"""The attribute by which a fused optimizer is told on its device to skip a step: 1, else 0."""
+
+
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether an optimizer looks at that attribute."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def attributes_without_hooks(optimizer: Optimizer) -> dict[str, Any]:

@@ -41,6 +41,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "event_destroy": (c_void_p,),
     "stream_is_capturing": (c_void_p, _INT),
     "relax_capture": (_INT,),
+    "retain_in_capture": (c_void_p, c_void_p, c_void_p),
     "get_device": (_INT,),
     "set_device": (c_int,),
     "device_synchronize": (),

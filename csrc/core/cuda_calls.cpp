@@ -55,6 +55,25 @@ int relax_capture(int* mode) {
   return error;
 }
 
+int retain_in_capture(void* stream, void* data, void (*gone)(void*)) {
+  cudaStreamCaptureStatus status{};
+  cudaGraph_t graph = nullptr;
+  auto on = static_cast<cudaStream_t>(stream);
+#if CUDART_VERSION >= 13000
+  cudaError_t error = cudaStreamGetCaptureInfo(on, &status, nullptr, &graph);
+#else
+  cudaError_t error = cudaStreamGetCaptureInfo_v2(on, &status, nullptr, &graph);
+#endif
+  if (error != cudaSuccess) return error;
+  if (status != cudaStreamCaptureStatusActive) return cudaErrorIllegalState;
+  cudaUserObject_t object = nullptr;
+  error = cudaUserObjectCreate(&object, data, gone, 1, cudaUserObjectNoDestructorSync);
+  if (error != cudaSuccess) return error;
+  error = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+  if (error != cudaSuccess) cudaUserObjectRelease(object, 1);
+  return error;
+}
+
 CudaCalls real_calls() {
   return {
       .device_count = call<cudaGetDeviceCount>,
@@ -92,6 +111,7 @@ CudaCalls real_calls() {
       .event_destroy = call<cudaEventDestroy>,
       .stream_is_capturing = stream_is_capturing,
       .relax_capture = relax_capture,
+      .retain_in_capture = retain_in_capture,
       .get_device = call<cudaGetDevice>,
       .set_device = call<cudaSetDevice>,
       .device_synchronize = call<cudaDeviceSynchronize>,

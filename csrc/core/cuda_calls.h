@@ -39,6 +39,8 @@ struct CudaCalls {
   int (*event_destroy)(void* event) = no_device;
   int (*stream_is_capturing)(void* stream, int* capturing) = no_device;
   int (*relax_capture)(int* mode) = no_device;
+  // Calls gone(data) when the graph that the stream captures, and all that was made of it, is gone.
+  int (*retain_in_capture)(void* stream, void* data, void (*gone)(void*)) = no_device;
   int (*get_device)(int* device) = no_device;
   int (*set_device)(int device) = no_device;
   int (*device_synchronize)() = no_device;

@@ -10,7 +10,7 @@ import torch
 from speedtorch.files import system_calls
 from speedtorch.memory import host_memory
 from speedtorch.memory.calibration import calibrate_once
-from speedtorch.ops.functions import synchronize
+from speedtorch.ops.functions import wait_for_rows
 
 __all__ = ["Placement", "check_kind"]
 
@@ -68,7 +68,7 @@ class Placement:
     def settle(self) -> None:
         """Waits until the GPU has done its work on the bytes; raises what it found wrong."""
         host_memory.check_owner(self.data)
-        synchronize(self.data.device if self.memory == "cuda" else None)
+        wait_for_rows(self.data.device if self.memory == "cuda" else None)
 
     def flush(self) -> None:
         """Settles, and brings a mapped file's bytes to the disk."""

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from speedtorch.ops.planned_batch import Parts
 
-__all__ = ["Changes", "FittedBatch"]
+__all__ = ["Changes", "FittedBatch", "too_many"]
+
+
+def too_many(name: str, named: int, capacity: int, so: str) -> RuntimeError:
+    """The error about a step that names more rows than fit, and what came of it."""
+    return RuntimeError(
+        f"{name}: a step names {named} distinct rows, capacity={capacity} fit; use smaller batches"
+        f" or a larger capacity: {so}"
+    )
 
 
 class Changes(NamedTuple):
@@ -29,12 +37,13 @@ class Changes(NamedTuple):
 class FittedBatch:
     """The distinct rows of a batch, in address order, as a block of `capacity` rows holds them.
 
-    Nobody waits for their number. The padding's row stands after the block. `ids` are those of the
-    rows, ascending, and `following` is the batch that was planned after this one.
+    Nobody waits for their number. The padding's row stands after the block. `following` is the
+    batch that was planned after this one. Known once a step holds the rows are `ids`, those of the
+    block, always the same tensor, and `number`, how many they are: `[1]`.
 
     Raises:
-        IndexError: rows are held on the CPU and an id is out of range; what a GPU finds is written
-            to the `fault` of `compared`.
+        IndexError: rows are held on the CPU and an id is out of range; a GPU's are written to the
+            `fault` of `compared`.
     """
 
     def __init__(
@@ -52,20 +61,19 @@ class FittedBatch:
         self.capacity = capacity
         self.parts = Parts(parts, rows, device, name)
         self.following: FittedBatch | None = None
-        self.named: Tensor | None = None
-        """How many rows a step holds of it: `[1]`, once it does."""
         self._padding = -1 if padding is None else padding
         self._place: Tensor | None = None
         """Of each distinct id, or None where that is its place in the order."""
         unique, many = self.parts.plan[0], self.parts.count > capacity
-        self._ids = unique
+        self.named = unique
+        """Its rows, ascending, before entries that are none."""
         if padding is not None:
             is_padding = unique == padding
             follows = is_padding.cumsum(0) > 0
             order = torch.arange(self.parts.count, device=device)
             place = (order - follows.long()).clamp(max=capacity - 1)
             self._place = torch.where(is_padding, capacity, place)
-            self._ids = torch.where(follows, unique.roll(-1), unique)
+            self.named = torch.where(follows, unique.roll(-1), unique)
         elif many:  # what does not fit is looked up as zeros, which then all of the block are
             self._place = torch.arange(self.parts.count, device=device).clamp_(max=capacity - 1)
         if after is not None:
@@ -79,13 +87,16 @@ class FittedBatch:
         lists = compare(unique, status, held, held_status, padding, size, rows, halt, fault)
         return Changes(*lists)
 
-    @property
-    def ids(self) -> Tensor:
-        """Those of its rows, ascending; how many of them are, `named` says."""
-        return self._ids
+    def held(self, ids: Tensor, number: Tensor) -> None:
+        """Says that a block holds the rows."""
+        self.ids, self.number = ids, number
 
     def count(self) -> None:
-        """Nothing is waited for."""
+        """Raises RuntimeError if the CPU holds the rows and too many are named; nobody waits."""
+        if self.device.type == "cpu":
+            named = int(self.parts.plan[4][3]) - int((self.parts.plan[0] == self._padding).any())
+            if named > self.capacity:
+                raise too_many(self.parts.name, named, self.capacity, "nothing has changed")
 
     def local(self, part: int, places: Tensor | None = None) -> Tensor:
         """The places of the rows that a part names, in the part's shape."""
@@ -99,7 +110,7 @@ class FittedBatch:
             self.parts.rows,
             self.parts.begin(part),
             self.capacity,
-            self.named,
+            self.number,
             source,
         )
         return summed

@@ -10,6 +10,7 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -21,7 +22,7 @@ from speedtorch.optim.optimizer_copy import settings_of
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.step.row_weight import hide_rows, show_rows
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
-from speedtorch.torch_internals import as_plain, not_compiled
+from speedtorch.torch_internals import FOUND_INF, as_plain, can_skip, not_compiled
 
 __all__ = ["watch_steps"]
 
@@ -42,12 +43,17 @@ class OptimizerStep:
         self.paused = False
         self._rows = rows
         self._frame: FrameType | None = frame
+        self._lent: Callable[[], object] = lambda: None
+        """Takes back what was lent to the optimizer for this step."""
 
     def enter(self, optimizer: Optimizer) -> None:
         """From here on the optimizer's own code sees the held rows."""
         with as_plain():
             for rows in self._rows:
                 _check(optimizer, rows)
+            _check_capture(optimizer, self._rows)
+            self._lent()
+            self._lent = _let_skip(optimizer, self._rows)
             for rows in self._rows:
                 rows.exchange.before_optimizer(self)
             self.paused = False
@@ -72,6 +78,7 @@ class OptimizerStep:
         """The optimizer has stepped all rows."""
         self.done = True
         self._frame = None
+        self._lent()
         self._show()
         with as_plain():
             for rows in self._rows:
@@ -84,6 +91,7 @@ class OptimizerStep:
         # Where torch's step() has not been left, another hook is the next one in.
         if any(frame is self._frame for frame, _ in traceback.walk_stack(sys._getframe())):
             return False
+        self._lent()
         self._show()
         self._frame, self._rows = None, []
         return True
@@ -121,6 +129,43 @@ def _before_step(
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (step := _steps.pop(optimizer, None)) is not None:
         step.finish()
+
+
+def _check_capture(optimizer: Optimizer, rows: list[TrainedRows]) -> None:
+    """Raises RuntimeError for an optimizer whose step a CUDA graph would not repeat."""
+    if not rows[0].parameter.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return
+    numbers = [group for group in optimizer.param_groups if not group.get("capturable")]
+    if numbers and type(optimizer) is not torch.optim.SGD:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: a CUDA graph would repeat this very step of it: build it"
+            " with capturable=True (Adam, AdamW, NAdam, RAdam, Adamax, Rprop, RMSprop, ASGD,"
+            " Adadelta), or use SGD"
+        )
+
+
+def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], object]:
+    """Lets a fused optimizer skip its step if rows of it wait for an error to be raised.
+
+    As a GradScaler lets it skip one with infinite gradients. Gives what undoes it.
+    """
+    halted = [flag for each in rows if (flag := each.exchange.halted) is not None]
+    if not halted or not can_skip(optimizer):
+        return lambda: None
+    before = vars(optimizer).get(FOUND_INF)
+    flags = [each.float() for each in halted]
+    if before is not None:
+        flags.append(before.reshape(1).to(flags[0].device))
+    found = flags[0] if len(flags) == 1 else torch.cat(flags).amax(0, keepdim=True)
+    setattr(optimizer, FOUND_INF, found.reshape(()))
+
+    def undo() -> None:
+        if before is not None:
+            setattr(optimizer, FOUND_INF, before)
+        else:
+            vars(optimizer).pop(FOUND_INF, None)
+
+    return undo
 
 
 _stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Any]]]

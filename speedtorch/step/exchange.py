@@ -88,6 +88,8 @@ class Step(NamedTuple):
     """Whether rows may be newer here than in the table."""
     stale: bool = False
     """Whether rows may be newer in the table than here."""
+    captured: bool = False
+    """Whether a CUDA graph was captured meanwhile: outside of it nothing has happened yet."""
     over: bool = False
     """Whether an optimizer has stepped them: the next lookup begins another step."""
     ahead: bool = False
@@ -460,13 +462,8 @@ class Exchange:
 
     def _hold(self, parts: Sequence[Tensor], *, announced: bool) -> Placed | None:
         """Holds rows, or remembers them; where the last part's are, if it was looked up before."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if self._fixed is None:
-                raise RuntimeError(
-                    f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
-                    " changes from step to step; build it with capacity=, the most rows of a step,"
-                    " or capture what comes after it"
-                )
+        if self._captures():
+            self._check_capture()
         else:
             self.raise_faults()
         self.complete()
@@ -501,6 +498,41 @@ class Exchange:
             self._told = ((), None)
         return found
 
+    def _captures(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _check_capture(self) -> None:
+        """Raises RuntimeError unless a CUDA graph can hold the lookup that comes."""
+        now, blocks = self.now, self._fixed
+        if blocks is None:
+            raise RuntimeError(
+                f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
+                " changes from step to step; build it with capacity=, the most rows of a step, or"
+                " capture what comes after it"
+            )
+        if now.captured:
+            return
+        is_settled = now.over and now.coming is None and now.owed is None and blocks.is_settled
+        if not is_settled or not blocks.are_for(self.device, self._shown.kept.fields):
+            raise RuntimeError(
+                f"{self._name}: a CUDA graph begins with a step of its own: train a step or two"
+                " as the graph will, end prefetch() and call flush() before the capture"
+            )
+
+    def refuse_if_captured(self, what: str) -> None:
+        """Raises RuntimeError if a CUDA graph that is still there uses the rows' memory."""
+        if self._fixed is not None and self._fixed.is_captured:
+            raise RuntimeError(
+                f"{self._name}: {what} would take memory away that a captured CUDA graph uses: let"
+                " the graph go first (del graph)"
+            )
+
+    @property
+    def halted(self) -> Tensor | None:
+        """Not 0 while rows wait on the device for an error to be raised: `[1]`, if they ever do."""
+        fixed = self._fixed
+        return None if fixed is None or not self.now.batches else fixed.is_halted
+
     def raise_faults(self) -> None:
         """Raises what was found wrong with the ids of earlier steps, if no rows but these wait."""
         if self._fixed is None:
@@ -516,7 +548,7 @@ class Exchange:
     def is_over(self) -> bool:
         """Whether the next rows that are asked for begin a step of their own."""
         now = self.now
-        if now.over:
+        if now.over or (now.captured and not self._captures()):
             return True
         if now.announced or self.expects_gradient():
             return False
@@ -577,12 +609,15 @@ class Exchange:
             self._drop_coming()
         elif self._travel.end is not None:
             self._travel.join()
-        if blocks.are_for(self.device, fields):
-            blocks.take(self._shown.rows_of(now))
-        else:
+        captured = self._captures()
+        if captured:
+            blocks.watch_graph()
+        if not blocks.are_for(self.device, fields):
             blocks.make(self.device, fields)
+        elif now.batches:
+            blocks.take(self._shown.rows_of(now))
         blocks.begin(batch, come=come)
-        owed = Block((), batch.ids) if come else None
+        owed = Block((), blocks.ids) if come else None
         rows, padded = list(blocks.rows), blocks.padded
         self.now = Step(
             now.number + 1,
@@ -591,6 +626,7 @@ class Exchange:
             padded,
             {},
             (batch,),
+            captured=captured,
             newer=True,
             ahead=ahead,
             owed=owed,
@@ -690,10 +726,11 @@ class Exchange:
         now = self.now
         if self._fixed is not None:
             if now.batches:
+                stay = not self.is_over()
                 if not now.stale:
                     self._fixed.take(self._shown.rows_of(now))
-                    self._fixed.go_home(stay=not now.over)
-                self.now = now._replace(newer=False, stale=now.stale or (changes and not now.over))
+                    self._fixed.go_home(stay=stay)
+                self.now = now._replace(newer=False, stale=now.stale or (changes and stay))
             return
         if now.newer and now.ids.shape[0]:  # nothing goes home to a table without first values
             leaving = Block(self._shown.rows_of(now), now.ids)
@@ -703,6 +740,7 @@ class Exchange:
 
     def moving(self, move: Callable[[], object]) -> None:
         """Holds no row while the parameter is moved to another device."""
+        self.refuse_if_captured("moving it")
         self.raise_faults()
         for step in (lambda: None, move):
             self.bring_home()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speedtorch.ops.fitted_batch import FittedBatch
+from speedtorch.ops.fitted_batch import FittedBatch, too_many
 from speedtorch.ops.functions import raises_later
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
@@ -44,6 +44,8 @@ class FixedBlocks:
         self._left_some = False
         """Whether rows may lie in `_left` that have yet to go home."""
         self._made: tuple[torch.device, Fields] | None = None
+        self._graphs: list[int] = []
+        """The captures that use the blocks."""
         raises_later(weakref.WeakMethod(self.check))
 
     def are_for(self, device: torch.device, fields: Fields) -> bool:
@@ -80,6 +82,22 @@ class FixedBlocks:
         self._seen_fault = self._fault.numpy()
         self._left_some = False
         self._made, self.rows = (device, fields), rows
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no rows are on their way that were put aside."""
+        return not self._left_some
+
+    def watch_graph(self) -> None:
+        """Says that the CUDA graph that is captured now uses the blocks while it is there."""
+        self._graphs.append(torch.ops.speedtorch.watch_graph(self._status))
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph uses the blocks that is still there."""
+        alive = torch.ops.speedtorch.graph_is_alive
+        self._graphs = [each for each in self._graphs if alive(each)]
+        return bool(self._graphs)
 
     def forget(self) -> None:
         """Gives the memory back."""
@@ -122,13 +140,13 @@ class FixedBlocks:
             changes.leaving,
             changes.leaving_places,
             changes.counts,
-            batch.ids,
+            batch.named,
             self.ids,
             self._status,
             self._left_ids,
             self._left_count,
         )
-        batch.named = self._status[3:4]
+        batch.held(self.ids, self._status[3:4])
         self.fetch_padding()
 
     def fetch_padding(self) -> None:
@@ -211,10 +229,7 @@ class FixedBlocks:
             " parameters of other layers were stepped, unless their optimizer is a fused one"
         )
         if kind == _TOO_MANY:
-            raise RuntimeError(
-                f"{self._name}: a step names {distinct} distinct rows, capacity={size} fit; use"
-                f" smaller batches or a larger capacity: {nothing}"
-            )
+            raise too_many(self._name, distinct, size, nothing)
         assert kind == _BAD_IDS
         raise IndexError(
             f"{self._name}: id {bad_id} at position {position} is out of range for a table of"

@@ -169,6 +169,10 @@ class TrainedRows:
             self.store.settle(self.exchange.device)
             self.exchange.raise_faults()
 
+    def before_close(self) -> None:
+        """See RowHolder."""
+        self.exchange.refuse_if_captured("closing its table")
+
     def let_go(self) -> None:
         """Called when the module goes: its rows are in the table, and nobody trains them."""
         try:
@@ -251,6 +255,7 @@ class TrainedRows:
         Raises MemoryError if there is no room for them; nothing has changed.
         """
         self.claim()
+        self.exchange.refuse_if_captured("attaching an optimizer")
         self.exchange.raise_faults()
         self.exchange.bring_home()
         has_values = self.store.make_room(fields)
@@ -263,6 +268,7 @@ class TrainedRows:
 
         With `was_read` the next optimizer's state goes on with what a file has given.
         """
+        self.exchange.refuse_if_captured("detaching its optimizer")
         self.exchange.raise_faults()
         self.exchange.bring_home()
         self.shown.keep(None, {})

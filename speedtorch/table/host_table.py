@@ -34,6 +34,9 @@ class RowHolder(Protocol):
     def bring_home(self) -> None:
         """Writes rows that are newer elsewhere to the table, and reads them again before use."""
 
+    def before_close(self) -> None:
+        """Raises RuntimeError if it cannot do without the table."""
+
 
 class HostTable:
     """A table of records, one per row, with a weight and any number of fields beside it.
@@ -525,6 +528,7 @@ class HostTable:
 
         Raises:
             IndexError, OSError: As flush(); the table is closed all the same.
+            RuntimeError: A CUDA graph of whole steps of its rows is still there.
 
         Example:
             >>> with HostTable(2, 1, memory="plain") as table:
@@ -533,6 +537,8 @@ class HostTable:
         """
         if self._placement is None:
             return
+        if self._holder is not None and (holder := self._holder()) is not None:
+            holder.before_close()
         self.bring_home()
         placement, self._placement = self._placement, None
         self.plans.close()

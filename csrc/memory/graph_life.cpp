@@ -1,0 +1,71 @@
+// Whether a CUDA graph that was captured is still there: what it uses must stay where it is until
+// then. Called by speedtorch/step for steps that are captured whole.
+
+#include <torch/csrc/stable/library.h>
+
+#include <atomic>
+#include <deque>
+#include <mutex>
+
+#include "core/cuda_calls.h"
+#include "core/gpu.h"
+#include "core/tensor_checks.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr const char* kOp = "watch_graph";
+
+// One for each capture that was watched, at the same address for ever: CUDA's own threads write
+// there, also while the process ends.
+struct Captures {
+  std::mutex lock;
+  std::deque<std::atomic<bool>> are_alive;
+};
+
+Captures& captures() {
+  static auto* all = new Captures;
+  return *all;
+}
+
+// In a thread of CUDA's, which must make no call of CUDA.
+void note_gone(void* is_alive) { static_cast<std::atomic<bool>*>(is_alive)->store(false); }
+
+// A number of the graph that the current stream of the tensor's GPU captures.
+int64_t watch_graph(const Tensor& on) {
+  if (on.is_cpu()) throw_value_error(kOp, "on must be on a GPU, got ", device_text(on));
+  const CurrentStream stream(kOp, on);
+  Captures& all = captures();
+  const std::lock_guard guard(all.lock);
+  std::atomic<bool>& is_alive = all.are_alive.emplace_back(true);
+  const int error = cuda_calls().retain_in_capture(stream.get(), &is_alive, note_gone);
+  if (error != 0) {
+    all.are_alive.pop_back();
+    check_cuda(error, kOp);
+  }
+  return static_cast<int64_t>(all.are_alive.size()) - 1;
+}
+
+// Whether that graph, or what was instantiated of it, is still there.
+bool graph_is_alive(int64_t number) {
+  Captures& all = captures();
+  const std::lock_guard guard(all.lock);
+  const auto count = static_cast<int64_t>(all.are_alive.size());
+  if (number < 0 || number >= count) {
+    throw_value_error("graph_is_alive", "there is no graph ", number, " among ", count);
+  }
+  return all.are_alive[static_cast<size_t>(number)];
+}
+
+}  // namespace
+}  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  m.def("watch_graph(Tensor on) -> int");
+  m.def("graph_is_alive(int number) -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("watch_graph", TORCH_BOX(&speedtorch::watch_graph));
+  m.impl("graph_is_alive", TORCH_BOX(&speedtorch::graph_is_alive));
+}
