@@ -68,6 +68,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "pinned_copy": (ops.pinned_copy.default, (table[:COUNT].clone(), block)),
         "sum_rows": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3)),
+        "sum_rows, of bags": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3, ids(1, 1, 0, 3))),
         "compare_rows": (ops.compare_rows.default, (up, up_plan[4], load, load_plan[4], -1)),
     }
 

@@ -232,4 +232,13 @@ void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t 
   throw_bad_ids(bad);
 }
 
+void check_places_on_cpu(const char* op, const char* name, const Tensor& places, int64_t rows) {
+  const int64_t* all = data_of(places);
+  for (int64_t i = 0; i < places.numel(); ++i) {
+    if (all[i] >= 0 && all[i] < rows) continue;
+    throw_value_error(op, name, " has ", all[i], " at position ", i, ", which is none of the ",
+                      rows, " rows");
+  }
+}
+
 }  // namespace speedtorch

@@ -321,34 +321,43 @@ def sum_rows(
     *,
     begin: int = 0,
     distinct: int | None = None,
+    source: Tensor | None = None,
 ) -> Tensor:
     """Adds up the rows of each distinct id of a batch: the gradient of looking them up.
 
-    An id's rows are added in index order, on a GPU in parts of 128 entries of the sorted batch, so
-    that equal inputs give equal bits. Half precision is added up in float32 and rounded once.
+    An id's rows are added in index order, on a GPU in parts of 32 that are counted from its first
+    on: its sum has the same bits whatever else is in the batch. Half precision is added up in
+    float32 and rounded once.
 
     Args:
         rows: contiguous `[n, ...]`, float16, bfloat16, float32 or float64: the rows of ids `begin`
-            to `begin + n` of the batch.
+            to `begin + n` of the batch; with `source` any number of rows.
         plan: result of `plan_rows(index, table_rows)`, on the device of `rows`.
         table_rows: rows of the table that the ids name.
         begin: how many ids of the batch come before those of `rows`; all others count as zeros.
         distinct: number of distinct ids; None: read from the plan, which waits for a GPU.
+        source: int64 `[n]`, contiguous, on the device of `rows`: ids `begin` to `begin + n` have
+            the rows `rows[source]`, as those of a bag all have the bag's. One that is none of the
+            rows is an error on the CPU, and counts as zeros on a GPU.
 
     Returns:
         `[distinct, ...]`: the sum of the rows of each entry of the plan's `unique`.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit, or there are not so many ids.
+        ValueError: a shape, dtype or device does not fit, there are not so many ids, or a source on
+            the CPU is none of the rows.
 
     Example:
         >>> plan = plan_rows(torch.tensor([7, 2, 7]), 10)
         >>> sum_rows(torch.tensor([[1.0], [2.0], [4.0]]), plan, 10).tolist()  # of 2 and 7
         [[2.0], [5.0]]
+        >>> bags = torch.tensor([0, 0, 1])
+        >>> sum_rows(torch.tensor([[1.0], [2.0]]), plan, 10, source=bags).tolist()
+        [[1.0], [3.0]]
     """
     if distinct is None:
         distinct = int(plan[4][3])
-    summed: Tensor = _call(_ops.sum_rows, rows, list(plan), table_rows, begin, distinct)
+    summed: Tensor = _call(_ops.sum_rows, rows, list(plan), table_rows, begin, distinct, source)
     return summed
 
 
@@ -397,9 +406,14 @@ def _pinned_gather_fake(table: Tensor, index: Tensor, plan: object = None) -> Te
 
 
 def _sum_rows_fake(
-    rows: Tensor, plan: list[Tensor], table_rows: int, begin: int, distinct: int
+    rows: Tensor,
+    plan: list[Tensor],
+    table_rows: int,
+    begin: int,
+    distinct: int,
+    source: Tensor | None = None,
 ) -> Tensor:
-    _refuse_meta_mix(rows, plan)
+    _refuse_meta_mix(rows, plan, source)
     return rows.new_empty((distinct, *rows.shape[1:]))
 
 
