@@ -96,5 +96,7 @@ struct BadIds {
 void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t rows);
 // Checks on the CPU that each number of a list is one of `rows` rows.
 void check_places_on_cpu(const char* op, const char* name, const Tensor& places, int64_t rows);
+// Checks on the CPU that offsets of bags, at least one of them, share out `entries` entries.
+void check_offsets_on_cpu(const char* op, const char* name, const Tensor& offsets, int64_t entries);
 
 }  // namespace speedtorch

@@ -29,6 +29,7 @@ __all__ = [
     "plan_rows",
     "sum_rows",
     "synchronize",
+    "table_ids",
 ]
 
 try:
@@ -361,6 +362,40 @@ def sum_rows(
     return summed
 
 
+def table_ids(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """Ids of several features as rows of one table that holds the rows of all of them.
+
+    Bags are numbered feature after feature in `offsets`, `f * samples + s`, and sample after sample
+    in the result, `s * features + f`.
+
+    Args:
+        ids: int32 or int64 `[n]`, contiguous: the ids of all bags, in the order of `offsets`.
+        offsets: int64 `[features * samples + 1]`, ascending from 0 to n: where each bag begins and
+            the last one ends.
+        ranges: int64 `[features, 2]`: the first row in the table, and the number of rows, of each
+            feature.
+        samples: bags of each feature.
+
+    Returns:
+        `(rows, bags)`, int64 `[n]` on the device of `ids`: the row of each id, or -1 where it is
+        none of its feature, and the bag.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, or offsets on the CPU do not share out
+            the ids. (On a GPU such offsets give some bag.)
+
+    Example:
+        >>> offsets, ranges = torch.tensor([0, 2, 2, 3, 4]), torch.tensor([[0, 10], [10, 5]])
+        >>> rows, bags = table_ids(torch.tensor([7, 2, 4, 5]), offsets, ranges, samples=2)
+        >>> rows.tolist(), bags.tolist()  # of the second feature, 5 is none
+        ([7, 2, 14, -1], [0, 0, 1, 3])
+    """
+    if not isinstance(ids, Tensor):
+        raise not_ids("ids", ids)
+    rows, bags = _call(_ops.table_ids, ids, offsets, ranges, samples)
+    return rows, bags
+
+
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Waits for the GPU's queued work and reports bad ids that were found on it.
 
@@ -417,6 +452,11 @@ def _sum_rows_fake(
     return rows.new_empty((distinct, *rows.shape[1:]))
 
 
+def _table_ids_fake(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> list[Tensor]:
+    _refuse_meta_mix(ids, offsets, ranges)
+    return [torch.empty_like(ids, dtype=torch.int64) for _ in range(2)]
+
+
 def _compare_rows_fake(
     named: Tensor, named_status: Tensor, held: Tensor, held_status: Tensor, padding: int
 ) -> list[Tensor]:
@@ -432,6 +472,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_gather.planned": _pinned_gather_fake,
     "pinned_gather.planned_out": _refuse_meta_mix,
     "sum_rows": _sum_rows_fake,
+    "table_ids": _table_ids_fake,
     "compare_rows": _compare_rows_fake,
     "pinned_copy": _refuse_meta_mix,
     "pinned_scatter": _refuse_meta_mix,
