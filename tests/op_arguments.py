@@ -73,6 +73,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             ops.table_ids.default,
             (index, ids(0, 1, 1, 3, 4), ids(0, 9, 9, 3).view(2, 2), 2),
         ),
+        "pool_rows": (ops.pool_rows.default, (sums, places, ids(0, 1, 1, 3, 4), 2, False)),
         "compare_rows": (ops.compare_rows.default, (up, up_plan[4], load, load_plan[4], -1)),
     }
 

@@ -27,6 +27,7 @@ __all__ = [
     "pinned_gather",
     "pinned_scatter",
     "plan_rows",
+    "pool_rows",
     "sum_rows",
     "synchronize",
     "table_ids",
@@ -396,6 +397,41 @@ def table_ids(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> tup
     return rows, bags
 
 
+def pool_rows(
+    rows: Tensor, places: Tensor, offsets: Tensor, features: int, *, mean: bool = False
+) -> Tensor:
+    """Adds up the rows of each bag, of several features at once: a pooled lookup.
+
+    A bag's rows are added in order, as torch's embedding_bag does. Half precision is added up in
+    float32 and rounded once. Not differentiable: who calls it has a backward of its own, of which
+    `sum_rows` is the work.
+
+    Args:
+        rows: contiguous `[m, columns]`, float16, bfloat16, float32 or float64.
+        places: int64 `[n]`, contiguous: which row each entry of the bags is. One that is none of
+            the rows is an error on the CPU, and counts as zeros on a GPU.
+        offsets: int64 `[features * samples + 1]`, ascending from 0 to n: where each bag begins and
+            the last one ends, feature after feature.
+        features: how many of them the bags are of.
+        mean: divide a sum by the number of its entries.
+
+    Returns:
+        `[samples * features, columns]`: bag `f * samples + s` is row `s * features + f`; an empty
+        one is zeros.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, the features do not divide the bags, or,
+            on the CPU, places are none of the rows or offsets do not share out the entries.
+
+    Example:
+        >>> rows, offsets = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0, 2, 2, 3, 4])
+        >>> pool_rows(rows, torch.tensor([0, 2, 1, 1]), offsets, features=2).tolist()
+        [[5.0], [2.0], [0.0], [2.0]]
+    """
+    pooled: Tensor = _call(_ops.pool_rows, rows, places, offsets, features, mean)
+    return pooled
+
+
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Waits for the GPU's queued work and reports bad ids that were found on it.
 
@@ -457,6 +493,13 @@ def _table_ids_fake(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) 
     return [torch.empty_like(ids, dtype=torch.int64) for _ in range(2)]
 
 
+def _pool_rows_fake(
+    rows: Tensor, places: Tensor, offsets: Tensor, features: int, mean: bool
+) -> Tensor:
+    _refuse_meta_mix(rows, places, offsets)
+    return rows.new_empty((offsets.shape[0] - 1, rows.shape[1]))
+
+
 def _compare_rows_fake(
     named: Tensor, named_status: Tensor, held: Tensor, held_status: Tensor, padding: int
 ) -> list[Tensor]:
@@ -473,6 +516,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_gather.planned_out": _refuse_meta_mix,
     "sum_rows": _sum_rows_fake,
     "table_ids": _table_ids_fake,
+    "pool_rows": _pool_rows_fake,
     "compare_rows": _compare_rows_fake,
     "pinned_copy": _refuse_meta_mix,
     "pinned_scatter": _refuse_meta_mix,
