@@ -537,7 +537,7 @@ class HostTable:
         """
         if self._placement is None:
             return
-        if self._holder is not None and (holder := self._holder()) is not None:
+        if self.holder is not None and (holder := self.holder()) is not None:
             holder.before_close()
         self.bring_home()
         placement, self._placement = self._placement, None
