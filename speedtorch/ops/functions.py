@@ -449,36 +449,3 @@ for _name in ("pinned_gather", "pinned_gather.planned"):
     torch.library.register_autograd(
         f"speedtorch::{_name}", _gather_backward, setup_context=_remember_index
     )
-
-
-def pool_rows(rows, places, offsets, features, *, mean):
-    import torch.nn.functional as F
-
-    out = F.embedding_bag(
-        places,
-        rows,
-        offsets[:-1] if len(offsets) > 1 else offsets[:0],
-        mode="mean" if mean else "sum",
-    )
-    return (
-        out.view(features, -1, rows.shape[1]).transpose(0, 1).reshape(-1, rows.shape[1])
-        if features
-        else out
-    )
-
-
-def table_ids(ids, offsets, ranges, samples):
-    bag = torch.searchsorted(offsets, torch.arange(len(ids)), right=True) - 1
-    f = bag // max(1, samples)
-    ids = ids.long()
-    ok = (ids >= 0) & (ids < ranges[f, 1])
-    return [torch.where(ok, ids + ranges[f, 0], -1), (bag % max(1, samples)) * len(ranges) + f]
-
-
-_sum_rows = sum_rows
-
-
-def sum_rows(rows, plan, table_rows, *, begin=0, distinct=None, source=None):
-    if source is not None:
-        rows = rows[source]
-    return _sum_rows(rows, plan, table_rows, begin=begin, distinct=distinct)
