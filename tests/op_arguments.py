@@ -68,6 +68,12 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "pinned_copy": (ops.pinned_copy.default, (table[:COUNT].clone(), block)),
         "sum_rows": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3)),
+        "sum_rows, of bags": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3, ids(1, 1, 0, 3))),
+        "table_ids": (
+            ops.table_ids.default,
+            (index, ids(0, 1, 1, 3, 4), ids(0, 9, 9, 3).view(2, 2), 2),
+        ),
+        "pool_rows": (ops.pool_rows.default, (sums, places, ids(0, 1, 1, 3, 4), 2, False)),
         "compare_rows": (ops.compare_rows.default, (up, up_plan[4], load, load_plan[4], -1)),
     }
 

@@ -232,4 +232,26 @@ void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t 
   throw_bad_ids(bad);
 }
 
+void check_places_on_cpu(const char* op, const char* name, const Tensor& places, int64_t rows) {
+  const int64_t* all = data_of(places);
+  for (int64_t i = 0; i < places.numel(); ++i) {
+    if (all[i] >= 0 && all[i] < rows) continue;
+    throw_value_error(op, name, " has ", all[i], " at position ", i, ", which is none of the ",
+                      rows, " rows");
+  }
+}
+
+void check_offsets_on_cpu(const char* op, const char* name, const Tensor& offsets,
+                          int64_t entries) {
+  const int64_t* all = data_of(offsets);
+  const int64_t last = offsets.numel() - 1;
+  for (int64_t i = 0; i <= last; ++i) {
+    const int64_t least = i == 0 ? 0 : all[i - 1];
+    const int64_t most = i == 0 ? 0 : entries;
+    if (all[i] >= least && all[i] <= most && (i < last || all[i] == entries)) continue;
+    throw_value_error(op, name, " has ", all[i], " at position ", i,
+                      "; they must ascend from 0 to ", entries, ", the number of entries");
+  }
+}
+
 }  // namespace speedtorch

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace speedtorch {
 
@@ -21,6 +22,10 @@ enum class NumberKind : int {
 struct BoolByte {
   uint8_t value;
 };
+
+// What numbers are added up in: half precision in single, which is rounded once.
+template <typename Number>
+using SumOf = std::conditional_t<std::is_same_v<Number, double>, double, float>;
 
 // Calls `use` with a value of the kind's type; Half and BFloat16 are the caller's types for those.
 template <typename Half, typename BFloat16, typename Use>

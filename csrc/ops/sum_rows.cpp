@@ -5,14 +5,15 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
+#include "ops/float_kind.h"
 #include "ops/sum_rows_launch.h"
 #include "plan/plan.h"
 
@@ -22,26 +23,9 @@ namespace {
 constexpr const char* kOp = "sum_rows";
 constexpr const char* kIndex = "index";  // whose plan it is
 
-NumberKind kind_of(const Tensor& rows) {
-  switch (rows.scalar_type()) {
-    case ScalarType::Half:
-      return NumberKind::kHalf;
-    case ScalarType::BFloat16:
-      return NumberKind::kBFloat16;
-    case ScalarType::Float:
-      return NumberKind::kFloat;
-    case ScalarType::Double:
-      return NumberKind::kDouble;
-    default:
-      throw_value_error(kOp, "rows must be float16, bfloat16, float32 or float64, got ",
-                        dtype_text(rows));
-  }
-}
-
-// Half-precision numbers are added up in single precision and rounded once.
 template <typename T>
 void sum_on_cpu(const SumRows& work, const PlanView& plan) {
-  using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using Sum = SumOf<T>;
   const T* rows = static_cast<const T*>(work.rows);
   T* out = static_cast<T*>(work.out);
   torch::stable::parallel_for(0, work.distinct, 64, [&](int64_t begin, int64_t end) {
@@ -51,7 +35,7 @@ void sum_on_cpu(const SumRows& work, const PlanView& plan) {
       for (int64_t entry = plan.offsets[k]; entry < plan.offsets[k + 1]; ++entry) {
         const int64_t place = plan.order[entry] - work.begin;
         if (place < 0 || place >= work.count) continue;
-        const T* row = rows + place * work.columns;
+        const T* row = rows + (work.source ? work.source[place] : place) * work.columns;
         for (int64_t c = 0; c < work.columns; ++c) {
           sum[static_cast<size_t>(c)] += static_cast<Sum>(row[c]);
         }
@@ -79,15 +63,17 @@ void check_counts(int64_t begin, int64_t count, int64_t distinct, int64_t entrie
 }
 
 Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
-                int64_t distinct) {
-  const Arguments all(kOp, {read("rows", rows), read("plan", plan)});
-  const NumberKind kind = kind_of(rows);
+                int64_t distinct, const std::optional<Tensor>& source) {
+  const Arguments all(kOp, {read("rows", rows), read("plan", plan), read("source", source)});
+  const NumberKind kind = float_kind_of(kOp, "rows", rows);
   const Rows shape = as_rows(kOp, "rows", rows);
   check_contiguous(kOp, "rows", rows);
   check_aligned(kOp, "rows", rows);
   const int64_t entries = plan.empty() ? 0 : plan[0].numel();
   check_plan(kOp, kIndex, plan, entries, rows);
-  check_counts(begin, shape.count, distinct, entries);
+  if (source) check_list(kOp, "source", *source, "rows", rows);
+  const int64_t count = source ? source->numel() : shape.count;
+  check_counts(begin, count, distinct, entries);
   all.check_memory();
   const PlanView view = view_plan(kOp, kIndex, plan, entries, table_rows);
   if (rows.is_cpu()) {
@@ -99,6 +85,7 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
                      .rows = distinct,
                      .id = view.status->distinct});
     }
+    if (source) check_places_on_cpu(kOp, "source", *source, shape.count);
   }
   std::vector<int64_t> out_shape = shape_of(rows);
   out_shape[0] = distinct;
@@ -106,8 +93,10 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
   if (out.numel() == 0) return out;
   const int64_t columns = out.numel() / distinct;
   const SumRows work{.rows = rows.data_ptr(),
+                     .row_count = shape.count,
+                     .source = source ? data_of(*source) : nullptr,
                      .begin = begin,
-                     .count = shape.count,
+                     .count = count,
                      .columns = columns,
                      .out = out.mutable_data_ptr(),
                      .distinct = distinct,
@@ -132,7 +121,9 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
 }  // namespace speedtorch
 
 STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def("sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct) -> Tensor");
+  m.def(
+      "sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct, Tensor? "
+      "source=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {

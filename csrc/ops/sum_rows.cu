@@ -1,48 +1,44 @@
 // Kernels of sum_rows: rows of one id are added up in the order of the batch. Called by
-// sum_rows.cpp. Each row is read once; nothing crosses the link.
+// sum_rows.cpp. Each row is read once (once for each id that has it); nothing crosses the link.
 //
-// The sorted entries of the plan are cut into parts of kEntriesPerPart. A group of lanes adds up a
-// part, id after id. An id whose entries all lie within the part is done; of one that goes on in
-// the next part the sum is kept aside, and a second kernel adds up what was kept, part after part.
+// The run of an id, its entries among the sorted ones of the plan, is cut into parts of
+// kEntriesPerPart from its own begin on, so that a sum does not depend on the rest of the batch.
+// The sorted entries are cut into windows of as many; a group of lanes adds up the parts that begin
+// in its window. A run of one part is done; of a long run the sum of each part is kept aside, and a
+// second kernel adds up what was kept, part after part.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
+#include "ops/row_sums.cuh"
 #include "ops/sum_rows_launch.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kInFlight = 4;  // rows that a group of lanes has asked for at a time
+// Entries that are added up one after the other. Fixed, so that a sum has the same bits on every
+// GPU; the shorter, the more groups share a hot id.
+constexpr int64_t kEntriesPerPart = 32;
+// Kept parts that a thread has asked for at a time: the hottest id may have thousands, and they are
+// added up by one thread a column while little else runs.
+constexpr int kPartsInFlight = 64;
 
-// Half-precision numbers are added up in single precision and rounded once.
-template <typename T>
-struct SumOf {
-  using Type = float;
-};
-template <>
-struct SumOf<double> {
-  using Type = double;
-};
-
-template <typename Number, int kCount>
-struct alignas(sizeof(Number) * kCount) Numbers {
-  Number at[kCount];
+// A run of several parts.
+struct LongRun {
+  int64_t id;
+  int64_t window;  // in which it begins
+  int64_t parts;
 };
 
-// Where a thread works: its group, and its first column (or one past all).
-template <int kVec>
-struct Seat {
-  int64_t group;
-  int64_t column;
+template <typename Sum>
+struct Kept {
+  unsigned long long* long_count;
+  LongRun* long_runs;  // in no order; one for each window at most
+  // [2 * windows, columns]. The first part of a long run is whole, and so is the one before a later
+  // part: two first parts begin a window apart or more, and so do two later ones.
+  Sum* sums;
 
-  __device__ explicit Seat(int lanes) {
-    const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    group = thread / lanes;
-    column = (int64_t{blockIdx.y} * lanes + thread % lanes) * kVec;
-  }
+  __device__ static int64_t slot(int64_t window, bool first) { return 2 * window + first; }
 };
 
 // Whether the plan is none for these rows.
@@ -69,140 +65,186 @@ __device__ void zero_instead(const SumRows& work, const PlanStatus& status, cons
   }
 }
 
+// A part of a run, and where it lies among the sorted entries.
+struct Part {
+  int64_t id;
+  int64_t run_begin;
+  int64_t run_end;
+  int64_t begin;
+
+  __device__ int64_t end() const { return min(begin + kEntriesPerPart, run_end); }
+  __device__ bool is_first() const { return begin == run_begin; }
+  __device__ bool is_last() const { return end() == run_end; }
+};
+
+// The part that an entry is in. A plan that is none (which plan_rows did not write) reads nothing
+// out of bounds.
+__device__ Part part_at(const SumRows& work, const PlanView& plan, int64_t entry) {
+  const int64_t position = plan.order[entry];
+  int64_t id = is_outside(position, plan.count) ? 0 : plan.inverse[position];
+  if (is_outside(id, work.distinct)) id = 0;
+  const int64_t run_begin = min(max(plan.offsets[id], int64_t{0}), entry);
+  const int64_t run_end = min(max(plan.offsets[id + 1], entry + 1), plan.count);
+  return {id, run_begin, run_end, entry - (entry - run_begin) % kEntriesPerPart};
+}
+
+// A group owns a window, and reads kEntriesPerPart - 1 entries beyond it at most. While rows are on
+// their way it asks for the places of the next ones, and for the positions of those after them.
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kThreads)
-    sum_parts_kernel(SumRows work, PlanView plan, typename SumOf<T>::Type* kept, int lanes,
-                     Report about) {
-  using Sum = typename SumOf<T>::Type;
-  using Row = Numbers<T, kVec>;
-  using Sums = Numbers<Sum, kVec>;
+__global__ void __launch_bounds__(kSumThreads)
+    sum_parts_kernel(SumRows work, PlanView plan, Kept<SumOf<T>> kept, int lanes, Report about) {
   if (is_bad(work, *plan.status)) return zero_instead<T>(work, *plan.status, about);
   const Seat<kVec> seat(lanes);
   const int64_t first = seat.group * kEntriesPerPart;
   if (first >= plan.count || seat.column >= work.columns) return;
-  const int64_t last = min(first + kEntriesPerPart, plan.count);
+  Part part = part_at(work, plan, first);
+  const Part last = part_at(work, plan, min(first + kEntriesPerPart, plan.count) - 1);
+  if (seat.column == 0 && last.run_begin >= first && !(last.is_first() && last.is_last())) {
+    const int64_t entries = last.run_end - last.run_begin;
+    kept.long_runs[atomicAdd(kept.long_count, 1ull)] = {
+        last.id, seat.group, (entries + kEntriesPerPart - 1) / kEntriesPerPart};
+  }
+
   const T* rows = static_cast<const T*>(work.rows) + seat.column;
-  Sums sum{};
-  int64_t current = plan.inverse[plan.order[first]];
-  auto finish = [&](int64_t id) {
-    if (id >= work.distinct) return;
-    const bool began_before = plan.offsets[id] < first;
-    const bool goes_on = plan.offsets[id + 1] > last;
-    if (began_before || goes_on) {
-      // Slot 0 is for an id that began before this part, slot 1 for one that begins in it.
-      const int64_t slot = 2 * seat.group + (began_before ? 0 : 1);
-      *reinterpret_cast<Sums*>(kept + slot * work.columns + seat.column) = sum;
+  Numbers<SumOf<T>, kVec> sum{};
+  auto finish = [&] {
+    if (part.begin < first || part.id >= work.distinct) return;
+    if (part.is_first() && part.is_last()) {
+      store(static_cast<T*>(work.out) + part.id * work.columns + seat.column, sum);
     } else {
-      Row row;
-      for (int v = 0; v < kVec; ++v) row.at[v] = static_cast<T>(sum.at[v]);
-      *reinterpret_cast<Row*>(static_cast<T*>(work.out) + id * work.columns + seat.column) = row;
+      const int64_t slot = kept.slot(seat.group, part.is_first());
+      store(kept.sums + slot * work.columns + seat.column, sum);
     }
   };
-  for (int64_t entry = first; entry < last; entry += kInFlight) {
-    int64_t ids[kInFlight], places[kInFlight];
-    Row some[kInFlight];
+
+  const int64_t end = last.end();
+  int32_t positions[kInFlight];  // plans have fewer than 2^31
+  int64_t places[kInFlight];
+  auto ask_for_positions = [&](int64_t entry) {
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
-      places[u] = entry + u < last ? plan.order[entry + u] : -1;
+      positions[u] = entry + u < end ? static_cast<int32_t>(plan.order[entry + u]) : -1;
     }
+  };
+  auto ask_for_places = [&] {
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
-      ids[u] = places[u] < 0 ? -1 : plan.inverse[places[u]];
-      places[u] -= work.begin;
-      if (ids[u] < 0 || places[u] < 0 || places[u] >= work.count) {
-        places[u] = -1;
-      } else {
-        some[u] = *reinterpret_cast<const Row*>(rows + places[u] * work.columns);
-      }
+      const int64_t place = positions[u] - work.begin;
+      const bool counts = positions[u] >= 0 && !is_outside(place, work.count);
+      places[u] = !counts ? -1 : work.source ? work.source[place] : place;
     }
+  };
+  // The part of which `first` is may have begun before; then another group adds it up.
+  int64_t entry = part.begin < first ? part.end() : first;
+  ask_for_positions(entry);
+  ask_for_places();
+  ask_for_positions(entry + kInFlight);
+  for (; entry < end; entry += kInFlight) {
+    Numbers<T, kVec> some[kInFlight];
+    int64_t next_ends[kInFlight];  // of the runs after that of `part`
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
-      if (ids[u] < 0) break;
-      if (ids[u] != current) {
-        finish(current);
-        current = ids[u];
+      some[u] = row_or_zeros<kVec>(rows, places[u], work.row_count, work.columns);
+      next_ends[u] = plan.offsets[min(part.id + 2 + u, work.distinct)];
+    }
+    ask_for_places();
+    ask_for_positions(entry + 2 * kInFlight);
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      if (entry + u >= end) break;
+      if (entry + u == part.end()) {
+        finish();
+        part.begin = entry + u;
+        if (part.begin == part.run_end) {
+          ++part.id;
+          part.run_begin = part.begin;
+          part.run_end = max(next_ends[0], part.begin + 1);
+#pragma unroll
+          for (int k = 1; k < kInFlight; ++k) next_ends[k - 1] = next_ends[k];
+        }
         sum = {};
       }
-      if (places[u] < 0) continue;
-      for (int v = 0; v < kVec; ++v) sum.at[v] += static_cast<Sum>(some[u].at[v]);
+      add(sum, some[u]);
     }
   }
-  finish(current);
+  finish();
 }
 
-// A group owns a part, and adds up the id that begins in it and goes on.
-template <typename T, int kVec>
-__global__ void __launch_bounds__(kThreads)
-    sum_kept_kernel(SumRows work, PlanView plan, const typename SumOf<T>::Type* kept, int lanes) {
-  using Sum = typename SumOf<T>::Type;
-  using Sums = Numbers<Sum, kVec>;
-  const Seat<kVec> seat(lanes);
-  const int64_t first = seat.group * kEntriesPerPart;
-  if (is_bad(work, *plan.status) || first >= plan.count || seat.column >= work.columns) return;
-  const int64_t last = min(first + kEntriesPerPart, plan.count);
-  const int64_t id = plan.inverse[plan.order[last - 1]];
-  const int64_t end = plan.offsets[id + 1];
-  if (plan.offsets[id] < first || end <= last || id >= work.distinct) return;
-  auto slot = [&](int64_t part, int which) {
-    return *reinterpret_cast<const Sums*>(kept + (2 * part + which) * work.columns + seat.column);
-  };
-  Sums sum = slot(seat.group, 1);
-  const int64_t parts_end = (end + kEntriesPerPart - 1) / kEntriesPerPart;
-  for (int64_t part = seat.group + 1; part < parts_end; part += kInFlight) {
-    Sums some[kInFlight];
+// Adds kCount numbers that lie `step` apart, asked for without a question between them: each would
+// make a load wait for another.
+template <int kCount, typename Sum>
+__device__ __forceinline__ void add_numbers(const Sum* from, int64_t step, Sum& sum) {
+  Sum some[kCount];
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      if (part + u < parts_end) some[u] = slot(part + u, 0);
-    }
+  for (int u = 0; u < kCount; ++u) some[u] = from[u * step];
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      if (part + u >= parts_end) break;
-      for (int v = 0; v < kVec; ++v) sum.at[v] += some[u].at[v];
+  for (int u = 0; u < kCount; ++u) sum += some[u];
+}
+
+// A thread owns a column of a long run. (Without the 1 the compiler takes 32 registers, and has few
+// numbers on their way at a time.)
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads, 1)
+    sum_kept_kernel(SumRows work, Kept<SumOf<T>> kept) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  const int64_t numbers = static_cast<int64_t>(*kept.long_count) * work.columns;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < numbers; i += stride) {
+    const LongRun run = kept.long_runs[i / work.columns];
+    const SumOf<T>* sums = kept.sums + i % work.columns;
+    const int64_t step = kept.slot(1, false) * work.columns;
+    SumOf<T> sum = sums[kept.slot(run.window, true) * work.columns];
+    int64_t part = run.window + 1;
+    const int64_t end = run.window + run.parts;
+    for (; part + kPartsInFlight <= end; part += kPartsInFlight) {
+      add_numbers<kPartsInFlight>(sums + part * step, step, sum);
     }
+    for (; part + kInFlight <= end; part += kInFlight) {
+      add_numbers<kInFlight>(sums + part * step, step, sum);
+    }
+    for (; part < end; ++part) sum += sums[part * step];
+    static_cast<T*>(work.out)[run.id * work.columns + i % work.columns] = static_cast<T>(sum);
   }
-  Numbers<T, kVec> row;
-  for (int v = 0; v < kVec; ++v) row.at[v] = static_cast<T>(sum.at[v]);
-  *reinterpret_cast<Numbers<T, kVec>*>(static_cast<T*>(work.out) + id * work.columns +
-                                       seat.column) = row;
 }
 
-int64_t parts_of(int64_t entries) { return (entries + kEntriesPerPart - 1) / kEntriesPerPart; }
+int64_t windows_of(int64_t entries) { return (entries + kEntriesPerPart - 1) / kEntriesPerPart; }
 
 template <typename T, int kVec>
 int launch(const SumRows& work, const PlanView& plan, void* scratch, ErrorRecord* record,
            cudaStream_t stream) {
-  using Sum = typename SumOf<T>::Type;
-  const int64_t needed = (work.columns + kVec - 1) / kVec;
-  int lanes = 1;
-  while (lanes < 32 && lanes < needed) lanes *= 2;
-  const int64_t threads = parts_of(plan.count) * lanes;
-  const dim3 grid(static_cast<unsigned>((threads + kThreads - 1) / kThreads),
-                  static_cast<unsigned>((needed + lanes - 1) / lanes));
-  auto* kept = static_cast<Sum*>(scratch);
+  const int64_t windows = windows_of(plan.count);
+  char* memory = static_cast<char*>(scratch);
+  char* sums = memory + padded(sizeof(int64_t)) + padded(windows * sizeof(LongRun));
+  const Kept<SumOf<T>> kept{reinterpret_cast<unsigned long long*>(memory),
+                            reinterpret_cast<LongRun*>(memory + padded(sizeof(int64_t))),
+                            reinterpret_cast<SumOf<T>*>(sums)};
+  const int error = cudaMemsetAsync(kept.long_count, 0, sizeof(int64_t), stream);
+  if (error != cudaSuccess) return error;
+  const SumShape shape = sum_shape<kVec>(windows, work.columns);
+  const int blocks = shares_of(windows * work.columns, kSumThreads, kDeviceBlocks);
   const Report about{record, Op::kSum, IdList::kIndex, work.table_rows};
-  sum_parts_kernel<T, kVec><<<grid, kThreads, 0, stream>>>(work, plan, kept, lanes, about);
-  sum_kept_kernel<T, kVec><<<grid, kThreads, 0, stream>>>(work, plan, kept, lanes);
+  sum_parts_kernel<T, kVec>
+      <<<shape.grid, kSumThreads, 0, stream>>>(work, plan, kept, shape.lanes, about);
+  sum_kept_kernel<T><<<blocks, kSumThreads, 0, stream>>>(work, kept);
   return cudaGetLastError();
 }
 
 }  // namespace
 
 int64_t sum_scratch_bytes(NumberKind kind, int64_t entries, int64_t columns) {
+  const int64_t windows = windows_of(entries);
   const int64_t number_bytes = kind == NumberKind::kDouble ? 8 : 4;
-  return 2 * parts_of(entries) * columns * number_bytes;
+  return padded(sizeof(int64_t)) + padded(windows * sizeof(LongRun)) +
+         2 * windows * columns * number_bytes;
 }
 
 int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, void* scratch,
                     ErrorRecord* record, void* stream) {
   if (plan.count == 0 || work.columns == 0) return cudaSuccess;
   const auto bits = reinterpret_cast<uint64_t>(work.rows) | reinterpret_cast<uint64_t>(work.out);
-  return with_float_type<__half, __nv_bfloat16>(kind, [&](auto number) {
-    using T = decltype(number);
-    constexpr int kVec = 16 / sizeof(T);
-    auto* on = static_cast<cudaStream_t>(stream);
-    return work.columns % kVec == 0 && bits % 16 == 0
-               ? launch<T, kVec>(work, plan, scratch, record, on)
-               : launch<T, 1>(work, plan, scratch, record, on);
+  return with_vector(kind, work.columns, bits, [&](auto vector) {
+    using V = decltype(vector);
+    return launch<typename V::T, V::kVec>(work, plan, scratch, record,
+                                          static_cast<cudaStream_t>(stream));
   });
 }
 

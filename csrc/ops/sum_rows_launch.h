@@ -9,13 +9,11 @@
 
 namespace speedtorch {
 
-// Entries of a plan that are added up one after the other; longer runs are added up from such
-// parts. Fixed, so that a sum has the same bits on every GPU.
-constexpr int64_t kEntriesPerPart = 128;
-
-// Rows of positions begin to begin + count of a batch; those of one id are added up.
+// Positions begin to begin + count of a batch have rows; those of one id are added up.
 struct SumRows {
-  const void* rows;  // [count, columns]
+  const void* rows;  // [row_count, columns]
+  int64_t row_count;
+  const int64_t* source;  // [count]: which row each has; null: each its own, in order
   int64_t begin;
   int64_t count;
   int64_t columns;
@@ -26,8 +24,9 @@ struct SumRows {
 
 // Kinds are those of floating-point numbers. Bytes of scratch for a plan of `entries` ids.
 int64_t sum_scratch_bytes(NumberKind kind, int64_t entries, int64_t columns);
-// `out` becomes zeros, and word of it is left in `box`, if the plan is one of bad ids, of another
-// table or of another number of distinct ids.
+// `out` becomes zeros, and word of it is left in `record`, if the plan is one of bad ids, of
+// another table or of another number of distinct ids. Sources that are none of the rows count as
+// zeros.
 int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, void* scratch,
                     ErrorRecord* record, void* stream);
 

@@ -27,8 +27,10 @@ __all__ = [
     "pinned_gather",
     "pinned_scatter",
     "plan_rows",
+    "pool_rows",
     "sum_rows",
     "synchronize",
+    "table_ids",
 ]
 
 try:
@@ -321,35 +323,113 @@ def sum_rows(
     *,
     begin: int = 0,
     distinct: int | None = None,
+    source: Tensor | None = None,
 ) -> Tensor:
     """Adds up the rows of each distinct id of a batch: the gradient of looking them up.
 
-    An id's rows are added in index order, on a GPU in parts of 128 entries of the sorted batch, so
-    that equal inputs give equal bits. Half precision is added up in float32 and rounded once.
+    An id's rows are added in index order, on a GPU in parts of 32 that are counted from its first
+    on: its sum has the same bits whatever else is in the batch. Half precision is added up in
+    float32 and rounded once.
 
     Args:
         rows: contiguous `[n, ...]`, float16, bfloat16, float32 or float64: the rows of ids `begin`
-            to `begin + n` of the batch.
+            to `begin + n` of the batch; with `source` any number of rows.
         plan: result of `plan_rows(index, table_rows)`, on the device of `rows`.
         table_rows: rows of the table that the ids name.
         begin: how many ids of the batch come before those of `rows`; all others count as zeros.
         distinct: number of distinct ids; None: read from the plan, which waits for a GPU.
+        source: int64 `[n]`, contiguous, on the device of `rows`: ids `begin` to `begin + n` have
+            the rows `rows[source]`, as those of a bag all have the bag's. One that is none of the
+            rows is an error on the CPU, and counts as zeros on a GPU.
 
     Returns:
         `[distinct, ...]`: the sum of the rows of each entry of the plan's `unique`.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit, or there are not so many ids.
+        ValueError: a shape, dtype or device does not fit, there are not so many ids, or a source on
+            the CPU is none of the rows.
 
     Example:
         >>> plan = plan_rows(torch.tensor([7, 2, 7]), 10)
         >>> sum_rows(torch.tensor([[1.0], [2.0], [4.0]]), plan, 10).tolist()  # of 2 and 7
         [[2.0], [5.0]]
+        >>> bags = torch.tensor([0, 0, 1])
+        >>> sum_rows(torch.tensor([[1.0], [2.0]]), plan, 10, source=bags).tolist()
+        [[1.0], [3.0]]
     """
     if distinct is None:
         distinct = int(plan[4][3])
-    summed: Tensor = _call(_ops.sum_rows, rows, list(plan), table_rows, begin, distinct)
+    summed: Tensor = _call(_ops.sum_rows, rows, list(plan), table_rows, begin, distinct, source)
     return summed
+
+
+def table_ids(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """Ids of several features as rows of one table that holds the rows of all of them.
+
+    Bags are numbered feature after feature in `offsets`, `f * samples + s`, and sample after sample
+    in the result, `s * features + f`.
+
+    Args:
+        ids: int32 or int64 `[n]`, contiguous: the ids of all bags, in the order of `offsets`.
+        offsets: int64 `[features * samples + 1]`, ascending from 0 to n: where each bag begins and
+            the last one ends.
+        ranges: int64 `[features, 2]`: the first row in the table, and the number of rows, of each
+            feature.
+        samples: bags of each feature.
+
+    Returns:
+        `(rows, bags)`, int64 `[n]` on the device of `ids`: the row of each id, or -1 where it is
+        none of its feature, and the bag.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, or offsets on the CPU do not share out
+            the ids. (On a GPU such offsets give some bag.)
+
+    Example:
+        >>> offsets, ranges = torch.tensor([0, 2, 2, 3, 4]), torch.tensor([[0, 10], [10, 5]])
+        >>> rows, bags = table_ids(torch.tensor([7, 2, 4, 5]), offsets, ranges, samples=2)
+        >>> rows.tolist(), bags.tolist()  # of the second feature, 5 is none
+        ([7, 2, 14, -1], [0, 0, 1, 3])
+    """
+    if not isinstance(ids, Tensor):
+        raise not_ids("ids", ids)
+    rows, bags = _call(_ops.table_ids, ids, offsets, ranges, samples)
+    return rows, bags
+
+
+def pool_rows(
+    rows: Tensor, places: Tensor, offsets: Tensor, features: int, *, mean: bool = False
+) -> Tensor:
+    """Adds up the rows of each bag, of several features at once: a pooled lookup.
+
+    A bag's rows are added in order, as torch's embedding_bag does. Half precision is added up in
+    float32 and rounded once. Not differentiable: who calls it has a backward of its own, of which
+    `sum_rows` is the work.
+
+    Args:
+        rows: contiguous `[m, columns]`, float16, bfloat16, float32 or float64.
+        places: int64 `[n]`, contiguous: which row each entry of the bags is. One that is none of
+            the rows is an error on the CPU, and counts as zeros on a GPU.
+        offsets: int64 `[features * samples + 1]`, ascending from 0 to n: where each bag begins and
+            the last one ends, feature after feature.
+        features: how many of them the bags are of.
+        mean: divide a sum by the number of its entries.
+
+    Returns:
+        `[samples * features, columns]`: bag `f * samples + s` is row `s * features + f`; an empty
+        one is zeros.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, the features do not divide the bags, or,
+            on the CPU, places are none of the rows or offsets do not share out the entries.
+
+    Example:
+        >>> rows, offsets = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0, 2, 2, 3, 4])
+        >>> pool_rows(rows, torch.tensor([0, 2, 1, 1]), offsets, features=2).tolist()
+        [[5.0], [2.0], [0.0], [2.0]]
+    """
+    pooled: Tensor = _call(_ops.pool_rows, rows, places, offsets, features, mean)
+    return pooled
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
@@ -397,10 +477,27 @@ def _pinned_gather_fake(table: Tensor, index: Tensor, plan: object = None) -> Te
 
 
 def _sum_rows_fake(
-    rows: Tensor, plan: list[Tensor], table_rows: int, begin: int, distinct: int
+    rows: Tensor,
+    plan: list[Tensor],
+    table_rows: int,
+    begin: int,
+    distinct: int,
+    source: Tensor | None = None,
 ) -> Tensor:
-    _refuse_meta_mix(rows, plan)
+    _refuse_meta_mix(rows, plan, source)
     return rows.new_empty((distinct, *rows.shape[1:]))
+
+
+def _table_ids_fake(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> list[Tensor]:
+    _refuse_meta_mix(ids, offsets, ranges)
+    return [torch.empty_like(ids, dtype=torch.int64) for _ in range(2)]
+
+
+def _pool_rows_fake(
+    rows: Tensor, places: Tensor, offsets: Tensor, features: int, mean: bool
+) -> Tensor:
+    _refuse_meta_mix(rows, places, offsets)
+    return rows.new_empty((offsets.shape[0] - 1, rows.shape[1]))
 
 
 def _compare_rows_fake(
@@ -418,6 +515,8 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_gather.planned": _pinned_gather_fake,
     "pinned_gather.planned_out": _refuse_meta_mix,
     "sum_rows": _sum_rows_fake,
+    "table_ids": _table_ids_fake,
+    "pool_rows": _pool_rows_fake,
     "compare_rows": _compare_rows_fake,
     "pinned_copy": _refuse_meta_mix,
     "pinned_scatter": _refuse_meta_mix,

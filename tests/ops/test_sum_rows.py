@@ -32,7 +32,7 @@ def ids_of(kind: str, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["one", "distinct", "half"])
-@pytest.mark.parametrize("count", [1, 5, 127, 128, 129, 300, 1000])
+@pytest.mark.parametrize("count", [1, 5, 31, 32, 33, 64, 300, 1000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_whole_numbers_are_added_up_exactly(
@@ -83,17 +83,76 @@ def test_on_the_cpu_the_order_is_that_of_the_ids() -> None:
     assert_same_bytes(speedtorch.sum_rows(rows, plan, ROWS), expected)
 
 
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 1000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ids_have_the_rows_of_their_sources(device: str, dtype: torch.dtype, count: int) -> None:
+    index = ids_of("half", count)
+    plan = speedtorch.plan_rows(index.to(device), ROWS)
+    for columns, bags in ((1, 1), (3, 40), (128, 7), (47, 2000)):
+        rows = torch.randint(-2, 3, (bags, columns)).to(dtype)
+        source = torch.randint(bags, (count,))
+        actual = speedtorch.sum_rows(rows.to(device), plan, ROWS, source=source.to(device))
+        assert_same_bytes(actual, summed(rows[source], index).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_source_gives_the_bits_of_the_copied_rows(device: str, dtype: torch.dtype) -> None:
+    plan = speedtorch.plan_rows(ids_of("half", 5000).to(device), ROWS)
+    rows = torch.randn(300, 20).to(device, dtype)
+    source = torch.randint(300, (2000,), device=device)
+    expected = speedtorch.sum_rows(rows[source], plan, ROWS, begin=700)
+    assert_same_bytes(speedtorch.sum_rows(rows, plan, ROWS, begin=700, source=source), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_ids_sum_does_not_depend_on_the_rest_of_the_batch(
+    device: str, dtype: torch.dtype
+) -> None:
+    hot, columns = 500, 20
+    for count in (1, 31, 32, 33, 64, 65, 1000, 3000):
+        rows = torch.randn(count, columns).to(device, dtype)
+        plan = speedtorch.plan_rows(torch.full((count,), hot, device=device), ROWS)
+        alone = speedtorch.sum_rows(rows, plan, ROWS)
+        for others in (1, 17, 32, 700):
+            index = torch.randint(ROWS, (count + others,))
+            index[index == hot] = 0
+            at = torch.randperm(count + others)[:count].sort().values
+            index[at] = hot
+            among = torch.randn(count + others, columns).to(device, dtype)
+            among[at.to(device)] = rows
+            plan = speedtorch.plan_rows(index.to(device), ROWS)
+            actual = speedtorch.sum_rows(among, plan, ROWS)
+            assert_same_bytes(actual[index.unique() == hot], alone)
+
+
+@NEEDS_GPU
+def test_a_source_that_is_none_of_the_rows_counts_as_zeros_on_a_gpu() -> None:
+    plan = speedtorch.plan_rows(torch.tensor([1, 2, 1, 3], device="cuda"), ROWS)
+    source = torch.tensor([0, 2, 1, -1], device="cuda")
+    actual = speedtorch.sum_rows(torch.ones(2, 3, device="cuda"), plan, ROWS, source=source)
+    assert actual.tolist() == [[2.0] * 3, [0.0] * 3, [0.0] * 3]
+    none = speedtorch.sum_rows(torch.ones(0, 3, device="cuda"), plan, ROWS, source=source)
+    assert not none.any()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_empty_batches_and_rows_are_legal(device: str) -> None:
     plan = speedtorch.plan_rows(torch.empty(0, dtype=torch.int64, device=device), ROWS)
     assert speedtorch.sum_rows(torch.empty(0, 3, device=device), plan, ROWS).shape == (0, 3)
     plan = speedtorch.plan_rows(torch.tensor([1, 1], device=device), ROWS)
     assert speedtorch.sum_rows(torch.empty(2, 0, device=device), plan, ROWS).shape == (1, 0)
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    rows = torch.ones(5, 3, device=device)
+    assert not speedtorch.sum_rows(rows, plan, ROWS, source=none).any()
 
 
 def test_arguments_that_do_not_fit_are_errors() -> None:
     plan = speedtorch.plan_rows(torch.tensor([1, 2, 1]), ROWS)
     rows = torch.zeros(3, 2)
+
+    def of(*source: int, begin: int = 0) -> Tensor:
+        return speedtorch.sum_rows(rows, plan, ROWS, begin=begin, source=torch.tensor(source))
+
     for call, error, message in (
         (lambda: speedtorch.sum_rows(rows.int(), plan, ROWS), ValueError, "float.*got Int"),
         (lambda: speedtorch.sum_rows(rows, plan, ROWS, begin=1), ValueError, "rows 1 to 4.*3 ids"),
@@ -102,6 +161,15 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
         (lambda: speedtorch.sum_rows(rows, plan[:4], ROWS, distinct=2), ValueError, "4 tensors"),
         (lambda: speedtorch.sum_rows(rows, plan, 5), IndexError, "table of 1000 rows.*has 5"),
         (lambda: speedtorch.sum_rows(torch.zeros(2, 3).t(), plan, ROWS), ValueError, "contiguous"),
+        (lambda: of(0, 2, 3), ValueError, "source has 3 at position 2.*none of the 3 rows"),
+        (lambda: of(-1, 2, 5), ValueError, "source has -1 at position 0.*none of the 3 rows"),
+        (lambda: of(0, 0, 0, 0), ValueError, "rows 0 to 4.*3 ids"),
+        (lambda: of(0, 0, begin=2), ValueError, "rows 2 to 4.*3 ids"),
+        (
+            lambda: speedtorch.sum_rows(rows, plan, ROWS, source=torch.zeros(3, dtype=torch.int32)),
+            ValueError,
+            "source must be a contiguous int64",
+        ),
     ):
         with pytest.raises(error, match=message):
             call()
@@ -113,6 +181,7 @@ def test_opcheck_is_clean(device: str) -> None:
     plan = speedtorch.plan_rows(index, ROWS)
     ops = torch.ops.speedtorch
     opcheck(ops.sum_rows.default, (torch.rand(3, 2, device=device), plan, ROWS, 0, 2))
+    opcheck(ops.sum_rows.default, (torch.rand(5, 2, device=device), plan, ROWS, 0, 2, index))
     nothing = plan[0][:0]
     compared = (plan[0], plan[4], nothing, nothing, -1)
     opcheck(ops.compare_rows.default, compared, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,103 @@
+// table_ids: ids of several features as rows of one table that holds all of theirs, and the bag of
+// each. Checks and the CPU loop; GPU kernel: .cu.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <vector>
+
+#include "call/arguments.h"
+#include "call/torch_calls.h"
+#include "core/gpu.h"
+#include "core/tensor_checks.h"
+#include "ops/table_ids_launch.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr const char* kOp = "table_ids";
+
+void find_on_cpu(const TableIds& work, const Ids& ids) {
+  const int64_t bags = work.features * work.samples;
+  torch::stable::parallel_for(0, bags, 256, [&](int64_t begin, int64_t end) {
+    for (int64_t bag = begin; bag < end; ++bag) {
+      const int64_t feature = bag / work.samples, sample = bag % work.samples;
+      const int64_t first_row = work.ranges[2 * feature], rows = work.ranges[2 * feature + 1];
+      for (int64_t i = work.offsets[bag]; i < work.offsets[bag + 1]; ++i) {
+        const int64_t id = ids.at(i);
+        work.rows[i] = id >= 0 && id < rows ? id + first_row : -1;
+        work.bags[i] = sample * work.features + feature;
+      }
+    }
+  });
+}
+
+// Whether there are so many bags, without their product, which may be too large a number.
+bool is_product(int64_t bags, int64_t features, int64_t samples) {
+  if (features == 0 || samples == 0) return bags == 0;
+  return bags % features == 0 && bags / features == samples;
+}
+
+void check_fit(const Tensor& ids, const Tensor& offsets, const Tensor& ranges, int64_t samples) {
+  check_ids_kind(kOp, "ids", ids);
+  if (ids.dim() != 1 || !ids.is_contiguous()) {
+    throw_value_error(kOp, "ids must be a contiguous tensor [n]");
+  }
+  check_aligned(kOp, "ids", ids);
+  check_list(kOp, "offsets", offsets, "ids", ids);
+  if (ranges.scalar_type() != ScalarType::Long || !ranges.is_contiguous() || ranges.dim() != 2 ||
+      ranges.size(1) != 2) {
+    throw_value_error(kOp, "ranges must be a contiguous int64 tensor [features, 2]");
+  }
+  check_aligned(kOp, "ranges", ranges);
+  check_same_device(kOp, "ranges", ranges, "ids", ids);
+  if (samples < 0) throw_value_error(kOp, "samples must not be negative, got ", samples);
+  const int64_t features = ranges.size(0), bags = offsets.numel() - 1;
+  if (!is_product(bags, features, samples)) {
+    throw_value_error(kOp, "offsets has ", offsets.numel(), " entries, expected one more than ",
+                      features, " features times ", samples, " samples");
+  }
+  if (bags == 0 && ids.numel() > 0) {
+    throw_value_error(kOp, "there are ", ids.numel(), " ids, and no bag that holds them");
+  }
+}
+
+std::vector<Tensor> table_ids(const Tensor& ids, const Tensor& offsets, const Tensor& ranges,
+                              int64_t samples) {
+  const Arguments all(kOp, {read("ids", ids), read("offsets", offsets), read("ranges", ranges)});
+  check_fit(ids, offsets, ranges, samples);
+  all.check_memory();
+  if (ids.is_cpu()) check_offsets_on_cpu(kOp, "offsets", offsets, ids.numel());
+  const int64_t count = ids.numel();
+  const std::vector<Tensor> made{new_tensor(kOp, {count}, ScalarType::Long, ids),
+                                 new_tensor(kOp, {count}, ScalarType::Long, ids)};
+  if (count == 0) return made;
+  const Ids view = as_ids(ids);
+  const TableIds work{.ids = view.data,
+                      .wide = view.wide,
+                      .count = count,
+                      .offsets = data_of(offsets),
+                      .ranges = data_of(ranges),
+                      .features = ranges.size(0),
+                      .samples = samples,
+                      .rows = data_of(made[0]),
+                      .bags = data_of(made[1])};
+  if (ids.is_cpu()) {
+    find_on_cpu(work, view);
+    return made;
+  }
+  const CurrentStream stream(kOp, ids);
+  if constexpr (kWithCuda) check_cuda(launch_table_ids(work, stream.get()), kOp);
+  return made;
+}
+
+}  // namespace
+}  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  m.def("table_ids(Tensor ids, Tensor offsets, Tensor ranges, int samples) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("table_ids", TORCH_BOX(&speedtorch::table_ids));
+}
