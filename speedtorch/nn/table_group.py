@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -103,10 +103,12 @@ class Table(NamedTuple):
         low, high = -bound if low is None else low, bound if high is None else high
         if not low <= high:
             raise ValueError(f"{name}: weight_init_min is {low}, above weight_init_max, {high}")
-        # torchrec's configs make an init_fn of these bounds themselves, which is not elementwise.
-        own = getattr(config, "init_fn", None) if isinstance(config, EmbeddingConfig) else None
+        # torchrec's configs make an init_fn of these bounds themselves: the same partial.
+        own = getattr(config, "init_fn", None)
         draw = own or partial(nn.init.uniform_, a=low, b=high)
         features, group = list(config.feature_names) or [name], getattr(config, "group", "")
+        if twice := [feature for feature, n in Counter(features).items() if n > 1]:
+            raise ValueError(f"{name}: feature_names has {twice[0]!r} twice")
         return cls(name, rows, columns, dtype, features, mode == "mean", group, draw)
 
 
@@ -166,11 +168,11 @@ class TableGroup(RowModule):
         Nobody waits. Raises IndexError where rows are held on the CPU and an id is out of range.
         """
         device = self.trained_rows.exchange.device
-        known = self._known.find(source.tensors, device)
+        known = self._known.find(source, device)
         if known is None:
             seen = [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
             known = self._made(source.read(device), device)
-            self._known.append((seen, device, known))
+            self._known.append((source.form, seen, device, known))
         return known
 
     def _made(self, jagged: Jagged, device: torch.device) -> TableIds:
@@ -182,7 +184,7 @@ class TableGroup(RowModule):
         means = [self.tables[k].mean for k, _ in self.features]
         divisors = None
         if any(means):
-            lengths = offsets.diff().view(-1, samples).t().clamp(min=1)
+            lengths = offsets.diff().view(len(means), samples).t().clamp(min=1)
             if not all(means):
                 if device not in self._means:
                     self._means[device] = torch.tensor(means, device=device)
@@ -219,7 +221,7 @@ class TableGroup(RowModule):
 
     def explained(self, error: IndexError) -> IndexError:
         """An error about bad ids with the feature and the table, if the ids can still be found."""
-        for _, _, ids in reversed(self._known):
+        for *_, ids in reversed(self._known):
             if (named := self._bad_id(ids)) is not None:
                 self._known.clear()
                 return named
@@ -252,7 +254,7 @@ class TableGroup(RowModule):
         pass
 
 
-class _Known(deque[tuple[list[SeenIds], torch.device, TableIds]]):
+class _Known(deque[tuple[Hashable, list[SeenIds], torch.device, TableIds]]):
     """Ids that were made rows before; a copy of a module begins without."""
 
     def __init__(self, ids: Iterable[Any] = ()) -> None:
@@ -261,11 +263,11 @@ class _Known(deque[tuple[list[SeenIds], torch.device, TableIds]]):
     def __deepcopy__(self, memo: object) -> _Known:
         return _Known()
 
-    def find(self, tensors: Sequence[Tensor], device: torch.device) -> TableIds | None:
-        """What these tensors were made, if they are known to be the same."""
-        for seen, where, made in reversed(self):
-            fits = where == device and len(seen) == len(tensors)
-            if fits and all(each.are(ids) for each, ids in zip(seen, tensors, strict=True)):
+    def find(self, source: Source, device: torch.device) -> TableIds | None:
+        """What the tensors of a source were made, if they are known to be the same."""
+        for form, seen, where, made in reversed(self):
+            pairs = zip(seen, source.tensors, strict=False)  # of one form: as many
+            if (form, where) == (source.form, device) and all(each.are(ids) for each, ids in pairs):
                 return made
         return None
 
