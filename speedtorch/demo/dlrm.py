@@ -17,10 +17,11 @@ from speedtorch.demo.auc import auc
 from speedtorch.demo.click_batches import ClickBatch, ClickBatches
 from speedtorch.demo.criteo import CATEGORIES, NUMBERS, Clicks
 from speedtorch.demo.settings import check_least
-from speedtorch.nn.collection import EmbeddingBagCollection, EmbeddingBagConfig
+from speedtorch.nn.collection import EmbeddingBagCollection
 from speedtorch.nn.row_module import RowModule
+from speedtorch.nn.table_group import EmbeddingBagConfig
 
-__all__ = ["DLRM", "Outcome", "PlainBags", "Score", "held_out_score", "train"]
+__all__ = ["DLRM", "Outcome", "PlainRows", "Score", "held_out_score", "train"]
 
 # Layers between the first and the last, wide enough for what is made up here.
 _BOTTOM = (128, 64)
@@ -28,22 +29,24 @@ _TOP = (256, 128)
 _SCORED_AT_ONCE = 4096
 
 
-class PlainBags(nn.Module):
-    """A torch.nn.EmbeddingBag for each categorical feature, all of its rows on the device.
+class PlainRows(nn.Module):
+    """A torch.nn.Embedding for each categorical feature, all of its rows on the device.
 
-    The state dict is that of an EmbeddingBagCollection.
+    With one id a sample a bag is a row; the gradients of a row are added up sample after sample,
+    which torch.nn.EmbeddingBag does in no order of its own. The state dict is that of an
+    EmbeddingBagCollection.
     """
 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
-        bags = {name: nn.EmbeddingBag(rows, dim, mode="sum") for name in CATEGORIES}
+        bags = {name: nn.Embedding(rows, dim) for name in CATEGORIES}
         self.embedding_bags = nn.ModuleDict(bags)
 
     def forward(self, ids: dict[str, Tensor]) -> Tensor:
         """The rows `[B, 26 * D]` of ids `[B]` of each feature, side by side."""
         bags = self.embedding_bags
         device = next(self.parameters()).device
-        found = [bags[name](each.to(device).unsqueeze(1)) for name, each in ids.items()]
+        found = [bags[name](each.to(device)) for name, each in ids.items()]
         return torch.cat(found, 1)
 
 
@@ -82,7 +85,7 @@ class DLRM(loop.Model):
             torch.manual_seed(seed)
             self.bottom = _perceptron((NUMBERS, *_BOTTOM, dim))
             self.top = _perceptron((dim + vectors * (vectors - 1) // 2, *_TOP, 1))
-            self.bags = PlainBags(rows, dim) if plain else _host_bags(rows, dim, device, memory)
+            self.bags = PlainRows(rows, dim) if plain else _host_bags(rows, dim, device, memory)
         self.register_buffer("pairs", torch.tril_indices(vectors, vectors, -1), persistent=False)
         self.to(device)
 
