@@ -17,8 +17,9 @@ from speedtorch.demo.auc import auc
 from speedtorch.demo.click_batches import ClickBatch, ClickBatches
 from speedtorch.demo.criteo import CATEGORIES, NUMBERS, Clicks
 from speedtorch.demo.settings import check_least
-from speedtorch.nn.collection import EmbeddingBagCollection, EmbeddingBagConfig
+from speedtorch.nn.collection import EmbeddingBagCollection
 from speedtorch.nn.row_module import RowModule
+from speedtorch.nn.table_group import EmbeddingBagConfig
 
 __all__ = ["DLRM", "Outcome", "PlainBags", "Score", "held_out_score", "train"]
 
@@ -29,21 +30,22 @@ _SCORED_AT_ONCE = 4096
 
 
 class PlainBags(nn.Module):
-    """A torch.nn.EmbeddingBag for each categorical feature, all of its rows on the device.
+    """A torch.nn.Embedding for each categorical feature, all of its rows on the device.
 
-    The state dict is that of an EmbeddingBagCollection.
+    Every bag has one id. The state dict is that of an EmbeddingBagCollection. On the CPU gradients
+    are added up as there, in the order of the batch, which torch.nn.EmbeddingBag does not do.
     """
 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
-        bags = {name: nn.EmbeddingBag(rows, dim, mode="sum") for name in CATEGORIES}
+        bags = {name: nn.Embedding(rows, dim) for name in CATEGORIES}
         self.embedding_bags = nn.ModuleDict(bags)
 
     def forward(self, ids: dict[str, Tensor]) -> Tensor:
         """The rows `[B, 26 * D]` of ids `[B]` of each feature, side by side."""
         bags = self.embedding_bags
         device = next(self.parameters()).device
-        found = [bags[name](each.to(device).unsqueeze(1)) for name, each in ids.items()]
+        found = [bags[name](each.to(device)) for name, each in ids.items()]
         return torch.cat(found, 1)
 
 
