@@ -32,9 +32,8 @@ _SCORED_AT_ONCE = 4096
 class PlainRows(nn.Module):
     """A torch.nn.Embedding for each categorical feature, all of its rows on the device.
 
-    With one id a sample a bag is a row; the gradients of a row are added up sample after sample,
-    which torch.nn.EmbeddingBag does in no order of its own. The state dict is that of an
-    EmbeddingBagCollection.
+    Every bag has one id. The state dict is that of an EmbeddingBagCollection. On the CPU gradients
+    are added up as there, in the order of the batch, which torch.nn.EmbeddingBag does not do.
     """
 
     def __init__(self, rows: int, dim: int) -> None:
