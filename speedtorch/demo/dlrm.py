@@ -19,7 +19,7 @@ from speedtorch.demo.criteo import CATEGORIES, NUMBERS, Clicks
 from speedtorch.demo.settings import check_least
 from speedtorch.nn.collection import EmbeddingBagCollection
 from speedtorch.nn.row_module import RowModule
-from speedtorch.nn.table_group import EmbeddingBagConfig
+from speedtorch.nn.table_config import EmbeddingBagConfig
 
 __all__ = ["DLRM", "Outcome", "PlainRows", "Score", "held_out_score", "train"]
 

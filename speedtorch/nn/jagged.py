@@ -284,6 +284,19 @@ class KeyedFeatures:
             raise KeyError(f"{key!r} is none of the features {self.keys()}")
         return self._parts[key]()
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Each feature's name, and what was looked up."""
+        return ((key, part()) for key, part in self._parts.items())
+
     def to_dict(self) -> dict[str, Any]:
         """Each feature by its name."""
         return {key: part() for key, part in self._parts.items()}

@@ -619,12 +619,35 @@ def test_tables_of_another_dtype_are_another_parameter() -> None:
 def test_a_group_of_its_own_is_another_parameter() -> None:
     tables = [
         EmbeddingConfig(9, 2, "a"),
-        EmbeddingConfig(9, 2, "b", group="slow.ly"),
-        EmbeddingConfig(9, 2, "c", group="slow.ly"),
+        EmbeddingConfig(9, 2, "b", group="slowly"),
+        EmbeddingConfig(9, 2, "c", group="slowly"),
     ]
     ours = EmbeddingCollection(tables)
     assert len(list(ours.parameters())) == 2
     assert ours.group_of("b") is ours.group_of("c")
+
+
+def test_a_group_with_a_dot_is_refused() -> None:
+    with pytest.raises(ValueError, match="a: group must be a name without dots, got 'x.y'"):
+        EmbeddingCollection([EmbeddingConfig(9, 2, "a", group="x.y")])
+
+
+def test_several_lookups_of_a_step_are_prefetched_as_a_list() -> None:
+    ours, twin = (EmbeddingCollection([EmbeddingConfig(9, 2, "a")]) for _ in range(2))
+    twin.load_state_dict(ours.state_dict())
+    batches = [({"a": torch.tensor([k, 2])}, {"a": torch.tensor([k + 1])}) for k in range(5)]
+    for first, second in speedtorch.prefetch(batches, ours, ids=list):
+        sgd_step(ours, ours(first).values().sum() + ours(second).values().square().sum())
+    for first, second in batches:
+        sgd_step(twin, twin(first).values().sum() + twin(second).values().square().sum())
+    assert_same_bytes(ours.table_weight("a"), twin.table_weight("a"))
+
+
+def test_the_result_can_be_gone_through_by_name() -> None:
+    found = EmbeddingBagCollection([EmbeddingBagConfig(9, 2, "a")])({"a": torch.tensor([1, 2])})
+    assert "a" in found and "b" not in found and list(found) == ["a"] and len(found) == 1
+    ((name, pooled),) = found.items()
+    assert name == "a" and torch.equal(pooled, found["a"])
 
 
 def groups(device: str) -> tuple[Any, dict[str, Tensor]]:

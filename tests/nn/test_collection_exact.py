@@ -113,7 +113,7 @@ def train(
     result = {}
     for name, loss in losses.items():
         group = tables.group_of(name)
-        result[name] = trained(case, optimizer, group, group.range_of(name), loss.scale)
+        result[name] = trained(case, optimizer, group, group.ranges.range_of(name), loss.scale)
     return result
 
 
