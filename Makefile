@@ -30,6 +30,9 @@ raise SystemExit(tuple(map(int, re.findall(r'\d+', version('torch'))[:2])) < (2,
 CLIENTS := .venv-clients
 CLIENT_PACKAGES := einops lightning safetensors sentence-transformers accelerate
 CLIENT_PACKAGES_ALONE := pytorch_optimizer torch_optimizer pytorch_ranger bitsandbytes torchao
+CLIENT_PACKAGES_ALONE += torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0 iopath portalocker tensordict pyvers
+CLIENT_PACKAGES_ALONE += pyre-extensions typing-inspect mypy-extensions orjson importlib-metadata
+CLIENT_PACKAGES_ALONE += cloudpickle torchmetrics lightning-utilities
 
 .PHONY: help setup demo check test soak clients lint sanitize bench clean force
 
@@ -51,7 +54,7 @@ soak: setup ## 100,000 random programs against torch.nn.Embedding: hours
 	SPEEDTORCH_PROGRAMS=100000 $(PY) -m pytest -m '' tests/nn/test_embedding_machine.py $(ARGS)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
-	$(CLIENTS)/bin/python -m pytest -m clients tests/optim/test_clients_*.py $(ARGS)
+	$(CLIENTS)/bin/python -m pytest -m clients tests/*/test_clients_*.py $(ARGS)
 
 lint: setup ## format, lint and types
 	$(PY) -m ruff check .

@@ -10,7 +10,7 @@ from speedtorch.nn.collection import EmbeddingBagCollection, EmbeddingCollection
 from speedtorch.nn.embedding import Embedding
 from speedtorch.nn.embedding_bag import EmbeddingBag
 from speedtorch.nn.prefetch import prefetch
-from speedtorch.nn.table_group import EmbeddingBagConfig, EmbeddingConfig
+from speedtorch.nn.table_config import EmbeddingBagConfig, EmbeddingConfig
 from speedtorch.ops import *  # noqa: F403
 from speedtorch.optim.attach import attach, detach
 from speedtorch.table import HostTable

@@ -65,27 +65,52 @@ class Squares:
 
     def __call__(self, rows: Tensor) -> Tensor:
         targets = torch.randn(rows.shape, generator=self._random).to(rows.device)
-        return (rows * self.scale - targets).square().sum()
+        # Small enough that no optimizer's numbers grow without end.
+        return (rows * self.scale - targets).square().sum() / 64
 
 
 def train_in_place(
-    case: Case, variant: str, width: int, device: str, rows: int, batches: Sequence[Tensor]
+    case: Case,
+    variant: str,
+    width: int,
+    device: str,
+    rows: int,
+    batches: Sequence[Tensor],
+    bags: Sequence[Tensor] = (),
+    *,
+    in_order: bool = False,
 ) -> Trained:
-    sparse = case.make is optim.SparseAdam
-    loss = Squares(width, device, dense=not sparse)
+    """Trains on batches of ids; with the offsets of their bags on the sums of these.
+
+    A sparse gradient is that of torch, which adds up the rows of an id in any order, or with
+    `in_order` in that of the batch.
+    """
+    is_sparse = case.make is optim.SparseAdam
+    loss = Squares(width, device, dense=not is_sparse)
     held = nn.Parameter(torch.empty(0, width, device=device))
-    optimizer = make_optimizer(case, variant, held, [] if sparse else [loss.scale])
+    optimizer = make_optimizer(case, variant, held, [] if is_sparse else [loss.scale])
+    sparse = is_sparse and not in_order
     weight = first_weight(rows, width).to(device)
     fields = {name: torch.full_like(weight, value) for name, value in case.rows.items()}
     scalars = first_scalars(case, variant, device)
-    for ids in batches:
+    for number, ids in enumerate(batches):
         touched, local = torch.unique(ids.to(device), return_inverse=True)
         optimizer.zero_grad()
         loss.scale.grad = None
         rows_now = weight.index_select(0, touched).requires_grad_()
         looked_up = nn.functional.embedding(local, rows_now, sparse=sparse)
+        if bags:
+            lengths = bags[number].diff().to(device)
+            of_ids = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+            looked_up = looked_up.new_zeros(len(lengths), width).index_add(0, of_ids, looked_up)
         loss(looked_up).backward()
         held.data, held.grad = rows_now.detach(), rows_now.grad
+        if is_sparse and in_order:
+            assert rows_now.grad is not None
+            numbers = torch.arange(len(touched), device=device)
+            held.grad = torch.sparse_coo_tensor(
+                numbers[None], rows_now.grad, is_coalesced=True, check_invariants=False
+            )
         taken = {name: each.index_select(0, touched) for name, each in fields.items()}
         optimizer.state[held] = {**scalars, **taken}
         optimizer.step()

@@ -290,7 +290,7 @@ MUTANTS = [
     Mutant(
         "the padding has no place behind rows that joined",
         "ops/planned_batch.py",
-        "            places = torch.where(self.plan[0] == self._padding, len(ids), places)\n",
+        "            places = torch.where(unique == self._padding, len(ids), places)\n",
         "            pass\n",
     ),
     # ---- row_store.py

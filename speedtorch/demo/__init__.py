@@ -11,6 +11,9 @@ together.
 `python -m speedtorch demo ncf` runs a recommender: `ratings` reads a file or makes ratings up,
 `ranking` makes batches and scores, `neumf` is the model, and `ncf` puts them together.
 
+`python -m speedtorch demo dlrm` runs a click model: `criteo` reads a file or makes one up,
+`click_batches` makes batches, `dlrm` is the model, and `dlrm_run` puts them together.
+
 All share `loop`, which trains, `settings` and `session`, which ask the user and the machine, and
 `report`, which tells and saves. They are in a checkout and in the source archive, not in wheels.
 """

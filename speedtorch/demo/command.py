@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from types import ModuleType
 
-from speedtorch.demo import glove_run, ncf, word2vec
+from speedtorch.demo import dlrm_run, glove_run, ncf, word2vec
 from speedtorch.demo.session import STOPPED
 from speedtorch.demo.settings import add_arguments
 
@@ -14,7 +14,12 @@ __all__ = ["add_demos", "run_demo"]
 
 _WRONG_USE = 2
 # A demonstration's module has HELP, ABOUT, Settings and run.
-_DEMOS: dict[str, ModuleType] = {"word2vec": word2vec, "glove": glove_run, "ncf": ncf}
+_DEMOS: dict[str, ModuleType] = {
+    "word2vec": word2vec,
+    "glove": glove_run,
+    "ncf": ncf,
+    "dlrm": dlrm_run,
+}
 
 
 def add_demos(parser: ArgumentParser) -> None:

@@ -8,20 +8,18 @@ nothing is imported or run for them, so no module with side effects wakes up.
 from __future__ import annotations
 
 import ast
-import gzip
 import io
 import re
 import sysconfig
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from speedtorch.demo.gzip_files import open_plain_or_gzip
 from speedtorch.demo.settings import check_least
 
 __all__ = ["Corpus", "builtin_passages", "file_passages"]
@@ -165,20 +163,10 @@ def file_passages(path: Path) -> Iterator[str]:
     two bytes, whatever its name. Paragraphs end at blank lines, and after about a million
     characters in a text that has none.
     """
-    with ExitStack() as stack:
-        raw = stack.enter_context(path.open("rb"))
-        zipped = raw.read(2) == b"\x1f\x8b"
-        raw.seek(0)
-        plain = stack.enter_context(gzip.GzipFile(fileobj=raw)) if zipped else raw
-        text = io.TextIOWrapper(plain, encoding="utf-8", errors="replace")
+    with open_plain_or_gzip(path) as raw:
+        text = io.TextIOWrapper(raw, encoding="utf-8", errors="replace")
         rest = ""
-        while True:
-            try:
-                block = text.read(_BLOCK_CHARACTERS)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise ValueError(f"{path} is a damaged gzip file: {error}") from error
-            if not block:
-                break
+        while block := text.read(_BLOCK_CHARACTERS):
             whole, rest = _split_tail(rest + block)
             yield from _paragraphs(whole)
         yield from _paragraphs(rest)

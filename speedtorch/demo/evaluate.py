@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from speedtorch.demo.auc import auc
 from speedtorch.demo.corpus import Corpus
 from speedtorch.demo.pairs import HeldOut
 from speedtorch.demo.skipgram import SkipGram
@@ -48,15 +49,8 @@ def held_out_score(model: SkipGram, held: HeldOut) -> Score | None:
         _dots(model, held.centre, held.context),
         _dots(model, held.centre, held.shuffled),
     )
-    _, kind, counts = np.unique(
-        np.concatenate([true, false]), return_inverse=True, return_counts=True
-    )
-    # Equal values share the middle of the ranks that they take up.
-    ranks = np.cumsum(counts) - (counts - 1) / 2
-    size = len(true)
-    auc = (ranks[kind[:size]].sum() - size * (size + 1) / 2) / size**2
     likelihood = -np.logaddexp(0, -true).mean() - np.logaddexp(0, false).mean()
-    return Score(float(auc), float(likelihood), size)
+    return Score(auc(true, false), float(likelihood), len(true))
 
 
 def _dots(

@@ -14,8 +14,6 @@ from speedtorch.nn.embedding import Embedding
 
 __all__ = ["GloVe", "Outcome", "train"]
 
-_LAYOUT = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps, {elapsed}<{remaining}{postfix}"
-
 
 class GloVe(loop.Model):
     """Two vectors and two biases for each word: as the target of a pair, and as its context.
@@ -104,6 +102,6 @@ def train(model: GloVe, optimizer: loop.Optimizer, batches: PairBatches, **how: 
         outcome.pairs += len(batch)
         return outcome.steps
 
-    how = {"total": len(batches), "unit": "pairs", "layout": _LAYOUT, **how}
+    how = {"total": len(batches), "unit": "pairs", "layout": loop.STEPS_LAYOUT, **how}
     loop.train(model, optimizer, batches, outcome, track, **how)
     return outcome

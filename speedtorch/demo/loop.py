@@ -16,9 +16,12 @@ from speedtorch.demo.plain import RowOptimizer
 from speedtorch.nn.prefetch import prefetch
 from speedtorch.ops.functions import synchronize
 
-__all__ = ["Model", "Optimizer", "Outcome", "train"]
+__all__ = ["STEPS_LAYOUT", "Model", "Optimizer", "Outcome", "train"]
 
 Optimizer = torch.optim.Optimizer | RowOptimizer
+
+STEPS_LAYOUT = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps, {elapsed}<{remaining}{postfix}"
+"""Of a progress bar that counts steps."""
 
 # The loss is read, which waits for the GPU, and the bar moves once in so many steps.
 _STEPS_PER_REPORT = 25

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,8 +13,6 @@ from speedtorch.demo.ranking import BatchStream, Candidates
 from speedtorch.demo.ratings import generated_ratings, leave_one_out, read_ratings
 from speedtorch.demo.session import choose_device, ended, interrupt, make_folder
 from speedtorch.demo.settings import RunSettings, option
-from speedtorch.files.new_files import replace_files
-from speedtorch.files.table_files import write_safetensors
 from speedtorch.optim.attach import attach
 
 __all__ = ["ABOUT", "HELP", "Settings", "run"]
@@ -90,14 +86,5 @@ def run(settings: Settings) -> int:
             f"NDCG       {before.ndcg:.3f} at 10 before training, {after.ndcg:.3f} after",
             *report.memory_lines(facts),
         ]
-        report.print_report(facts, _save(settings.out, model, facts), lines)
+        report.print_report(facts, report.save_model(settings.out, model, facts), lines)
     return ended(outcome.finished)
-
-
-def _save(folder: Path, model: NeuMF, facts: Mapping[str, Any]) -> list[Path]:
-    """Writes the model's state dict and what is known about it; both files, or none."""
-    paths = [folder / name for name in ("model.safetensors", "report.json")]
-    with replace_files(paths) as (saved, told):
-        write_safetensors(saved, model.state_dict())
-        told.write(report.json_bytes(facts))
-    return paths

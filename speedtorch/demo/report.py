@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from speedtorch.demo.evaluate import Rows, row_blocks
 from speedtorch.demo.loop import Outcome
 from speedtorch.demo.settings import RunSettings
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import npy_header
-from speedtorch.nn.embedding import Embedding
+from speedtorch.files.table_files import write_safetensors
+from speedtorch.nn.row_module import RowModule
 
 __all__ = [
     "forget_gpu_peak",
@@ -26,6 +28,7 @@ __all__ = [
     "peak_host_bytes",
     "print_report",
     "run_facts",
+    "save_model",
     "save_results",
     "size_text",
     "training_lines",
@@ -63,6 +66,15 @@ def save_results(
     return paths
 
 
+def save_model(folder: Path, model: nn.Module, facts: Mapping[str, Any]) -> list[Path]:
+    """Writes a model's state dict and what is known about it; both files, or none."""
+    paths = [folder / name for name in ("model.safetensors", "report.json")]
+    with replace_files(paths) as (saved, told):
+        write_safetensors(saved, model.state_dict())
+        told.write(json_bytes(facts))
+    return paths
+
+
 def peak_host_bytes() -> int | None:
     """The most host memory that this process has held so far; None where nobody counts it."""
     try:
@@ -90,7 +102,7 @@ def size_text(count: int | None) -> str:
 
 
 def run_facts(
-    settings: RunSettings, device: torch.device, embeddings: Sequence[Embedding], outcome: Outcome
+    settings: RunSettings, device: torch.device, embeddings: Sequence[RowModule], outcome: Outcome
 ) -> dict[str, Any]:
     """What is kept of every run: its settings, where it ran, what memory it took, what it did."""
     choices = asdict(settings)

@@ -14,9 +14,11 @@ import torch
 
 from speedtorch.demo.settings import RunSettings
 
-__all__ = ["STOPPED", "choose_device", "ended", "interrupt", "make_folder"]
+__all__ = ["DIFFERENT", "STOPPED", "choose_device", "ended", "interrupt", "make_folder"]
 
-STOPPED = 130  # the exit status after Ctrl-C, as shells have it
+# Exit statuses: after Ctrl-C, as shells have it, and of a comparison that found a difference.
+STOPPED = 130
+DIFFERENT = 1
 
 
 def choose_device(settings: RunSettings) -> torch.device:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.demo import report
+from speedtorch.demo.agreement import compared
 from speedtorch.demo.corpus import Corpus
 from speedtorch.demo.evaluate import (
-    Score,
     content_words,
     held_out_score,
     nearest_neighbours,
@@ -22,9 +23,9 @@ from speedtorch.demo.evaluate import (
 )
 from speedtorch.demo.pairs import PairStream
 from speedtorch.demo.plain import RowOptimizer
-from speedtorch.demo.session import STOPPED, choose_device, ended, interrupt, make_folder
+from speedtorch.demo.session import DIFFERENT, STOPPED, choose_device, ended, interrupt, make_folder
 from speedtorch.demo.settings import RunSettings, make_optimizer, option, optional_count
-from speedtorch.demo.skipgram import SIDES, Outcome, SkipGram, first_values, train
+from speedtorch.demo.skipgram import SIDES, SkipGram, first_values, train
 from speedtorch.nn.embedding import Embedding
 from speedtorch.optim.attach import attach
 
@@ -36,10 +37,7 @@ ABOUT = (
     "memory by two speedtorch.Embedding; the rows of the next batch travel while the current one "
     "is trained."
 )
-DIFFERENT = 1  # an exit status
 _NEIGHBOURS_OF = 8
-# How far a figure may be from plain torch's on a GPU, where sums are formed in any order.
-_GPU_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,61 +157,17 @@ class _Run:
         outcome = train(plain, optimizer, self.stream, **how)
         if not outcome.finished:
             return False
-        ours = (self.model, self.outcome, self.score)
-        theirs = (plain, outcome, held_out_score(plain, self.held))
-        facts["plain_torch"] = _compared(self.device, self.words, ours, theirs)
+        score = held_out_score(plain, self.held)
+        figures = {"loss": (self.outcome.losses[-1], outcome.losses[-1])}
+        if self.score and score:
+            figures["auc"] = (self.score.auc, score.auc)
+            figures["log_likelihood"] = (self.score.log_likelihood, score.log_likelihood)
+        rows = chain.from_iterable(self.rows_beside(plain, side) for side in SIDES)
+        facts["plain_torch"] = compared(self.device, rows, figures, outcome.seconds)
         self.save(facts)
         return True
 
-
-_Trained = tuple[SkipGram, Outcome, Score | None]
-
-
-def _compared(
-    device: torch.device,
-    words: int,
-    ours: _Trained,
-    theirs: _Trained,
-) -> dict[str, Any]:
-    """Compares a run with the same one in plain torch, and prints what came out.
-
-    `same`: on the CPU, whether all rows of both tables are equal bit for bit; on a GPU, whether
-    scores and last loss are within 1 %. `farthest` is the largest difference of two numbers in the
-    tables; the other figures are plain torch's.
-    """
-    identical, farthest = True, 0.0
-    for side in SIDES:
-        one_side, other_side = (partial(run[0].rows, side) for run in (ours, theirs))
-        blocks = zip(row_blocks(one_side, words), row_blocks(other_side, words), strict=True)
-        for one, other in blocks:
-            identical &= torch.equal(one.view(torch.int32), other.view(torch.int32))
-            farthest = max(farthest, (one - other).abs().max().item())
-    figures = {"loss": (ours[1].losses[-1], theirs[1].losses[-1])}
-    if ours[2] and theirs[2]:
-        figures["auc"] = (ours[2].auc, theirs[2].auc)
-        figures["log_likelihood"] = (ours[2].log_likelihood, theirs[2].log_likelihood)
-    near = all(abs(one - other) <= _GPU_TOLERANCE * abs(other) for one, other in figures.values())
-    same = identical if device.type == "cpu" else near
-    told = ", ".join(
-        f"{name.replace('_', '-')} {other:.4f}" for name, (_, other) in figures.items()
-    )
-    print(
-        f"plain      torch on full-size tensors: {theirs[1].seconds:.1f} s, {told}"
-        + (
-            ""
-            if device.type == "cpu"
-            else f", peak {report.size_text(report.peak_gpu_bytes(device))} on the GPU"
-        )
-        + "\nagreement  "
-        + ("bit for bit" if identical else f"numbers differ by {farthest:.2g} at most")
-        + ("" if same else ": MORE THAN THEY SHOULD"),
-        flush=True,
-    )
-    return {
-        "same": same,
-        "identical": identical,
-        "farthest": farthest,
-        "seconds": theirs[1].seconds,
-        "peak_gpu_bytes": report.peak_gpu_bytes(device),
-        **{name: other for name, (_, other) in figures.items()},
-    }
+    def rows_beside(self, plain: SkipGram, side: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """All vectors of a side, and plain torch's, block by block."""
+        one, other = (partial(model.rows, side) for model in (self.model, plain))
+        return zip(row_blocks(one, self.words), row_blocks(other, self.words), strict=True)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from speedtorch.nn.jagged import Features, JaggedRows, KeyedFeatures, Source, read_features
 from speedtorch.nn.row_module import Device, RowModule, loadable
 from speedtorch.nn.row_module import Source as Saved
-from speedtorch.nn.table_group import Table, TableGroup, TableIds
+from speedtorch.nn.table_config import Table
+from speedtorch.nn.table_group import TableGroup
+from speedtorch.nn.table_ranges import TableIds
 from speedtorch.table.host_table import HostTable
 from speedtorch.torch_internals import not_compiled
 
@@ -31,9 +33,9 @@ class _Tables(nn.ModuleDict):
         """Each table's group and its rows there."""
         groups: Any = self.values()
         return {
-            table.name: (group, group.range_of(table.name))
+            table.name: (group, group.ranges.range_of(table.name))
             for group in groups
-            for table in group.tables
+            for table in group.ranges.tables
         }
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -90,7 +92,7 @@ class TableCollection(nn.Module):
         for table in described:
             kind = f"{table.columns}x{str(table.dtype).partition('.')[2]}"
             key = f"{table.group}_{kind}" if table.group else kind
-            by_group.setdefault(key.replace(".", "_"), []).append(table)
+            by_group.setdefault(key, []).append(table)
         groups = {
             key: TableGroup(some, device, memory, freeze, capacity)
             for key, some in by_group.items()
@@ -103,8 +105,8 @@ class TableCollection(nn.Module):
         uses = Counter(feature for table in tables for feature in table.features)
         numbers: dict[tuple[str, str], tuple[int, int]] = {}
         for at, group in enumerate(self._groups()):
-            for number, (k, feature) in enumerate(group.features):
-                numbers[group.tables[k].name, feature] = (at, number)
+            for number, (k, feature) in enumerate(group.ranges.features):
+                numbers[group.ranges.tables[k].name, feature] = (at, number)
         return [
             (f"{key}@{table.name}" if uses[key] > 1 else key, *numbers[table.name, key])
             for table in tables
@@ -122,7 +124,7 @@ class TableCollection(nn.Module):
     # Ids
 
     def _source(self, group: TableGroup, features: Features) -> Source:
-        wanted = [key for _, key in group.features]
+        wanted = [key for _, key in group.ranges.features]
         weighted = getattr(self, "_is_weighted", False)
         return read_features(features, wanted, type(self).__name__, weighted=weighted)
 
@@ -131,7 +133,7 @@ class TableCollection(nn.Module):
         groups = self._groups()
         sources = [self._source(group, features) for group in groups]
         # All bad input has been found before a row moves; ids of a GPU are found by the lookups.
-        read = [group.table_ids(each) for group, each in zip(groups, sources, strict=True)]
+        read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
         found = []
         for group, source, ids in zip(groups, sources, read, strict=True):
             weights = None
@@ -141,9 +143,11 @@ class TableCollection(nn.Module):
         return found
 
     def ids_by_module(self, features: Features) -> dict[RowModule, list[Tensor]]:
-        """Features of one lookup as prefetch plans them: which group names which rows."""
+        """Features of a lookup, or of a list of them, as prefetch plans them: rows by group."""
+        lookups = features if isinstance(features, list | tuple) else [features]
         return {
-            group: [group.table_ids(self._source(group, features)).rows] for group in self._groups()
+            group: [group.ids_of(self._source(group, each)).rows for each in lookups]
+            for group in self._groups()
         }
 
     def announce(self, *features: Features) -> None:
@@ -152,9 +156,8 @@ class TableCollection(nn.Module):
         Args:
             *features: What the lookups will be given.
         """
-        read = [self.ids_by_module(each) for each in features]
-        for group in self._groups():
-            group.announce(*(ids for each in read for ids in each[group]))
+        for group, ids in self.ids_by_module(features).items():
+            group.announce(*ids)
 
     # --------------------------------------------------------------------------------------------
     # Rows
@@ -249,7 +252,9 @@ class EmbeddingBagCollection(TableCollection):
     Arguments, input, result and state_dict are those of torchrec's EmbeddingBagCollection, whose
     configs it takes as well. Tables of one embedding_dim, data_type and `group=` are ranges of the
     rows of one HostTable and one parameter: learning rate, freezing and optimizer go by group. All
-    else is as for Embedding, and each table's numbers are those of an EmbeddingBag of its own.
+    else is as for Embedding, and each table's numbers are those of a table of its own: whatever
+    else is in a batch, the gradients of a row are added up in the order of its ids (on a GPU as for
+    Embedding), which torch's EmbeddingBag does not do for rows that a batch names several times.
 
     Args:
         tables: EmbeddingBagConfigs.
@@ -295,7 +300,7 @@ class EmbeddingBagCollection(TableCollection):
         self._is_weighted = is_weighted
         if is_weighted:
             for group in self._groups():
-                for table in group.tables:
+                for table in group.ranges.tables:
                     if table.mean:
                         raise ValueError(f"{table.name}: is_weighted goes with pooling='sum'")
 
@@ -390,7 +395,7 @@ class EmbeddingCollection(TableCollection):
         if torch.compiler.is_dynamo_compiling():
             return _rows_not_compiled(self, features)
         found = self._looked_up(features)
-        counts = [len(group.features) for group in self._groups()]
+        counts = [len(group.ranges.features) for group in self._groups()]
 
         def part(at: int, number: int) -> JaggedRows:
             ids, rows = found[at]

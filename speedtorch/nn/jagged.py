@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -41,6 +41,8 @@ class Source(NamedTuple):
     """Features that can be read once somebody needs them, and the tensors of their ids."""
 
     tensors: list[Tensor]
+    form: Hashable
+    """What the tensors are to the features: others of the same values are of the same ids then."""
     samples: int
     parts: Callable[[], Sequence[_Bags]]
 
@@ -114,7 +116,7 @@ def _of_keyed(given: Any, wanted: Sequence[str], name: str, weighted: bool) -> S
             made.append(_Bags(ids[begin:end], some, len(some) - 1, factors))
         return made
 
-    return Source([ids, offsets], samples, parts)
+    return Source([ids, offsets], tuple(keys), samples, parts)
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -134,16 +136,17 @@ def _of_dict(given: Mapping[str, Any], wanted: Sequence[str], name: str, weighte
     samples = {key: part.bags for key, part in zip(wanted, parts, strict=True)}
     if len(set(samples.values())) > 1:
         raise ValueError(f"{name}: all features must have as many samples, got {samples}")
-    return Source(tensors, parts[0].bags if parts else 0, lambda: parts)
+    form = tuple(isinstance(part.offsets, Tensor) for part in parts)
+    return Source(tensors, form, parts[0].bags if parts else 0, lambda: parts)
 
 
 def _of_value(name: str, value: Any, weighted: bool) -> _Bags:
-    ids, *more = value if isinstance(value, tuple | list) else (value,)
-    offsets, weights = (*more, None, None)[:2]
+    given = value if isinstance(value, tuple | list) else (value,)
+    if not 1 <= len(given) <= 3:
+        raise ValueError(f"{name}: expected (ids, offsets) or (ids, offsets, weights)")
+    ids, offsets, weights = (*given, None, None)[:3]
     _check_ids(name, ids, 2 if offsets is None else 1)
     _check_weights(name, ids, weights, weighted)
-    if len(more) > 2:
-        raise ValueError(f"{name}: expected (ids, offsets) or (ids, offsets, weights)")
     if offsets is not None:
         _check_offsets(name, offsets, ids, None)
         return _Bags(ids, offsets, len(offsets) - 1, weights)
@@ -205,9 +208,11 @@ def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagge
         pieces.append(torch.full((1,), begin))
         offsets = _moved(pieces, device)
     begins = None
-    if all(part.bags == samples for part in parts):
+    if samples and all(part.bags == samples for part in parts):
         begins = [0, *accumulate(part.ids.numel() for part in parts)]
-    return Jagged(ids.contiguous(), offsets.to(torch.int64).contiguous(), samples, begins)
+    # Those on the CPU may be written to after the lookup, which is known by these.
+    offsets = offsets.to(torch.int64, copy=device.type == "cpu").contiguous()
+    return Jagged(ids.contiguous(), offsets, samples, begins)
 
 
 def _moved(parts: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -278,6 +283,19 @@ class KeyedFeatures:
         if key not in self._parts:
             raise KeyError(f"{key!r} is none of the features {self.keys()}")
         return self._parts[key]()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Each feature's name, and what was looked up."""
+        return ((key, part()) for key, part in self._parts.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Each feature by its name."""

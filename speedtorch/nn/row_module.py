@@ -7,7 +7,7 @@ import inspect
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -94,7 +94,7 @@ class RowModule(nn.Module):
         held = torch.empty(0, embedding_dim, dtype=store.dtype, device=device)
         self._train(store, nn.Parameter(held, requires_grad=not _freeze))
         if _weight is None:
-            RowModule.init_(self, nn.init.normal_)
+            self.reset_parameters()
         elif isinstance(_weight, Tensor):
             store.load("weight", _weight)
         watch_steps()
@@ -224,9 +224,9 @@ class RowModule(nn.Module):
                 self.trained_rows.claim()
                 self.trained_rows.exchange.announce(ids)
 
-    def ids_by_module(self, ids: Tensor | Sequence[Tensor]) -> dict[RowModule, list[Tensor]]:
+    def ids_by_module(self, ids: Any) -> dict[RowModule, list[Tensor]]:
         """Ids of one lookup or of several as prefetch plans them: which module names which rows."""
-        parts = [ids] if isinstance(ids, Tensor) else list(ids)
+        parts = list(ids) if isinstance(ids, list | tuple) else [ids]
         for part in parts:
             check_ids("ids", part)
         return {self: parts}

@@ -98,8 +98,7 @@ class Parts:
     def __init__(self, parts: Sequence[Tensor], rows: int, device: torch.device, name: str) -> None:
         self.name = name
         self.rows = rows
-        self.planned: torch.cuda.Event | None = None
-        """After which the plan is there, if it was made beside the current stream."""
+        self._planned: torch.cuda.Event | None = None
         self._seen: list[SeenIds] = []
         self._begins = [0]
         flat = []
@@ -145,11 +144,15 @@ class Parts:
         local, shape = entries if places is None else places[entries], self._seen[part].shape
         return local if local.shape == shape else local.view(shape)
 
+    def planned_until(self, event: torch.cuda.Event | None) -> None:
+        """Says after which event the plan is there, if it is made beside the current stream."""
+        self._planned = event
+
     def join(self) -> None:
         """What the current stream gets from now on begins when the plan is there."""
-        if self.planned is not None:
-            torch.cuda.current_stream(self.planned.device).wait_event(self.planned)
-            self.planned = None
+        if self._planned is not None:
+            torch.cuda.current_stream(self._planned.device).wait_event(self._planned)
+            self._planned = None
 
     def refuse(self, bad: int, position: int, bad_id: int) -> None:
         """Raises IndexError if so many ids are out of range, the first of them at a position."""

@@ -772,7 +772,7 @@ class Exchange:
         """Plans a batch of a loop: its ids, of any shape, and the batch before it."""
         with self._planning.after_current(self.device):
             batch = self._step_of(parts, after)
-        batch.parts.planned = self._planning.end
+        batch.parts.planned_until(self._planning.end)
         return batch
 
     def start_loop(self, loop: object) -> None:

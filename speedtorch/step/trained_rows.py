@@ -43,8 +43,8 @@ class Bags(NamedTuple):
         return pooled
 
     def share(self, gradient: Tensor) -> Tensor:
-        """What each row of a bag gets of the bag's gradient."""
-        return gradient if self.divisors is None else gradient / self.divisors
+        """What each row of a bag gets of the bag's gradient, multiplied as torch does."""
+        return gradient if self.divisors is None else gradient * self.divisors.reciprocal()
 
 
 class TrainedRows:

@@ -79,7 +79,8 @@ class Kind:
     Attributes:
         optimizer: its name in CASES.
         attached: whether it keeps something of the rows.
-        modules: arguments of each Embedding; with "bag" it is an EmbeddingBag that adds up.
+        modules: arguments of each Embedding; with "bag" it is an EmbeddingBag that adds up, with
+            "tables" a collection of two tables that share its rows.
     """
 
     optimizer: str
@@ -98,7 +99,60 @@ KINDS = [
     Kind("SGD-momentum", True, ({"max_norm": 1.0}, {"bag": True, "padding_idx": 0})),
     Kind("SparseAdam", True, ({"sparse": True},)),
     Kind("Adagrad", True, ({"max_norm": 1.0, "padding_idx": 0},)),
+    Kind("Adam", True, ({"tables": True}, {})),
 ]
+
+
+class Tables(nn.Module):
+    """A collection of two tables of one group, with the interface of the Embedding of all rows."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        tables = [speedtorch.EmbeddingConfig(ROWS // 2, WIDTH, name) for name in "ab"]
+        parts = dict(zip("ab", rows.chunk(2), strict=True))
+        self.tables = speedtorch.EmbeddingCollection.from_pretrained(
+            tables, parts, freeze=False, memory="plain"
+        )
+        self.register_state_dict_post_hook(Tables.join)
+        self.register_load_state_dict_pre_hook(Tables.split)
+
+    def join(self, state: dict[str, Any], prefix: str, *_: object) -> None:
+        parts = [state.pop(f"{prefix}tables.embeddings.{name}.weight") for name in "ab"]
+        state[f"{prefix}weight"] = torch.cat(parts)
+
+    def split(self, state: dict[str, Any], prefix: str, *_: object) -> None:
+        for name, part in zip("ab", state.pop(f"{prefix}weight").chunk(2), strict=True):
+            state[f"{prefix}tables.embeddings.{name}.weight"] = part
+
+    def features(self, ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """One sample of all ids, each for the table that has its row."""
+        ids = ids.flatten()
+        parts = ids[ids < ROWS // 2], ids[ids >= ROWS // 2] - ROWS // 2
+        return {
+            n: (part, torch.tensor([0, len(part)])) for n, part in zip("ab", parts, strict=True)
+        }
+
+    def forward(self, ids: Tensor) -> Tensor:
+        order = (ids.flatten() >= ROWS // 2).long().argsort(stable=True)
+        rows: Tensor = self.tables(self.features(ids)).values()
+        return rows[order.argsort()].view(*ids.shape, WIDTH)
+
+    def announce(self, *parts: Tensor) -> None:
+        self.tables.announce(*map(self.features, parts))
+
+    def flush(self) -> None:
+        self.tables.flush()
+
+    def init_(self, *args: Any) -> None:
+        self.tables.group_of("a").init_(*args)
+
+    @property
+    def weight(self) -> Any:
+        return self.tables.group_of("a").weight
+
+    @property
+    def table(self) -> speedtorch.HostTable:
+        return self.tables.group_of("a").table
 
 
 class Ours:
@@ -109,6 +163,9 @@ class Ours:
         self.first = [first_rows(number) for number in range(len(kind.modules))]
         made: list[nn.Module] = []
         for arguments, rows in zip(kind.modules, self.first, strict=True):
+            if "tables" in arguments:
+                made.append(Tables(rows))
+                continue
             arguments = {"_weight": rows, "memory": "plain", **arguments}
             if arguments.pop("bag", False):
                 made.append(speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum", **arguments))
@@ -627,7 +684,9 @@ class Programs(RuleBasedStateMachine):
     )
     def begin_loop(self, batches: list[int], with_shared: bool) -> None:
         """Each batch is the ids of every table; perhaps with a part that all batches have."""
-        shared = (IDS[0],) if with_shared else ()
+        # A collection's batch is one lookup.
+        tables = any("tables" in arguments for arguments in self.kind.modules)
+        shared = (IDS[0],) if with_shared and not tables else ()
         listed = [
             {
                 module: [
@@ -638,7 +697,7 @@ class Programs(RuleBasedStateMachine):
             }
             for each in batches
         ]
-        self.loop = iter(speedtorch.prefetch(listed, self.ours.model, ids=lambda batch: batch))
+        self.loop = iter(speedtorch.prefetch(listed, self.ours.model, ids=looked_up))
 
     def shaped(self, number: int, ids: Tensor) -> Tensor:
         return ids.view(1, -1) if self.kind.modules[number].get("bag", False) else ids
@@ -686,6 +745,16 @@ class Programs(RuleBasedStateMachine):
     def interrupt_a_call_to_come(self, line: int, calls: int, memory: bool) -> None:
         self.calls_until = calls
         self.armed = Lines(PACKAGE, line, out_of_memory if memory else KeyboardInterrupt)
+
+
+def looked_up(batch: dict[nn.Module, list[Tensor]]) -> dict[nn.Module, Any]:
+    """The ids of a batch as prefetch takes them."""
+    return {
+        module.tables if isinstance(module, Tables) else module: (
+            module.features(parts[0]) if isinstance(module, Tables) else parts
+        )
+        for module, parts in batch.items()
+    }
 
 
 def gradient_of(lookup: Lookup, factor: int) -> Tensor:

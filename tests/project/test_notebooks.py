@@ -44,6 +44,7 @@ def test_the_notebooks_are_there() -> None:
         *TABLES,
         "06_glove",
         "07_recommender",
+        "08_dlrm",
     ]
 
 
@@ -100,6 +101,11 @@ def test_a_notebook_runs(
     if path.stem == "07_recommender":
         found = re.search(r"hit rate at 10: ([0-9.]+) before, ([0-9.]+) after", printed)
         assert found is not None and float(found[1]) < 0.15 and float(found[2]) > 0.3
+        return
+    if path.stem == "08_dlrm":
+        found = re.search(r"AUC: ([0-9.]+) before, ([0-9.]+) after", printed)
+        assert found is not None and float(found[1]) < 0.6 < 0.65 < float(found[2])
+        assert "the same losses: True, the same rows: True" in printed
         return
     found = re.search(r"loss[a-z ]*: ([0-9.]+) at first, ([0-9.]+) at the end", printed)
     assert found is not None and float(found[2]) < 0.9 * float(found[1])

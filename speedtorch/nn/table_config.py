@@ -1,0 +1,103 @@
+"""The tables of a collection, as their configs describe them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "Table"]
+
+_NAMES = {"FP16": "float16", "BF16": "bfloat16", "FP32": "float32", "FP64": "float64"}
+_DTYPES: dict[object, torch.dtype] = {key: getattr(torch, name) for key, name in _NAMES.items()}
+_DTYPES |= {dtype: dtype for dtype in _DTYPES.values()}
+
+
+@dataclass
+class EmbeddingConfig:
+    """One table of an EmbeddingCollection; the fields are those of torchrec's EmbeddingConfig.
+
+    Attributes:
+        num_embeddings: Rows.
+        embedding_dim: Columns.
+        name: Of the table.
+        data_type: The elements of the rows: a torch.dtype, or torchrec's DataType.
+        feature_names: Features whose ids are rows of this table; by default one of its name.
+        weight_init_max: The largest first value; by default sqrt(1 / num_embeddings).
+        weight_init_min: The smallest; by default -sqrt(1 / num_embeddings).
+        init_fn: Gives first values instead, called as HostTable.init_ calls it.
+        group: Tables of one group, embedding_dim and data_type are one parameter.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str = ""
+    data_type: Any = torch.float32
+    feature_names: list[str] = field(default_factory=list)
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    init_fn: Callable[[Tensor], object] | None = None
+    group: str = ""
+
+
+@dataclass
+class EmbeddingBagConfig(EmbeddingConfig):
+    """One table of an EmbeddingBagCollection.
+
+    Attributes:
+        pooling: "sum" or "mean", or torchrec's PoolingType. All others as in EmbeddingConfig.
+    """
+
+    pooling: Any = "sum"
+
+
+class Table(NamedTuple):
+    """A table as its config describes it."""
+
+    name: str
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    features: list[str]
+    mean: bool
+    group: str
+    draw: Callable[[Tensor], object]
+
+    @classmethod
+    def of(cls, config: Any) -> Table:
+        """Reads a config of ours or of torchrec's; ValueError for what cannot be a table."""
+        name = config.name
+        if not isinstance(name, str) or not name or "." in name:
+            raise ValueError(f"tables: a table needs a name without dots, got {name!r}")
+        rows, columns = config.num_embeddings, config.embedding_dim
+        for what, size in (("num_embeddings", rows), ("embedding_dim", columns)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: {what} must be 1 or more, got {size!r}")
+        kind = config.data_type
+        dtype = _DTYPES.get(getattr(kind, "value", kind))
+        if dtype is None:
+            raise ValueError(f"{name}: data_type must be one of {list(_DTYPES)}, got {kind!r}")
+        pooling = getattr(config, "pooling", "sum")
+        mode = str(getattr(pooling, "value", pooling)).lower()
+        if mode not in ("sum", "mean"):
+            raise ValueError(f"{name}: pooling must be 'sum' or 'mean', got {pooling!r}")
+        bound = math.sqrt(1 / rows)
+        low, high = config.weight_init_min, config.weight_init_max
+        low, high = -bound if low is None else low, bound if high is None else high
+        if not low <= high:
+            raise ValueError(f"{name}: weight_init_min is {low}, above weight_init_max, {high}")
+        # torchrec's configs make an init_fn of these bounds themselves: the same partial.
+        own = getattr(config, "init_fn", None)
+        draw = own or partial(nn.init.uniform_, a=low, b=high)
+        features, group = list(config.feature_names) or [name], getattr(config, "group", "")
+        if not isinstance(group, str) or "." in group:
+            raise ValueError(f"{name}: group must be a name without dots, got {group!r}")
+        if twice := [feature for feature, n in Counter(features).items() if n > 1]:
+            raise ValueError(f"{name}: feature_names has {twice[0]!r} twice")
+        return cls(name, rows, columns, dtype, features, mode == "mean", group, draw)

@@ -1,0 +1,130 @@
+"""TableRanges: tables as ranges of the rows of one, and ids of features as rows of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtorch.nn.jagged import Jagged, Source
+from speedtorch.nn.table_config import Table
+from speedtorch.ops.functions import table_ids
+from speedtorch.ops.planned_batch import SeenIds
+from speedtorch.step.trained_rows import Bags
+
+__all__ = ["TableIds", "TableRanges"]
+
+# Batches whose ids have been made rows: those that prefetch has planned, and the one in training.
+_KEPT = 4
+
+
+class TableIds(NamedTuple):
+    """Ids of a batch as rows of a group."""
+
+    rows: Tensor
+    """Of the one table that the group's tables are ranges of: `[ids]`, -1 where there is none."""
+    bags: Bags
+    jagged: Jagged
+
+
+class TableRanges:
+    """Tables of one row layout, each a range of the rows of one.
+
+    Attributes:
+        tables: The tables, in order.
+        firsts: The first row of each.
+        features: Each table's number and the name of each of its features, in order.
+        rows: Of all tables.
+    """
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables = list(tables)
+        *self.firsts, self.rows = [0, *accumulate(each.rows for each in tables)]
+        self.features = [(k, key) for k, each in enumerate(tables) for key in each.features]
+        self._ranges: dict[torch.device, Tensor] = {}
+        self._means: dict[torch.device, Tensor] = {}
+        self._known = _Known()
+
+    def range_of(self, name: str) -> slice:
+        """The rows of a table."""
+        at = [each.name for each in self.tables].index(name)
+        return slice(self.firsts[at], self.firsts[at] + self.tables[at].rows)
+
+    def ids_of(self, source: Source, device: torch.device) -> TableIds:
+        """Ids of the features as rows, once for the tensors that they are read from.
+
+        Nobody waits. Raises IndexError where rows are held on the CPU and an id is out of range.
+        """
+        known = self._known.find(source, device)
+        if known is None:
+            seen = [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
+            known = self._made(source.read(device), device)
+            self._known.append((source.form, seen, device, known))
+        return known
+
+    def _made(self, jagged: Jagged, device: torch.device) -> TableIds:
+        if device not in self._ranges:
+            ranges = [(self.firsts[k], self.tables[k].rows) for k, _ in self.features]
+            self._ranges[device] = torch.tensor(ranges, device=device).reshape(-1, 2)
+        ids, offsets, samples, _ = jagged
+        rows, bags = table_ids(ids, offsets, self._ranges[device], samples)
+        means = [self.tables[k].mean for k, _ in self.features]
+        divisors = None
+        if any(means):
+            lengths = offsets.diff().view(len(means), samples).t().clamp(min=1)
+            if not all(means):
+                if device not in self._means:
+                    self._means[device] = torch.tensor(means, device=device)
+                lengths = lengths.where(self._means[device], 1)
+            divisors = lengths.reshape(-1, 1).to(self.tables[0].dtype)
+        made = TableIds(rows, Bags(offsets, bags, len(means), all(means), divisors), jagged)
+        if device.type == "cpu" and (error := self._bad_id(made)) is not None:
+            raise error
+        return made
+
+    def explained(self, error: IndexError) -> IndexError:
+        """An error about bad ids with the feature and the table, if the ids can still be found."""
+        for *_, ids in reversed(self._known):
+            if (named := self._bad_id(ids)) is not None:
+                self._known.clear()
+                return named
+        return error
+
+    def _bad_id(self, ids: TableIds) -> IndexError | None:
+        bad = ids.rows < 0
+        if not bool(bad.any()):
+            return None
+        position = int(bad.to(torch.int8).argmax())
+        begins = ids.jagged.begins_of(len(self.features))
+        at = max(k for k in range(len(self.features)) if begins[k] <= position)
+        of_feature = bad[begins[at] : begins[at + 1]]
+        k, feature = self.features[at]
+        table = self.tables[k]
+        return IndexError(
+            f"feature {feature!r}: id {int(ids.jagged.ids[position])} at position"
+            f" {position - begins[at]} is out of range for table {table.name!r} of"
+            f" {table.rows} rows ({int(of_feature.sum())} of {len(of_feature)} ids are out of"
+            " range); no row was moved"
+        )
+
+
+class _Known(deque[tuple[Hashable, list[SeenIds], torch.device, TableIds]]):
+    """Ids that were made rows before; a copy of a module begins without."""
+
+    def __init__(self, ids: Iterable[Any] = ()) -> None:
+        super().__init__(ids, maxlen=_KEPT)
+
+    def __deepcopy__(self, memo: object) -> _Known:
+        return _Known()
+
+    def find(self, source: Source, device: torch.device) -> TableIds | None:
+        """What the tensors of a source were made, if they are known to be the same."""
+        for form, seen, where, made in reversed(self):
+            pairs = zip(seen, source.tensors, strict=False)  # of one form: as many
+            if (form, where) == (source.form, device) and all(each.are(ids) for each, ids in pairs):
+                return made
+        return None
