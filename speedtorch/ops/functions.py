@@ -406,8 +406,20 @@ def _sum_rows_fake(
 def _compare_rows_fake(
     named: Tensor, named_status: Tensor, held: Tensor, held_status: Tensor, padding: int
 ) -> list[Tensor]:
-    lengths = [named.numel()] * 4 + [held.numel()] * 2 + [3]
+    lengths = [named.numel()] * 4 + [held.numel()] * 2 + [4]
     return [named.new_empty(length) for length in lengths]
+
+
+def _compare_rows_fitting_fake(
+    named: Tensor,
+    named_status: Tensor,
+    held: Tensor,
+    held_status: Tensor,
+    padding: int,
+    capacity: int,
+    *others: object,
+) -> list[Tensor]:
+    return [named.new_empty(length) for length in [capacity] * 6 + [4]]
 
 
 _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
@@ -419,6 +431,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_gather.planned_out": _refuse_meta_mix,
     "sum_rows": _sum_rows_fake,
     "compare_rows": _compare_rows_fake,
+    "compare_rows.fitting": _compare_rows_fitting_fake,
     "pinned_copy": _refuse_meta_mix,
     "pinned_scatter": _refuse_meta_mix,
     "pinned_scatter.planned": _refuse_meta_mix,
