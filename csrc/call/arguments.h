@@ -34,6 +34,9 @@ struct Argument {
 inline Argument read(const char* name, const Tensor& tensor) {
   return {name, &tensor, 1, false, false, false};
 }
+inline Argument read(const char* name, const std::optional<Tensor>& tensor) {
+  return tensor ? read(name, *tensor) : Argument{name, nullptr, 0, false, false, false};
+}
 inline Argument read(const char* name, const Tensors& list) {
   return {name, list.data(), list.size(), true, false, false};
 }
