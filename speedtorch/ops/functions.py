@@ -440,6 +440,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "optimizer_state_swap.placed": _refuse_meta_mix,
     "optimizer_state_swap.counted": _refuse_meta_mix,
     "hold_rows": _refuse_meta_mix,
+    "clear_rows": _refuse_meta_mix,
 }
 for _name, _kernel in _FAKE_KERNELS.items():
     torch.library.register_fake(f"speedtorch::{_name}", _kernel)
