@@ -221,10 +221,6 @@ __host__ __device__ void with_vec_type(int vec_bytes, Use use) {
   }
 }
 
-// Rows that a group of lanes has in flight by these vectors.
-template <typename Vec>
-constexpr int kRowsOf = sizeof(Vec) == 16 ? kRowsInFlight : 2 * kRowsInFlight;
-
 // `most_rows` bounds moves.count(), which only the GPU knows.
 template <Link kLink, typename Moves>
 int launch_register_moves(const Moves& moves, const Rows& from, const Rows& to, int64_t most_rows,
@@ -238,7 +234,8 @@ int launch_register_moves(const Moves& moves, const Rows& from, const Rows& to, 
             <<<shape.blocks, kMoverThreads, 0, on>>>(moves, from, from.end(), to, zero_rows);
       }
     }
-    move_rows_kernel<decltype(vec), kRowsOf<decltype(vec)>, kLink, Moves>
+    constexpr int kRows = sizeof(vec) == 16 ? kRowsInFlight : 2 * kRowsInFlight;
+    move_rows_kernel<decltype(vec), kRows, kLink, Moves>
         <<<shape.blocks, kMoverThreads, 0, on>>>(moves, from, to, shape, zero_rows);
   });
   return cudaGetLastError();

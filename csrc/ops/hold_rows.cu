@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
                       rows, rows};
   with_vec_type(shape.vec_bytes, [&](auto vec) {
     using Vec = decltype(vec);
-    move_rows<Vec, kRowsOf<Vec>, Link::kNone>(stays, field.held, field.coming, shape);
-    move_rows<Vec, kRowsOf<Vec>, Link::kNone>(leaves, field.held, field.left, shape);
+    move_rows<Vec, kRowsInFlight, Link::kNone>(stays, field.held, field.coming, shape);
+    move_rows<Vec, kRowsInFlight, Link::kNone>(leaves, field.held, field.left, shape);
     fill_zeros<Vec>(field.coming, named, rows);
   });
 }
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   const MoveShape& shape = fields.shape[blockIdx.y];
   with_vec_type(shape.vec_bytes, [&](auto vec) {
     using Vec = decltype(vec);
-    move_rows<Vec, kRowsOf<Vec>, Link::kNone>(Consecutive{field.held.count}, field.coming,
-                                              field.held, shape);
+    move_rows<Vec, kRowsInFlight, Link::kNone>(Consecutive{field.held.count}, field.coming,
+                                               field.held, shape);
   });
   if (blockIdx.y > 0 || ids.status == nullptr) return;
   const int64_t named = named_of(changes), stride = int64_t{gridDim.x} * blockDim.x;
