@@ -3,7 +3,6 @@
 // kernels: .cu.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,13 +12,13 @@
 #include "call/arguments.h"
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
+#include "move/cpu_mover.h"
 #include "ops/hold_rows_launch.h"
 
 namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "hold_rows";
-constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
 
 std::vector<HeldField> check_held(const Tensors& held, const Tensors& coming, const Tensors& left,
                                   const Tensor& held_ids) {
@@ -43,19 +42,6 @@ std::vector<HeldField> check_held(const Tensors& held, const Tensors& coming, co
     if (!left.empty()) fields[k].left = check_side("left", left[k]);
   }
   return fields;
-}
-
-// to[to_places[i]] = from[from_places[i]]; without places: i.
-void move_on_cpu(const Rows& from, const int64_t* from_places, const Rows& to,
-                 const int64_t* to_places, int64_t count) {
-  if (to.row_bytes == 0) return;
-  const int64_t rows_per_task = kBytesPerTask / to.row_bytes + 1;
-  torch::stable::parallel_for(0, count, rows_per_task, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      std::memcpy(to.row(to_places ? to_places[i] : i), from.row(from_places ? from_places[i] : i),
-                  static_cast<size_t>(to.row_bytes));
-    }
-  });
 }
 
 void check_places(const char* name, const int64_t* places, int64_t count, int64_t rows) {
