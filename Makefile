@@ -67,7 +67,8 @@ lint: setup ## format, lint and types
 SANITIZED := build/sanitized
 SANITIZED_TESTS := tests/memory/test_memory.py $(addprefix tests/ops/test_,argument_overlaps.py \
     argument_faults.py argument_errors.py swap_argument_errors.py index_errors.py pinned_gather.py \
-    pinned_scatter.py pinned_copy.py optimizer_state_swap.py swap_places.py plan.py sum_rows.py)
+    pinned_scatter.py pinned_copy.py optimizer_state_swap.py swap_places.py counted.py plan.py \
+    sum_rows.py)
 
 sanitize: setup ## the ops' tests with gcc's address and undefined-behaviour sanitizers
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)

@@ -46,6 +46,8 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     places, load_places = ids(3, 0, 2, 1), ids(2, 0, 3)
     gather, scatter, swap = ops.pinned_gather, ops.pinned_scatter, ops.optimizer_state_swap
     sums = block.double()
+    held, held_ids = [rows(COUNT, 8), rows(COUNT, 9)[:, :2].contiguous()], ids(1, 2, 6, 8)
+    word, held_status = (torch.zeros(8, dtype=torch.int64, device=device) for _ in range(2))
     return {
         "plan_rows": (ops.plan_rows.default, (index, ROWS)),
         "pinned_gather": (gather.default, (table, index)),
@@ -66,6 +68,10 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             swap.placed,
             (host, leaving, up, places, arriving, load, load_places),
         ),
+        "optimizer_state_swap.counted": (
+            swap.counted,
+            (host, leaving, up, places, ids(3), arriving, load, load_places, ids(2)),
+        ),
         "pinned_copy": (ops.pinned_copy.default, (table[:COUNT].clone(), block)),
         "sum_rows": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3)),
         "sum_rows, of bags": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3, ids(1, 1, 0, 3))),
@@ -75,6 +81,18 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "pool_rows": (ops.pool_rows.default, (sums, places, ids(0, 1, 1, 3, 4), 2, False)),
         "compare_rows": (ops.compare_rows.default, (up, up_plan[4], load, load_plan[4], -1)),
+        "compare_rows.fitting": (
+            ops.compare_rows.fitting,
+            (load, load_plan[4], up, up_plan[4], -1, COUNT, ROWS, ids(0, 0), word),
+        ),
+        "hold_rows": (
+            ops.hold_rows.default,
+            (
+                *(held, arriving, leaving, ids(0, 2, 1, 3), places, ids(1, 2, 0, 3)),
+                *(ids(3, 2, 1, 2), up, held_ids, held_status),
+            ),
+        ),
+        "clear_rows": (ops.clear_rows.default, ([block, table], ids(2))),
     }
 
 

@@ -14,8 +14,7 @@ namespace speedtorch {
 namespace {
 
 std::string name_of(const Argument& argument, size_t at) {
-  const std::string name = argument.name;
-  return argument.of_list ? name + "[" + std::to_string(at) + "]" : name;
+  return argument.of_list ? item(argument.name, at) : argument.name;
 }
 
 [[noreturn]] void refuse(const char* op, const Argument& argument, size_t at,

@@ -105,6 +105,19 @@ Rows as_writable_rows(const char* op, const char* name, const Tensor& tensor) {
   return rows;
 }
 
+Rows as_rows_like(const char* op, const char* name, const Tensor& tensor, const char* like_name,
+                  const Tensor& like, const char* on_name, const Tensor& on) {
+  Rows rows = as_rows(op, name, tensor);
+  check_contiguous(op, name, tensor);
+  check_dtype(op, name, tensor, like_name, like);
+  check_same_device(op, name, tensor, on_name, on);
+  std::vector<int64_t> expected = shape_of(like);
+  expected[0] = tensor.size(0);
+  check_shape(op, name, tensor, expected);
+  rows.stride_bytes = rows.row_bytes;  // torch's own is anything where there is one row
+  return rows;
+}
+
 void check_ids_kind(const char* op, const char* name, const Tensor& index) {
   const ScalarType dtype = index.scalar_type();
   if (dtype != ScalarType::Long && dtype != ScalarType::Int) {
@@ -160,6 +173,23 @@ void check_list(const char* op, const char* name, const Tensor& tensor, const ch
   }
   check_aligned(op, name, tensor);
   check_same_device(op, name, tensor, on_name, on);
+}
+
+void check_count_kind(const char* op, const char* name, const Tensor& count, const char* on_name,
+                      const Tensor& on) {
+  check_list(op, name, count, on_name, on);
+  check_shape(op, name, count, {1});
+}
+
+int64_t check_count(const char* op, const char* name, int64_t count, int64_t most) {
+  if (count < 0 || count > most) {
+    throw_value_error(op, name, " must be 0 to ", most, ", got ", count);
+  }
+  return count;
+}
+
+void check_fields(const char* op, const char* name, size_t count) {
+  if (count == 0) throw_value_error(op, name, " must name at least one field, got an empty list");
 }
 
 void check_device(const char* op, const char* name, const Tensor& tensor, const char* compute_name,

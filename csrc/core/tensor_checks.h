@@ -58,6 +58,10 @@ Rows as_rows(const char* op, const char* name, const Tensor& tensor);
 // As above, and refuses rows that overlap each other (expanded tensors): they cannot be written one
 // by one.
 Rows as_writable_rows(const char* op, const char* name, const Tensor& tensor);
+// As as_rows, and refuses any that are not contiguous, of the dtype and shape of the rows of `like`
+// and on the device of `on`.
+Rows as_rows_like(const char* op, const char* name, const Tensor& tensor, const char* like_name,
+                  const Tensor& like, const char* on_name, const Tensor& on);
 // int32 or int64, at most 2^31 - 1 of them.
 void check_ids_kind(const char* op, const char* name, const Tensor& index);
 // Of checked kind. Copies ids that are not contiguous: not before check_memory().
@@ -72,6 +76,13 @@ void check_aligned(const char* op, const char* name, const Tensor& tensor);
 // A contiguous int64 tensor [n] on the device of `on`.
 void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
                 const Tensor& on);
+// An int64 tensor [1] on the device of `on`.
+void check_count_kind(const char* op, const char* name, const Tensor& count, const char* on_name,
+                      const Tensor& on);
+// Refuses a count that is not 0 to `most`.
+int64_t check_count(const char* op, const char* name, int64_t count, int64_t most);
+// Refuses an empty list.
+void check_fields(const char* op, const char* name, size_t count);
 // `tensor` must be on the CPU or on the device of `compute`.
 void check_device(const char* op, const char* name, const Tensor& tensor, const char* compute_name,
                   const Tensor& compute);

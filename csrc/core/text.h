@@ -1,6 +1,7 @@
 // Messages from their parts.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <type_traits>
 
@@ -18,5 +19,8 @@ std::string text(const Parts&... parts) {
   };
   return (std::string() + ... + part(parts));
 }
+
+// An entry of a list, as messages call it.
+inline std::string item(const char* list, size_t k) { return text(list, "[", k, "]"); }
 
 }  // namespace speedtorch

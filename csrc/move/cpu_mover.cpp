@@ -285,4 +285,20 @@ void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, NumberKind k
   });
 }
 
+void move_on_cpu(const Rows& from, const int64_t* from_places, const Rows& to,
+                 const int64_t* to_places, int64_t count) {
+  if (to.row_bytes == 0) return;
+  const int64_t rows_per_task = kBytesPerTask / to.row_bytes + 1;
+  const auto at = [](const int64_t* places, int64_t i) { return places ? places[i] : i; };
+  torch::stable::parallel_for(0, count, rows_per_task, [&](int64_t begin, int64_t end) {
+    in_turn(
+        begin, end, to.row_bytes, [](int64_t i) { return i; },
+        [&](int64_t i) { prefetch(from.row(at(from_places, i)), to.row_bytes); },
+        [&](int64_t i) {
+          std::memcpy(to.row(at(to_places, i)), from.row(at(from_places, i)),
+                      static_cast<size_t>(to.row_bytes));
+        });
+  });
+}
+
 }  // namespace speedtorch

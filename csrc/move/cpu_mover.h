@@ -16,5 +16,9 @@ void gather_on_cpu(const Rows& table, const Ids& ids, const Rows& out);
 void scatter_on_cpu(const Rows& table, const Ids& ids, const Rows& src);
 // table[ids[i]] += src[i] in index order, rounded to the kind's type at each addition.
 void add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, NumberKind kind);
+// to[to_places[i]] = from[from_places[i]] for i < count, of any width; null places: i itself. No
+// row is written twice.
+void move_on_cpu(const Rows& from, const int64_t* from_places, const Rows& to,
+                 const int64_t* to_places, int64_t count);
 
 }  // namespace speedtorch

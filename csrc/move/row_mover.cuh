@@ -1,5 +1,5 @@
-// The kernel that moves rows one way, for gather, scatter and copy. `Moves` says which row goes
-// where:
+// How kernels move rows one way, for gather, scatter, copy and the rows that a step holds. `Moves`
+// says which row goes where:
 //   bool blocked()   the ids are bad: nothing may move; called by all threads of a block
 //   void report()    leaves word of it; called by one thread
 //   int64_t count()  moves to make
@@ -24,16 +24,36 @@ __device__ __forceinline__ void store_streaming(char* row, int64_t vec, Vec valu
   __stcs(reinterpret_cast<Vec*>(row) + vec, value);
 }
 
+// Contiguous rows `begin` to `end` become zeros. A thread owns every so many-th vector.
+template <typename Vec>
+__device__ void fill_zeros(const Rows& rows, int64_t begin, int64_t end) {
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+  const int64_t vecs = rows.row_bytes / static_cast<int64_t>(sizeof(Vec));
+  for (int64_t v = begin * vecs + thread; v < end * vecs; v += threads) {
+    store_streaming(rows.base, v, Vec{});
+  }
+}
+
 // What happens when the ids are bad: word of it, and `zero_rows` contiguous rows of `to` become
 // zeros (none for a scatter).
 template <typename Vec, typename Moves>
 __device__ void zero_instead(const Moves& moves, const Rows& to, int64_t zero_rows) {
-  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
-  if (thread == 0) moves.report();
-  const int64_t vecs = zero_rows * (to.row_bytes / static_cast<int64_t>(sizeof(Vec)));
-  for (int64_t v = thread; v < vecs; v += threads) store_streaming(to.base, v, Vec{});
+  if (blockIdx.x == 0 && threadIdx.x == 0) moves.report();
+  fill_zeros<Vec>(to, 0, zero_rows);
 }
+
+// Rows that follow each other on both sides.
+struct Consecutive {
+  int64_t rows;
+
+  __device__ bool blocked() const { return false; }
+  __device__ void report() const {}
+  __device__ int64_t count() const { return rows; }
+  __device__ bool planned() const { return false; }
+  __device__ int64_t from(int64_t m, bool) const { return m; }
+  __device__ int64_t to(int64_t m, bool) const { return m; }
+};
 
 // Which side of a move is host memory, whose lines are worth touching once; or none.
 enum class Link { kFrom, kTo, kNone };
@@ -73,9 +93,8 @@ __device__ __forceinline__ void find_rows(const Moves& moves, const Rows& from, 
 // that two turns touch would cross the link in two requests (rows of 1,028 bytes: 17 requests
 // instead of 9).
 template <typename Vec, int kRows, Link kLink, typename Moves>
-__global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone || sizeof(Vec) == 16 ? 2 : 0)
-    move_rows_kernel(Moves moves, Rows from, Rows to, MoveShape shape, int64_t zero_rows) {
-  if (moves.blocked()) return zero_instead<Vec>(moves, to, zero_rows);
+__device__ __forceinline__ void move_rows(const Moves& moves, const Rows& from, const Rows& to,
+                                          const MoveShape& shape) {
   const int thread = static_cast<int>(blockIdx.x * kMoverThreads + threadIdx.x);
   const int group = thread / shape.lanes_per_row, lane = thread % shape.lanes_per_row;
   const int groups = shape.groups, in_warp = shape.groups_in_warp;
@@ -112,6 +131,14 @@ __global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone || sizeof(
       }
     }
   }
+}
+
+// The same where the ids are good.
+template <typename Vec, int kRows, Link kLink, typename Moves>
+__global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone || sizeof(Vec) == 16 ? 2 : 0)
+    move_rows_kernel(Moves moves, Rows from, Rows to, MoveShape shape, int64_t zero_rows) {
+  if (moves.blocked()) return zero_instead<Vec>(moves, to, zero_rows);
+  move_rows<Vec, kRows, kLink>(moves, from, to, shape);
 }
 
 // As above for rows of 1- or 2-byte vectors that come from host memory in several turns: a lane
@@ -175,9 +202,11 @@ __global__ void __launch_bounds__(kMoverThreads)
   }
 }
 
-// Calls `use` with a value of the type whose size is one access.
+// Calls `use` with a value of the type whose size is one access. On either side: `use` is of that
+// side, which nvcc would warn of.
+#pragma nv_exec_check_disable
 template <typename Use>
-void with_vec_type(int vec_bytes, Use use) {
+__host__ __device__ void with_vec_type(int vec_bytes, Use use) {
   switch (vec_bytes) {
     case 16:
       return use(uint4{});

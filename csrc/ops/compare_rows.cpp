@@ -1,15 +1,19 @@
 // compare_rows: which rows arrive, stay and leave when the rows of one batch follow those of
-// another. Checks and the CPU loop; GPU kernels: .cu.
+// another, or may follow them: a batch that must fit is looked at where it lies, so that nobody
+// waits. Checks and the CPU loops; GPU kernels: .cu.
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
+#include "memory/host_memory.h"
 #include "ops/compare_rows_launch.h"
 #include "plan/plan_launch.h"
 
@@ -68,8 +72,77 @@ void compare_on_cpu(const SortedIds& named, const SortedIds& held, int64_t paddi
     }
   }
   out.counts[0] = place;
-  out.counts[1] = arriving;
-  out.counts[2] = leaving;
+  out.counts[1] = staying;
+  out.counts[2] = arriving;
+  out.counts[3] = leaving;
+}
+
+// Whether the batch is compared; word of why not.
+bool fits_on_cpu(const SortedIds& named, int64_t padding, const Fitting& fitting) {
+  if (fitting.halt[0] != 0) {
+    ++fitting.halt[1];
+    return false;
+  }
+  const int64_t* end = named.ids + *named.count;
+  const int64_t distinct = *named.count - std::binary_search(named.ids, end, padding);
+  const PlanStatus& status = *fitting.status;
+  const Misfit why = status.bad_count != 0               ? Misfit::kBadIds
+                     : status.rows != fitting.table_rows ? Misfit::kForeignPlan
+                     : distinct > fitting.capacity       ? Misfit::kTooMany
+                                                         : Misfit::kNone;
+  if (why == Misfit::kNone) return true;
+  fitting.halt[0] = 1;
+  *fitting.fault = {.kind = static_cast<int64_t>(why),
+                    .distinct = distinct,
+                    .capacity = fitting.capacity,
+                    .bad_count = status.bad_count,
+                    .bad_position = status.bad_position,
+                    .bad_id = status.bad_id,
+                    .count = status.count,
+                    .table_rows = fitting.table_rows};
+  return false;
+}
+
+// Of checked arguments.
+std::vector<Tensor> compare(SortedIds named, const SortedIds& held, int64_t padding,
+                            const Fitting* fitting, const Tensor& on,
+                            const std::optional<CurrentStream>& stream, const Arguments& all) {
+  if (named.size + held.size > std::numeric_limits<int32_t>::max()) {
+    throw_value_error(kOp, "named and held have ", named.size + held.size,
+                      " entries, at most 2^31 - 1 fit");
+  }
+  if (on.is_cpu()) {
+    check_count("named_status", named);
+    check_count("held_status", held);
+  }
+  const int64_t named_size = fitting != nullptr ? fitting->capacity : named.size;
+  std::vector<Tensor> made;
+  for (size_t list = 0; list < kLists; ++list) {
+    const int64_t size = list < kNamedLists ? named_size : held.size;
+    made.push_back(new_tensor(kOp, {size}, ScalarType::Long, on));
+  }
+  made.push_back(new_tensor(kOp, {4}, ScalarType::Long, on));
+  const ComparedRows out{.arriving_ids = data_of(made[0]),
+                         .arriving_places = data_of(made[1]),
+                         .stay_places = data_of(made[2]),
+                         .stay_from = data_of(made[3]),
+                         .leaving_ids = data_of(made[4]),
+                         .leaving_places = data_of(made[5]),
+                         .counts = data_of(made[6])};
+  if (!stream) {
+    all.mark_written();
+    const int64_t none = 0;
+    if (fitting != nullptr && !fits_on_cpu(named, padding, *fitting)) named.count = &none;
+    compare_on_cpu(named, held, padding, out);
+  } else if constexpr (kWithCuda) {
+    const int64_t bytes = compare_scratch_bytes(named.size, held.size);
+    const Tensor scratch = new_tensor(kOp, {bytes}, ScalarType::Byte, on);
+    all.mark_written();
+    check_cuda(launch_compare_rows(named, held, padding, fitting, out, scratch.data_ptr(), bytes,
+                                   stream->get()),
+               kOp);
+  }
+  return made;
 }
 
 std::vector<Tensor> compare_rows(const Tensor& named, const Tensor& named_status,
@@ -79,40 +152,49 @@ std::vector<Tensor> compare_rows(const Tensor& named, const Tensor& named_status
   check_sorted_ids("named", named, "named_status", named_status, named);
   check_sorted_ids("held", held, "held_status", held_status, named);
   all.check_memory();
+  std::optional<CurrentStream> stream;
+  if (!named.is_cpu()) stream.emplace(kOp, named);
+  return compare(sorted_ids(named, named_status), sorted_ids(held, held_status), padding, nullptr,
+                 named, stream, all);
+}
+
+std::vector<Tensor> compare_rows_fitting(const Tensor& named, const Tensor& named_status,
+                                         const Tensor& held, const Tensor& held_status,
+                                         int64_t padding, int64_t capacity, int64_t table_rows,
+                                         const Tensor& halt, const Tensor& fault) {
+  const Arguments all(
+      kOp, {read("named", named), read("named_status", named_status), read("held", held),
+            read("held_status", held_status), written("halt", halt), written("fault", fault)});
+  check_sorted_ids("named", named, "named_status", named_status, named);
+  check_shape(kOp, "named_status", named_status, {kPlanStatusFields});
+  check_sorted_ids("held", held, "held_status", held_status, named);
+  check_shape(kOp, "held_status", held_status, {kPlanStatusFields});
+  if (held.numel() != capacity) {
+    throw_value_error(kOp, "held has ", held.numel(), " entries, the capacity is ", capacity);
+  }
+  check_list(kOp, "halt", halt, "named", named);
+  check_shape(kOp, "halt", halt, {2});
+  check_list(kOp, "fault", fault, "named", fault.is_cpu() ? fault : named);
+  check_shape(kOp, "fault", fault, {kFaultFields});
+  all.check_memory();
+  std::optional<CurrentStream> stream;
+  if (!named.is_cpu()) stream.emplace(kOp, named);
+  const Rows word = as_rows(kOp, "fault", fault);
+  if (stream && access_of(kOp, fault, word) == Access::kNot) {
+    throw_value_error(kOp,
+                      "fault is in pageable memory, which the GPU cannot write to; pin it with "
+                      "speedtorch.pin_memory_(fault)");
+  }
+  const Fitting fitting{.status = reinterpret_cast<PlanStatus*>(data_of(named_status)),
+                        .capacity = capacity,
+                        .table_rows = table_rows,
+                        .halt = data_of(halt),
+                        .fault = reinterpret_cast<Fault*>(data_of(fault))};
   const SortedIds now = sorted_ids(named, named_status), before = sorted_ids(held, held_status);
-  if (now.size + before.size > std::numeric_limits<int32_t>::max()) {
-    throw_value_error(kOp, "named and held have ", now.size + before.size,
-                      " entries, at most 2^31 - 1 fit");
-  }
-  if (named.is_cpu()) {
-    check_count("named_status", now);
-    check_count("held_status", before);
-  }
-  std::vector<Tensor> made;
-  for (size_t list = 0; list < kLists; ++list) {
-    const int64_t size = list < kNamedLists ? now.size : before.size;
-    made.push_back(new_tensor(kOp, {size}, ScalarType::Long, named));
-  }
-  made.push_back(new_tensor(kOp, {3}, ScalarType::Long, named));
-  const ComparedRows out{.arriving_ids = data_of(made[0]),
-                         .arriving_places = data_of(made[1]),
-                         .stay_places = data_of(made[2]),
-                         .stay_from = data_of(made[3]),
-                         .leaving_ids = data_of(made[4]),
-                         .leaving_places = data_of(made[5]),
-                         .counts = data_of(made[6])};
-  if (named.is_cpu()) {
-    compare_on_cpu(now, before, padding, out);
-    return made;
-  }
-  const CurrentStream stream(kOp, named);
-  if constexpr (kWithCuda) {
-    const int64_t bytes = compare_scratch_bytes(now.size, before.size);
-    const Tensor scratch = new_tensor(kOp, {bytes}, ScalarType::Byte, named);
-    check_cuda(
-        launch_compare_rows(now, before, padding, out, scratch.data_ptr(), bytes, stream.get()),
-        kOp);
-  }
+  if (!stream) return compare(now, before, padding, &fitting, named, stream, all);
+  TableUse use{fault, word, stream->get()};
+  std::vector<Tensor> made = compare(now, before, padding, &fitting, named, stream, all);
+  use.note();
   return made;
 }
 
@@ -124,8 +206,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
   m.def(
       "compare_rows(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int "
       "padding) -> Tensor[]");
+  m.def(
+      "compare_rows.fitting(Tensor named, Tensor named_status, Tensor held, Tensor held_status, "
+      "int padding, int capacity, int table_rows, Tensor(a!) halt, Tensor(b!) fault) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("compare_rows", TORCH_BOX(&speedtorch::compare_rows));
+  m.impl("compare_rows.fitting", TORCH_BOX(&speedtorch::compare_rows_fitting));
 }

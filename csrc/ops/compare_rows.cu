@@ -11,8 +11,7 @@ namespace {
 
 // A count that is none (of a status that plan_rows did not write) reads nothing out of bounds.
 __device__ int64_t count_of(const SortedIds& list) {
-  if (list.count == nullptr) return list.size;
-  return min(max(*list.count, int64_t{0}), list.size);
+  return list.count == nullptr ? list.size : clamped(*list.count, list.size);
 }
 
 // Where the row of an entry is held: entries without that of the padding, which is none.
@@ -26,6 +25,39 @@ struct Places {
   }
   __device__ int64_t of(int64_t entry) const { return entry - (entry > padding_at); }
 };
+
+// One thread decides for all kernels that follow, as it changes what it decides by: `*count` ids of
+// the batch are compared.
+__global__ void decide_kernel(SortedIds named, int64_t padding, Fitting fitting, int64_t* count) {
+  *count = 0;
+  if (fitting.halt[0] != 0) {
+    ++fitting.halt[1];
+    return;
+  }
+  const int64_t named_count = count_of(named);
+  const Places places(named.ids, named_count, padding);
+  const int64_t distinct = named_count - (places.padding_at < named_count);
+  const PlanStatus& status = *fitting.status;
+  const Misfit why = status.bad_count != 0               ? Misfit::kBadIds
+                     : status.rows != fitting.table_rows ? Misfit::kForeignPlan
+                     : distinct > fitting.capacity       ? Misfit::kTooMany
+                                                         : Misfit::kNone;
+  if (why == Misfit::kNone) {
+    *count = named_count;
+    return;
+  }
+  fitting.halt[0] = 1;
+  *fitting.fault = {0,
+                    distinct,
+                    fitting.capacity,
+                    status.bad_count,
+                    status.bad_position,
+                    status.bad_id,
+                    status.count,
+                    fitting.table_rows};
+  __threadfence_system();
+  *static_cast<volatile int64_t*>(&fitting.fault->kind) = static_cast<int64_t>(why);
+}
 
 // A thread owns entries of both lists, one after the other: 1 where an id is not in the other list.
 __global__ void mark_apart_kernel(SortedIds named, SortedIds held, int64_t padding,
@@ -61,8 +93,9 @@ __global__ void write_compared_kernel(SortedIds named, SortedIds held, int64_t p
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < entries; i += stride) {
     if (i == 0) {
       out.counts[0] = named_count - (places.padding_at < named_count);
-      out.counts[1] = fresh;
-      out.counts[2] = ranks[entries - 1] - fresh;
+      out.counts[1] = out.counts[0] - fresh;
+      out.counts[2] = fresh;
+      out.counts[3] = ranks[entries - 1] - fresh;
     }
     if (i < named.size) {
       if (i >= named_count || i == places.padding_at) continue;
@@ -87,23 +120,28 @@ __global__ void write_compared_kernel(SortedIds named, SortedIds held, int64_t p
 
 int64_t compare_scratch_bytes(int64_t named_size, int64_t held_size) {
   const int64_t entries = named_size + held_size;
-  return 2 * padded(entries * 4) + count_scratch_bytes(entries);
+  return padded(sizeof(int64_t)) + 2 * padded(entries * 4) + count_scratch_bytes(entries);
 }
 
-int launch_compare_rows(const SortedIds& named, const SortedIds& held, int64_t padding,
-                        const ComparedRows& out, void* scratch, int64_t scratch_bytes,
-                        void* stream) {
+int launch_compare_rows(SortedIds named, const SortedIds& held, int64_t padding,
+                        const Fitting* fitting, const ComparedRows& out, void* scratch,
+                        int64_t scratch_bytes, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
   const int64_t entries = named.size + held.size;
-  if (entries == 0) return cudaMemsetAsync(out.counts, 0, 3 * sizeof(int64_t), on);
   const int64_t list_bytes = padded(entries * 4);
-  char* memory = static_cast<char*>(scratch);
+  auto* count = static_cast<int64_t*>(scratch);
+  char* memory = static_cast<char*>(scratch) + padded(sizeof(int64_t));
   auto* apart = reinterpret_cast<int32_t*>(memory);
   auto* ranks = reinterpret_cast<int32_t*>(memory + list_bytes);
+  if (fitting != nullptr) {
+    decide_kernel<<<1, 1, 0, on>>>(named, padding, *fitting, count);
+    named.count = count;
+  }
+  if (entries == 0) return cudaMemsetAsync(out.counts, 0, 4 * sizeof(int64_t), on);
   const int blocks = blocks_for_ids(entries);
   mark_apart_kernel<<<blocks, kIdThreads, 0, on>>>(named, held, padding, apart);
   const int error = count_marks(apart, entries, ranks, memory + 2 * list_bytes,
-                                scratch_bytes - 2 * list_bytes, stream);
+                                scratch_bytes - padded(sizeof(int64_t)) - 2 * list_bytes, stream);
   if (error != cudaSuccess) return error;
   write_compared_kernel<<<blocks, kIdThreads, 0, on>>>(named, held, padding, apart, ranks, out);
   return cudaGetLastError();

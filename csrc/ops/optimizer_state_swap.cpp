@@ -1,6 +1,6 @@
 // optimizer_state_swap: rows of `evict` leave for host fields while rows of `load` arrive; rows in
-// both lists pass from leaving to arriving and do not touch the host. Checks, the CPU kernel and
-// the choice of path; GPU kernels: .cu.
+// both lists pass from leaving to arriving and are not read from the host. Checks, the CPU kernel
+// and the choice of path; GPU kernels: .cu.
 
 #include "ops/optimizer_state_swap_launch.h"
 
@@ -32,15 +32,11 @@ namespace {
 constexpr const char* kOp = "optimizer_state_swap";
 constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
 
-std::string item(const char* list, size_t k) {
-  return std::string(list) + "[" + std::to_string(k) + "]";
-}
-
 // The three sides of each field. Throws ValueError unless lists, shapes, dtypes and devices fit and
 // there is room for the rows of both lists.
 std::vector<SwapField> check_swap(const Tensors& host, const Tensors& leaving,
                                   const Tensors& arriving, int64_t evicted, int64_t loaded) {
-  if (host.empty()) throw_value_error(kOp, "host must name at least one field, got an empty list");
+  check_fields(kOp, "host", host.size());
   if (leaving.size() != host.size() || arriving.size() != host.size()) {
     throw_value_error(kOp, "host, leaving and arriving must be lists of one length, got ",
                       host.size(), ", ", leaving.size(), " and ", arriving.size());
@@ -57,13 +53,8 @@ std::vector<SwapField> check_swap(const Tensors& host, const Tensors& leaving,
     check_device(kOp, host_name.c_str(), host[k], "arriving[0]", arriving[0]);
     auto check_side = [&](const char* list, const Tensor& side, int64_t needed) {
       const std::string name = item(list, k);
-      const Rows rows = as_rows(kOp, name.c_str(), side);
-      check_contiguous(kOp, name.c_str(), side);
-      check_dtype(kOp, name.c_str(), side, host_name.c_str(), host[k]);
-      check_same_device(kOp, name.c_str(), side, "arriving[0]", arriving[0]);
-      std::vector<int64_t> expected = shape_of(host[k]);
-      expected[0] = side.size(0);
-      check_shape(kOp, name.c_str(), side, expected);
+      const Rows rows = as_rows_like(kOp, name.c_str(), side, host_name.c_str(), host[k],
+                                     "arriving[0]", arriving[0]);
       if (side.size(0) < needed) {
         throw_value_error(kOp, name, " has ", side.size(0), " rows, at least ", needed,
                           " are needed");
@@ -77,8 +68,9 @@ std::vector<SwapField> check_swap(const Tensors& host, const Tensors& leaving,
   return fields;
 }
 
-void swap_on_cpu(const std::vector<SwapField>& fields, const PlanView& evict,
-                 const PlanView& load) {
+// `write_through`: rows in both lists go to the host as well.
+void swap_on_cpu(const std::vector<SwapField>& fields, const PlanView& evict, const PlanView& load,
+                 bool write_through = false) {
   int64_t record_bytes = 1;
   for (const SwapField& field : fields) record_bytes += field.host.row_bytes;
   const int64_t entries_per_task = kBytesPerTask / record_bytes + 1;
@@ -102,7 +94,7 @@ void swap_on_cpu(const std::vector<SwapField>& fields, const PlanView& evict,
   torch::stable::parallel_for(0, evict.count, entries_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = evict.unique[m];
-      if (std::binary_search(load.unique, load_end, id)) continue;
+      if (!write_through && std::binary_search(load.unique, load_end, id)) continue;
       for (const SwapField& field : fields) {
         move(field.host.row(id), field.leaving.row(evict.order[m]), field.host.row_bytes);
       }
@@ -119,14 +111,14 @@ bool lies_among(const Rows& field, const Rows& other) {
 
 void swap_on_gpu(const Tensors& host, const std::vector<SwapField>& fields, const PlanView& evict,
                  const PlanView& load, const Tensor& on, const CurrentStream& stream,
-                 const Arguments& all) {
+                 const Arguments& all, bool write_through = false) {
   if constexpr (kWithCuda) {
     const int64_t load_bytes = load.count * static_cast<int64_t>(sizeof(int64_t));
     const Tensor matched = new_tensor(kOp, {load_bytes + evict.count}, ScalarType::Byte, on);
     auto* memory = static_cast<char*>(matched.data_ptr());
     const SwapScratch scratch{.arrives_from = reinterpret_cast<int64_t*>(memory),
                               .stays = reinterpret_cast<uint8_t*>(memory + load_bytes)};
-    check_cuda(launch_swap_match(evict, load, scratch, stream.get()), kOp);
+    check_cuda(launch_swap_match(evict, load, write_through, scratch, stream.get()), kOp);
     all.mark_written();
     for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
       const size_t last = std::min(fields.size(), first + kFieldsPerLaunch);
@@ -310,13 +302,18 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
   }
 }
 
-void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evict,
-                 const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
-                 const Tensor& load_places) {
-  const Arguments all(kOp, {written("host", host, evict.numel() > 0), read("leaving", leaving),
-                            read("evict", evict), read("evict_places", evict_places),
-                            written("arriving", arriving, load.numel() > 0), read("load", load),
-                            read("load_places", load_places)});
+// Counts say how many entries of the lists there are, and that rows in both lists go to the host as
+// well, so that what has arrived may be thrown away; without them all entries count.
+using Count = std::optional<Tensor>;
+
+void swap_at_places(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                    const Tensor& evict_places, const Count& evict_count, const Tensors& arriving,
+                    const Tensor& load, const Tensor& load_places, const Count& load_count) {
+  const Arguments all(
+      kOp, {written("host", host, evict.numel() > 0), read("leaving", leaving),
+            read("evict", evict), read("evict_places", evict_places),
+            read("evict_count", evict_count), written("arriving", arriving, load.numel() > 0),
+            read("load", load), read("load_places", load_places), read("load_count", load_count)});
   const std::vector<SwapField> fields = check_swap(host, leaving, arriving, 0, 0);
   check_side_rows(fields);
   const Tensor& on = arriving[0];
@@ -324,28 +321,39 @@ void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evic
   const PlacedList leaves{.list = IdList::kEvict,
                           .ids_name = "evict",
                           .places_name = "evict_places",
+                          .count_name = "evict_count",
                           .ids = evict,
                           .places = evict_places,
+                          .count = evict_count,
                           .side_rows = fields[0].leaving.count};
   const PlacedList arrives{.list = IdList::kLoad,
                            .ids_name = "load",
                            .places_name = "load_places",
+                           .count_name = "load_count",
                            .ids = load,
                            .places = load_places,
+                           .count = load_count,
                            .side_rows = fields[0].arriving.count};
   check_placed_kinds(kOp, leaves, on);
   check_placed_kinds(kOp, arrives, on);
   all.check_memory();
+  const bool counted = evict_count.has_value();
   const int64_t rows = fields[0].host.count;
   if (on.is_cpu()) {
     const PlacedViews placed = placed_ids(kOp, leaves, arrives, rows, on, nullptr);
     all.mark_written();
-    return swap_on_cpu(fields, placed.evict, placed.load);
+    return swap_on_cpu(fields, placed.evict, placed.load, counted);
   }
   const CurrentStream stream(kOp, on);
   if (all_mapped(host, fields)) {
     const PlacedViews placed = placed_ids(kOp, leaves, arrives, rows, on, stream.get());
-    return swap_on_gpu(host, fields, placed.evict, placed.load, on, stream, all);
+    return swap_on_gpu(host, fields, placed.evict, placed.load, on, stream, all, counted);
+  }
+  if (counted) {
+    throw_value_error(kOp,
+                      "a host field is in pageable memory, which takes the host, and counts are "
+                      "not known there; pin it with speedtorch.pin_memory_(field) or keep it in a "
+                      "HostTable");
   }
   stream.refuse_capture_of_pageable(kOp, "a host field", "field");
   auto on_cpu = [](PlacedList list) {
@@ -367,6 +375,20 @@ void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evic
         put_rows_at(side, load_places, staged, stream);
       },
       all);
+}
+
+void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                 const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
+                 const Tensor& load_places) {
+  swap_at_places(host, leaving, evict, evict_places, std::nullopt, arriving, load, load_places,
+                 std::nullopt);
+}
+
+void swap_counted(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                  const Tensor& evict_places, const Tensor& evict_count, const Tensors& arriving,
+                  const Tensor& load, const Tensor& load_places, const Tensor& load_count) {
+  swap_at_places(host, leaving, evict, evict_places, evict_count, arriving, load, load_places,
+                 load_count);
 }
 
 void optimizer_state_swap(const Tensors& host, const Tensors& leaving, const Tensor& evict,
@@ -395,10 +417,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
   m.def(
       "optimizer_state_swap.placed(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor "
       "evict_places, Tensor(b!)[] arriving, Tensor load, Tensor load_places) -> ()");
+  // Where nobody knows how many rows there are but the GPU.
+  m.def(
+      "optimizer_state_swap.counted(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor "
+      "evict_places, Tensor evict_count, Tensor(b!)[] arriving, Tensor load, Tensor load_places, "
+      "Tensor load_count) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("optimizer_state_swap", TORCH_BOX(&speedtorch::optimizer_state_swap));
   m.impl("optimizer_state_swap.planned", TORCH_BOX(&speedtorch::optimizer_state_swap_planned));
   m.impl("optimizer_state_swap.placed", TORCH_BOX(&speedtorch::swap_placed));
+  m.impl("optimizer_state_swap.counted", TORCH_BOX(&speedtorch::swap_counted));
 }

@@ -25,23 +25,28 @@ __device__ void report_bad(const Report& about, const PlanStatus& status) {
   }
 }
 
+// Entries of a list, of one that is not bad: those that count.
+__device__ int64_t count_of(const PlanView& list) { return min(list.status->distinct, list.count); }
+
 // Where an id stands in a list, or -1.
 __device__ int64_t find(const PlanView& list, int64_t id) {
-  const int64_t count = min(list.status->distinct, list.count);
+  const int64_t count = count_of(list);
   const int64_t at = lower_bound(list.unique, count, id);
   return at < count && list.unique[at] == id ? at : -1;
 }
 
 // A thread owns entries of both lists in address order, and looks each up in the other by halving.
-__global__ void match_kernel(PlanView evict, PlanView load, SwapScratch scratch) {
+__global__ void match_kernel(PlanView evict, PlanView load, bool write_through,
+                             SwapScratch scratch) {
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t m = first; m < load.count; m += stride) {
+  const int64_t evict_count = count_of(evict), load_count = count_of(load);
+  for (int64_t m = first; m < load_count; m += stride) {
     const int64_t at = find(evict, load.unique[m]);
     scratch.arrives_from[m] = at < 0 ? -1 : evict.order[at];
   }
-  for (int64_t m = first; m < evict.count; m += stride) {
-    scratch.stays[m] = find(load, evict.unique[m]) >= 0;
+  for (int64_t m = first; m < evict_count; m += stride) {
+    scratch.stays[m] = !write_through && find(load, evict.unique[m]) >= 0;
   }
 }
 
@@ -54,7 +59,7 @@ struct Fields {
 // A group of lanes owns kRowsInFlight entries of both lists at a time; entry m of each list is the
 // m-th in address order, so that both directions work on the same neighbourhood of the table and
 // share its pages. Loads of all entries come before their stores. No row is read and written at
-// once: a row in both lists does not touch the host.
+// once: a row in both lists is not read from the host.
 template <typename Vec>
 __global__ void __launch_bounds__(kMoverThreads)
     swap_kernel(Fields fields, PlanView evict, PlanView load, SwapScratch scratch, int lanes,
@@ -71,7 +76,8 @@ __global__ void __launch_bounds__(kMoverThreads)
   const int64_t group = thread / lanes;
   const int lane = static_cast<int>(thread % lanes);
   if (group >= groups) return;
-  const int64_t entries = evict.count > load.count ? evict.count : load.count;
+  const int64_t evict_count = count_of(evict), load_count = count_of(load);
+  const int64_t entries = max(evict_count, load_count);
   const int64_t vecs = fields.first_vec[fields.count];
   for (int64_t first = group; first < entries; first += groups * kRowsInFlight) {
     int64_t leaves_to[kRowsInFlight], leaves_from[kRowsInFlight];
@@ -79,10 +85,10 @@ __global__ void __launch_bounds__(kMoverThreads)
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t m = first + u * groups;
-      const bool leaves = m < evict.count && !scratch.stays[m];
+      const bool leaves = m < evict_count && !scratch.stays[m];
       leaves_to[u] = leaves ? evict.unique[m] : -1;
       leaves_from[u] = leaves ? evict.order[m] : -1;
-      const bool arrives = m < load.count;
+      const bool arrives = m < load_count;
       arrives_to[u] = arrives ? load.order[m] : -1;
       arrives_from[u] = arrives ? scratch.arrives_from[m] : -1;
       loaded[u] = arrives ? load.unique[m] : -1;
@@ -120,13 +126,13 @@ __global__ void __launch_bounds__(kMoverThreads)
 
 }  // namespace
 
-int launch_swap_match(const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
-                      void* stream) {
+int launch_swap_match(const PlanView& evict, const PlanView& load, bool write_through,
+                      const SwapScratch& scratch, void* stream) {
   const int64_t longer = max(evict.count, load.count);
   if (longer == 0) return cudaSuccess;
   const int blocks = shares_of(longer, kMatchThreads, kDeviceBlocks);
-  match_kernel<<<blocks, kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(evict, load,
-                                                                                scratch);
+  match_kernel<<<blocks, kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      evict, load, write_through, scratch);
   return cudaGetLastError();
 }
 

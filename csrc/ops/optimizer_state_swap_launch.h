@@ -18,11 +18,12 @@ constexpr int kFieldsPerLaunch = 16;
 // Scratch of the op, made by the caller.
 struct SwapScratch {
   int64_t* arrives_from;  // [load]: position in `evict` whose row stays on the GPU, or -1
-  uint8_t* stays;         // [evict]: that row stays on the GPU
+  uint8_t* stays;         // [evict]: that row stays on the GPU, and its host row as it was
 };
 
-int launch_swap_match(const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
-                      void* stream);
+// `write_through`: rows in both lists go to the host as well.
+int launch_swap_match(const PlanView& evict, const PlanView& load, bool write_through,
+                      const SwapScratch& scratch, void* stream);
 // At most kFieldsPerLaunch fields.
 int launch_swap(const SwapField* fields, int field_count, const PlanView& evict,
                 const PlanView& load, const SwapScratch& scratch, int most_blocks,

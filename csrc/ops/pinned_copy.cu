@@ -6,21 +6,6 @@
 #include "ops/pinned_copy_launch.h"
 
 namespace speedtorch {
-namespace {
-
-struct Consecutive {
-  int64_t rows;
-
-  __device__ bool blocked() const { return false; }
-  __device__ void report() const {}
-  __device__ int64_t count() const { return rows; }
-  __device__ bool planned() const { return false; }
-  __device__ int64_t from(int64_t m, bool) const { return m; }
-  __device__ int64_t to(int64_t m, bool) const { return m; }
-};
-
-}  // namespace
-
 int launch_copy(const Rows& from, const Rows& to, bool to_host, Mover mover, void* stream) {
   auto* launch = mover.bulk ? launch_bulk_moves<Consecutive>
                  : to_host  ? launch_register_moves<Link::kTo, Consecutive>

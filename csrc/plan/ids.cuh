@@ -28,6 +28,11 @@ __device__ inline bool is_outside(int64_t id, int64_t rows) {
   return static_cast<uint64_t>(id) >= static_cast<uint64_t>(rows);
 }
 
+// A count that is none (nobody checked it) stands for the nearest that is one.
+__device__ inline int64_t clamped(int64_t count, int64_t most) {
+  return min(max(count, int64_t{0}), most);
+}
+
 // Fibonacci hashing: the upper half of the product depends on all bits of the id.
 __device__ inline uint64_t hash_of(int64_t id) {
   return static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull >> 32;

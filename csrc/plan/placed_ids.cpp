@@ -16,9 +16,18 @@ PlanView view_of(const PlacedList& list, PlanStatus* status) {
           .count = list.ids.numel()};
 }
 
-void check_on_cpu(const char* op, const PlacedList& list, const PlanView& view,
-                  int64_t table_rows) {
-  check_ids_on_cpu(op, list.ids_name, as_ids(list.ids), table_rows);
+PlacedCheck check_of(const PlacedList& list, const PlanView& view) {
+  return {.view = view,
+          .count = list.count ? data_of(*list.count) : nullptr,
+          .list = list.list,
+          .side_rows = list.side_rows};
+}
+
+void check_on_cpu(const char* op, const PlacedList& list, PlanView& view, int64_t table_rows) {
+  if (list.count) view.count = check_count(op, list.count_name, *data_of(*list.count), view.count);
+  Ids ids = as_ids(list.ids);
+  ids.count = view.count;
+  check_ids_on_cpu(op, list.ids_name, ids, table_rows);
   for (int64_t i = 0; i < view.count; ++i) {
     const int64_t id = view.unique[i], place = view.order[i];
     const bool unordered = i > 0 && id <= view.unique[i - 1];
@@ -47,6 +56,7 @@ void check_placed_kinds(const char* op, const PlacedList& list, const Tensor& on
   check_list(op, list.ids_name, list.ids, "arriving[0]", on);
   check_list(op, list.places_name, list.places, "arriving[0]", on);
   check_shape(op, list.places_name, list.places, {list.ids.numel()});
+  if (list.count) check_count_kind(op, list.count_name, *list.count, "arriving[0]", on);
 }
 
 PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
@@ -61,9 +71,8 @@ PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList
     return made;
   }
   if constexpr (kWithCuda) {
-    check_cuda(launch_check_placed({made.evict, evict.list, evict.side_rows},
-                                   {made.load, load.list, load.side_rows}, table_rows,
-                                   error_record(), stream),
+    check_cuda(launch_check_placed(check_of(evict, made.evict), check_of(load, made.load),
+                                   table_rows, error_record(), stream),
                op);
   }
   return made;

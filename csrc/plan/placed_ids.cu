@@ -15,7 +15,8 @@ constexpr int kFewThreads = 1024;
 
 // Until the last kernel `bad_id` is the first entry whose place is out of range.
 __device__ void reset(const PlacedCheck& list, int64_t table_rows) {
-  const int64_t count = list.view.count;
+  int64_t count = list.view.count;
+  if (list.count != nullptr) count = is_outside(*list.count, count + 1) ? 0 : *list.count;
   *list.view.status = {0, count, count, count, table_rows, count, count, 0};
 }
 
@@ -23,7 +24,8 @@ __device__ void reset(const PlacedCheck& list, int64_t table_rows) {
 __device__ void check_entries(const PlacedCheck& list, int64_t table_rows, int64_t first,
                               int64_t stride) {
   PlanStatus* status = list.view.status;
-  for (int64_t i = first; i < list.view.count; i += stride) {
+  const int64_t count = status->count;
+  for (int64_t i = first; i < count; i += stride) {
     const int64_t id = list.view.unique[i];
     if (is_outside(id, table_rows)) {
       count_one(&status->bad_count);
@@ -40,7 +42,7 @@ __device__ void check_entries(const PlacedCheck& list, int64_t table_rows, int64
 __device__ void judge(const PlacedCheck& list, int64_t table_rows, ErrorRecord* record) {
   volatile PlanStatus* status = list.view.status;
   Report about{record, Op::kSwap, list.list, table_rows};
-  const int64_t count = list.view.count, bad_place = status->bad_id;
+  const int64_t count = status->count, bad_place = status->bad_id;
   if (status->bad_position < count) {
     const int64_t at = status->bad_position;
     report(about, IdError::kOutOfRange, list.view.unique[at], at, status->bad_count, count);

@@ -1,6 +1,8 @@
 // Ids that come in ascending order, each once, with the place of its row: what a plan would say of
-// them, without sorting. Used by optimizer_state_swap.placed.
+// them, without sorting. Used by optimizer_state_swap.placed and .counted.
 #pragma once
+
+#include <optional>
 
 #include "core/tensor_checks.h"
 #include "plan/plan_launch.h"
@@ -12,9 +14,11 @@ struct PlacedList {
   IdList list;
   const char* ids_name;     // "evict"
   const char* places_name;  // "evict_places"
+  const char* count_name;   // "evict_count"
   Tensor ids;
   Tensor places;
-  int64_t side_rows;  // places are below
+  std::optional<Tensor> count;  // so many entries count; none: all
+  int64_t side_rows;            // places are below
 };
 
 // Views whose `unique` are the ids and whose `order` are the places; `keep` owns their status.
@@ -24,11 +28,13 @@ struct PlacedViews {
   Tensor keep;
 };
 
-// Refuses anything but contiguous int64 ids and places, equally many, on the device of `on`.
+// Refuses anything but contiguous int64 ids and places, equally many, and one count, on the device
+// of `on`.
 void check_placed_kinds(const char* op, const PlacedList& list, const Tensor& on);
-// Of checked kinds. On the CPU refuses ids out of range or order and places beyond the side's rows;
-// on a GPU a kernel finds those, says so in the error record, and the movers leave everything as it
-// was.
+// Of checked kinds. On the CPU refuses ids out of range or order, places beyond the side's rows and
+// a count of more entries than there are, and views have the entries that count; on a GPU a kernel
+// finds those, says so in the error record, and the movers leave everything as it was. (Without
+// word: where a count is none, no entry counts.)
 PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
                        int64_t table_rows, const Tensor& on, void* stream);
 

@@ -8,10 +8,11 @@
 
 namespace speedtorch {
 
-// Ids (`unique`) and places (`order`) in GPU memory; the status is written, its `distinct` is -1 if
-// something is wrong.
+// Ids (`unique`) and places (`order`) in GPU memory; the status is written: its `distinct` and
+// `count` are those of the entries that count, or `distinct` is -1 if something is wrong.
 struct PlacedCheck {
   PlanView view;
+  const int64_t* count;  // so many entries count, none if there are not so many; null: all
   IdList list;
   int64_t side_rows;  // places are below
 };

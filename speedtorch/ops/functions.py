@@ -527,8 +527,20 @@ def _pool_rows_fake(
 def _compare_rows_fake(
     named: Tensor, named_status: Tensor, held: Tensor, held_status: Tensor, padding: int
 ) -> list[Tensor]:
-    lengths = [named.numel()] * 4 + [held.numel()] * 2 + [3]
+    lengths = [named.numel()] * 4 + [held.numel()] * 2 + [4]
     return [named.new_empty(length) for length in lengths]
+
+
+def _compare_rows_fitting_fake(
+    named: Tensor,
+    named_status: Tensor,
+    held: Tensor,
+    held_status: Tensor,
+    padding: int,
+    capacity: int,
+    *others: object,
+) -> list[Tensor]:
+    return [named.new_empty(length) for length in [capacity] * 6 + [4]]
 
 
 _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
@@ -542,12 +554,16 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "table_ids": _table_ids_fake,
     "pool_rows": _pool_rows_fake,
     "compare_rows": _compare_rows_fake,
+    "compare_rows.fitting": _compare_rows_fitting_fake,
     "pinned_copy": _refuse_meta_mix,
     "pinned_scatter": _refuse_meta_mix,
     "pinned_scatter.planned": _refuse_meta_mix,
     "optimizer_state_swap": _refuse_meta_mix,
     "optimizer_state_swap.planned": _refuse_meta_mix,
     "optimizer_state_swap.placed": _refuse_meta_mix,
+    "optimizer_state_swap.counted": _refuse_meta_mix,
+    "hold_rows": _refuse_meta_mix,
+    "clear_rows": _refuse_meta_mix,
 }
 for _name, _kernel in _FAKE_KERNELS.items():
     torch.library.register_fake(f"speedtorch::{_name}", _kernel)

@@ -44,6 +44,8 @@ def apart(name: str) -> tuple[Any, tuple[Any, ...], list[Tensor]]:
 def test_a_tensor_whose_memory_is_gone_is_refused(name: str, left: int) -> None:
     for place in range(len(apart(name)[2])):
         op, arguments, tensors = apart(name)
+        if tensors[place].nbytes <= left:
+            continue  # a count
         before = [tensor.clone() for tensor in tensors]
         tensors[place].untyped_storage().resize_(left)
         with pytest.raises(ValueError, match=f"bytes of storage, which has {left} "):

@@ -35,10 +35,9 @@ def attempt(op: Any, arguments: tuple[Any, ...]) -> tuple[Exception | None, list
         speedtorch.synchronize()
     except (ValueError, IndexError) as error:
         return error, []
-    if op is ops.compare_rows.default:
-        named, arriving, leaving = result[-1].tolist()
-        stay = named - arriving
-        sizes = (arriving, arriving, stay, stay, leaving, leaving, 3)
+    if op in (ops.compare_rows.default, ops.compare_rows.fitting):
+        _, stay, arriving, leaving = result[-1].tolist()
+        sizes = (arriving, arriving, stay, stay, leaving, leaving, 4)
         result = [part[:size] for part, size in zip(result, sizes, strict=True)]
     return None, [] if result is None else tensors_of((result,))
 

@@ -1,0 +1,39 @@
+// Kernel of clear_rows: rows beyond those that count become zeros. Called by clear_rows.cpp.
+
+#include "move/row_mover.cuh"
+#include "ops/clear_rows_launch.h"
+#include "plan/ids.cuh"
+
+namespace speedtorch {
+namespace {
+
+struct Cleared {
+  Rows rows[kClearedPerLaunch];
+  int vec_bytes[kClearedPerLaunch];
+};
+
+// The blocks of a column of the grid own a field.
+__global__ void __launch_bounds__(kMoverThreads)
+    clear_rows_kernel(Cleared fields, const int64_t* count) {
+  const Rows& rows = fields.rows[blockIdx.y];
+  with_vec_type(fields.vec_bytes[blockIdx.y], [&](auto vec) {
+    fill_zeros<decltype(vec)>(rows, clamped(*count, rows.count), rows.count);
+  });
+}
+
+}  // namespace
+
+int launch_clear_rows(const Rows* fields, int field_count, const int64_t* count, void* stream) {
+  Cleared all{};
+  int64_t most_vecs = 0;
+  for (int f = 0; f < field_count; ++f) {
+    const Rows& rows = all.rows[f] = fields[f];
+    all.vec_bytes[f] = widest_access(rows.bits());
+    most_vecs = max(most_vecs, rows.count * (rows.row_bytes / all.vec_bytes[f]));
+  }
+  const dim3 blocks(shares_of(most_vecs, kMoverThreads, kDeviceBlocks), field_count);
+  clear_rows_kernel<<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(all, count);
+  return cudaGetLastError();
+}
+
+}  // namespace speedtorch

@@ -1,0 +1,150 @@
+// hold_rows: the rows of one batch take the place of those of the batch before, as compare_rows
+// says which stay and leave; those that arrive have come before. Checks and the CPU loops; GPU
+// kernels: .cu.
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "call/arguments.h"
+#include "core/gpu.h"
+#include "core/tensor_checks.h"
+#include "move/cpu_mover.h"
+#include "ops/hold_rows_launch.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr const char* kOp = "hold_rows";
+
+std::vector<HeldField> check_held(const Tensors& held, const Tensors& coming, const Tensors& left,
+                                  const Tensor& held_ids) {
+  check_fields(kOp, "held", held.size());
+  if (coming.size() != held.size() || (!left.empty() && left.size() != held.size())) {
+    throw_value_error(kOp, "held, coming and left must be lists of one length, or left an empty ",
+                      "one, got ", held.size(), ", ", coming.size(), " and ", left.size());
+  }
+  std::vector<HeldField> fields(held.size());
+  for (size_t k = 0; k < held.size(); ++k) {
+    auto check_side = [&](const char* list, const Tensor& side) {
+      const std::string name = item(list, k);
+      const Rows rows = as_rows_like(kOp, name.c_str(), side, item("held", k).c_str(), held[k],
+                                     "held_ids", held_ids);
+      if (rows.count == held_ids.numel()) return rows;
+      throw_value_error(kOp, name, " has ", rows.count, " rows, held_ids has ", held_ids.numel(),
+                        " entries");
+    };
+    fields[k].held = check_side("held", held[k]);
+    fields[k].coming = check_side("coming", coming[k]);
+    if (!left.empty()) fields[k].left = check_side("left", left[k]);
+  }
+  return fields;
+}
+
+void check_places(const char* name, const int64_t* places, int64_t count, int64_t rows) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (places[i] >= 0 && places[i] < rows) continue;
+    throw_value_error(kOp, item(name, static_cast<size_t>(i)), " is ", places[i],
+                      ", out of range for ", rows, " rows");
+  }
+}
+
+void hold_on_cpu(const std::vector<HeldField>& fields, const HeldChanges& changes,
+                 const HeldIds& ids, const Arguments& all) {
+  const int64_t named = check_count(kOp, "counts[0]", changes.counts[0], changes.most_named);
+  const int64_t staying = check_count(kOp, "counts[1]", changes.counts[1], ids.size);
+  const int64_t leaving = check_count(kOp, "counts[3]", changes.counts[3], ids.size);
+  check_places("stay_places", changes.stay_places, staying, ids.size);
+  check_places("stay_from", changes.stay_from, staying, ids.size);
+  check_places("leaving_places", changes.leaving_places, leaving, ids.size);
+  all.mark_written();
+  for (const HeldField& field : fields) {
+    const Rows &held = field.held, &coming = field.coming, &left = field.left;
+    move_on_cpu(held, changes.stay_from, coming, changes.stay_places, staying);
+    move_on_cpu(held, changes.leaving_places, left, nullptr, std::min(leaving, left.count));
+    const int64_t empty_bytes = (ids.size - named) * coming.row_bytes;
+    if (empty_bytes > 0) std::memset(coming.row(named), 0, static_cast<size_t>(empty_bytes));
+  }
+  for (const HeldField& field : fields) {
+    move_on_cpu(field.coming, nullptr, field.held, nullptr, ids.size);
+  }
+  std::copy(ids.ids, ids.ids + named, ids.held_ids);
+  std::fill(ids.held_ids + named, ids.held_ids + ids.size, -1);
+  *ids.status = {.bad_count = 0,
+                 .bad_position = named,
+                 .bad_id = 0,
+                 .distinct = named,
+                 .rows = ids.status->rows,
+                 .count = named,
+                 .repeat_position = named,
+                 .repeat_id = 0};
+}
+
+void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
+               const Tensor& stay_places, const Tensor& stay_from, const Tensor& leaving_places,
+               const Tensor& counts, const Tensor& ids, const Tensor& held_ids,
+               const Tensor& held_status) {
+  const Arguments all(kOp, {written("held", held, true), written("coming", coming, true),
+                            written("left", left, true), read("stay_places", stay_places),
+                            read("stay_from", stay_from), read("leaving_places", leaving_places),
+                            read("counts", counts), read("ids", ids), written("held_ids", held_ids),
+                            written("held_status", held_status)});
+  auto check_as_list = [&](const char* name, const Tensor& list, int64_t size) {
+    check_list(kOp, name, list, "held_ids", held_ids);
+    check_shape(kOp, name, list, {size});
+  };
+  const int64_t rows = held_ids.numel();
+  check_as_list("held_ids", held_ids, rows);
+  check_as_list("held_status", held_status, kPlanStatusFields);
+  check_as_list("stay_places", stay_places, rows);
+  check_as_list("stay_from", stay_from, rows);
+  check_as_list("leaving_places", leaving_places, rows);
+  check_as_list("counts", counts, 4);
+  check_as_list("ids", ids, ids.numel());
+  const std::vector<HeldField> fields = check_held(held, coming, left, held_ids);
+  all.check_memory();
+  const HeldChanges changes{.stay_places = data_of(stay_places),
+                            .stay_from = data_of(stay_from),
+                            .leaving_places = data_of(leaving_places),
+                            .counts = data_of(counts),
+                            .most_named = std::min(rows, ids.numel())};
+  const HeldIds now{.ids = data_of(ids),
+                    .held_ids = data_of(held_ids),
+                    .status = reinterpret_cast<PlanStatus*>(data_of(held_status)),
+                    .size = rows};
+  if (held_ids.is_cpu()) return hold_on_cpu(fields, changes, now, all);
+  const CurrentStream stream(kOp, held_ids);
+  all.mark_written();
+  if constexpr (kWithCuda) {
+    auto for_some = [&](auto launch) {
+      for (size_t first = 0; first < fields.size(); first += kHeldPerLaunch) {
+        const auto some = std::min<size_t>(fields.size() - first, kHeldPerLaunch);
+        check_cuda(launch(first, static_cast<int>(some)), kOp);
+      }
+    };
+    for_some([&](size_t first, int count) {
+      return launch_complete_coming(&fields[first], count, changes, stream.get());
+    });
+    for_some([&](size_t first, int count) {
+      return launch_take_over(&fields[first], count, changes, first == 0 ? &now : nullptr,
+                              stream.get());
+    });
+  }
+}
+
+}  // namespace
+}  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
+  m.def(
+      "hold_rows(Tensor(a!)[] held, Tensor(b!)[] coming, Tensor(c!)[] left, Tensor stay_places, "
+      "Tensor stay_from, Tensor leaving_places, Tensor counts, Tensor ids, Tensor(d!) held_ids, "
+      "Tensor(e!) held_status) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("hold_rows", TORCH_BOX(&speedtorch::hold_rows));
+}

@@ -1,0 +1,106 @@
+// Kernels of hold_rows: the rows of one batch take the place of those of the batch before. Called
+// by hold_rows.cpp. Everything is in GPU memory; a row that stays is read twice and written twice.
+
+#include "move/row_mover.cuh"
+#include "ops/hold_rows_launch.h"
+#include "plan/ids.cuh"
+
+namespace speedtorch {
+namespace {
+
+struct Fields {
+  HeldField field[kHeldPerLaunch];
+  MoveShape shape[kHeldPerLaunch];
+};
+
+// Rows between listed places. A move from or to a place that is none is no move.
+struct Listed {
+  const int64_t* from_places;
+  const int64_t* to_places;  // null: as they stand in the list
+  int64_t moves, from_rows, to_rows;
+
+  __device__ int64_t count() const { return moves; }
+  __device__ bool planned() const { return false; }
+  __device__ int64_t from(int64_t m, bool) const {
+    const bool none = is_outside(from_places[m], from_rows) || is_outside(target(m), to_rows);
+    return none ? -1 : from_places[m];
+  }
+  __device__ int64_t to(int64_t m, bool) const {
+    return is_outside(target(m), to_rows) ? 0 : target(m);
+  }
+  __device__ int64_t target(int64_t m) const { return to_places == nullptr ? m : to_places[m]; }
+};
+
+__device__ int64_t named_of(const HeldChanges& changes) {
+  return clamped(changes.counts[0], changes.most_named);
+}
+
+// The blocks of a row of the grid own a field; threads and groups as in move_rows. A row that stays
+// goes to a place among those named: all beyond are zeros, whatever the lists say.
+__global__ void __launch_bounds__(kMoverThreads, 2)
+    complete_coming_kernel(Fields fields, HeldChanges changes) {
+  const HeldField& field = fields.field[blockIdx.y];
+  const MoveShape& shape = fields.shape[blockIdx.y];
+  const int64_t rows = field.held.count, named = named_of(changes);
+  const Listed stays{changes.stay_from, changes.stay_places, clamped(changes.counts[1], rows), rows,
+                     named};
+  const Listed leaves{changes.leaving_places, nullptr, clamped(changes.counts[3], field.left.count),
+                      rows, rows};
+  with_vec_type(shape.vec_bytes, [&](auto vec) {
+    using Vec = decltype(vec);
+    move_rows<Vec, kRowsInFlight, Link::kNone>(stays, field.held, field.coming, shape);
+    move_rows<Vec, kRowsInFlight, Link::kNone>(leaves, field.held, field.left, shape);
+    fill_zeros<Vec>(field.coming, named, rows);
+  });
+}
+
+// As above; the blocks of the first row own the ids as well.
+__global__ void __launch_bounds__(kMoverThreads, 2)
+    take_over_kernel(Fields fields, HeldChanges changes, HeldIds ids) {
+  const HeldField& field = fields.field[blockIdx.y];
+  const MoveShape& shape = fields.shape[blockIdx.y];
+  with_vec_type(shape.vec_bytes, [&](auto vec) {
+    using Vec = decltype(vec);
+    move_rows<Vec, kRowsInFlight, Link::kNone>(Consecutive{field.held.count}, field.coming,
+                                               field.held, shape);
+  });
+  if (blockIdx.y > 0 || ids.status == nullptr) return;
+  const int64_t named = named_of(changes), stride = int64_t{gridDim.x} * blockDim.x;
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  for (int64_t i = first; i < ids.size; i += stride) ids.held_ids[i] = i < named ? ids.ids[i] : -1;
+  if (first == 0) *ids.status = {0, named, 0, named, ids.status->rows, named, named, 0};
+}
+
+// The fields as kernels take them, and the grid: as many rows as fields.
+dim3 arrange(const HeldField* fields, int field_count, Fields& all) {
+  int blocks = 1;
+  for (int f = 0; f < field_count; ++f) {
+    const HeldField& field = all.field[f] = fields[f];
+    const uint64_t bits = field.held.bits() | field.coming.bits() | field.left.bits();
+    all.shape[f] = move_shape(field.held.row_bytes, bits, field.held.count, kDeviceBlocks);
+    blocks = max(blocks, all.shape[f].blocks);
+  }
+  return dim3(blocks, field_count);
+}
+
+}  // namespace
+
+int launch_complete_coming(const HeldField* fields, int field_count, const HeldChanges& changes,
+                           void* stream) {
+  Fields all{};
+  const dim3 blocks = arrange(fields, field_count, all);
+  complete_coming_kernel<<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(all,
+                                                                                          changes);
+  return cudaGetLastError();
+}
+
+int launch_take_over(const HeldField* fields, int field_count, const HeldChanges& changes,
+                     const HeldIds* ids, void* stream) {
+  Fields all{};
+  const dim3 blocks = arrange(fields, field_count, all);
+  take_over_kernel<<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      all, changes, ids == nullptr ? HeldIds{} : *ids);
+  return cudaGetLastError();
+}
+
+}  // namespace speedtorch
