@@ -9,6 +9,7 @@ from speedtorch.memory.cost_model import explain, get_num_sms, set_num_sms
 from speedtorch.nn.collection import EmbeddingBagCollection, EmbeddingCollection
 from speedtorch.nn.embedding import Embedding
 from speedtorch.nn.embedding_bag import EmbeddingBag
+from speedtorch.nn.graphed import graphed
 from speedtorch.nn.prefetch import prefetch
 from speedtorch.nn.table_config import EmbeddingBagConfig, EmbeddingConfig
 from speedtorch.ops import *  # noqa: F403
@@ -29,6 +30,7 @@ __all__ = [
     "detach",
     "explain",
     "get_num_sms",
+    "graphed",
     "empty",
     "info",
     "memory_kind",

@@ -75,6 +75,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "pinned_copy": (ops.pinned_copy.default, (table[:COUNT].clone(), block)),
         "sum_rows": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3)),
         "sum_rows, of bags": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3, ids(1, 1, 0, 3))),
+        "sum_rows.counted": (ops.sum_rows.counted, (sums, plan, ROWS, 0, 5, ids(3))),
         "table_ids": (
             ops.table_ids.default,
             (index, ids(0, 1, 1, 3, 4), ids(0, 9, 9, 3).view(2, 2), 2),
@@ -88,8 +89,9 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "hold_rows": (
             ops.hold_rows.default,
             (
-                *(held, arriving, leaving, ids(0, 2, 1, 3), places, ids(1, 2, 0, 3)),
-                *(ids(3, 2, 1, 2), up, held_ids, held_status),
+                *(held, arriving, leaving, ids(0, 2, 1, 3), places, ids(5, 6, 7, 8)),
+                *(ids(1, 2, 0, 3), ids(3, 2, 1, 2), up, held_ids, held_status),
+                *(ids(1, 2, 3, 4), ids(0)),
             ),
         ),
         "clear_rows": (ops.clear_rows.default, ([block, table], ids(2))),
@@ -99,7 +101,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 # Ops that take a tensor and no second one, nor write to it: see test_every_op_is_here.
 ONE_TENSOR = {
     *("explain_move", "set_costs", "host_register", "memory_kind"),
-    *("let_captured_go", "check_owner"),
+    *("let_captured_go", "check_owner", "watch_graph"),
 }
 
 

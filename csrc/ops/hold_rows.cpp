@@ -72,7 +72,11 @@ void hold_on_cpu(const std::vector<HeldField>& fields, const HeldChanges& change
     move_on_cpu(field.coming, nullptr, field.held, nullptr, ids.size);
   }
   std::copy(ids.ids, ids.ids + named, ids.held_ids);
-  std::fill(ids.held_ids + named, ids.held_ids + ids.size, -1);
+  std::fill(ids.held_ids + named, ids.held_ids + ids.size, kNoId);
+  if (ids.left_ids != nullptr) {
+    std::copy(ids.leaving, ids.leaving + ids.size, ids.left_ids);
+    *ids.left_count = leaving;
+  }
   *ids.status = {.bad_count = 0,
                  .bad_position = named,
                  .bad_id = 0,
@@ -84,14 +88,17 @@ void hold_on_cpu(const std::vector<HeldField>& fields, const HeldChanges& change
 }
 
 void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
-               const Tensor& stay_places, const Tensor& stay_from, const Tensor& leaving_places,
-               const Tensor& counts, const Tensor& ids, const Tensor& held_ids,
-               const Tensor& held_status) {
+               const Tensor& stay_places, const Tensor& stay_from, const Tensor& leaving,
+               const Tensor& leaving_places, const Tensor& counts, const Tensor& ids,
+               const Tensor& held_ids, const Tensor& held_status, const Tensor& left_ids,
+               const Tensor& left_count) {
   const Arguments all(kOp, {written("held", held, true), written("coming", coming, true),
                             written("left", left, true), read("stay_places", stay_places),
-                            read("stay_from", stay_from), read("leaving_places", leaving_places),
-                            read("counts", counts), read("ids", ids), written("held_ids", held_ids),
-                            written("held_status", held_status)});
+                            read("stay_from", stay_from), read("leaving", leaving),
+                            read("leaving_places", leaving_places), read("counts", counts),
+                            read("ids", ids), written("held_ids", held_ids),
+                            written("held_status", held_status), written("left_ids", left_ids),
+                            written("left_count", left_count)});
   auto check_as_list = [&](const char* name, const Tensor& list, int64_t size) {
     check_list(kOp, name, list, "held_ids", held_ids);
     check_shape(kOp, name, list, {size});
@@ -101,7 +108,10 @@ void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
   check_as_list("held_status", held_status, kPlanStatusFields);
   check_as_list("stay_places", stay_places, rows);
   check_as_list("stay_from", stay_from, rows);
+  check_as_list("leaving", leaving, rows);
   check_as_list("leaving_places", leaving_places, rows);
+  check_as_list("left_ids", left_ids, rows);
+  check_as_list("left_count", left_count, 1);
   check_as_list("counts", counts, 4);
   check_as_list("ids", ids, ids.numel());
   const std::vector<HeldField> fields = check_held(held, coming, left, held_ids);
@@ -114,7 +124,10 @@ void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
   const HeldIds now{.ids = data_of(ids),
                     .held_ids = data_of(held_ids),
                     .status = reinterpret_cast<PlanStatus*>(data_of(held_status)),
-                    .size = rows};
+                    .size = rows,
+                    .leaving = data_of(leaving),
+                    .left_ids = left.empty() ? nullptr : data_of(left_ids),
+                    .left_count = data_of(left_count)};
   if (held_ids.is_cpu()) return hold_on_cpu(fields, changes, now, all);
   const CurrentStream stream(kOp, held_ids);
   all.mark_written();
@@ -141,8 +154,9 @@ void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
 STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
   m.def(
       "hold_rows(Tensor(a!)[] held, Tensor(b!)[] coming, Tensor(c!)[] left, Tensor stay_places, "
-      "Tensor stay_from, Tensor leaving_places, Tensor counts, Tensor ids, Tensor(d!) held_ids, "
-      "Tensor(e!) held_status) -> ()");
+      "Tensor stay_from, Tensor leaving, Tensor leaving_places, Tensor counts, Tensor ids, "
+      "Tensor(d!) held_ids, Tensor(e!) held_status, Tensor(f!) left_ids, Tensor(g!) left_count) "
+      "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {

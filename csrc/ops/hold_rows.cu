@@ -67,8 +67,13 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   if (blockIdx.y > 0 || ids.status == nullptr) return;
   const int64_t named = named_of(changes), stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  for (int64_t i = first; i < ids.size; i += stride) ids.held_ids[i] = i < named ? ids.ids[i] : -1;
-  if (first == 0) *ids.status = {0, named, 0, named, ids.status->rows, named, named, 0};
+  for (int64_t i = first; i < ids.size; i += stride) {
+    ids.held_ids[i] = i < named ? ids.ids[i] : kNoId;
+    if (ids.left_ids != nullptr) ids.left_ids[i] = ids.leaving[i];
+  }
+  if (first != 0) return;
+  *ids.status = {0, named, 0, named, ids.status->rows, named, named, 0};
+  if (ids.left_ids != nullptr) *ids.left_count = clamped(changes.counts[3], ids.size);
 }
 
 // The fields as kernels take them, and the grid: as many rows as fields.

@@ -29,10 +29,16 @@ struct HeldChanges {
 // What says which rows are held.
 struct HeldIds {
   const int64_t* ids;  // [most_named] of HeldChanges: of the rows named
-  int64_t* held_ids;   // [size]
+  int64_t* held_ids;   // [size]; kNoId after those that are held, so that all ascend
   PlanStatus* status;
   int64_t size;
+  // Of the rows put aside, null where none are: their ids, [size], go to `left_ids`, and how many
+  // they are to `left_count`.
+  const int64_t* leaving;
+  int64_t* left_ids;
+  int64_t* left_count;
 };
+constexpr int64_t kNoId = INT64_MAX;
 
 // Both of at most kHeldPerLaunch fields. Rows that stay go from `held` to `coming`, those that
 // leave to `left`, and rows of `coming` beyond those named become zeros.

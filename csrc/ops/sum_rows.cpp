@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstring>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -47,8 +49,8 @@ void sum_on_cpu(const SumRows& work, const PlanView& plan) {
   });
 }
 
-// Which rows of the batch, of how many distinct ids.
-void check_counts(int64_t begin, int64_t count, int64_t distinct, int64_t entries) {
+// Which rows of the batch.
+void check_part(int64_t begin, int64_t count, int64_t entries) {
   if (begin < 0 || count > entries || begin > entries - count) {
     const std::string end =
         begin < 0 ? std::to_string(begin + count)
@@ -56,15 +58,14 @@ void check_counts(int64_t begin, int64_t count, int64_t distinct, int64_t entrie
     throw_value_error(kOp, "rows ", begin, " to ", end, " are not all among the ", entries,
                       " ids of the plan");
   }
-  if (distinct < 0 || distinct > entries) {
-    throw_value_error(kOp, "distinct must be 0 to ", entries, ", the ids of the plan, got ",
-                      distinct);
-  }
 }
 
-Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
-                int64_t distinct, const std::optional<Tensor>& source) {
-  const Arguments all(kOp, {read("rows", rows), read("plan", plan), read("source", source)});
+// With `named` so many of the sums are some, and `distinct` is how many there are room for.
+Tensor summed(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
+              int64_t distinct, const std::optional<Tensor>& named,
+              const std::optional<Tensor>& source) {
+  const Arguments all(kOp, {read("rows", rows), read("plan", plan), read("named", named),
+                            read("source", source)});
   const NumberKind kind = float_kind_of(kOp, "rows", rows);
   const Rows shape = as_rows(kOp, "rows", rows);
   check_contiguous(kOp, "rows", rows);
@@ -73,16 +74,27 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
   check_plan(kOp, kIndex, plan, entries, rows);
   if (source) check_list(kOp, "source", *source, "rows", rows);
   const int64_t count = source ? source->numel() : shape.count;
-  check_counts(begin, count, distinct, entries);
+  check_part(begin, count, entries);
+  if (named) {
+    check_list(kOp, "named", *named, "rows", rows);
+    check_shape(kOp, "named", *named, {1});
+  }
+  const int64_t most = named ? std::numeric_limits<int64_t>::max() : entries;
+  if (distinct < 0 || distinct > most) {
+    throw_value_error(kOp, named ? "capacity" : "distinct", " must be 0 to ", most,
+                      named ? "" : ", the ids of the plan", ", got ", distinct);
+  }
   all.check_memory();
   const PlanView view = view_plan(kOp, kIndex, plan, entries, table_rows);
+  int64_t sums = distinct;  // that the CPU computes
   if (rows.is_cpu()) {
     check_offsets(kOp, kIndex, view);
-    if (view.status->distinct != distinct) {
+    if (named) sums = check_count(kOp, "named", *data_of(*named), distinct);
+    if (view.status->distinct != sums && !(named && sums == 0)) {
       throw_bad_ids({.kind = IdError::kOtherDistinct,
                      .op = kOp,
                      .list = kIndex,
-                     .rows = distinct,
+                     .rows = sums,
                      .id = view.status->distinct});
     }
     if (source) check_places_on_cpu(kOp, "source", *source, shape.count);
@@ -99,9 +111,13 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
                      .count = count,
                      .columns = columns,
                      .out = out.mutable_data_ptr(),
-                     .distinct = distinct,
-                     .table_rows = table_rows};
+                     .distinct = rows.is_cpu() ? sums : distinct,
+                     .table_rows = table_rows,
+                     .named = named ? data_of(*named) : nullptr};
   if (rows.is_cpu()) {
+    const auto bytes = static_cast<size_t>((distinct - sums) * columns * element_bytes(rows));
+    auto* end = static_cast<char*>(work.out) + sums * columns * element_bytes(rows);
+    std::memset(end, 0, bytes);
     using torch::headeronly::BFloat16, torch::headeronly::Half;
     with_float_type<Half, BFloat16>(kind,
                                     [&](auto number) { sum_on_cpu<decltype(number)>(work, view); });
@@ -117,6 +133,17 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
   return out;
 }
 
+Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
+                int64_t distinct, const std::optional<Tensor>& source) {
+  return summed(rows, plan, table_rows, begin, distinct, std::nullopt, source);
+}
+
+Tensor sum_rows_counted(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
+                        int64_t capacity, const Tensor& named,
+                        const std::optional<Tensor>& source) {
+  return summed(rows, plan, table_rows, begin, capacity, named, source);
+}
+
 }  // namespace
 }  // namespace speedtorch
 
@@ -124,8 +151,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
   m.def(
       "sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct, Tensor? "
       "source=None) -> Tensor");
+  m.def(
+      "sum_rows.counted(Tensor rows, Tensor[] plan, int table_rows, int begin, int capacity, Tensor "
+      "named, Tensor? source=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("sum_rows", TORCH_BOX(&speedtorch::sum_rows));
+  m.impl("sum_rows.counted", TORCH_BOX(&speedtorch::sum_rows_counted));
 }

@@ -41,21 +41,24 @@ struct Kept {
   __device__ static int64_t slot(int64_t window, bool first) { return 2 * window + first; }
 };
 
-// Whether the plan is none for these rows.
-__device__ bool is_bad(const SumRows& work, const PlanStatus& status) {
-  return is_blocked(status, work.table_rows) || status.distinct != work.distinct;
-}
-
-// By all threads: no sums, and word of what is wrong.
+// By all threads: sums from `first` on are zeros. True for one thread.
 template <typename T>
-__device__ void zero_instead(const SumRows& work, const PlanStatus& status, const Report& about) {
+__device__ bool zero_from(const SumRows& work, int64_t first) {
   const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   const int64_t thread = block * blockDim.x + threadIdx.x;
   const int64_t threads = int64_t{gridDim.x} * gridDim.y * blockDim.x;
-  for (int64_t k = thread; k < work.distinct * work.columns; k += threads) {
+  for (int64_t k = first * work.columns + thread; k < work.distinct * work.columns; k += threads) {
     static_cast<T*>(work.out)[k] = T{};
   }
-  if (thread != 0) return;
+  return thread == 0;
+}
+
+// Whether the plan is none for these rows: there are no sums then, and word of what is wrong.
+template <typename T>
+__device__ bool refuses(const SumRows& work, const PlanStatus& status, const Report& about) {
+  const bool blocked = is_blocked(status, work.table_rows);
+  if (!blocked && status.distinct == work.distinct) return false;
+  if (!zero_from<T>(work, 0)) return true;
   if (is_blocked(status, work.table_rows)) {
     report_blocked(about, status);
   } else {
@@ -63,6 +66,7 @@ __device__ void zero_instead(const SumRows& work, const PlanStatus& status, cons
     other.rows = work.distinct;
     report(other, IdError::kOtherDistinct, status.distinct, 0, 0, status.count);
   }
+  return true;
 }
 
 // A part of a run, and where it lies among the sorted entries.
@@ -93,7 +97,15 @@ __device__ Part part_at(const SumRows& work, const PlanView& plan, int64_t entry
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSumThreads)
     sum_parts_kernel(SumRows work, PlanView plan, Kept<SumOf<T>> kept, int lanes, Report about) {
-  if (is_bad(work, *plan.status)) return zero_instead<T>(work, *plan.status, about);
+  if (work.named != nullptr) {
+    const bool blocked = is_blocked(*plan.status, work.table_rows);
+    const int64_t named = blocked ? 0 : clamped(*work.named, work.distinct);
+    zero_from<T>(work, named);
+    if (named == 0) return;
+    work.distinct = named;
+  } else if (refuses<T>(work, *plan.status, about)) {
+    return;
+  }
   const Seat<kVec> seat(lanes);
   const int64_t first = seat.group * kEntriesPerPart;
   if (first >= plan.count || seat.column >= work.columns) return;
@@ -232,14 +244,21 @@ int launch(const SumRows& work, const PlanView& plan, void* scratch, ErrorRecord
 
 int64_t sum_scratch_bytes(NumberKind kind, int64_t entries, int64_t columns) {
   const int64_t windows = windows_of(entries);
-  const int64_t number_bytes = kind == NumberKind::kDouble ? 8 : 4;
+  const int64_t number_bytes = kind == NumberKind::kDouble ? 8 : 4;  // of sums
   return padded(sizeof(int64_t)) + padded(windows * sizeof(LongRun)) +
          2 * windows * columns * number_bytes;
 }
 
 int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, void* scratch,
                     ErrorRecord* record, void* stream) {
-  if (plan.count == 0 || work.columns == 0) return cudaSuccess;
+  if (work.columns == 0) return cudaSuccess;
+  if (plan.count == 0) {  // all that there may be are zeros
+    return with_float_type<__half, __nv_bfloat16>(kind, [&](auto number) {
+      return static_cast<int>(cudaMemsetAsync(work.out, 0,
+                                              work.distinct * work.columns * sizeof(number),
+                                              static_cast<cudaStream_t>(stream)));
+    });
+  }
   const auto bits = reinterpret_cast<uint64_t>(work.rows) | reinterpret_cast<uint64_t>(work.out);
   return with_vector(kind, work.columns, bits, [&](auto vector) {
     using V = decltype(vector);

@@ -20,6 +20,9 @@ struct SumRows {
   void* out;         // [distinct, columns]
   int64_t distinct;  // entries of the plan's `unique` that are ids
   int64_t table_rows;
+  // In GPU memory, or null: how many of the sums are some, whatever the plan says; the others, and
+  // those of a bad plan, are zeros, of which no word is left.
+  const int64_t* named;
 };
 
 // Kinds are those of floating-point numbers. Bytes of scratch for a plan of `entries` ids.

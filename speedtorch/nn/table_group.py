@@ -32,7 +32,14 @@ class TableGroup(RowModule):
 
     ranges: TableRanges
 
-    def __init__(self, tables: Sequence[Table], device: Device, memory: str, freeze: bool, capacity: int | None) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        device: Device,
+        memory: str,
+        freeze: bool,
+        capacity: int | None,
+    ) -> None:
         ranges, (_, _, columns, dtype, *_) = TableRanges(tables), tables[0]
         own = (None, None, freeze, device, dtype, memory, capacity)
         super().__init__(ranges.rows, columns, *own, ranges=ranges)

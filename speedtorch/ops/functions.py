@@ -44,7 +44,6 @@ except ImportError as error:
         " `make setup` or `pip install --no-build-isolation .` in a checkout"
     ) from error
 
-exec(open("/tmp/stub_ops.py").read())
 _ops = torch.ops.speedtorch
 # Tensors that go while the interpreter ends must make no CUDA call any more.
 atexit.register(_ops.stop)
@@ -543,6 +542,19 @@ def _compare_rows_fitting_fake(
     return [named.new_empty(length) for length in [capacity] * 6 + [4]]
 
 
+def _sum_rows_counted_fake(
+    rows: Tensor,
+    plan: list[Tensor],
+    table_rows: int,
+    begin: int,
+    capacity: int,
+    named: Tensor,
+    source: Tensor | None = None,
+) -> Tensor:
+    _refuse_meta_mix(rows, plan, named, source)
+    return rows.new_empty((capacity, *rows.shape[1:]))
+
+
 _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "plan_rows": _plan_rows_fake,
     "pinned_gather": _pinned_gather_fake,
@@ -551,6 +563,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_gather.planned": _pinned_gather_fake,
     "pinned_gather.planned_out": _refuse_meta_mix,
     "sum_rows": _sum_rows_fake,
+    "sum_rows.counted": _sum_rows_counted_fake,
     "table_ids": _table_ids_fake,
     "pool_rows": _pool_rows_fake,
     "compare_rows": _compare_rows_fake,

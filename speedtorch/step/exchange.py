@@ -519,6 +519,33 @@ class Exchange:
                 " as the graph will, end prefetch() and call flush() before the capture"
             )
 
+    def stand_still(self) -> None:
+        """Lets no row move until move_again(): lookups give zeros, and nothing is trained."""
+        self.bring_home()
+        self.raise_faults()
+        blocks, fields = self._fixed, self._shown.kept.fields
+        assert blocks is not None
+        if not blocks.are_for(self.device, fields):
+            blocks.make(self.device, fields)
+        blocks.halt()
+
+    def move_again(self) -> None:
+        """Ends stand_still()."""
+        assert self._fixed is not None
+        self._drop_coming()
+        self._told = ((), None)
+        self._fixed.go_on()
+        self.now = self.now._replace(over=True, announced=False)
+
+    def before_replay(self) -> None:
+        """Called before a CUDA graph of a whole step of the rows is replayed."""
+        self.raise_faults()
+        self.complete(ahead=False)
+        self._drop_coming()
+        self._read_again()
+        if not self.now.over:
+            self.now = self.now._replace(over=True, announced=False)
+
     def refuse_if_captured(self, what: str) -> None:
         """Raises RuntimeError if a CUDA graph that is still there uses the rows' memory."""
         if self._fixed is not None and self._fixed.is_captured:

@@ -205,6 +205,14 @@ class FixedBlocks:
         """Makes what lies beyond the held rows zeros again, whatever an optimizer made of it."""
         torch.ops.speedtorch.clear_rows(self.rows, self._status[3:4])
 
+    def halt(self) -> None:
+        """Lets no row move."""
+        self._halt[:1].fill_(1)
+
+    def go_on(self) -> None:
+        """Lets rows move again."""
+        self._halt.zero_()
+
     @property
     def is_halted(self) -> Tensor:
         """Whether a fault lets no row move: `[1]`, not 0 then."""

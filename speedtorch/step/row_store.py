@@ -72,7 +72,7 @@ class Block(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """As a Block, of which the first `number` ids leave or arrive: a number on the device, `[1]`."""
+    """As a Block, of which the first `number` ids leave or arrive: `[1]`, on the device."""
 
     rows: Sequence[Tensor]
     ids: Tensor

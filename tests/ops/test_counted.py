@@ -24,6 +24,7 @@ SHAPES = [((4,), torch.float32), ((), torch.int64), ((3,), torch.float16), ((2, 
 SHAPES += [((0,), torch.float32), ((9, 64), torch.float32)]
 # Why a batch does not fit.
 BAD_IDS, TOO_MANY, FOREIGN = 1, 2, 3
+NO_ID = 2**63 - 1  # after the ids that are held
 
 
 def status_of(count: int, device: str) -> Tensor:
@@ -355,17 +356,20 @@ def test_rows_are_held_as_the_places_say(
     ids = some(named, ROWS, 4)
     expected = held_after(held, coming, left, changes, named)
     actual = [[each.to(device) for each in fields] for fields in (held, coming, left)]
-    held_ids = torch.full((rows,), 77, device=device)
-    status = torch.full((8,), 99, device=device)
+    held_ids, left_ids = (torch.full((rows,), 77, device=device) for _ in range(2))
+    status, left_count = (torch.full((size,), 99, device=device) for size in (8, 1))
+    lists = [padded(each, rows, 10**9).to(device) for each in changes]
+    leaving_ids = padded(some(leaving, ROWS, 5), rows).to(device)
     ops.hold_rows(
-        *actual,
-        *(padded(each, rows, 10**9).to(device) for each in changes),
+        *(*actual, *lists[:2], leaving_ids, lists[2]),
         torch.tensor([named, staying, 99, leaving], device=device),
-        *(padded(ids, rows + 3, 88).to(device), held_ids, status),
+        *(padded(ids, rows + 3, 88).to(device), held_ids, status, left_ids, left_count),
     )
     for mine, theirs in zip(actual, expected, strict=True):
         assert_same_fields(mine, theirs)
-    assert held_ids.tolist() == padded(ids, rows).tolist()
+    assert held_ids.tolist() == padded(ids, rows, NO_ID).tolist()
+    assert left_ids.tolist() == (leaving_ids.tolist() if aside else [77] * rows)
+    assert left_count.tolist() == [leaving if aside else 99]
     assert status.tolist() == [0, named, 0, named, 99, named, named, 0]
 
 
@@ -379,7 +383,8 @@ def test_any_number_of_fields_is_held_and_cleared(device: str, fields: int) -> N
     places = torch.tensor([1, 0, 0], device=device)
     numbers = torch.tensor([2, 1, 1, 1], device=device)
     ids, status = torch.zeros(3, dtype=torch.int64, device=device), status_of(0, device)
-    ops.hold_rows(held, coming, left, places, places, places, numbers, places.clone(), ids, status)
+    more = [places.clone(), ids, status, ids.clone(), numbers[:1].clone()]
+    ops.hold_rows(held, coming, left, places, places, places, places, numbers, *more)
     for now, kept in zip(held, left, strict=True):
         assert now[:, 0].tolist() == [2, 1, 0] and kept[:, 0].tolist() == [1, 3, 3]
     ops.clear_rows([*held, coming[0][:1]], numbers[1:2])
@@ -398,8 +403,8 @@ def test_counts_and_places_that_are_none_touch_nothing_else() -> None:
         picked = numbers[torch.randint(8, (5, 8), generator=random)].cuda()
         ids, status = torch.zeros(8, dtype=torch.int64, device="cuda"), status_of(0, "cuda")
         ops.hold_rows(
-            *([arena[1]], [arena[3]], [arena[5]], picked[0], picked[1], picked[2]),
-            *(picked[3, :4], picked[4], ids, status),
+            *([arena[1]], [arena[3]], [arena[5]], picked[0], picked[1], picked[2], picked[2]),
+            *(picked[3, :4], picked[4], ids, status, ids.clone(), status[:1].clone()),
         )
         ops.clear_rows([arena[7]], picked[3, :1])
         torch.cuda.synchronize()
@@ -447,8 +452,8 @@ class Training:
             *([self.coming], arriving, arriving_places, counts[2:3]),
         )
         ops.hold_rows(
-            *([self.held], [self.coming], [], stay_places, stay_from, leaving_places),
-            *(counts, plan[0], block.ids, block.status),
+            *([self.held], [self.coming], [], stay_places, stay_from, leaving, leaving_places),
+            *(counts, plan[0], block.ids, block.status, block.ids.clone(), counts[:1].clone()),
         )
         self.held += 1
         ops.clear_rows([self.held], counts[:1])
@@ -465,7 +470,7 @@ class Training:
         speedtorch.synchronize()
         assert_same_bytes(self.table, self.expected)
         assert not self.held.any() and not self.block.status[3]
-        assert self.block.ids.eq(-1).all() and self.block.fault[0] == TOO_MANY
+        assert self.block.ids.eq(NO_ID).all() and self.block.fault[0] == TOO_MANY
 
     def reset(self) -> None:
         for each in (self.table, self.held, self.coming, self.block.halt, self.block.fault):
@@ -567,10 +572,11 @@ def test_pageable_memory_is_refused_with_the_remedy() -> None:
 
 def test_rows_that_cannot_be_held_are_errors() -> None:
     rows, three = torch.ones(2, 3), numbers(0, 1, 2)
-    names = ("held", "coming", "left", "stay_places", "stay_from", "leaving_places", "counts")
-    values = ([rows], [rows + 1], [rows + 2], *(numbers(0, 1) for _ in range(3)))
-    given = dict(zip(names, (*values, numbers(2, 2, 0, 2)), strict=True))
+    names = ["held", "coming", "left", "stay_places", "stay_from", "leaving", "leaving_places"]
+    values = ([rows], [rows + 1], [rows + 2], *(numbers(0, 1) for _ in range(4)))
+    given = dict(zip(names, values, strict=True)) | {"counts": numbers(2, 2, 0, 2)}
     given |= {"ids": numbers(4, 5), "held_ids": numbers(1, 3), "held_status": status_of(2, "cpu")}
+    given |= {"left_ids": numbers(0, 0), "left_count": numbers(0)}
     for name, value, message in (
         ("held", [], "held must name at least one field, got an empty list"),
         ("coming", [], "lists of one length, or left an empty one, got 1, 0 and 1"),
@@ -580,6 +586,9 @@ def test_rows_that_cannot_be_held_are_errors() -> None:
         ("left", [rows.double()], r"left\[0\] has dtype Double, expected Float as held\[0\]"),
         ("left", [torch.ones(3, 2).t()], r"the rows of left\[0\] must be contiguous inside"),
         ("held", [torch.ones(2, 6)[:, :3]], r"held\[0\] must be contiguous"),
+        ("leaving", three, r"leaving has shape \[3\], expected \[2\]"),
+        ("left_ids", three, r"left_ids has shape \[3\], expected \[2\]"),
+        ("left_count", three, r"left_count has shape \[3\], expected \[1\]"),
         ("stay_from", three, r"stay_from has shape \[3\], expected \[2\]"),
         ("counts", three, r"counts has shape \[3\], expected \[4\]"),
         ("held_status", three, r"held_status has shape \[3\], expected \[8\]"),
@@ -622,8 +631,9 @@ def test_opcheck_is_clean(device: str) -> None:
     counts = block.compared(plan)[-1]
     held, coming, left = ([torch.rand(3, 2, device=device)] for _ in range(3))
     places = torch.tensor([0, 1, 2], device=device)
-    changes = places, places.clone(), places.clone(), counts
+    changes = places, places.clone(), places.clone(), places.clone(), counts
+    into = block.ids, block.status, block.ids.clone(), counts[:1].clone()
     for aside in (left, []):
-        arguments = (held, coming, aside, *changes, plan[0], block.ids, block.status)
+        arguments = (held, coming, aside, *changes, plan[0], *into)
         opcheck(ops.hold_rows.default, arguments)
     opcheck(ops.clear_rows.default, (held, counts[:1]))

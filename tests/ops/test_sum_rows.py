@@ -185,3 +185,48 @@ def test_opcheck_is_clean(device: str) -> None:
     nothing = plan[0][:0]
     compared = (plan[0], plan[4], nothing, nothing, -1)
     opcheck(ops.compare_rows.default, compared, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("capacity", [3, 4, 700])
+def test_so_many_sums_as_the_device_says_are_followed_by_zeros(device: str, capacity: int) -> None:
+    index = torch.tensor([7, 2, 7, 9, 2])
+    rows = torch.randint(-5, 6, (5, 6)).float()
+    plan = speedtorch.plan_rows(index.to(device), ROWS)
+    named = torch.tensor([3], device=device)
+    counted = torch.ops.speedtorch.sum_rows.counted
+    actual = counted(rows.to(device), plan, ROWS, 0, capacity, named)
+    assert actual.shape == (capacity, 6)
+    assert_same_bytes(actual[:3].double(), summed(rows, index))
+    assert not actual[3:].any()
+    bags, source = rows[:2], torch.tensor([0, 1, 1, 0, 1])
+    actual = counted(bags.to(device), plan, ROWS, 0, capacity, named, source.to(device))
+    assert_same_bytes(actual[:3].double(), summed(bags[source], index))
+    none = torch.zeros_like(named)
+    assert not counted(rows.to(device), plan, ROWS, 0, capacity, none).any()
+    empty = speedtorch.plan_rows(index[:0].to(device), ROWS)
+    assert not counted(rows[:0].to(device), empty, ROWS, 0, capacity, none).any()
+
+
+@NEEDS_GPU
+def test_counted_sums_of_a_bad_plan_are_zeros_without_a_word() -> None:
+    plan = speedtorch.plan_rows(torch.tensor([7, ROWS], device="cuda"), ROWS)
+    named = torch.tensor([1], device="cuda")
+    rows = torch.ones(2, 3, device="cuda")
+    assert not torch.ops.speedtorch.sum_rows.counted(rows, plan, ROWS, 0, 4, named).any()
+    speedtorch.synchronize()
+
+
+def test_counts_that_are_none_are_errors() -> None:
+    plan, rows = speedtorch.plan_rows(torch.tensor([7, 2]), ROWS), torch.ones(2, 3)
+    counted = torch.ops.speedtorch.sum_rows.counted
+    for capacity, named, message in (
+        (-1, torch.tensor([0]), "capacity must be 0 to"),
+        (4, torch.tensor([5]), "named must be 0 to 4, got 5"),
+        (4, torch.tensor([-1]), "named must be 0 to 4, got -1"),
+        (4, torch.tensor([1, 1]), r"named has shape \[2\], expected \[1\]"),
+        (4, torch.tensor([1.0]), "named must be a contiguous int64 tensor"),
+        (4, torch.tensor([1]), "1"),
+    ):
+        with pytest.raises(ValueError, match=f"sum_rows: .*{message}"):
+            counted(rows, plan, ROWS, 0, capacity, named)

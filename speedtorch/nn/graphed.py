@@ -1,0 +1,215 @@
+"""graphed: a whole training step, exchange with host memory included, as one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtorch.nn.row_module import RowModule
+from speedtorch.optim.optimizer_copy import settings_of, snapshot
+from speedtorch.optim.probe import learn_state
+from speedtorch.step.trained_rows import TrainedRows
+from speedtorch.torch_internals import as_plain, tree_leaves, tree_map
+
+__all__ = ["GraphedStep", "graphed"]
+
+_WARM_UPS = 3  # as torch's documentation of CUDA graphs has it
+
+
+class GraphedStep:
+    """A step that was captured; see graphed()."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        example: tuple[Any, ...],
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._step = step
+        self._optimizers = optimizers
+        self._rows = _rows_of(modules)
+        self._device = self._rows[0].exchange.device
+        self._inputs = tree_map(self._own, example)
+        with _kept(modules, optimizers, self._rows):
+            side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    step(*self._inputs)
+            torch.cuda.current_stream(self._device).wait_stream(side)
+        self._settings = self._numbers()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._result = step(*self._inputs)
+
+    def _own(self, given: Any) -> Any:
+        return given.detach().to(self._device, copy=True) if isinstance(given, Tensor) else given
+
+    def _numbers(self) -> list[list[dict[str, Any]]]:
+        """The hyperparameters that are numbers, which a replay does not look at."""
+        return [
+            [settings_of(optimizer, group["params"][0]) for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
+
+    def __call__(self, *batch: Any) -> Any:
+        """Trains a batch: by a replay, or as the step itself does it where shapes are others.
+
+        Returns:
+            What the step returns; a replay writes to the same tensors again.
+
+        Raises:
+            IndexError: A batch before had an id out of range; this one was not trained.
+            RuntimeError: A batch before had more distinct rows than the capacity, or a
+                hyperparameter that is a number has changed since the capture.
+        """
+        if (now := self._numbers()) != self._settings:
+            raise RuntimeError(
+                "graphed: a hyperparameter that is a number has changed since the capture, which a"
+                f" CUDA graph does not see: {_changed(self._settings, now)}; give the optimizer a"
+                " tensor (lr=torch.tensor(...)), or graph the step again"
+            )
+        if not self._fits(batch):
+            return self._step(*batch)
+        with as_plain():
+            for rows in self._rows:
+                rows.exchange.before_replay()
+        for own, given in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._result
+
+    def _fits(self, batch: tuple[Any, ...]) -> bool:
+        """Whether a batch can be copied to the inputs."""
+        own, given = tree_leaves(self._inputs), tree_leaves(batch)
+        return len(own) == len(given) and all(map(_alike, own, given))
+
+
+def _alike(own: Any, given: Any) -> bool:
+    if not isinstance(own, Tensor):
+        return bool(own == given)
+    return isinstance(given, Tensor) and (own.shape, own.dtype) == (given.shape, given.dtype)
+
+
+def _changed(before: list[list[dict[str, Any]]], now: list[list[dict[str, Any]]]) -> str:
+    pairs = (
+        (name, old.get(name), new.get(name))
+        for groups in zip(before, now, strict=True)
+        for old, new in zip(*groups, strict=False)
+        for name in old.keys() | new.keys()
+    )
+    return ", ".join(f"{name} was {old}, is {new}" for name, old, new in pairs if old != new)
+
+
+def _rows_of(modules: Iterable[nn.Module]) -> list[TrainedRows]:
+    found = [each for module in modules for each in module.modules() if isinstance(each, RowModule)]
+    for each in found:
+        name = type(each).__name__
+        if each.capacity is None:
+            raise ValueError(f"graphed: build {name} with capacity=, the most rows of a step")
+        if not each.trained_rows.parameter.is_cuda:
+            raise ValueError(f"graphed: {name} holds its rows on the CPU, which has no CUDA graphs")
+    if not found:
+        raise ValueError(
+            "graphed: modules have no speedtorch.Embedding, EmbeddingBag or collection"
+        )
+    return [each.trained_rows for each in found]
+
+
+@contextmanager
+def _kept(
+    modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], rows: Sequence[TrainedRows]
+) -> Iterator[None]:
+    """What is trained within leaves rows, parameters, states and random numbers as they were."""
+    device = rows[0].exchange.device
+    held = {id(each.parameter) for each in rows}
+    others = [p for each in modules for p in (*each.parameters(), *each.buffers())]
+    others += [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    tensors = {id(p): p for p in others if id(p) not in held}
+    before = {key: (p, p.detach().clone()) for key, p in tensors.items()}
+    states = [
+        {p: {n: snapshot(v) for n, v in of.items()} for p, of in each.state.items()}
+        for each in optimizers
+    ]
+    random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    with as_plain():
+        for each in rows:
+            each.exchange.stand_still()
+    try:
+        yield
+    finally:
+        with as_plain():
+            for each in rows:
+                each.exchange.move_again()
+        torch.set_rng_state(random[0])
+        torch.cuda.set_rng_state(random[1], device)
+        with torch.no_grad():
+            for p, value in before.values():
+                p.copy_(value)
+            for optimizer, known in zip(optimizers, states, strict=True):
+                _put_back(optimizer, known, held)
+
+
+def _put_back(optimizer: Optimizer, known: dict[Tensor, dict[str, Any]], held: set[int]) -> None:
+    """Makes a state that of before, in the tensors of now, which a graph goes on to use."""
+    for parameter, state in optimizer.state.items():
+        before = known.get(parameter, {})
+        if missing := [name for name, value in state.items() if name not in before]:
+            if id(parameter) in held:
+                continue
+            learnt = learn_state(optimizer, parameter)
+            first = {**learnt.scalar_state, **learnt.row_state}
+            before = {**{name: first[name] for name in missing if name in first}, **before}
+        for name, value in state.items():
+            if isinstance(value, Tensor) and isinstance(before.get(name), Tensor):
+                if id(parameter) not in held or value.shape == before[name].shape:
+                    value.copy_(before[name].expand_as(value))
+            elif name in before:
+                state[name] = before[name]
+
+
+def graphed(
+    step: Callable[..., Any],
+    *example: Any,
+    modules: nn.Module | Sequence[nn.Module],
+    optimizers: Optimizer | Sequence[Optimizer],
+) -> GraphedStep:
+    """Captures a whole training step in one CUDA graph: lookups, exchange, backward, optimizer.
+
+    The rows come and go by what the GPU knows: nothing waits for the host, and a call costs one
+    launch. Warm-up and capture change no row, parameter, state or random number.
+
+    Args:
+        step: Trains one batch: zero_grad(), lookups, backward(), step() of the optimizers. Called
+            with copies of `example` on the GPU; a lookup's ids come from those.
+        *example: Tensors, or lists, tuples and dicts of them, of the shapes of a batch.
+        modules: What is trained. Every Embedding, EmbeddingBag or collection has a capacity, and
+            its optimizer is attached.
+        optimizers: Capturable ones (`capturable=True`, with Adam and its like also `fused=True`) or
+            SGD.
+
+    Returns:
+        What is called as `step(*batch)`. A batch of other shapes is trained without the graph, and
+        so may be steps in between; flush, state_dict and evaluation see all rows. While it lives,
+        attach, detach, `.to` and closing the table are refused.
+
+    Raises:
+        ValueError: No module of ours, or one on the CPU or without a capacity.
+        RuntimeError: An optimizer whose steps a graph cannot repeat, by name.
+
+    Example:
+        >>> import speedtorch  # doctest: +SKIP
+        >>> step = speedtorch.graphed(train, ids, labels, modules=model, optimizers=optimizer)
+        >>> for ids, labels in loader:
+        ...     loss = step(ids, labels)
+    """
+    modules = [modules] if isinstance(modules, nn.Module) else list(modules)
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    return GraphedStep(step, example, modules, optimizers)
