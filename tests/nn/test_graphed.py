@@ -1,0 +1,377 @@
+"""A whole step in one CUDA graph trains as the step itself does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from embedding_reference import first_weight, random_ids
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+
+import speedtorch
+
+pytestmark = NEEDS_GPU
+ROWS, COLUMNS, IDS = 97, 8, 40
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "Adam, fused": lambda p: optim.Adam(p, lr=0.1, fused=True, capturable=True),
+    "Adam, eps=0": lambda p: optim.Adam(p, lr=0.1, eps=0.0, capturable=True),
+    "AdamW": lambda p: optim.AdamW(p, lr=0.1, weight_decay=0.2, capturable=True),
+    "AdamW, amsgrad": lambda p: optim.AdamW(p, lr=0.1, amsgrad=True, fused=True, capturable=True),
+    "NAdam": lambda p: optim.NAdam(p, lr=0.1, capturable=True),
+    "RAdam": lambda p: optim.RAdam(p, lr=0.1, capturable=True),
+    "Adamax": lambda p: optim.Adamax(p, lr=0.1, capturable=True),
+    "Rprop": lambda p: optim.Rprop(p, lr=0.1, capturable=True),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True, capturable=True),
+    "ASGD": lambda p: optim.ASGD(p, lr=0.1, capturable=True),
+    "Adadelta": lambda p: optim.Adadelta(p, lr=0.1, capturable=True),
+    "SGD": lambda p: optim.SGD(p, lr=0.1),
+    "SGD, momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "SGD, fused": lambda p: optim.SGD(p, lr=torch.tensor(0.1, device="cuda"), fused=True),
+}
+
+
+class World:
+    """A model with a table and a trained scale, and its training step."""
+
+    def __init__(self, name: str = "Adam, fused", capacity: int | None = IDS, **given: Any) -> None:
+        self.embedding = speedtorch.Embedding.from_pretrained(
+            first_weight(ROWS, COLUMNS), freeze=False, device="cuda", capacity=capacity, **given
+        )
+        self.scale = nn.Parameter(torch.full((COLUMNS,), 0.5, device="cuda"))
+        self.model = nn.ModuleList([self.embedding, nn.ParameterList([self.scale])])
+        self.optimizer = OPTIMIZERS[name](self.model.parameters())
+        self.keeps = name not in ("SGD", "SGD, fused")
+        if self.keeps:
+            speedtorch.attach(self.optimizer, self.embedding)
+
+    def step(self, ids: Tensor, targets: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = (self.embedding(ids) * self.scale - targets).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def graphed(self) -> Any:
+        ids, targets = batches(1)[0]
+        return speedtorch.graphed(
+            self.step, ids, targets, modules=self.model, optimizers=self.optimizer
+        )
+
+    def everything(self) -> dict[str, Tensor]:
+        table = self.embedding.table
+        kept = {name: table[name].clone() for name in table.fields}
+        state = self.optimizer.state
+        for key, of in (("scale", state[self.scale]), ("rows", state[self.embedding.weight])):
+            kept |= {
+                f"{key} {name}": torch.as_tensor(value).clone()
+                for name, value in of.items()
+                if name not in table.fields or key == "scale"
+            }
+        return kept | {"scale": self.scale.detach().clone()}
+
+
+def batches(count: int, overlap: float = 0.5, ids: int = IDS) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(7)
+    given = random_ids(ROWS, count, overlap)
+    return [
+        (each.repeat(ids)[:ids].cuda(), torch.randn(ids, COLUMNS, generator=random).cuda())
+        for each in given
+    ]
+
+
+def assert_same_worlds(one: World, other: World) -> None:
+    ours, theirs = one.everything(), other.everything()
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert_same_bytes(ours[name], value)
+
+
+@pytest.mark.parametrize("overlap", [0, 0.5, 1], ids=["apart", "half", "same"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_graph_trains_as_the_step_itself(name: str, overlap: float) -> None:
+    plain, world = World(name, capacity=None), World(name)
+    step = world.graphed()
+    for ids, targets in batches(200, overlap):
+        expected = plain.step(ids, targets)
+        assert_same_bytes(step(ids, targets), expected)
+    assert_same_worlds(world, plain)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_warm_up_and_capture_change_nothing(name: str) -> None:
+    world, untouched = World(name), World(name)
+    for each in (world, untouched):
+        each.step(*batches(1)[0])
+    torch.manual_seed(3)
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    graph = world.graphed()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(torch.cuda.get_rng_state(), before[1])
+    assert_same_worlds(world, untouched)
+    assert graph is not None
+
+
+def test_random_numbers_of_a_step_go_on_where_they_were() -> None:
+    world, plain = World(), World(capacity=None)
+
+    def noisy(of: World) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda ids, targets: of.step(ids, targets + torch.randn_like(targets))
+
+    (ids, targets), *rest = batches(10)
+    torch.manual_seed(3)
+    step = speedtorch.graphed(
+        noisy(world), ids, targets, modules=world.model, optimizers=world.optimizer
+    )
+    for batch in rest:
+        step(*batch)
+    torch.cuda.synchronize()
+    assert not torch.equal(world.embedding.table["weight"], plain.embedding.table["weight"])
+
+
+def test_what_stands_between_replays_is_right() -> None:
+    plain, world = World(capacity=None), World()
+    step = world.graphed()
+    for number, (ids, targets) in enumerate(batches(60)):
+        if number % 5 == 4:  # of another size
+            ids, targets = ids[:17], targets[:17]
+        plain.step(ids, targets)
+        (world.step if number % 7 == 3 else step)(ids, targets)
+        if number % 6 == 1:
+            world.embedding.flush()
+        if number % 6 == 2:
+            saved = world.model.state_dict()["0.weight"]
+            assert_same_bytes(saved, plain.embedding.table["weight"])
+        if number % 6 == 3:
+            with torch.no_grad():
+                assert_same_bytes(world.embedding(ids), plain.embedding(ids))
+        if number % 6 == 4:
+            for each in (plain, world):
+                each.embedding.table["weight"][3] = number
+        if number % 6 == 5:
+            world.optimizer.state_dict()
+    assert_same_worlds(world, plain)
+
+
+@pytest.mark.parametrize("fault", ["bad id", "too many"])
+def test_a_fault_is_told_and_the_loop_goes_on(fault: str) -> None:
+    plain, world = World(capacity=None), World(capacity=30)
+    step = world.graphed()
+    told = 0
+    for number, (ids, targets) in enumerate(batches(40)):
+        if number in (11, 25):
+            wrong = ids.clone()
+            if fault == "bad id":
+                wrong[4] = ROWS
+            else:
+                wrong = torch.arange(IDS, device="cuda")
+            scale = world.scale.detach().clone()
+            step(wrong, targets)
+            torch.cuda.synchronize()
+            assert torch.equal(scale, world.scale)  # a fused optimizer has skipped it
+            error = IndexError if fault == "bad id" else RuntimeError
+            match = "id 97 at position 4" if fault == "bad id" else "40 distinct rows, capacity=30"
+            with pytest.raises(error, match=match):
+                step(ids, targets)
+            told += 1
+        plain.step(ids, targets)
+        step(ids, targets)
+    assert told == 2
+    assert_same_worlds(world, plain)
+
+
+def test_after_a_fault_nothing_moves_until_it_is_raised() -> None:
+    world = World()
+    step, given = world.graphed(), batches(8)
+    step(*given[0])
+    before = world.everything()
+    graph = step._graph
+    step._inputs[0].fill_(ROWS)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        step._inputs[0].copy_(given[1][0])
+    with pytest.raises(IndexError, match="and 2 later batches"):
+        world.embedding.flush()
+    after = world.everything()
+    for name in world.embedding.table.fields:
+        assert_same_bytes(after[name], before[name])
+
+
+def test_an_exception_between_replays_loses_nothing() -> None:
+    plain, world = World(capacity=None), World()
+    step = world.graphed()
+    for number, (ids, targets) in enumerate(batches(30)):
+        if number % 9 == 5:
+            looked_up = world.embedding(ids)
+            with pytest.raises(ZeroDivisionError):
+                looked_up.sum() / (1 // 0)
+            del looked_up
+        plain.step(ids, targets)
+        step(ids, targets)
+    assert_same_worlds(world, plain)
+
+
+def test_what_would_move_the_rows_is_refused_while_a_graph_lives() -> None:
+    world = World()
+    step = world.graphed()
+    step(*batches(1)[0])
+    for refused, work in (
+        ("detaching", lambda: speedtorch.detach(world.optimizer)),
+        ("moving", lambda: world.embedding.cpu()),
+        ("closing", world.embedding.table.close),
+    ):
+        with pytest.raises(RuntimeError, match=f"{refused}.*captured CUDA graph uses"):
+            work()
+    before = world.embedding.table["weight"].clone()
+    del step
+    gc.collect()
+    torch.cuda.synchronize()
+    speedtorch.detach(world.optimizer)
+    assert torch.equal(world.embedding.table["weight"], before)
+    world.embedding.cpu()
+    world.embedding.table.close()
+
+
+def test_a_number_that_changes_is_refused() -> None:
+    world = World()
+    step, (batch, *_) = world.graphed(), batches(2)
+    step(*batch)
+    world.optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.raises(RuntimeError, match=r"lr was 0.1, is 0.2; give the optimizer a tensor"):
+        step(*batch)
+    world.optimizer.param_groups[0]["lr"] = 0.1
+    step(*batch)
+
+
+def test_a_learning_rate_in_a_tensor_may_change() -> None:
+    plain, world = World("SGD, fused", capacity=None), World("SGD, fused")
+    step = world.graphed()
+    for number, (ids, targets) in enumerate(batches(20)):
+        for each in (plain, world):
+            each.optimizer.param_groups[0]["lr"].fill_(0.1 / (1 + number))
+        plain.step(ids, targets)
+        step(ids, targets)
+    assert_same_worlds(world, plain)
+
+
+def test_optimizers_that_a_graph_cannot_repeat_are_refused_by_name() -> None:
+    embedding = speedtorch.Embedding(ROWS, COLUMNS, device="cuda", capacity=IDS)
+    for make in (lambda p: optim.Adagrad(p), lambda p: optim.Adam(p)):
+        optimizer = make(embedding.parameters())
+        speedtorch.attach(optimizer, embedding)
+
+        def step(ids: Tensor, optimizer: optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            embedding(ids).sum().backward()
+            optimizer.step()
+
+        ids = batches(1)[0][0]
+        with pytest.raises((RuntimeError, AssertionError), match="capturable"):
+            speedtorch.graphed(step, ids, modules=embedding, optimizers=optimizer)
+        torch.cuda.synchronize()
+        before = embedding.table["weight"].clone()
+        step(ids)  # goes on without
+        assert not torch.equal(embedding.table["weight"], before)
+        speedtorch.detach(optimizer)
+
+
+def test_a_module_without_a_capacity_is_refused() -> None:
+    world = World(capacity=None)
+    with pytest.raises(ValueError, match="graphed: build Embedding with capacity="):
+        world.graphed()
+    with pytest.raises(ValueError, match="graphed: modules have no Embedding"):
+        speedtorch.graphed(world.step, modules=nn.Linear(2, 2), optimizers=world.optimizer)
+
+
+def test_a_capture_by_torch_trains_as_well() -> None:
+    plain, world = World(capacity=None), World()
+    given = batches(30)
+    ids, targets = (each.clone() for each in given[0])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for batch in given[:3]:
+            world.step(*batch)
+            plain.step(*batch)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        world.step(ids, targets)
+    for batch in given[3:]:
+        plain.step(*batch)
+        for own, new in zip((ids, targets), batch, strict=True):
+            own.copy_(new)
+        graph.replay()
+    assert_same_worlds(world, plain)
+
+
+def test_a_capture_in_the_middle_of_a_step_is_refused() -> None:
+    world = World()
+    ids, targets = batches(1)[0]
+    world.step(ids, targets)
+    looked_up = world.embedding(ids)
+    with (
+        pytest.raises(RuntimeError, match="a CUDA graph begins with a step of its own"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        world.step(ids, targets)
+    torch.cuda.synchronize()
+    looked_up.sum().backward()
+    world.optimizer.step()
+    world.step(ids, targets)
+
+
+def test_collections_train_in_a_graph() -> None:
+    config = speedtorch.EmbeddingBagConfig
+    worlds = []
+    for capacity in (None, 64):
+        torch.manual_seed(0)
+        tables = speedtorch.EmbeddingBagCollection(
+            tables=[
+                config(50, 8, "user"),
+                config(70, 8, "item", feature_names=["seen", "bought"], pooling="mean"),
+                config(30, 4, "shop"),
+            ],
+            device="cuda",
+            capacity=capacity,
+        )
+        optimizer = optim.Adam(tables.parameters(), lr=0.1, fused=True, capturable=True)
+        speedtorch.attach(optimizer, tables)
+        worlds.append((tables, optimizer))
+
+    def step_of(world: tuple[Any, optim.Optimizer]) -> Callable[[dict[str, Tensor]], Tensor]:
+        def step(features: dict[str, Tensor]) -> Tensor:
+            tables, optimizer = world
+            optimizer.zero_grad()
+            loss = tables(features).values().square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    random = torch.Generator().manual_seed(1)
+
+    def features() -> dict[str, Tensor]:
+        shapes = {"user": (50, 8), "seen": (70, 8, 3), "bought": (70, 8, 2), "shop": (30, 8)}
+        return {
+            name: torch.randint(rows, shape, generator=random).cuda()
+            for name, (rows, *shape) in shapes.items()
+        }
+
+    plain = step_of(worlds[0])
+    graph = speedtorch.graphed(
+        step_of(worlds[1]), features(), modules=worlds[1][0], optimizers=worlds[1][1]
+    )
+    for _ in range(40):
+        batch = features()
+        expected = plain(batch)
+        assert_same_bytes(graph(batch), expected)
+    ours, theirs = (tables.state_dict() for tables, _ in worlds)
+    for name, value in theirs.items():
+        assert_same_bytes(ours[name], value)
