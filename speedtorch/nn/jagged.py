@@ -205,7 +205,7 @@ def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagge
                 each = torch.arange(part.bags, device=part.ids.device) * each
             pieces.append(each[: part.bags] + begin)
             begin += part.ids.numel()
-        pieces.append(torch.full((1,), begin))
+        pieces.append(torch.full((1,), begin, device=pieces[-1].device))
         offsets = _moved(pieces, device)
     begins = None
     if samples and all(part.bags == samples for part in parts):

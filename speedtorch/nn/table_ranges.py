@@ -59,11 +59,13 @@ class TableRanges:
 
         Nobody waits. Raises IndexError where rows are held on the CPU and an id is out of range.
         """
-        known = self._known.find(source, device)
+        # A CUDA graph makes the rows itself, of what its inputs are then.
+        place = (device, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        known = self._known.find(source, place)
         if known is None:
             seen = [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
             known = self._made(source.read(device), device)
-            self._known.append((source.form, seen, device, known))
+            self._known.append((source.form, seen, place, known))
         return known
 
     def _made(self, jagged: Jagged, device: torch.device) -> TableIds:
@@ -112,7 +114,11 @@ class TableRanges:
         )
 
 
-class _Known(deque[tuple[Hashable, list[SeenIds], torch.device, TableIds]]):
+_Place = tuple[torch.device, bool]
+"""A device, and whether a CUDA graph is captured there."""
+
+
+class _Known(deque[tuple[Hashable, list[SeenIds], _Place, TableIds]]):
     """Ids that were made rows before; a copy of a module begins without."""
 
     def __init__(self, ids: Iterable[Any] = ()) -> None:
@@ -121,10 +127,12 @@ class _Known(deque[tuple[Hashable, list[SeenIds], torch.device, TableIds]]):
     def __deepcopy__(self, memo: object) -> _Known:
         return _Known()
 
-    def find(self, source: Source, device: torch.device) -> TableIds | None:
+    def find(self, source: Source, place: _Place) -> TableIds | None:
         """What the tensors of a source were made, if they are known to be the same."""
+        if any(captured != place[1] for _, _, (_, captured), _ in self):
+            self.clear()  # of another capture, or of none
         for form, seen, where, made in reversed(self):
             pairs = zip(seen, source.tensors, strict=False)  # of one form: as many
-            if (form, where) == (source.form, device) and all(each.are(ids) for each, ids in pairs):
+            if (form, where) == (source.form, place) and all(each.are(ids) for each, ids in pairs):
                 return made
         return None

@@ -284,7 +284,7 @@ def test_a_module_without_a_capacity_is_refused() -> None:
     world = World(capacity=None)
     with pytest.raises(ValueError, match="graphed: build Embedding with capacity="):
         world.graphed()
-    with pytest.raises(ValueError, match="graphed: modules have no Embedding"):
+    with pytest.raises(ValueError, match="graphed: modules have no speedtorch.Embedding"):
         speedtorch.graphed(world.step, modules=nn.Linear(2, 2), optimizers=world.optimizer)
 
 
@@ -375,3 +375,13 @@ def test_collections_train_in_a_graph() -> None:
     ours, theirs = (tables.state_dict() for tables, _ in worlds)
     for name, value in theirs.items():
         assert_same_bytes(ours[name], value)
+
+
+def test_a_compiled_step_trains_with_a_capacity() -> None:
+    plain, world = World(capacity=None), World()
+    step = torch.compile(world.step, mode="reduce-overhead")
+    for batch in batches(8):
+        plain.step(*batch)
+        step(*batch)
+    for name, value in plain.everything().items():
+        torch.testing.assert_close(world.everything()[name], value)
