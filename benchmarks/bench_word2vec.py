@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import speedtorch
+from benchmarks import fbgemm
 from benchmarks.harness import Measured, turns
 from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
@@ -96,6 +97,58 @@ def ours(name: str) -> Measured:
         loop = skip_gram_loop(model, optimizer, ahead=ahead)
         told = {"optimizer": name, "ahead": ahead}
         yield step_figure("step", title, loop, batches(), kind="ours", **told)
+
+
+def in_a_graph() -> Measured:
+    """Whole steps in a CUDA graph, with blocks of a fixed size."""
+    most = iter((CENTRES, CENTRES * (POSITIVES + NEGATIVES) * 3 // 4))
+    model = SkipGram(
+        lambda: speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE, capacity=next(most))
+    )
+    optimizer = optim.Adam(model.parameters(), fused=True, capturable=True)
+    speedtorch.attach(optimizer, model)
+
+    def step(batch: Batch) -> None:
+        model.u.announce(batch.centres)
+        model.v.announce(batch.positives, batch.negatives)
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+
+    first, *given = batches()
+    graph = speedtorch.graphed(step, first, modules=model, optimizers=optimizer)
+
+    def loop(batches: Sequence[Batch]) -> Iterator[object]:
+        for batch in batches:
+            yield graph(batch)
+
+    title = "speedtorch, Adam, fused, the whole step in a CUDA graph"
+    yield step_figure("step", title, loop, given, kind="graph", optimizer="Adam, fused")
+
+
+def fbgemms() -> Measured:
+    """FBGEMM with its Adam, its rows in each place."""
+    u, v = (fbgemm.tables_of([SIZES.rows], COLUMNS, "Adam", pooled=False) for _ in range(2))
+    others = CENTRES * (POSITIVES + NEGATIVES)
+    begins = [torch.arange(count + 1, device=DEVICE) for count in (CENTRES, others)]
+    for (title, centres), (_, contexts) in zip(u, v, strict=True):
+
+        def loop(
+            batches: Sequence[Batch], u: nn.Module = centres, v: nn.Module = contexts
+        ) -> Iterator[None]:
+            for batch in batches:
+                columns = u(batch.centres, begins[0]).unsqueeze(2)
+                rows = v(ids_of(batch)["v"], begins[1])
+                near, far = rows.split([CENTRES * POSITIVES, CENTRES * NEGATIVES])
+                near = torch.bmm(near.view(CENTRES, POSITIVES, COLUMNS), columns)
+                far = torch.bmm(far.view(CENTRES, NEGATIVES, COLUMNS), columns)
+                (-(F.logsigmoid(near).sum() + F.logsigmoid(-far).sum()) / CENTRES).backward()
+                yield
+
+        yield step_figure("step", title, loop, batches(), kind="FBGEMM", optimizer="Adam")
+        del centres, contexts, loop
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def torchs(name: str, *, sparse: bool) -> Measured:
@@ -204,7 +257,9 @@ def cupys() -> Measured:
 def measured() -> Measured:
     """Each way's tables go with its call, before the next begins."""
     ways = [torchs("SparseAdam", sparse=True), torchs("Adamax", sparse=False)]
-    ways += [*map(ours, OPTIMIZERS), factories()]
+    ways += [*map(ours, OPTIMIZERS), factories(), fbgemms()]
+    if DEVICE == "cuda":
+        ways.append(in_a_graph())
     if has_cupy():
         ways.append(cupys())
     for way in ways:

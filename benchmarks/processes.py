@@ -23,6 +23,7 @@ STEMS = (
     "cpu",
     "embedding",
     "word2vec",
+    "many_tables",
     "overlap",
     "headline",
 )
@@ -46,10 +47,11 @@ def run_stem(
 
     `benchmarks` and `speedtorch` are those of the folder. It may use the sockets of these numbers.
     """
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", f"from benchmarks.harness import run; run({stem!r})"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
         stdout=subprocess.DEVNULL if quiet else None,
         stderr=subprocess.PIPE,
         text=True,

@@ -39,6 +39,8 @@ class Sizes:
     """Of small calls for one figure."""
     centres = _of(512, 512, 16)
     """Of a word2vec step."""
+    many_rows = _of(1.0, 0.3, 0.0002)
+    """The share of Kaggle's rows that a model with many tables has."""
     headline_rows = _of((2_829_853, 14_886_544), (700_000, 3_700_000), (2_829, 14_886))
     headline_grows = _of(True, False, True)
     """Whether the headline's tables are widened to what fits."""

@@ -144,7 +144,8 @@ class TableCollection(nn.Module):
 
     def ids_by_module(self, features: Features) -> dict[RowModule, list[Tensor]]:
         """Features of a lookup, or of a list of them, as prefetch plans them: rows by group."""
-        lookups = features if isinstance(features, list | tuple) else [features]
+        several = isinstance(features, list | tuple) and not hasattr(features, "keys")
+        lookups = features if several else [features]
         return {
             group: [group.ids_of(self._source(group, each)).rows for each in lookups]
             for group in self._groups()
