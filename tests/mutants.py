@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant(
         "rows that are owed to the table are not written",
         "step/exchange.py",
-        "self._store.exchange(self._shown.kept.fields, now.owed, arriving)",
+        "self._store.exchange(self._shown.kept.fields, owed, arriving)",
         "self._store.exchange(self._shown.kept.fields, None, arriving)",
     ),
     Mutant(
@@ -190,8 +190,8 @@ MUTANTS = [
     Mutant(
         "announced rows do not begin the step",
         "step/exchange.py",
-        "begun = batch or told or self.planned(parts)",
-        "begun = batch or self.planned(parts)",
+        "begun = batch or told or self._step_of(parts)",
+        "begun = batch or self._step_of(parts)",
     ),
     Mutant(
         "zeros of zero_grad move rows",

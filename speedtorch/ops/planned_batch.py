@@ -154,13 +154,12 @@ class Parts:
             torch.cuda.current_stream(self._planned.device).wait_event(self._planned)
             self._planned = None
 
-    def refuse(self, bad: int, position: int, bad_id: int) -> None:
-        """Raises IndexError if so many ids are out of range, the first of them at a position."""
-        if bad:
-            raise IndexError(
-                f"{self.name}: id {bad_id} at position {position} is out of range for a table of"
-                f" {self.rows} rows ({bad} of {self.count} ids are out of range); no row was moved"
-            )
+    def error(self, bad: int, position: int, bad_id: int) -> IndexError:
+        """The error about so many ids out of range, the first of them at a position."""
+        return IndexError(
+            f"{self.name}: id {bad_id} at position {position} is out of range for a table of"
+            f" {self.rows} rows ({bad} of {self.count} ids are out of range); no row was moved"
+        )
 
 
 class Planned(Protocol):
@@ -245,7 +244,8 @@ class PlannedBatch:
             event.synchronize()
         counts = memory.tolist()
         bad, position, bad_id, distinct, *_ = counts
-        self.parts.refuse(bad, position, bad_id)
+        if bad:
+            raise self.parts.error(bad, position, bad_id)
         self.distinct = distinct
         self.held = counts[_DISTINCT if self._padding is None else _STATUS_FIELDS]
         self.ids = self._ids[: self.held]

@@ -462,10 +462,9 @@ class Exchange:
 
     def _hold(self, parts: Sequence[Tensor], *, announced: bool) -> Placed | None:
         """Holds rows, or remembers them; where the last part's are, if it was looked up before."""
-        if self._captures():
-            self._check_capture()
-        else:
-            self.raise_faults()
+        on_gpu = self.device.type == "cuda"
+        if self._fixed is not None or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            self._before_lookup()
         self.complete()
         (told, plan), is_over = self._told, self.is_over()
         if is_over and announced and self._due is None:
@@ -477,7 +476,7 @@ class Exchange:
                 plan = self._step_of(told)
             if plan is not None:
                 plan.count()
-        except IndexError:
+        except (IndexError, RuntimeError):
             self._told = ((), None)  # whoever announced them is told
             raise
         begun = None
@@ -501,9 +500,11 @@ class Exchange:
     def _captures(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _check_capture(self) -> None:
-        """Raises RuntimeError unless a CUDA graph can hold the lookup that comes."""
+    def _before_lookup(self) -> None:
+        """Raises what earlier steps did wrong; RuntimeError if a CUDA graph cannot hold this."""
         now, blocks = self.now, self._fixed
+        if not self._captures():
+            return self.raise_faults()
         if blocks is None:
             raise RuntimeError(
                 f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
@@ -667,11 +668,12 @@ class Exchange:
 
     def _step_of(self, parts: Sequence[Tensor], after: Batch | None = None) -> Batch:
         """A batch of these ids for a step."""
-        if (fixed := self._fixed) is None:
-            return self.planned(parts, after)
+        rows, device, padding = self._store.rows, self.device, self._padding
+        if self._fixed is None:
+            return PlannedBatch(parts, rows, device, padding, after=after, name=self._name)
         assert not isinstance(after, PlannedBatch)
-        rows, padding, size = self._store.rows, self._padding, fixed.capacity
-        return FittedBatch(parts, rows, self.device, padding, size, after=after, name=self._name)
+        size = self._fixed.capacity
+        return FittedBatch(parts, rows, device, padding, size, after=after, name=self._name)
 
     def _taken(self, batch: Batch, parts: Sequence[Tensor]) -> Batch | None:
         """The planned batch, if these are its ids, or parts of what it was planned with."""
