@@ -36,8 +36,9 @@ class Batch(NamedTuple):
 
     names: list[str]
     ids: Tensor
-    """`[tables, samples]`."""
+    """Of all tables, one after another."""
     begins: Tensor
+    by_table: list[Tensor]
 
     def keys(self) -> list[str]:
         """The features."""
@@ -45,7 +46,7 @@ class Batch(NamedTuple):
 
     def values(self) -> Tensor:
         """All ids."""
-        return self.ids.view(-1)
+        return self.ids
 
     def offsets(self) -> Tensor:
         """Where each bag begins."""
@@ -79,7 +80,7 @@ class Work(NamedTuple):
             uniform = torch.rand(len(self.sizes), self.samples, dtype=torch.float64, device=DEVICE)
             ranks = (uniform * (sizes**-0.05 - 1) + 1) ** -20.0
             ids = (ranks.long() - 1).clamp_(min=0).minimum(sizes.long() - 1)
-            made.append(Batch(self.names, ids, begins))
+            made.append(Batch(self.names, ids.view(-1), begins, list(ids.unbind())))
         return made
 
 
@@ -120,7 +121,7 @@ def ours(work: Work, top: Top, model: nn.Module, name: str, kind: str, look_up: 
     modules = list(model) if isinstance(model, nn.ModuleList) else None
 
     def ids(batch: Batch) -> Any:
-        return batch if modules is None else dict(zip(modules, batch.ids, strict=True))
+        return batch if modules is None else dict(zip(modules, batch.by_table, strict=True))
 
     def told(batches: Iterable[Batch]) -> Iterator[Batch]:
         return iter(batches)
@@ -180,7 +181,9 @@ def of_many(work: Work) -> Measured:
                 torch.cuda.empty_cache()
     if len(work.sizes) == len(KAGGLE):
         model = separate(work)
-        look_up = lambda batch: torch.cat([m(i) for m, i in zip(model, batch.ids, strict=True)], 1)  # noqa: E731
+        look_up = lambda batch: torch.cat(
+            [m(i) for m, i in zip(model, batch.by_table, strict=True)], 1
+        )  # noqa: E731
         for figure in ours(work, top, model, "Adam", "an Embedding each", look_up):
             found.append(figure)
             yield figure
