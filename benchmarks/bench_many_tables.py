@@ -164,7 +164,10 @@ def of_many(work: Work) -> Measured:
     found: list[Figure] = []
     for name in OPTIMIZERS:
         model: Any = collection(work)
-        look_up = lambda batch, model=model: model(batch).values()  # noqa: E731
+
+        def look_up(batch: Batch, model: Any = model) -> Tensor:
+            return model(batch).values()
+
         for figure in ours(work, top, model, name, "collection", look_up):
             found.append(figure)
             yield figure
@@ -181,9 +184,10 @@ def of_many(work: Work) -> Measured:
                 torch.cuda.empty_cache()
     if len(work.sizes) == len(KAGGLE):
         model = separate(work)
-        look_up = lambda batch: torch.cat(
-            [m(i) for m, i in zip(model, batch.by_table, strict=True)], 1
-        )  # noqa: E731
+
+        def look_up(batch: Batch, model: Any = model) -> Tensor:
+            return torch.cat([m(ids) for m, ids in zip(model, batch.by_table, strict=True)], 1)
+
         for figure in ours(work, top, model, "Adam", "an Embedding each", look_up):
             found.append(figure)
             yield figure
