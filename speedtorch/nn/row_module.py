@@ -77,7 +77,7 @@ class RowModule(nn.Module):
         self.padding_idx = padding_idx
         if capacity is not None and (operator.index(capacity) < 1 or isinstance(capacity, bool)):
             raise ValueError(f"capacity: expected the most rows of a step, got {capacity}")
-        self.capacity = None if capacity is None else min(capacity, num_embeddings)
+        self.capacity = None if capacity is None else min(operator.index(capacity), num_embeddings)
         for setting, value in settings.items():
             setattr(self, setting, value)
         self._settings = tuple(settings)

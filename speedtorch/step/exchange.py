@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.fitted_batch import FittedBatch
+from speedtorch.ops.functions import raises_later
 from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step.fixed_blocks import FixedBlocks
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
@@ -287,6 +288,7 @@ class Exchange:
         """What holds the rows if the blocks have a capacity."""
         if capacity is not None:
             self._fixed = FixedBlocks(name, store, capacity, padding)
+            raises_later(weakref.WeakMethod(self.raise_faults))
         self._told: tuple[Sequence[Tensor], Batch | None] = ((), None)
         """Ids that were announced for the step that the next lookup begins, and their plan."""
         self._call: tuple[OptimizerCall, int] | None = None
@@ -376,14 +378,13 @@ class Exchange:
                 stepped = number == now.number and (has_gradient or written)
                 left = True
                 if stepped:
-                    if self._fixed is not None:
-                        if self._fixed.take(self._shown.rows_of(now)):
-                            self._shown.put_back(now)
-                        self._fixed.clear_others()
+                    self._tidy()
                     self.now = now._replace(newer=True, over=True, stale=False)
             elif not call.paused:
                 left = call.leave()
                 written = written or number == now.number
+                if left and number == now.number:
+                    self._tidy()
         if written:
             if not self.now.newer:
                 self.now = self.now._replace(newer=True, stale=False)
@@ -391,6 +392,22 @@ class Exchange:
         if left:
             self._call = None
         return stepped
+
+    def _tidy(self) -> None:
+        """Blocks of a fixed size hold what an optimizer made of the held rows, and zeros."""
+        if self._fixed is not None:
+            if self._take():
+                self._shown.put_back(self.now)
+            self._fixed.clear_others()
+
+    def _take(self) -> bool:
+        """Takes the held rows to their blocks; whether they were elsewhere."""
+        blocks, shown, rows = self._fixed, self._shown, self.now.rows
+        assert blocks is not None
+        # Where an exception has left the blocks of other fields, the table has all rows.
+        if not (blocks.are_for(self.device, shown.kept.fields) and blocks.have(rows)):
+            return False
+        return blocks.take(shown.rows_of(self.now))
 
     def _send(self, ahead: bool) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
@@ -469,16 +486,15 @@ class Exchange:
         (told, plan), is_over = self._told, self.is_over()
         if is_over and announced and self._due is None:
             parts = [*told, *parts]
-            self._told = (parts, self._step_of(parts))
+            plan = self._step_of(parts)
+            if isinstance(plan, FittedBatch):
+                self._check_told(plan)
+            self._told = (parts, plan)
             return None
-        try:
-            if plan is not None and plan.device != self.device:  # the rows were moved
+        if plan is not None:
+            if plan.device != self.device:  # the rows were moved
                 plan = self._step_of(told)
-            if plan is not None:
-                plan.count()
-        except (IndexError, RuntimeError):
-            self._told = ((), None)  # whoever announced them is told
-            raise
+            self._check_told(plan)
         begun = None
         if is_over:
             begun = self._begin(parts, plan)
@@ -496,6 +512,14 @@ class Exchange:
         if told:
             self._told = ((), None)
         return found
+
+    def _check_told(self, plan: Batch) -> None:
+        """Raises what is wrong with ids that were announced, which are forgotten then."""
+        try:
+            plan.count()
+        except (IndexError, RuntimeError):
+            self._told = ((), None)  # whoever announced them is told
+            raise
 
     def _captures(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -642,8 +666,10 @@ class Exchange:
             blocks.watch_graph()
         if not blocks.are_for(self.device, fields):
             blocks.make(self.device, fields)
-        elif now.batches:
-            blocks.take(self._shown.rows_of(now))
+        elif now.stale:
+            blocks.hold_none()  # the table has them, and perhaps newer ones
+        elif now.batches and self._take():
+            self._shown.put_back(now)  # or they would be taken again, if this is interrupted
         blocks.begin(batch, come=come)
         owed = Block((), blocks.ids) if come else None
         rows, padded = list(blocks.rows), blocks.padded
@@ -742,6 +768,7 @@ class Exchange:
             raise RuntimeError(f"{remedy} was not, and a CUDA graph cannot look what it names")
         batch = self.planned(parts, self.now.batches[0])
         if more := len(batch.arriving[0]):
+            self._told = ((), None)  # else the next lookup would begin with them again
             raise RuntimeError(f"{remedy} brings {more} new rows; nothing has changed")
         self.now = self.now._replace(batches=(*self.now.batches, batch))
 
@@ -757,7 +784,7 @@ class Exchange:
             if now.batches:
                 stay = not self.is_over()
                 if not now.stale:
-                    self._fixed.take(self._shown.rows_of(now))
+                    self._take()
                     self._fixed.go_home(stay=stay)
                 self.now = now._replace(newer=False, stale=now.stale or (changes and stay))
             return

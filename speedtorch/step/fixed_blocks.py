@@ -7,14 +7,12 @@ interrupted is done again.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from speedtorch.ops.fitted_batch import FittedBatch, too_many
-from speedtorch.ops.functions import raises_later
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
 __all__ = ["FixedBlocks"]
@@ -46,7 +44,6 @@ class FixedBlocks:
         self._made: tuple[torch.device, Fields] | None = None
         self._graphs: list[int] = []
         """The captures that use the blocks."""
-        raises_later(weakref.WeakMethod(self.check))
 
     def are_for(self, device: torch.device, fields: Fields) -> bool:
         """Whether there are blocks for rows of these fields on a device."""
@@ -176,7 +173,11 @@ class FixedBlocks:
             self.send(None)
         self._store.exchange_counted(self._fields, self._held(), self._nowhere(self._coming))
         if not stay:
-            self._status.zero_()
+            self.hold_none()
+
+    def hold_none(self) -> None:
+        """Says that no row is held."""
+        self._status.zero_()
 
     def read_again(self) -> None:
         """Held rows are those of the table again."""
@@ -191,6 +192,11 @@ class FixedBlocks:
         made.ids, made._status, made._halt = self.ids, self._status, self._halt
         made._fault, made._seen_fault = self._fault, self._seen_fault
         return made
+
+    def have(self, rows: Sequence[Tensor]) -> bool:
+        """Whether these are the blocks' own."""
+        same = (own is each for own, each in zip(self.rows, rows, strict=False))
+        return len(rows) == len(self.rows) and all(same)
 
     def take(self, rows: Sequence[Tensor]) -> bool:
         """Takes held rows from where they are now; whether that was elsewhere."""

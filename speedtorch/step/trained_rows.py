@@ -138,6 +138,7 @@ class TrainedRows:
         """Rows by their ids as they are now, whoever holds them, outside of any step."""
         self._check_claim()
         self.exchange.bring_home(changes=False)
+        self.exchange.raise_faults()
         self.store.bring_others_home()
         shape = (*ids.shape, *self.store.row_shape)
         out = torch.empty(shape, dtype=self.store.dtype, device=self.exchange.device)

@@ -52,12 +52,12 @@ def moved(batch: Batch, device: str) -> Batch:
     return {name: (ids.to(device), offsets.to(device)) for name, (ids, offsets) in batch.items()}
 
 
-def collection(*, pooled: bool, device: str) -> Any:
+def collection(*, pooled: bool, device: str, capacity: int | None = None) -> Any:
     weights = {name: first_weight(*shape) for name, shape in TABLES.items()}
     kind = speedtorch.EmbeddingBagCollection if pooled else speedtorch.EmbeddingCollection
     config = speedtorch.EmbeddingBagConfig if pooled else speedtorch.EmbeddingConfig
     configs = [config(*shape, name) for name, shape in TABLES.items()]
-    return kind.from_pretrained(configs, weights, freeze=False, device=device)
+    return kind.from_pretrained(configs, weights, freeze=False, device=device, capacity=capacity)
 
 
 def optimizer_of(
@@ -96,10 +96,11 @@ def train(
     pooled: bool,
     ahead: bool,
     ids_on: str = "cpu",
+    capacity: int | None = None,
 ) -> dict[str, Trained]:
     sparse = case.make is optim.SparseAdam
     losses = {name: Squares(width, device, dense=not sparse) for name, (_, width) in TABLES.items()}
-    tables = collection(pooled=pooled, device=device)
+    tables = collection(pooled=pooled, device=device, capacity=capacity)
     optimizer = optimizer_of(case, variant, tables, losses)
     loader: Iterable[Batch] = [moved(batch, ids_on) for batch in batches]
     if ahead:
@@ -130,18 +131,27 @@ def train_all_in_place(
 
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
 POOLED = pytest.mark.parametrize("pooled", [False, True], ids=["rows", "bags"])
+CAPACITY = 80
+"""Rows of a group of two tables, whose largest batches have so many ids."""
 OVERLAPS = {"apart": 0, "half": 0.5, "same": 1}
 _in_place: dict[tuple[Any, ...], dict[str, Trained]] = {}
 
 
 def assert_same_as_in_place(
-    case: Case, variant: str, overlap: float, *, pooled: bool, ahead: bool
+    case: Case,
+    variant: str,
+    overlap: float,
+    *,
+    pooled: bool,
+    ahead: bool,
+    capacity: int | None = None,
 ) -> None:
     batches = batches_of(overlap)
     known = (id(case), variant, overlap, pooled)
     if known not in _in_place:  # The same with and without prefetch.
         _in_place[known] = train_all_in_place(case, variant, batches, pooled=pooled)
-    actual = train(case, variant, "cpu", batches, pooled=pooled, ahead=ahead)
+    given = {"pooled": pooled, "ahead": ahead, "capacity": capacity}
+    actual = train(case, variant, "cpu", batches, **given)
     for name, each in _in_place[known].items():
         assert_same_training(actual[name], each)
 
@@ -157,6 +167,12 @@ def test_training_equals_training_in_place_bit_for_bit(
     case: Case, overlap: float, pooled: bool, ahead: bool
 ) -> None:
     assert_same_as_in_place(case, case.variants[0], overlap, pooled=pooled, ahead=ahead)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_training_with_a_capacity_equals_training_in_place_bit_for_bit(case: Case) -> None:
+    variant = case.variants[0]
+    assert_same_as_in_place(case, variant, 0.5, pooled=True, ahead=True, capacity=CAPACITY)
 
 
 @AHEAD
@@ -198,16 +214,24 @@ def train_apart(
 @NEEDS_GPU
 @AHEAD
 @POOLED
+@pytest.mark.parametrize("capacity", [None, CAPACITY], ids=["counted", "capacity"])
 @pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
 @pytest.mark.parametrize("overlap", OVERLAPS.values(), ids=OVERLAPS)
 @pytest.mark.parametrize(("case", "variant"), GPU_VARIANTS)
 def test_training_on_a_gpu_equals_training_embeddings_bit_for_bit(
-    case: Case, variant: str, overlap: float, ids_on: str, pooled: bool, ahead: bool
+    case: Case,
+    variant: str,
+    overlap: float,
+    ids_on: str,
+    capacity: int | None,
+    pooled: bool,
+    ahead: bool,
 ) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     batches = batches_of(overlap, one_by_one=True)
     expected = train_apart(case, variant, "cuda", batches, ids_on)
-    actual = train(case, variant, "cuda", batches, pooled=pooled, ahead=ahead, ids_on=ids_on)
+    given = {"pooled": pooled, "ahead": ahead, "ids_on": ids_on, "capacity": capacity}
+    actual = train(case, variant, "cuda", batches, **given)
     for name, each in expected.items():
         assert_same_training(actual[name], each)
 

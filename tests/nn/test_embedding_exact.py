@@ -45,11 +45,12 @@ def train(
     ahead: bool,
     memory: str = "auto",
     ids_on: str = "cpu",
+    capacity: int | None = None,
 ) -> Trained:
     sparse = case.make is optim.SparseAdam
     loss = Squares(width, device, dense=not sparse)
     embedding = speedtorch.Embedding.from_pretrained(
-        first_weight(ROWS, width), freeze=False, device=device, memory=memory
+        first_weight(ROWS, width), freeze=False, device=device, memory=memory, capacity=capacity
     )
     optimizer = make_optimizer(case, variant, embedding.weight, [] if sparse else [loss.scale])
     if case.rows:
@@ -74,6 +75,8 @@ def train(
 
 _in_place: dict[tuple[int, str, float], Trained] = {}
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
+CAPACITY = 40
+"""As many as the ids of the largest batch, of which some are alike: no block is ever full."""
 
 
 @AHEAD
@@ -90,6 +93,33 @@ def test_training_equals_training_in_place_bit_for_bit(
     assert_same_training(actual, _in_place[known])
 
 
+# Without prefetch what differs is that each exchange is one, which the next test has.
+@pytest.mark.parametrize(("case", "variant"), VARIANTS)
+def test_training_with_a_capacity_equals_training_in_place_bit_for_bit(
+    case: Case, variant: str
+) -> None:
+    batches = random_ids(ROWS, STEPS, 0.5)
+    known = (id(case), variant, 0.5)
+    if known not in _in_place:
+        _in_place[known] = train_in_place(case, variant, WIDTH, "cpu", ROWS, batches)
+    actual = train(case, variant, WIDTH, "cpu", batches, ahead=True, capacity=CAPACITY)
+    assert_same_training(actual, _in_place[known])
+
+
+@AHEAD
+@pytest.mark.parametrize("full", [False, True], ids=["some-room", "full"])
+@pytest.mark.parametrize("overlap", [0, 1], ids=["apart", "same"])
+def test_every_overlap_and_a_full_capacity_train_bit_for_bit(
+    overlap: float, full: bool, ahead: bool
+) -> None:
+    batches = random_ids(ROWS, STEPS, overlap)
+    capacity = max(len(ids.unique()) for ids in batches) if full else CAPACITY
+    case = CASES["AdamW"]
+    expected = train_in_place(case, "fused", WIDTH, "cpu", ROWS, batches)
+    actual = train(case, "fused", WIDTH, "cpu", batches, ahead=ahead, capacity=capacity)
+    assert_same_training(actual, expected)
+
+
 @AHEAD
 @pytest.mark.parametrize("width", [1, 3, 47, 100])
 def test_every_width_trains_bit_for_bit(width: int, ahead: bool) -> None:
@@ -102,15 +132,17 @@ def test_every_width_trains_bit_for_bit(width: int, ahead: bool) -> None:
 @NEEDS_GPU
 @pytest.mark.usefixtures("deterministic")
 @AHEAD
+@pytest.mark.parametrize("capacity", [None, CAPACITY], ids=["counted", "capacity"])
 @pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
 @pytest.mark.parametrize("overlap", [0, 0.5, 1], ids=["apart", "half", "same"])
 @pytest.mark.parametrize(("case", "variant"), GPU_VARIANTS)
 def test_training_on_a_gpu_equals_training_in_place_on_it_bit_for_bit(
-    case: Case, variant: str, overlap: float, ids_on: str, ahead: bool
+    case: Case, variant: str, overlap: float, ids_on: str, capacity: int | None, ahead: bool
 ) -> None:
     batches = random_ids(ROWS, STEPS, overlap)
     expected = train_in_place(case, variant, WIDTH, "cuda", ROWS, batches)
-    actual = train(case, variant, WIDTH, "cuda", batches, ahead=ahead, ids_on=ids_on)
+    given = {"ahead": ahead, "ids_on": ids_on, "capacity": capacity}
+    actual = train(case, variant, WIDTH, "cuda", batches, **given)
     assert_same_training(actual, expected)
 
 

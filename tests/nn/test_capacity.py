@@ -1,0 +1,949 @@
+"""A capacity: blocks of one size, whose rows are counted on the device alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from embedding_reference import random_ids
+from interrupts import every_interrupt
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
+
+import speedtorch
+from speedtorch.ops.fitted_batch import FittedBatch
+from speedtorch.torch_internals import as_plain
+
+ROWS, WIDTH = 12, 2
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+TOO_MANY = "Embedding: a step names 5 distinct rows, capacity=4 fit"
+NEW_ROWS = (
+    "with capacity all lookups of a step are announced before the first of them, by announce\\(\\),"
+    " prefetch\\(\\) or in one lookup; this one brings 1 new rows; nothing has changed"
+)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def late(device: str) -> Iterator[None]:
+    """The CPU finds too many rows as late as a GPU does; its bad ids are found at once."""
+    with patch.object(FittedBatch, "count", lambda batch: None):
+        yield
+        with suppress(RuntimeError, IndexError):  # what a test has left
+            speedtorch.synchronize()
+        gc.collect()
+
+
+def ids(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+GOOD, OTHER, MANY = ids(1, 2, 3), ids(2, 5), ids(1, 6, 7, 8, 9)
+"""Three rows, two, and five, which no step of a capacity of four holds."""
+
+
+def first_rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+class Training:
+    """An embedding, another layer, and an optimizer of both."""
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        capacity: int | None = 4,
+        make: Callable[..., Any] = optim.Adam,
+        *,
+        attach: bool = True,
+        **settings: Any,
+    ) -> None:
+        given = {"_weight": first_rows(), "device": device, "capacity": capacity}
+        self.emb = speedtorch.Embedding(ROWS, WIDTH, **{**given, **settings})
+        self.dense = nn.Parameter(torch.ones(WIDTH, device=device))
+        self.optimizer = make([self.emb.weight], lr=0.1)
+        if make is not optim.SparseAdam:
+            self.optimizer.add_param_group({"params": [self.dense]})
+        if attach:
+            speedtorch.attach(self.optimizer, self.emb)
+
+    def learn(self, *parts: Tensor) -> None:
+        for number, part in enumerate(parts):
+            ((number + 1) * (self.emb(part) * self.dense).square()).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The blocks of every field, as they are."""
+        return list(self.emb.trained_rows.exchange.now.rows)
+
+
+def result_of(training: Training) -> dict[str, Tensor]:
+    training.emb.flush()
+    return {name: training.emb.table[name].clone() for name in training.emb.table.fields}
+
+
+def assert_as_without(
+    train: Callable[[Training], object], *, device: str = "cpu", capacity: int = 4, **given: Any
+) -> None:
+    """Training leaves the same rows, state and other layers, bit for bit, as without a capacity."""
+    ours, theirs = (Training(device, size, **given) for size in (capacity, None))
+    seen = [train(each) for each in (ours, theirs)]
+    if isinstance(seen[0], Tensor):
+        assert_same_bytes(seen[0], seen[1])
+    for name, rows in result_of(theirs).items():
+        assert_same_bytes(result_of(ours)[name], rows)
+    assert_same_bytes(ours.dense.detach(), theirs.dense.detach())
+    assert not torch.equal(result_of(ours)["weight"], first_rows())
+
+
+# ------------------------------------------------------------------------------------------------
+# Blocks
+
+
+def test_the_blocks_have_so_many_rows_whatever_the_batch(device: str) -> None:
+    training = Training(device)
+    for part in (GOOD, OTHER, ids(4), ids(1, 1, 4, 5, 6)):
+        training.emb(part).sum().backward()
+        with as_plain():
+            assert training.emb.trained_rows.parameter.shape == (4, WIDTH)
+        assert training.emb.weight.grad is not None
+        assert training.emb.weight.grad.shape == (4, WIDTH)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+def test_the_blocks_keep_their_memory(device: str) -> None:
+    training = Training(device)
+    training.learn(GOOD)
+    before = [each.data_ptr() for each in training.blocks]
+    for part in random_ids(ROWS, 10, 0.5, most=4):
+        training.learn(part)
+    assert [each.data_ptr() for each in training.blocks] == before
+
+
+def nan_of_zeros(parameters: Any, lr: float) -> optim.Optimizer:
+    return optim.Adam(parameters, lr=lr, eps=0.0, weight_decay=0.1)
+
+
+NOT_ZERO = {"AdamW": optim.AdamW, "Rprop": optim.Rprop, "eps=0": nan_of_zeros}
+
+
+@pytest.mark.parametrize("make", NOT_ZERO.values(), ids=NOT_ZERO)
+def test_rows_beyond_the_count_are_zeros_before_and_after_a_step(
+    device: str, make: Callable[..., Any]
+) -> None:
+    training = Training(device, make=make)
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.append([bool(each[3:].any()) for each in training.blocks])
+
+    training.optimizer.register_step_pre_hook(look)
+    for _ in range(3):
+        training.learn(GOOD)
+        look()
+    assert len(seen) == 6 and not any(map(any, seen))
+
+
+def test_rows_beyond_the_count_are_zeros_after_a_step_that_an_exception_has_left() -> None:
+    training = Training(make=nan_of_zeros)
+    torchs = sys.modules["torch.optim.adam"]
+    step = torchs.adam  # type: ignore[attr-defined]
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    training.emb(GOOD).sum().backward()
+    with patch.object(torchs, "adam", interrupted), suppress(KeyboardInterrupt):
+        training.optimizer.step()
+    training.emb(GOOD)
+    assert not any(each[3:].any() for each in training.blocks)
+
+
+def test_the_gradient_beyond_the_count_is_zero(device: str) -> None:
+    training = Training(device)
+    training.emb(GOOD).square().sum().backward()
+    assert not training.emb.weight.grad[3:].any()
+
+
+def test_clipping_sees_the_norm_of_the_held_rows(device: str) -> None:
+    norms = []
+    for capacity in (4, None):
+        training = Training(device, capacity)
+        training.emb(GOOD).square().sum().backward()
+        norms.append(nn.utils.clip_grad_norm_([training.emb.weight], 0.5))
+    torch.testing.assert_close(*norms)
+
+
+def test_an_l2_term_over_looked_up_rows_is_as_without(device: str) -> None:
+    def train(training: Training) -> None:
+        for part in (GOOD, OTHER, GOOD):
+            rows = training.emb(part)
+            (rows.sum() + 0.1 * rows.square().sum()).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+    assert_as_without(train, device=device)
+
+
+def test_it_is_at_most_the_table() -> None:
+    assert speedtorch.Embedding(3, 2, capacity=50).capacity == 3
+    assert "capacity=3" in repr(speedtorch.Embedding(3, 2, capacity=50))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.5, "4"], ids=repr)
+def test_other_numbers_are_refused(wrong: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="capacity|integer"):
+        speedtorch.Embedding(3, 2, capacity=wrong)
+
+
+def test_a_number_of_another_library_is_one() -> None:
+    assert type(speedtorch.Embedding(9, 2, capacity=torch.tensor(4)).capacity) is int
+
+
+def test_every_maker_takes_it(device: str) -> None:
+    rows, to = first_rows(), {"device": device, "capacity": 4}
+    config = speedtorch.EmbeddingBagConfig(ROWS, WIDTH, "a")
+    bags = speedtorch.EmbeddingBagCollection([config], **to)
+    for made in (
+        speedtorch.Embedding.from_pretrained(rows, **to),
+        speedtorch.EmbeddingBag.from_pretrained(rows, **to),
+        speedtorch.Embedding.from_module(nn.Embedding(ROWS, WIDTH), **to),
+        speedtorch.EmbeddingBag.from_module(nn.EmbeddingBag(ROWS, WIDTH), **to),
+        speedtorch.EmbeddingBag(ROWS, WIDTH, **to),
+        bags.group_of("a"),
+    ):
+        assert made.capacity == 4
+
+
+# ------------------------------------------------------------------------------------------------
+# The same numbers as without
+
+
+@pytest.mark.parametrize("capacity", [4, 5, ROWS, 100])
+def test_every_capacity_trains_alike(device: str, capacity: int) -> None:
+    def train(training: Training) -> None:
+        for part in random_ids(ROWS, 20, 0.5, most=4):
+            training.learn(part)
+
+    assert_as_without(train, device=device, capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"padding_idx": 2}, {"max_norm": 0.5}, {"padding_idx": 2, "max_norm": 0.5}, {"sparse": True}],
+    ids=str,
+)
+def test_settings_of_lookups_train_alike(device: str, settings: dict[str, Any]) -> None:
+    def train(training: Training) -> None:
+        for part in random_ids(ROWS, 20, 0.5, most=4):
+            training.learn(part)
+
+    make = optim.SparseAdam if "sparse" in settings else optim.Adam
+    assert_as_without(train, device=device, make=make, **settings)
+
+
+def test_sparse_adam_takes_dense_lookups(device: str) -> None:
+    def train(training: Training) -> None:
+        for part in random_ids(ROWS, 20, 0.5, most=4):
+            training.learn(part)
+
+    assert_as_without(train, device=device, make=optim.SparseAdam)
+
+
+def test_the_paddings_row_takes_no_place(device: str) -> None:
+    training = Training(device, padding_idx=0)
+    training.learn(ids(0, 1, 2, 3, 4))
+    training.learn(ids(0, 0))
+    assert_same_bytes(result_of(training)["weight"][0], first_rows()[0])
+
+
+@pytest.mark.parametrize("empty", [ids(), torch.empty(2, 0, dtype=torch.int64)], ids=["1-D", "2-D"])
+def test_a_batch_may_have_no_ids(device: str, empty: Tensor) -> None:
+    def train(training: Training) -> None:
+        for part in (GOOD, empty.long(), OTHER):
+            training.learn(part)
+
+    assert_as_without(train, device=device)
+
+
+def test_rows_that_leave_and_come_back_at_once(device: str) -> None:
+    def train(training: Training) -> None:
+        loader = [part.to(device) for part in (GOOD, ids(4, 5)) * 6]
+        for part in speedtorch.prefetch(loader, training.emb, ids=lambda part: part):
+            training.learn(part)
+
+    assert_as_without(train, device=device)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_zero_grad_before_or_after_a_lookup(device: str, to_none: bool, first: bool) -> None:
+    def train(training: Training) -> None:
+        for part in random_ids(ROWS, 10, 0.5, most=4):
+            if first:
+                training.optimizer.zero_grad(set_to_none=to_none)
+            loss = training.emb(part).square().sum()
+            if not first:
+                training.optimizer.zero_grad(set_to_none=to_none)
+            loss.backward()
+            training.optimizer.step()
+
+    assert_as_without(train, device=device)
+
+
+def test_evaluation_between_and_within_steps(device: str) -> None:
+    def train(training: Training) -> Tensor:
+        seen = []
+        for part in random_ids(ROWS, 10, 0.5, most=4):
+            loss = training.emb(part).square().sum()
+            for read in (loss.backward, training.optimizer.step, training.optimizer.zero_grad):
+                with torch.no_grad():
+                    seen.append(training.emb(torch.arange(ROWS)))
+                read()
+        return torch.stack(seen)
+
+    assert_as_without(train, device=device)
+
+
+def test_evaluation_that_shortens_rows_within_a_step() -> None:
+    def train(training: Training) -> None:
+        for part in (GOOD, OTHER):
+            loss = training.emb(part).square().sum()
+            with torch.no_grad():
+                training.emb(ids(3, 4, 5))
+            loss.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+    assert_as_without(train, max_norm=0.5)
+
+
+def test_a_flush_anywhere_changes_nothing(device: str) -> None:
+    def train(training: Training) -> None:
+        for number, part in enumerate(random_ids(ROWS, 20, 0.5, most=4)):
+            loss = training.emb(part).square().sum()
+            calls = [loss.backward, training.optimizer.step, training.optimizer.zero_grad]
+            calls.insert(number % 4, training.emb.flush)
+            for call in calls:
+                call()
+
+    assert_as_without(train, device=device)
+
+
+def test_a_table_that_changes_between_steps_is_looked_up_anew(device: str) -> None:
+    training = Training(device)
+    training.learn(GOOD)
+    training.emb.table.fill_(0.5)
+    assert bool((training.emb(ids(1, 4)) == 0.5).all())
+
+
+def test_a_table_that_changes_within_a_step_is_stepped(device: str) -> None:
+    def train(training: Training) -> None:
+        training.emb(GOOD).square().sum().backward()
+        training.emb.table.fill_(0.5)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+    assert_as_without(train, device=device)
+
+
+def test_a_table_that_changes_within_a_step_keeps_what_was_written(device: str) -> None:
+    training = Training(device)
+    training.emb(GOOD).sum().backward()
+    training.emb.table.fill_(0.5)
+    training.optimizer.zero_grad()
+    assert bool((training.emb(ids(3, 4)) == 0.5).all())
+    assert bool((result_of(training)["weight"] == 0.5).all())
+
+
+def test_frozen_rows_are_looked_up_in_any_number(device: str) -> None:
+    emb = speedtorch.Embedding.from_pretrained(first_rows(), device=device, capacity=2)
+    assert_same_bytes(emb(torch.arange(ROWS)).cpu(), first_rows())
+
+
+def test_a_deep_copy_trains_by_itself(device: str) -> None:
+    training = Training(device)
+    training.learn(GOOD)
+    training.emb(OTHER).sum().backward()
+    copied = copy.deepcopy(training.emb)
+    before = result_of(training)["weight"]
+    copied(MANY[:4]).sum().backward()
+    optim.SGD(copied.parameters(), lr=1.0).step()
+    assert copied.capacity == 4
+    assert_same_bytes(result_of(training)["weight"], before)
+    expected = before.clone()
+    expected[MANY[:4]] -= 1
+    assert_same_bytes(copied.state_dict()["weight"], expected)
+
+
+def test_a_second_lookup_of_the_same_ids_is_one_of_the_step(device: str) -> None:
+    def train(training: Training) -> None:
+        for part in (GOOD, OTHER):
+            training.learn(part, part, part.clone(), part[:2].int())
+
+    assert_as_without(train, device=device)
+
+
+def test_announced_lookups_are_one_step(device: str) -> None:
+    def train(training: Training) -> None:
+        for parts in ((GOOD, ids(2, 5)), (OTHER, ids(9))):
+            training.emb.announce(*parts)
+            training.learn(*parts)
+
+    assert_as_without(train, device=device)
+
+
+def test_a_prefetched_batch_of_several_lookups_is_one_step(device: str) -> None:
+    def train(training: Training) -> None:
+        pairs = [(GOOD.to(device), ids(2, 5).to(device)), (OTHER.to(device), ids(9).to(device))]
+        for pair in speedtorch.prefetch(pairs * 4, training.emb, ids=lambda pair: pair):
+            if training.emb.capacity is None:
+                training.emb.announce(*pair)
+            training.learn(*pair)
+
+    assert_as_without(train, device=device)
+
+
+@pytest.mark.parametrize("overlap", [0, 0.5, 1])
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 3}, {"max_norm": 0.5}], ids=str)
+def test_prefetch_never_changes_a_result(
+    device: str, settings: dict[str, Any], overlap: float
+) -> None:
+    results = []
+    for ahead in (False, True):
+        training = Training(device, 6, **settings)
+        loader: Any = [part.to(device) for part in random_ids(ROWS, 30, overlap, most=6)]
+        if ahead:
+            loader = speedtorch.prefetch(loader, training.emb, ids=lambda part: part)
+        for number, part in enumerate(loader):
+            if number % 7 == 3:
+                training.learn(OTHER)
+            if number % 7 == 4:
+                training.emb.flush()
+            if number % 7 != 5:
+                training.learn(part)
+            if number % 7 == 6:
+                training.emb.table.fill_(0.5)
+        results.append(result_of(training))
+    for name, rows in results[0].items():
+        assert_same_bytes(results[1][name], rows)
+
+
+def test_a_checkpoint_computes_a_lookup_again(device: str) -> None:
+    def train(training: Training) -> None:
+        for part in (GOOD, OTHER):
+            training.emb.announce(part, ids(2))
+
+            def squares(part: Tensor) -> Tensor:
+                return training.emb(part).square() * training.dense
+
+            loss = checkpoint(squares, part, use_reentrant=False).sum()
+            (loss + training.emb(ids(2)).sum()).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+    assert_as_without(train, device=device)
+
+
+def test_saved_model_and_optimizer_go_on_as_they_were(device: str) -> None:
+    batches = random_ids(ROWS, 20, 0.5, most=4)
+
+    def train(training: Training) -> None:
+        for part in batches[:10]:
+            training.learn(part)
+        states = copy.deepcopy((training.emb.state_dict(), training.optimizer.state_dict()))
+        for part in batches[5:]:
+            training.learn(part)
+        training.emb.load_state_dict(states[0])
+        training.optimizer.load_state_dict(states[1])
+        for part in batches[10:]:
+            training.learn(part)
+
+    assert_as_without(train, device=device)
+
+
+def test_rows_are_trained_without_a_capacity_from_a_checkpoint_with_one(device: str) -> None:
+    training, other = Training(device), Training(device, None)
+    training.learn(GOOD)
+    other.emb.load_state_dict(training.emb.state_dict())
+    other.optimizer.load_state_dict(training.optimizer.state_dict())
+    other.dense.data.copy_(training.dense.data)
+    for each in (training, other):
+        each.learn(OTHER)
+    assert_same_bytes(result_of(other)["weight"], result_of(training)["weight"])
+
+
+def test_an_optimizer_is_attached_and_detached_while_rows_are_held(device: str) -> None:
+    def train(training: Training) -> None:
+        training.emb(GOOD).square().sum().backward()
+        speedtorch.attach(training.optimizer, training.emb)
+        training.optimizer.step()
+        training.learn(OTHER)
+        training.emb(GOOD).square().sum().backward()
+        speedtorch.detach(training.optimizer)
+        speedtorch.attach(training.optimizer, training.emb)
+        training.optimizer.step()
+
+    assert_as_without(train, device=device, attach=False)
+
+
+def test_rows_that_are_held_are_moved(device: str) -> None:
+    def train(training: Training) -> None:
+        for part in (GOOD, OTHER, GOOD):
+            training.learn(part)
+            training.emb(ids(1, 8))
+            with as_plain():  # what .to(another device) does
+                training.emb.trained_rows.exchange.moving(lambda: None)
+
+    assert_as_without(train, device=device)
+
+
+def test_bags_train_as_without(device: str) -> None:
+    results = []
+    for capacity in (6, None):
+        bag = speedtorch.EmbeddingBag.from_pretrained(
+            first_rows(), freeze=False, mode="sum", device=device, capacity=capacity, padding_idx=3
+        )
+        adam = optim.Adam(bag.parameters(), lr=0.1)
+        speedtorch.attach(adam, bag)
+        for part in random_ids(ROWS, 20, 0.5, most=6):
+            bag(part[None]).square().sum().backward()
+            adam.step()
+            adam.zero_grad()
+        results.append(bag.state_dict()["weight"].clone())
+    assert_same_bytes(*results)
+
+
+# ------------------------------------------------------------------------------------------------
+# What does not fit, found at once
+
+
+def test_a_lookup_that_brings_new_rows_says_how_to_announce(device: str) -> None:
+    training = Training(device)
+    rows = training.emb(GOOD)
+    with pytest.raises(RuntimeError, match=NEW_ROWS):
+        training.emb(OTHER)
+    rows.sum().backward()  # the step goes on
+    training.optimizer.step()
+    moved = (result_of(training)["weight"] != first_rows()).any(1)
+    assert moved.nonzero().flatten().tolist() == GOOD.tolist()
+
+
+def test_an_announcement_that_brings_new_rows_is_the_same_error(device: str) -> None:
+    training = Training(device)
+    rows = training.emb(GOOD)
+    with pytest.raises(RuntimeError, match=NEW_ROWS):
+        training.emb.announce(OTHER)
+    del rows
+    training.learn(OTHER)
+
+
+def test_a_lookup_that_was_not_announced_uses_the_announcement_up(device: str) -> None:
+    training = Training(device)
+    training.emb.announce(ids(1, 2))
+    with pytest.raises(RuntimeError, match=NEW_ROWS):
+        training.emb(ids(3))
+    training.learn(ids(3))
+
+
+def test_too_many_rows_are_an_error_at_once_on_the_cpu_and_change_nothing() -> None:
+    def train(training: Training) -> None:
+        training.learn(GOOD)
+        if training.emb.capacity is not None:
+            with pytest.raises(RuntimeError, match=f"{TOO_MANY}.*: nothing has changed"):
+                training.emb(MANY)
+        training.learn(OTHER)
+
+    assert_as_without(train)
+
+
+def test_too_many_announced_rows_are_an_error_at_once_and_forgotten() -> None:
+    training = Training()
+    training.emb.announce(GOOD)
+    with pytest.raises(RuntimeError, match=f"{TOO_MANY}.*: nothing has changed"):
+        training.emb.announce(ids(4, 5))
+    training.learn(OTHER)
+
+
+def test_a_bad_id_is_an_error_at_once_on_the_cpu_and_changes_nothing() -> None:
+    def train(training: Training) -> None:
+        training.learn(GOOD)
+        with pytest.raises(IndexError, match="Embedding: id 12 at position 1 of index is out"):
+            training.emb(ids(1, ROWS))
+        training.learn(OTHER)
+
+    assert_as_without(train)
+
+
+def test_a_prefetched_batch_of_too_many_rows_is_an_error_when_it_is_looked_up() -> None:
+    def train(training: Training) -> None:
+        batches = [GOOD, OTHER, MANY, GOOD]
+        refused = 0
+        for part in speedtorch.prefetch(batches, training.emb, ids=lambda part: part):
+            try:
+                if training.emb.capacity is not None or part is not MANY:
+                    training.learn(part)
+            except RuntimeError as error:
+                refused += str(error).startswith(TOO_MANY)
+        assert refused == (training.emb.capacity is not None)
+
+    assert_as_without(train)
+
+
+# ------------------------------------------------------------------------------------------------
+# What does not fit, found late
+
+
+def bad(device: str) -> list[Any]:
+    """Batches that do not fit, and what is said of them."""
+    return [(MANY, RuntimeError, TOO_MANY)] + [
+        (ids(1, ROWS), IndexError, "Embedding: id 12 at position 1 is out of range for a table of")
+    ] * (device == "cuda")
+
+
+def raise_late(training: Training) -> None:
+    """Lets the error be raised that a batch before has left."""
+    if training.emb.weight.is_cuda:
+        torch.cuda.synchronize()
+    with pytest.raises((RuntimeError, IndexError), match="Embedding: "):
+        training.emb.flush()
+
+
+@pytest.fixture
+def faulty(device: str, late: None) -> Iterator[Callable[..., Training]]:
+    """Makes a training whose last batch did not fit, after one that did."""
+
+    def make(number: int = 0, *, step: bool = True, **given: Any) -> Training:
+        training = Training(device, **given)
+        training.learn(GOOD)
+        training.emb.flush()
+        part = bad(device)[number][0]
+        if step:
+            training.learn(part)
+        else:
+            assert not training.emb(part).any()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return training
+
+    return make
+
+
+Faulty = Callable[..., Training]
+LATER: dict[str, Callable[[Training], object]] = {
+    "lookup": lambda t: t.emb(OTHER),
+    "same-lookup": lambda t: t.emb(MANY),
+    "evaluation": lambda t: t.emb.eval()(OTHER) if not t.emb.weight.requires_grad_(False) else 0,
+    "announce": lambda t: t.emb.announce(OTHER),
+    "flush": lambda t: t.emb.flush(),
+    "state_dict": lambda t: t.emb.state_dict(),
+    "table": lambda t: t.emb.table["weight"],
+    "synchronize": lambda t: speedtorch.synchronize(),
+    "deepcopy": lambda t: copy.deepcopy(t.emb),
+    "detach": lambda t: speedtorch.detach(t.optimizer),
+}
+
+
+@pytest.mark.parametrize("later", LATER)
+@pytest.mark.parametrize("step", [True, False], ids=["stepped", "looked-up"])
+def test_the_error_is_raised_by_the_next(faulty: Faulty, later: str, step: bool) -> None:
+    training = faulty(step=step)
+    with pytest.raises(RuntimeError, match=TOO_MANY):
+        LATER[later](training)
+
+
+@pytest.mark.parametrize("later", LATER)
+@pytest.mark.parametrize("step", [True, False], ids=["stepped", "looked-up"])
+def test_training_goes_on_after_the_error(faulty: Faulty, later: str, step: bool) -> None:
+    training = faulty(step=step)
+    expected = Training(str(training.dense.device))
+    expected.learn(GOOD)
+    with suppress(RuntimeError):
+        LATER[later](training)
+    training.emb.weight.requires_grad_(True)
+    assert_same_bytes(training.emb(MANY[:1]).detach(), expected.emb(MANY[:1]).detach())
+    assert_same_bytes(result_of(training)["weight"], result_of(expected)["weight"])
+
+
+def test_the_error_is_raised_once(faulty: Faulty) -> None:
+    training = faulty()
+    raise_late(training)
+    training.emb.flush()
+    speedtorch.synchronize()
+    training.learn(OTHER)
+
+
+def test_it_says_what_came_of_the_batch(faulty: Faulty) -> None:
+    with pytest.raises(RuntimeError) as error:
+        faulty().emb.flush()
+    assert str(error.value) == (
+        f"{TOO_MANY}; use smaller batches or a larger capacity: its rows were looked up as zeros"
+        " and none of the table's was moved or changed; parameters of other layers were stepped,"
+        " unless their optimizer is a fused one"
+    )
+
+
+@NEEDS_GPU
+def test_a_bad_id_on_a_gpu_is_told_late() -> None:
+    training = Training("cuda")
+    training.learn(GOOD)
+    training.learn(ids(1, ROWS))
+    torch.cuda.synchronize()
+    with pytest.raises(IndexError, match="id 12 at position 1 is out of range for a table of 12"):
+        training.emb.flush()
+
+
+def test_no_row_of_the_table_has_moved(faulty: Faulty) -> None:
+    training = faulty()
+    expected = Training(str(training.dense.device))
+    expected.learn(GOOD)
+    raise_late(training)
+    for name, rows in result_of(expected).items():
+        assert_same_bytes(result_of(training)[name], rows)
+
+
+def test_its_gradient_is_zero(faulty: Faulty) -> None:
+    training = faulty(step=False)
+    gradient = training.emb.weight.grad
+    assert gradient is None or not gradient.any()
+
+
+def test_later_batches_are_zeros_and_counted_until_somebody_is_told(faulty: Faulty) -> None:
+    training = faulty()
+    exchange = type(training.emb.trained_rows.exchange)
+    with patch.object(exchange, "raise_faults", lambda self: None):  # nobody has seen it yet
+        for part in (GOOD, OTHER):
+            assert not training.emb(part).any()
+            training.optimizer.step()
+    with pytest.raises(RuntimeError, match=r"its rows \(and 2 later batches\) were looked up"):
+        training.emb.flush()
+
+
+def test_a_fused_optimizer_steps_no_other_layer_either(faulty: Faulty) -> None:
+    def fused(parameters: Any, lr: float) -> optim.Optimizer:
+        return optim.Adam(parameters, lr=lr, fused=True)
+
+    training = faulty(make=fused)
+    expected = Training(str(training.dense.device), make=fused)
+    expected.learn(GOOD)
+    assert_same_bytes(training.dense.detach(), expected.dense.detach())
+    raise_late(training)
+    for each in (training, expected):
+        assert not hasattr(each.optimizer, "found_inf")
+        each.learn(OTHER)
+    assert_same_bytes(training.dense.detach(), expected.dense.detach())
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_fused_optimizer_with_a_grad_scaler_skips_it_too(
+    device: str, late: None, fits: bool
+) -> None:
+    def fused(parameters: Any, lr: float) -> optim.Optimizer:
+        return optim.Adam(parameters, lr=lr, fused=True)
+
+    training, scaler = Training(device, make=fused), torch.amp.GradScaler(device, init_scale=8.0)
+    training.learn(GOOD)
+    training.emb.flush()
+    before = training.dense.detach().clone()
+    loss = (training.emb(OTHER if fits else MANY) * training.dense).sum() + training.dense.sum()
+    scaler.scale(loss).backward()
+    scaler.step(training.optimizer)
+    scaler.update()
+    assert torch.equal(training.dense, before) is not fits
+    if not fits:
+        raise_late(training)
+
+
+def test_a_faulty_table_leaves_the_others_to_be_trained(device: str, late: None) -> None:
+    tables = [speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(), device=device, capacity=4)]
+    tables.append(copy.deepcopy(tables[0]))
+    model = nn.ModuleList(tables)
+    sgd = optim.SGD(model.parameters(), lr=1.0)
+    for parts in ((GOOD, GOOD), (OTHER, MANY)):
+        sgd.zero_grad()
+        for each, part in zip(tables, parts, strict=True):
+            each(part).sum().backward()
+        sgd.step()
+    expected = first_rows()
+    expected[GOOD] -= 1
+    if device == "cuda":
+        torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=TOO_MANY):
+        tables[1].flush()
+    assert_same_bytes(tables[1].state_dict()["weight"], expected)
+    expected[OTHER] -= 1
+    assert_same_bytes(tables[0].state_dict()["weight"], expected)
+
+
+def test_synchronize_raises_the_errors_of_all_tables_one_by_one(device: str, late: None) -> None:
+    trainings = [Training(device), Training(device)]
+    for each in trainings:
+        each.learn(GOOD)
+        each.learn(MANY)
+    for _ in trainings:
+        with pytest.raises(RuntimeError, match=TOO_MANY):
+            speedtorch.synchronize()
+    speedtorch.synchronize()
+
+
+def test_batches_around_a_prefetched_one_that_does_not_fit_are_trained(
+    device: str, late: None
+) -> None:
+    training, expected = Training(device), Training(device)
+    batches = [part.to(device) for part in (GOOD, OTHER, MANY, GOOD, OTHER)]
+    told = 0
+    for number, part in enumerate(
+        speedtorch.prefetch(batches, training.emb, ids=lambda part: part)
+    ):
+        if number == 3:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            with pytest.raises(RuntimeError, match=TOO_MANY):
+                training.learn(part)
+            told += 1
+        training.learn(part)
+    for part in (GOOD, OTHER):
+        expected.learn(part)
+    expected.learn(ids())  # Adam counts the step that moved nothing
+    for part in (GOOD, OTHER):
+        expected.learn(part)
+    assert told == 1
+    assert_same_bytes(result_of(training)["weight"], result_of(expected)["weight"])
+
+
+def test_a_table_that_changes_while_a_fault_waits_keeps_what_was_written(faulty: Faulty) -> None:
+    training = faulty()
+    with pytest.raises(RuntimeError, match=TOO_MANY):
+        training.emb.table.fill_(0.5)
+    training.emb.table.fill_(0.5)
+    assert bool((training.emb(GOOD) == 0.5).all())
+
+
+# ------------------------------------------------------------------------------------------------
+# Interrupts of what no loop does
+
+
+def move(training: Training) -> None:
+    with as_plain():
+        training.emb.trained_rows.exchange.moving(lambda: None)
+
+
+INTERRUPTED: dict[str, Callable[[Training], object]] = {
+    "detach": lambda training: speedtorch.detach(training.optimizer),
+    "move": move,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize("call", INTERRUPTED.values(), ids=INTERRUPTED)
+def test_rows_are_the_tables_wherever_it_is_interrupted(
+    call: Callable[[Training], object], with_gradient: bool
+) -> None:
+    once = Training()
+    once.learn(GOOD)
+    expected = result_of(once)["weight"]
+
+    def begun() -> Training:
+        training = Training()
+        training.learn(GOOD)
+        if with_gradient:
+            training.emb(OTHER).sum().backward()
+        return training
+
+    for training, _ in every_interrupt(begun, call):
+        assert_same_bytes(result_of(training)["weight"], expected)
+        training.emb.table.fill_(0.5)
+        training.optimizer.zero_grad()
+        assert bool((training.emb(ids(2, 4)) == 0.5).all())
+        training.emb.flush()
+
+
+class Replaces(optim.Optimizer):
+    """Gives its parameters other memory, and fails once it is told to."""
+
+    fails = False
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in (p for group in self.param_groups for p in group["params"]):
+            if each.grad is not None:
+                each.data = each.data - each.grad
+        if self.fails:
+            raise MemoryError
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_rows_that_a_failed_step_gave_other_memory_leave_it_once() -> None:
+    def begun() -> Training:
+        training = Training(make=Replaces, attach=False)
+        training.learn(ids(1, 2))
+        training.optimizer.fails = True
+        training.emb(ids(3, 4)).sum().backward()
+        with suppress(MemoryError):
+            training.optimizer.step()
+        training.optimizer.zero_grad()
+        return training
+
+    expected = result_of(begun())["weight"]
+    for training, _ in every_interrupt(begun, lambda training: training.emb(ids(5, 6))):
+        assert_same_bytes(result_of(training)["weight"], expected)
+
+
+# ------------------------------------------------------------------------------------------------
+# Nobody waits
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
+def test_the_host_waits_for_nothing(ahead: bool) -> None:
+    training = Training("cuda", 6)
+    batches = [part.cuda() for part in random_ids(ROWS, 54, 0.5, most=6)]
+
+    def train(given: list[Tensor]) -> None:
+        loader: Any = given
+        if ahead:
+            loader = speedtorch.prefetch(given, training.emb, ids=lambda part: part)
+        for part in loader:
+            training.learn(part)
+
+    train(batches[:4])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(batches[4:])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_cpu_is_asked_for_no_count_of_rows(late: None) -> None:
+    training = Training()
+    with patch.object(
+        speedtorch.ops.planned_batch.PlannedBatch, "count", side_effect=AssertionError
+    ):
+        for part in (GOOD, OTHER, GOOD):
+            training.learn(part)
