@@ -396,18 +396,19 @@ class Exchange:
     def _tidy(self) -> None:
         """Blocks of a fixed size hold what an optimizer made of the held rows, and zeros."""
         if self._fixed is not None:
-            if self._take():
+            if self._take(stepped=True):
                 self._shown.put_back(self.now)
             self._fixed.clear_others()
 
-    def _take(self) -> bool:
+    def _take(self, *, stepped: bool = False) -> bool:
         """Takes the held rows to their blocks; whether they were elsewhere."""
-        blocks, shown, rows = self._fixed, self._shown, self.now.rows
+        blocks, shown, now = self._fixed, self._shown, self.now
         assert blocks is not None
-        # Where an exception has left the blocks of other fields, the table has all rows.
-        if not (blocks.are_for(self.device, shown.kept.fields) and blocks.have(rows)):
+        # Where an exception has left the blocks of other fields, the table has all rows; and rows
+        # that a step is not known to have changed are where a CUDA graph changes them.
+        if not (blocks.are_for(self.device, shown.kept.fields) and blocks.have(now.rows)):
             return False
-        return blocks.take(shown.rows_of(self.now))
+        return (stepped or now.newer) and blocks.take(shown.rows_of(now))
 
     def _send(self, ahead: bool) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""

@@ -485,7 +485,7 @@ def test_rows_are_trained_without_a_capacity_from_a_checkpoint_with_one(device: 
     training, other = Training(device), Training(device, None)
     training.learn(GOOD)
     other.emb.load_state_dict(training.emb.state_dict())
-    other.optimizer.load_state_dict(training.optimizer.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
     other.dense.data.copy_(training.dense.data)
     for each in (training, other):
         each.learn(OTHER)
