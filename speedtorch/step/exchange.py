@@ -538,7 +538,8 @@ class Exchange:
             )
         if now.captured:
             return
-        is_settled = now.over and now.coming is None and now.owed is None and blocks.is_settled
+        is_settled = now.over and not now.stale and now.coming is None and now.owed is None
+        is_settled = is_settled and blocks.is_settled
         if not is_settled or not blocks.are_for(self.device, self._shown.kept.fields):
             raise RuntimeError(
                 f"{self._name}: a CUDA graph begins with a step of its own: train a step or two"
@@ -787,7 +788,9 @@ class Exchange:
                 if not now.stale:
                     self._take()
                     self._fixed.go_home(stay=stay)
-                self.now = now._replace(newer=False, stale=now.stale or (changes and stay))
+                elif not stay:
+                    self._fixed.hold_none()
+                self.now = now._replace(newer=False, stale=stay and (now.stale or changes))
             return
         if now.newer and now.ids.shape[0]:  # nothing goes home to a table without first values
             leaving = Block(self._shown.rows_of(now), now.ids)
