@@ -402,12 +402,8 @@ class Exchange:
 
     def _take(self) -> bool:
         """Takes the held rows to their blocks; whether they were elsewhere."""
-        blocks, shown, rows = self._fixed, self._shown, self.now.rows
-        assert blocks is not None
-        # Where an exception has left the blocks of other fields, the table has all rows.
-        if not (blocks.are_for(self.device, shown.kept.fields) and blocks.have(rows)):
-            return False
-        return blocks.take(shown.rows_of(self.now))
+        assert self._fixed is not None
+        return self._fixed.take(self._shown.rows_of(self.now))
 
     def _send(self, ahead: bool) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
@@ -666,7 +662,8 @@ class Exchange:
         if not blocks.are_for(self.device, fields):
             blocks.make(self.device, fields)
         elif now.stale:
-            blocks.hold_none()  # the table has them, and perhaps newer ones
+            if not captured:  # where none is held; a replay would lose those that it holds
+                blocks.hold_none()  # the table has them, and perhaps newer ones
         elif now.batches and self._take():
             self._shown.put_back(now)  # or they would be taken again, if this is interrupted
         blocks.begin(batch, come=come)
@@ -784,7 +781,8 @@ class Exchange:
                 if not now.stale:
                     self._take()
                     self._fixed.go_home(stay=stay)
-                self.now = now._replace(newer=False, stale=now.stale or (changes and stay))
+                # Without them the optimizer's state of now may be another's, or gone.
+                self.now = now._replace(newer=False, stale=now.stale or changes)
             return
         if now.newer and now.ids.shape[0]:  # nothing goes home to a table without first values
             leaving = Block(self._shown.rows_of(now), now.ids)

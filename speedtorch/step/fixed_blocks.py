@@ -193,11 +193,6 @@ class FixedBlocks:
         made._fault, made._seen_fault = self._fault, self._seen_fault
         return made
 
-    def have(self, rows: Sequence[Tensor]) -> bool:
-        """Whether these are the blocks' own."""
-        same = (own is each for own, each in zip(self.rows, rows, strict=False))
-        return len(rows) == len(self.rows) and all(same)
-
     def take(self, rows: Sequence[Tensor]) -> bool:
         """Takes held rows from where they are now; whether that was elsewhere."""
         others = [

@@ -100,6 +100,7 @@ KINDS = [
     Kind("SparseAdam", True, ({"sparse": True},)),
     Kind("Adagrad", True, ({"max_norm": 1.0, "padding_idx": 0},)),
     Kind("Adam", True, ({"tables": True}, {})),
+    Kind("Adam", True, ({"capacity": ROWS}, {"capacity": ROWS, "padding_idx": 0})),
 ]
 
 
