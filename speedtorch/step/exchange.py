@@ -25,7 +25,12 @@ from speedtorch.step.fixed_blocks import FixedBlocks
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
 from speedtorch.step.row_store import Block, Fields, RowStore
 from speedtorch.step.side_stream import SideStream
-from speedtorch.torch_internals import of_another_dtype, sparse_values, version_of
+from speedtorch.torch_internals import (
+    forget_failed_backward,
+    of_another_dtype,
+    sparse_values,
+    version_of,
+)
 
 __all__ = [
     "Batch",
@@ -497,6 +502,11 @@ class Exchange:
             begun = self._begin(parts, plan)
         else:
             self._read_again()
+        if self._fixed is not None and not is_over and self.device.type == "cpu":
+            if any(self.now.find(part) is None for part in parts) and self.expects_gradient():
+                forget_failed_backward()  # whose lookups would count for ever
+                if self.is_over():
+                    return self._hold(parts, announced=announced)
         if begun is not plan and any(self.now.find(part) is None for part in told):
             self._extend(told)
         found = None
