@@ -502,11 +502,8 @@ class Exchange:
             begun = self._begin(parts, plan)
         else:
             self._read_again()
-        if self._fixed is not None and not is_over and self.device.type == "cpu":
-            if any(self.now.find(part) is None for part in parts) and self.expects_gradient():
-                forget_failed_backward()  # whose lookups would count for ever
-                if self.is_over():
-                    return self._hold(parts, announced=announced)
+        if self._fixed is not None and not is_over and self._was_over(parts):
+            return self._hold(parts, announced=announced)
         if begun is not plan and any(self.now.find(part) is None for part in told):
             self._extend(told)
         found = None
@@ -519,6 +516,15 @@ class Exchange:
         if told:
             self._told = ((), None)
         return found
+
+    def _was_over(self, parts: Sequence[Tensor]) -> bool:
+        """Whether a failed backward alone kept the step from being over, which has no such rows."""
+        if self.device.type != "cpu" or not self.expects_gradient():
+            return False
+        if all(self.now.find(part) is not None for part in parts):
+            return False
+        forget_failed_backward()  # whose lookups would count until the next one
+        return self.is_over()
 
     def _check_told(self, plan: Batch) -> None:
         """Raises what is wrong with ids that were announced, which are forgotten then."""
