@@ -35,6 +35,7 @@ __all__ = [
     "call_with_first_gpu",
     "can_skip",
     "current_backward",
+    "forget_failed_backward",
     "gradient_hooks",
     "is_batched",
     "is_forward_mode",
@@ -176,6 +177,13 @@ LENT_BY_GRAD_SCALER = ("grad_scale", "found_inf")
 
 FOUND_INF = "found_inf"
 """The attribute by which a fused optimizer is told on its device to skip a step: 1, else 0."""
+
+
+def forget_failed_backward() -> None:
+    """Lets go what torch keeps of a backward on the CPU that has failed, until the next one."""
+    if current_backward() == -1:
+        with torch.enable_grad(), torch.inference_mode(False):
+            torch.zeros((), device="cpu", requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
 
 
 def can_skip(optimizer: Optimizer) -> bool:

@@ -300,6 +300,60 @@ MUTANTS = [
         "            self._numbers = torch.arange(2 * count, device=ids.device)\n",
         "            self._numbers = torch.arange(2 * count, device=ids.device).flip(0)\n",
     ),
+    # ---- exchange.py and fixed_blocks.py: blocks of one size
+    Mutant(
+        "rows beyond the count stay what an optimizer made of them",
+        "step/exchange.py",
+        "            self._fixed.clear_others()\n",
+        "",
+        "tests/nn/test_capacity.py::test_rows_beyond_the_count_are_zeros_before_and_after_a_step",
+    ),
+    Mutant(
+        "rows of a capacity that are stale leave for the table",
+        "step/exchange.py",
+        "                blocks.hold_none()  # the table has them, and perhaps newer ones\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "rows that were put aside stay there",
+        "step/fixed_blocks.py",
+        "        self._left_some = come\n",
+        "        self._left_some = False\n",
+    ),
+    Mutant(
+        "rows of a capacity are not read again",
+        "step/exchange.py",
+        "        blocks.read_again()\n",
+        "",
+    ),
+    Mutant(
+        "a fault is not forgotten once it is told",
+        "step/fixed_blocks.py",
+        "        self._halt.zero_()\n        self._fault.zero_()\n",
+        "        self._fault.zero_()\n",
+        "tests/nn/test_capacity.py::test_the_error_is_raised_once",
+    ),
+    Mutant(
+        "a plan of a batch ahead is taken for a fault",
+        "step/fixed_blocks.py",
+        "following.compared(self.ids, self._status, halt, untold)",
+        "following.compared(self.ids, self._status, self._halt, self._fault)",
+        "tests/nn/test_capacity.py::test_batches_around_a_prefetched_one_that_does_not_fit_are_trained",
+    ),
+    Mutant(
+        "rows that were announced in vain come again",
+        "step/exchange.py",
+        "            self._told = ((), None)  # else the next lookup would begin with them again\n",
+        "",
+        "tests/nn/test_capacity.py::test_a_lookup_that_was_not_announced_uses_the_announcement_up",
+    ),
+    Mutant(
+        "a failed backward refuses the lookups after it",
+        "step/exchange.py",
+        "        forget_failed_backward()  # whose lookups would count until the next one\n",
+        "",
+        "tests/nn/test_capacity.py::test_a_backward_that_fails_refuses_no_lookup_after_it",
+    ),
     # ---- step_hooks.py and prefetch.py
     Mutant(
         "a closure sees the weight as the optimizer does",

@@ -25,7 +25,12 @@ from speedtorch.step.fixed_blocks import FixedBlocks
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
 from speedtorch.step.row_store import Block, Fields, RowStore
 from speedtorch.step.side_stream import SideStream
-from speedtorch.torch_internals import of_another_dtype, sparse_values, version_of
+from speedtorch.torch_internals import (
+    forget_failed_backward,
+    of_another_dtype,
+    sparse_values,
+    version_of,
+)
 
 __all__ = [
     "Batch",
@@ -501,6 +506,8 @@ class Exchange:
             begun = self._begin(parts, plan)
         else:
             self._read_again()
+        if self._fixed is not None and not is_over and self._was_over(parts):
+            return self._hold(parts, announced=announced)
         if begun is not plan and any(self.now.find(part) is None for part in told):
             self._extend(told)
         found = None
@@ -513,6 +520,15 @@ class Exchange:
         if told:
             self._told = ((), None)
         return found
+
+    def _was_over(self, parts: Sequence[Tensor]) -> bool:
+        """Whether a failed backward alone kept the step from being over, which has no such rows."""
+        if self.device.type != "cpu" or not self.expects_gradient():
+            return False
+        if all(self.now.find(part) is not None for part in parts):
+            return False
+        forget_failed_backward()  # whose lookups would count until the next one
+        return self.is_over()
 
     def _check_told(self, plan: Batch) -> None:
         """Raises what is wrong with ids that were announced, which are forgotten then."""
@@ -669,7 +685,8 @@ class Exchange:
         if not blocks.are_for(self.device, fields):
             blocks.make(self.device, fields)
         elif now.stale:
-            blocks.hold_none()  # the table has them, and perhaps newer ones
+            if not captured:  # where none is held; a replay would lose those that it holds
+                blocks.hold_none()  # the table has them, and perhaps newer ones
         elif now.batches and self._take():
             self._shown.put_back(now)  # or they would be taken again, if this is interrupted
         blocks.begin(batch, come=come)

@@ -199,7 +199,8 @@ class Ours:
         """As if it had just been made; the reference of it."""
         self.model.train()
         for module in self.model:
-            module(torch.tensor([[1]]))  # uses up what was announced
+            with suppress(RuntimeError):  # of a capacity, which forgets it as well
+                module(torch.tensor([[1]]))  # uses up what was announced
         self.optimizer.zero_grad()
         for module, rows in zip(self.model, self.first, strict=True):
             module.load_state_dict({"weight": rows})
@@ -332,6 +333,36 @@ class Programs(RuleBasedStateMachine):
             plain(world)
         return True, result
 
+    def call_with_ids(
+        self, number: int, ours: Callable[[], Any], *plain: Callable[[PlainTraining], Any]
+    ) -> tuple[bool, Any]:
+        """As call; rows of a capacity may be refused, and nothing of the step is used then."""
+        before = [world.copy() for world in self.worlds]
+
+        def or_refused() -> Any:
+            try:
+                return ours()
+            except RuntimeError as error:
+                if "with capacity all lookups" not in str(error):
+                    raise
+                return error
+
+        through, result = self.call(or_refused, *plain)
+        if not isinstance(result, RuntimeError):
+            return through, result
+        assert "capacity" in self.kind.modules[number]
+        tables = [world.tables[number] for world in before]
+        assert any(not each.over or each.announced or each.due for each in tables)
+        self.worlds = before
+        for each in tables:
+            each.announced.clear()
+        self.announced.discard(number)
+        result = None  # its traceback has the lookup's frames
+        self.end_loop()
+        self.use_up_announcements()
+        self.clear_gradients(to_none=True)
+        return False, None
+
     def table(self, number: int) -> int:
         return number % len(self.ours.model)
 
@@ -360,7 +391,9 @@ class Programs(RuleBasedStateMachine):
             plain(world)
             world.tables[number].forget()
 
-        through, result = self.call(lambda: module(ids), lambda w: seen.append(plain(w)), forgotten)
+        through, result = self.call_with_ids(
+            number, lambda: module(ids), lambda w: seen.append(plain(w)), forgotten
+        )
         self.announced.discard(number) if through else None
         if not through:
             return False
@@ -382,12 +415,13 @@ class Programs(RuleBasedStateMachine):
         number = self.table(number)
         parts = (self.ids(ids), self.ids(more))
         module = self.ours.model[number]
-        self.call(
+        self.announced.add(number)
+        self.call_with_ids(
+            number,
             lambda: module.announce(*parts),
             lambda world: world.tables[number].announce(*parts),
             lambda world: world.let_due_go(number),
         )
-        self.announced.add(number)
 
     def use_up_announcements(self) -> None:
         """A zero_grad drops no rows that were announced."""

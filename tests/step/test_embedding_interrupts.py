@@ -59,12 +59,15 @@ ERRORS = [out_of_memory, KeyboardInterrupt]
 class Ours:
     """Embeddings with an attached optimizer, and what a loop leaves lying about."""
 
-    def __init__(self, optimizer: str, tables: int, device: str) -> None:
+    def __init__(
+        self, optimizer: str, tables: int, device: str, capacity: int | None = None
+    ) -> None:
         self.case = CASES[optimizer]
         self.device = device
         self.first = [first_rows(number) for number in range(tables)]
         self.model = nn.ModuleList(
-            speedtorch.Embedding(ROWS, WIDTH, _weight=rows, device=device) for rows in self.first
+            speedtorch.Embedding(ROWS, WIDTH, _weight=rows, device=device, capacity=capacity)
+            for rows in self.first
         )
         self.optimizer = make_optimizer(self.case, self.model.parameters())
         speedtorch.attach(self.optimizer, self.model)
@@ -307,6 +310,14 @@ def several_tables_prefetched(begin: int, device: str) -> Iterator[Call]:
     yield end_loop(len(ROUND) - 1)
 
 
+def with_a_capacity(begin: int, device: str) -> Iterator[Call]:
+    yield from plain_loop(begin, device)
+
+
+def prefetched_with_a_capacity(begin: int, device: str) -> Iterator[Call]:
+    yield from several_tables_prefetched(begin, device)
+
+
 Loop = Callable[[int, str], Iterator[Call]]
 LOOPS: list[Loop] = [
     plain_loop,
@@ -314,7 +325,11 @@ LOOPS: list[Loop] = [
     several_lookups,
     several_tables,
     several_tables_prefetched,
+    with_a_capacity,
+    prefetched_with_a_capacity,
 ]
+TWO_TABLES = [several_tables, several_tables_prefetched, prefetched_with_a_capacity]
+CAPACITIES = {with_a_capacity: 3, prefetched_with_a_capacity: 4}
 OPTIMIZERS = ["SGD-momentum", "Adam"]
 
 
@@ -327,7 +342,7 @@ class Interrupted:
 
     def __init__(self, loop: Loop, optimizer: str, device: str) -> None:
         self.loop, self.optimizer, self.device = loop, optimizer, device
-        self.tables = 2 if loop in (several_tables, several_tables_prefetched) else 1
+        self.tables = 2 if loop in TWO_TABLES else 1
         self.calls = list(loop(0, device))
         weights = [first_rows(number).to(device) for number in range(self.tables)]
         plain = PlainTraining.begin(CASES[optimizer], weights)
@@ -344,7 +359,8 @@ class Interrupted:
         """One whose training begins; made anew after a failure."""
         ours = self._ours
         if ours is None:
-            ours = Ours(self.optimizer, self.tables, self.device)
+            capacity = CAPACITIES.get(self.loop)
+            ours = Ours(self.optimizer, self.tables, self.device, capacity)
         self._ours = None
         ours.begin_anew()
         return ours
