@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -291,3 +292,48 @@ def test_attributes_without_hooks_and_step_without_hooks() -> None:
     assert parameter.item() == -1 and calls == []
     optimizer.step()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_found_inf_lets_an_optimizer_skip_a_step_where_can_skip_says_so(fused: bool) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([parameter], lr=1.0, fused=fused)
+    parameter.grad = torch.ones(1)
+    assert torch_internals.can_skip(optimizer) is fused
+    setattr(optimizer, torch_internals.FOUND_INF, torch.ones(()))
+    optimizer.step()
+    assert parameter.item() == (1 if fused else 0)
+
+
+def test_forget_failed_backward_lets_the_graph_go() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise MemoryError
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: torch.Tensor, token: object) -> torch.Tensor:
+            ctx.token = token
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return gradient, None
+
+    class Token:
+        pass
+
+    token = Token()
+    gone = weakref.ref(token)
+    values = torch.ones(2, requires_grad=True)
+    loss = Kept.apply(values, token).sum() + Fails.apply(values).sum()
+    with pytest.raises(MemoryError):
+        loss.backward()
+    del loss, token
+    torch_internals.forget_failed_backward()
+    assert gone() is None
