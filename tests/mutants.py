@@ -62,14 +62,17 @@ MUTANTS = [
     Mutant(
         "a flush forgets that the step is over",
         "step/exchange.py",
-        "_replace(newer=False, stale=now.stale or changes)",
-        "_replace(newer=False, stale=now.stale or changes, over=False)",
+        "not now.stale):\n"
+        "            self.now = now._replace(newer=False, stale=now.stale or changes)",
+        "not now.stale):\n            self.now = now._replace(newer=False, over=False,"
+        " stale=now.stale or changes)",
     ),
     Mutant(
         "a flush leaves the table stale in silence",
         "step/exchange.py",
-        "_replace(newer=False, stale=now.stale or changes)",
-        "_replace(newer=False, stale=now.stale)",
+        "not now.stale):\n"
+        "            self.now = now._replace(newer=False, stale=now.stale or changes)",
+        "not now.stale):\n            self.now = now._replace(newer=False, stale=now.stale)",
     ),
     Mutant(
         "rows that became others in the table are not read again",
@@ -165,7 +168,7 @@ MUTANTS = [
     Mutant(
         "rows that are owed to the table are not written",
         "step/exchange.py",
-        "self._store.exchange(self._shown.kept.fields, now.owed, arriving)",
+        "self._store.exchange(self._shown.kept.fields, owed, arriving)",
         "self._store.exchange(self._shown.kept.fields, None, arriving)",
     ),
     Mutant(
@@ -190,8 +193,8 @@ MUTANTS = [
     Mutant(
         "announced rows do not begin the step",
         "step/exchange.py",
-        "begun = batch or told or self.planned(parts)",
-        "begun = batch or self.planned(parts)",
+        "begun = batch or told or self._step_of(parts)",
+        "begun = batch or self._step_of(parts)",
     ),
     Mutant(
         "zeros of zero_grad move rows",
