@@ -62,14 +62,17 @@ MUTANTS = [
     Mutant(
         "a flush forgets that the step is over",
         "step/exchange.py",
-        "_replace(newer=False, stale=now.stale or changes)",
-        "_replace(newer=False, stale=now.stale or changes, over=False)",
+        "not now.stale):\n"
+        "            self.now = now._replace(newer=False, stale=now.stale or changes)",
+        "not now.stale):\n            self.now = now._replace(newer=False, over=False,"
+        " stale=now.stale or changes)",
     ),
     Mutant(
         "a flush leaves the table stale in silence",
         "step/exchange.py",
-        "_replace(newer=False, stale=now.stale or changes)",
-        "_replace(newer=False, stale=now.stale)",
+        "not now.stale):\n"
+        "            self.now = now._replace(newer=False, stale=now.stale or changes)",
+        "not now.stale):\n            self.now = now._replace(newer=False, stale=now.stale)",
     ),
     Mutant(
         "rows that became others in the table are not read again",
@@ -317,8 +320,8 @@ MUTANTS = [
     Mutant(
         "rows that were put aside stay there",
         "step/fixed_blocks.py",
-        "        self._left_some = come\n",
-        "        self._left_some = False\n",
+        "Counted(self._left, self._left_ids, self._every, self._left_count)",
+        "Counted(self._left, self._left_ids, self._every, self._none)",
     ),
     Mutant(
         "rows of a capacity are not read again",
@@ -331,7 +334,7 @@ MUTANTS = [
         "step/fixed_blocks.py",
         "        self._halt.zero_()\n        self._fault.zero_()\n",
         "        self._fault.zero_()\n",
-        "tests/nn/test_capacity.py::test_the_error_is_raised_once",
+        "tests/nn/test_capacity.py::test_training_goes_on_after_the_error",
     ),
     Mutant(
         "a plan of a batch ahead is taken for a fault",

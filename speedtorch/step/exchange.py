@@ -801,7 +801,9 @@ class Exchange:
         now = self.now
         if self._fixed is not None:
             if now.batches:
-                stay = not self.is_over()
+                # With a gradient that is left an optimizer steps them once more.
+                left = not now.captured and self._shown.has_gradient()
+                stay = left or not self.is_over()
                 if not now.stale:
                     self._take()
                     self._fixed.go_home(stay=stay)

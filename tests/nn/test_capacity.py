@@ -350,6 +350,16 @@ def test_a_flush_anywhere_changes_nothing(device: str) -> None:
     assert_as_without(train, device=device)
 
 
+def test_a_gradient_that_is_left_steps_rows_again_after_a_flush(device: str) -> None:
+    def train(training: Training) -> None:
+        training.emb(GOOD).square().sum().backward()
+        training.optimizer.step()
+        training.emb.flush()
+        training.optimizer.step()
+
+    assert_as_without(train, device=device)
+
+
 def test_a_table_that_changes_between_steps_is_looked_up_anew(device: str) -> None:
     training = Training(device)
     training.learn(GOOD)
