@@ -559,7 +559,7 @@ class Exchange:
         if not is_settled or not blocks.are_for(self.device, self._shown.kept.fields):
             raise RuntimeError(
                 f"{self._name}: a CUDA graph begins with a step of its own: train a step or two"
-                " as the graph will, end prefetch() and call flush() before the capture"
+                " as the graph will, then zero_grad(), end prefetch() and flush() before the capture"
             )
 
     def stand_still(self) -> None:
@@ -801,8 +801,9 @@ class Exchange:
         now = self.now
         if self._fixed is not None:
             if now.batches:
-                # With a gradient that is left an optimizer steps them once more.
-                left = not now.captured and self._shown.has_gradient()
+                # With a gradient that is left an optimizer steps them once more; a CUDA graph does
+                # not know that the table has changed.
+                left = not self._fixed.is_captured and self._shown.has_gradient()
                 stay = left or not self.is_over()
                 if not now.stale:
                     self._take()
