@@ -559,7 +559,7 @@ class Exchange:
         if not is_settled or not blocks.are_for(self.device, self._shown.kept.fields):
             raise RuntimeError(
                 f"{self._name}: a CUDA graph begins with a step of its own: train a step or two"
-                " as the graph will, then zero_grad(), end prefetch() and flush() before the capture"
+                " as the graph will, then end prefetch(), and call zero_grad() and flush()"
             )
 
     def stand_still(self) -> None:
