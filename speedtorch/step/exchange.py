@@ -788,6 +788,7 @@ class Exchange:
         batch = self.planned(parts, self.now.batches[0])
         if more := len(batch.arriving[0]):
             self._told = ((), None)  # else the next lookup would begin with them again
+            self.now = self.now._replace(announced=False)  # nor does the step wait for others
             raise RuntimeError(f"{remedy} brings {more} new rows; nothing has changed")
         self.now = self.now._replace(batches=(*self.now.batches, batch))
 

@@ -577,6 +577,17 @@ def test_a_lookup_that_was_not_announced_uses_the_announcement_up(device: str) -
     training.learn(ids(3))
 
 
+def test_a_refused_lookup_ends_what_was_announced_within_the_step(device: str) -> None:
+    training = Training(device)
+    rows = training.emb(GOOD)
+    training.emb.announce(GOOD)
+    with pytest.raises(RuntimeError, match=NEW_ROWS):
+        training.emb(OTHER)
+    del rows
+    training.optimizer.zero_grad()
+    training.learn(OTHER)
+
+
 def test_too_many_rows_are_an_error_at_once_on_the_cpu_and_change_nothing() -> None:
     def train(training: Training) -> None:
         training.learn(GOOD)
