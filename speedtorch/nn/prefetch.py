@@ -114,7 +114,8 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     Iterate and train on one stream.
 
     Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
-    but are looked for, and the host waits for that.
+    but are looked for, and the host waits for that. Where rows have a capacity and a step several
+    lookups, it must be these tensors (on the CPU equal ones).
 
     Args:
         loader: Batches of any kind.
