@@ -205,10 +205,17 @@ def graphed(
         RuntimeError: An optimizer whose steps a graph cannot repeat, by name.
 
     Example:
-        >>> import speedtorch  # doctest: +SKIP
-        >>> step = speedtorch.graphed(train, ids, labels, modules=model, optimizers=optimizer)
-        >>> for ids, labels in loader:
-        ...     loss = step(ids, labels)
+        >>> import torch, speedtorch
+        >>> if torch.cuda.is_available():
+        ...     embedding = speedtorch.Embedding(1000, 8, device="cuda", capacity=64)
+        ...     sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
+        ...     def train(ids):
+        ...         sgd.zero_grad()
+        ...         embedding(ids).sum().backward()
+        ...         sgd.step()
+        ...     ids = torch.arange(64, device="cuda")
+        ...     step = speedtorch.graphed(train, ids, modules=embedding, optimizers=sgd)
+        ...     step(ids)
     """
     modules = [modules] if isinstance(modules, nn.Module) else list(modules)
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)

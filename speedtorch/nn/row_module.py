@@ -383,6 +383,8 @@ def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: An
     shape = _shape_of("embeddings", rows, "a tensor, a HostTable or the path of a saved one")
     if len(shape) != 2:
         raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
+    if given["capacity"] is None:
+        del given["capacity"]  # which a subclass need not know
     if isinstance(rows, Tensor) and given["device"] is None:
         given["device"] = rows.device
     made = cls(*shape, _weight=rows, _freeze=freeze, **given)

@@ -65,7 +65,7 @@ def test_the_table_is_closed_also_if_the_flush_fails(monkeypatch: pytest.MonkeyP
         raise IndexError("a bad id on the GPU")
 
     with monkeypatch.context() as patch:
-        patch.setattr(placement, "synchronize", synchronize)
+        patch.setattr(placement, "wait_for_rows", synchronize)
         with pytest.raises(IndexError, match="a bad id on the GPU"):
             table.close()
     with pytest.raises(ValueError, match="this table is closed"):
