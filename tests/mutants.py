@@ -307,8 +307,8 @@ MUTANTS = [
     Mutant(
         "rows beyond the count stay what an optimizer made of them",
         "step/exchange.py",
-        "            self._fixed.clear_others()\n",
-        "",
+        "                self._shown.put_back(self.now)\n            self._fixed.clear_others()\n",
+        "                self._shown.put_back(self.now)\n",
         "tests/nn/test_capacity.py::test_rows_beyond_the_count_are_zeros_before_and_after_a_step",
     ),
     Mutant(

@@ -388,8 +388,8 @@ class Exchange:
             elif not call.paused:
                 left = call.leave()
                 written = written or number == now.number
-                if left and number == now.number:
-                    self._tidy()
+                if left and number == now.number and self._fixed is not None:
+                    self._fixed.clear_others()
         if written:
             if not self.now.newer:
                 self.now = self.now._replace(newer=True, stale=False)
@@ -413,7 +413,10 @@ class Exchange:
         # that a step is not known to have changed are where a CUDA graph changes them.
         if not (blocks.are_for(self.device, shown.kept.fields) and blocks.have(now.rows)):
             return False
-        return (stepped or now.newer) and blocks.take(shown.rows_of(now))
+        taken = (stepped or now.newer) and blocks.take(shown.rows_of(now))
+        if taken:
+            blocks.clear_others()  # whatever an optimizer that failed has left there
+        return taken
 
     def _send(self, ahead: bool) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
@@ -811,7 +814,9 @@ class Exchange:
                     self._fixed.go_home(stay=stay)
                 elif not stay:
                     self._fixed.hold_none()
-                self.now = now._replace(newer=False, stale=stay and (now.stale or changes))
+                # Who keeps the state of rows that are at home may lose it, and is shown them anew.
+                rows, stale = (now.rows if stay else [*now.rows]), stay and (now.stale or changes)
+                self.now = now._replace(rows=rows, newer=False, stale=stale)
             return
         if now.newer and now.ids.shape[0]:  # nothing goes home to a table without first values
             leaving = Block(self._shown.rows_of(now), now.ids)
