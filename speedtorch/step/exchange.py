@@ -557,8 +557,8 @@ class Exchange:
             )
         if now.captured:
             return
-        is_settled = now.over and not now.stale and now.coming is None and now.owed is None
-        is_settled = is_settled and blocks.is_settled
+        is_settled = now.over and now.coming is None and now.owed is None and blocks.is_settled
+        is_settled = is_settled and not (now.stale and blocks.hold_some)
         if not is_settled or not blocks.are_for(self.device, self._shown.kept.fields):
             raise RuntimeError(
                 f"{self._name}: a CUDA graph begins with a step of its own: train a step or two"
@@ -806,17 +806,19 @@ class Exchange:
         if self._fixed is not None:
             if now.batches:
                 # With a gradient that is left an optimizer steps them once more; a CUDA graph does
-                # not know that the table has changed.
-                left = not self._fixed.is_captured and self._shown.has_gradient()
-                stay = left or not self.is_over()
+                # not know that the table has changed, and reads what it holds by itself.
+                captured = self._fixed.is_captured
+                stay = not self.is_over() or (not captured and self._shown.has_gradient())
                 if not now.stale:
                     self._take()
                     self._fixed.go_home(stay=stay)
-                elif not stay:
-                    self._fixed.hold_none()
-                # Who keeps the state of rows that are at home may lose it, and is shown them anew.
-                rows, stale = (now.rows if stay else [*now.rows]), stay and (now.stale or changes)
-                self.now = now._replace(rows=rows, newer=False, stale=stale)
+                if captured and not stay:
+                    if now.stale:
+                        self._fixed.hold_none()
+                    self.now = now._replace(rows=[*now.rows], newer=False, stale=False)
+                else:
+                    # Without them the optimizer's state of now may be another's, or gone.
+                    self.now = now._replace(newer=False, stale=now.stale or changes)
             return
         if now.newer and now.ids.shape[0]:  # nothing goes home to a table without first values
             leaving = Block(self._shown.rows_of(now), now.ids)

@@ -36,6 +36,8 @@ class FixedBlocks:
     def __init__(self, name: str, store: RowStore, capacity: int, padding: int | None) -> None:
         self.capacity = capacity
         self.rows: list[Tensor] = []
+        self.hold_some = False
+        """Whether rows may be held, for all that the host knows."""
         self._name = name
         self._store = store
         self._padding = padding
@@ -127,7 +129,7 @@ class FixedBlocks:
             )
             arriving = (changes.arriving, changes.arriving_places, changes.counts[2:3])
             self._store.exchange_counted(self._fields, leaving, Counted(self._coming, *arriving))
-        self._left_some = come
+        self._left_some, self.hold_some = come, True
         torch.ops.speedtorch.hold_rows(
             self.rows,
             self._coming,
@@ -178,6 +180,7 @@ class FixedBlocks:
     def hold_none(self) -> None:
         """Says that no row is held."""
         self._status.zero_()
+        self.hold_some = False
 
     def read_again(self) -> None:
         """Held rows are those of the table again."""
