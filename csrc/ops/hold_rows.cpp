@@ -92,13 +92,13 @@ void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
                const Tensor& leaving_places, const Tensor& counts, const Tensor& ids,
                const Tensor& held_ids, const Tensor& held_status, const Tensor& left_ids,
                const Tensor& left_count) {
-  const Arguments all(kOp, {written("held", held, true), written("coming", coming, true),
-                            written("left", left, true), read("stay_places", stay_places),
-                            read("stay_from", stay_from), read("leaving", leaving),
-                            read("leaving_places", leaving_places), read("counts", counts),
-                            read("ids", ids), written("held_ids", held_ids),
-                            written("held_status", held_status), written("left_ids", left_ids),
-                            written("left_count", left_count)});
+  const Arguments all(
+      kOp,
+      {written("held", held, true), written("coming", coming, true), written("left", left, true),
+       read("stay_places", stay_places), read("stay_from", stay_from), read("leaving", leaving),
+       read("leaving_places", leaving_places), read("counts", counts), read("ids", ids),
+       written("held_ids", held_ids), written("held_status", held_status),
+       written("left_ids", left_ids), written("left_count", left_count)});
   auto check_as_list = [&](const char* name, const Tensor& list, int64_t size) {
     check_list(kOp, name, list, "held_ids", held_ids);
     check_shape(kOp, name, list, {size});

@@ -64,8 +64,8 @@ void check_part(int64_t begin, int64_t count, int64_t entries) {
 Tensor summed(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
               int64_t distinct, const std::optional<Tensor>& named,
               const std::optional<Tensor>& source) {
-  const Arguments all(kOp, {read("rows", rows), read("plan", plan), read("named", named),
-                            read("source", source)});
+  const Arguments all(
+      kOp, {read("rows", rows), read("plan", plan), read("named", named), read("source", source)});
   const NumberKind kind = float_kind_of(kOp, "rows", rows);
   const Rows shape = as_rows(kOp, "rows", rows);
   check_contiguous(kOp, "rows", rows);
@@ -152,7 +152,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
       "sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct, Tensor? "
       "source=None) -> Tensor");
   m.def(
-      "sum_rows.counted(Tensor rows, Tensor[] plan, int table_rows, int begin, int capacity, Tensor "
+      "sum_rows.counted(Tensor rows, Tensor[] plan, int table_rows, int begin, int capacity, "
+      "Tensor "
       "named, Tensor? source=None) -> Tensor");
 }
 
