@@ -44,6 +44,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     leaving = [rows(COUNT, 4), numbers(COUNT, 2, seed=5).to(device)]
     arriving = [rows(COUNT, 6), numbers(COUNT, 2, seed=7).to(device)]
     places, load_places = ids(3, 0, 2, 1), ids(2, 0, 3)
+    moved = (leaving, up, places, arriving, load, load_places)
     gather, scatter, swap = ops.pinned_gather, ops.pinned_scatter, ops.optimizer_state_swap
     sums = block.double()
     held, held_ids = [rows(COUNT, 8), rows(COUNT, 9)[:, :2].contiguous()], ids(1, 2, 6, 8)
@@ -66,7 +67,11 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "optimizer_state_swap.placed": (
             swap.placed,
-            (host, leaving, up, places, arriving, load, load_places),
+            (host, *moved),
+        ),
+        "optimizer_state_swap.tables": (
+            swap.tables,
+            ([*host, rows(2, 10), rows(2, 11)[:, :2].contiguous()], 2, *moved),
         ),
         "optimizer_state_swap.counted": (
             swap.counted,

@@ -32,28 +32,24 @@ namespace {
 constexpr const char* kOp = "optimizer_state_swap";
 constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
 
-// The three sides of each field. Throws ValueError unless lists, shapes, dtypes and devices fit and
-// there is room for the rows of both lists.
-std::vector<SwapField> check_swap(const Tensors& host, const Tensors& leaving,
-                                  const Tensors& arriving, int64_t evicted, int64_t loaded) {
-  check_fields(kOp, "host", host.size());
-  if (leaving.size() != host.size() || arriving.size() != host.size()) {
-    throw_value_error(kOp, "host, leaving and arriving must be lists of one length, got ",
-                      host.size(), ", ", leaving.size(), " and ", arriving.size());
-  }
+// The three sides of each field, of the table whose fields begin at `first` of host. Throws
+// ValueError unless shapes, dtypes and devices fit and there is room for the rows of both lists.
+std::vector<SwapField> check_fields_of(size_t first, const Tensors& host, const Tensors& leaving,
+                                       const Tensors& arriving, int64_t evicted, int64_t loaded) {
   std::vector<SwapField> fields;
-  for (size_t k = 0; k < host.size(); ++k) {
-    const std::string host_name = item("host", k);
+  for (size_t k = 0; k < arriving.size(); ++k) {
+    const Tensor& home = host[first + k];
+    const std::string host_name = item("host", first + k);
     SwapField field;
-    field.host = as_writable_rows(kOp, host_name.c_str(), host[k]);
-    if (host[k].size(0) != host[0].size(0)) {
-      throw_value_error(kOp, host_name, " has ", host[k].size(0), " rows, host[0] has ",
-                        host[0].size(0), "; all fields of a table have the same rows");
+    field.host = as_writable_rows(kOp, host_name.c_str(), home);
+    if (home.size(0) != host[first].size(0)) {
+      throw_value_error(kOp, host_name, " has ", home.size(0), " rows, ", item("host", first),
+                        " has ", host[first].size(0), "; all fields of a table have the same rows");
     }
-    check_device(kOp, host_name.c_str(), host[k], "arriving[0]", arriving[0]);
+    check_device(kOp, host_name.c_str(), home, "arriving[0]", arriving[0]);
     auto check_side = [&](const char* list, const Tensor& side, int64_t needed) {
       const std::string name = item(list, k);
-      const Rows rows = as_rows_like(kOp, name.c_str(), side, host_name.c_str(), host[k],
+      const Rows rows = as_rows_like(kOp, name.c_str(), side, host_name.c_str(), home,
                                      "arriving[0]", arriving[0]);
       if (side.size(0) < needed) {
         throw_value_error(kOp, name, " has ", side.size(0), " rows, at least ", needed,
@@ -66,6 +62,19 @@ std::vector<SwapField> check_swap(const Tensors& host, const Tensors& leaving,
     fields.push_back(field);
   }
   return fields;
+}
+
+void check_lists(size_t fields, const Tensors& leaving, const Tensors& arriving) {
+  check_fields(kOp, "host", fields);
+  if (leaving.size() == fields && arriving.size() == fields) return;
+  throw_value_error(kOp, "host, leaving and arriving must be lists of one length, got ", fields,
+                    ", ", leaving.size(), " and ", arriving.size());
+}
+
+std::vector<SwapField> check_swap(const Tensors& host, const Tensors& leaving,
+                                  const Tensors& arriving, int64_t evicted, int64_t loaded) {
+  check_lists(host.size(), leaving, arriving);
+  return check_fields_of(0, host, leaving, arriving, evicted, loaded);
 }
 
 // `write_through`: rows in both lists go to the host as well.
@@ -109,10 +118,48 @@ bool lies_among(const Rows& field, const Rows& other) {
          other.count > 1;
 }
 
-void swap_on_gpu(const Tensors& host, const std::vector<SwapField>& fields, const PlanView& evict,
+// Notes that work on `stream` uses fields of a table.
+void note_use_of(const Tensor* host, const SwapField* fields, size_t count,
+                 const CurrentStream& stream) {
+  for (size_t k = 0; k < count; ++k) {
+    // Fields of one record are one piece of memory.
+    const bool noted = k > 0 && lies_among(fields[k].host, fields[0].host);
+    if (!noted) note_use(host[k], fields[k].host, stream.get());
+  }
+}
+
+// A table of which rows are exchanged, by their numbers among those of all.
+struct SwapTable {
+  int64_t first;
+  std::vector<SwapField> fields;
+};
+
+int64_t rows_of(const std::vector<SwapTable>& tables) {
+  return tables.back().first + tables.back().fields[0].host.count;
+}
+
+// Fields `begin` to `end` of tables from `table` on: of as many as fit a launch.
+SwapTables places_of(const std::vector<SwapTable>& tables, size_t table, size_t begin, size_t end) {
+  SwapTables some{};
+  const size_t most = std::min<size_t>(kTablesPerLaunch, kPlacesPerLaunch / (end - begin));
+  for (; table < tables.size() && static_cast<size_t>(some.count) < most; ++table) {
+    const SwapTable& one = tables[table];
+    some.firsts[some.count] = one.first;
+    for (size_t k = begin; k < end; ++k) {
+      const Rows& rows = one.fields[k].host;
+      some.places[static_cast<size_t>(some.count) * (end - begin) + k - begin] = {
+          .base = rows.base - one.first * rows.stride_bytes, .stride_bytes = rows.stride_bytes};
+    }
+    some.firsts[++some.count] = one.first + one.fields[0].host.count;
+  }
+  return some;
+}
+
+void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, const PlanView& evict,
                  const PlanView& load, const Tensor& on, const CurrentStream& stream,
                  const Arguments& all, bool write_through = false) {
   if constexpr (kWithCuda) {
+    const std::vector<SwapField>& fields = tables[0].fields;
     const int64_t load_bytes = load.count * static_cast<int64_t>(sizeof(int64_t));
     const Tensor matched = new_tensor(kOp, {load_bytes + evict.count}, ScalarType::Byte, on);
     auto* memory = static_cast<char*>(matched.data_ptr());
@@ -122,26 +169,30 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapField>& fields, cons
     all.mark_written();
     for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
       const size_t last = std::min(fields.size(), first + kFieldsPerLaunch);
-      const bool crosses_link = std::any_of(host.begin() + first, host.begin() + last,
+      const bool crosses_link = std::any_of(host.begin(), host.end(),
                                             [](const Tensor& field) { return !field.is_cuda(); });
-      check_cuda(launch_swap(&fields[first], static_cast<int>(last - first), evict, load, scratch,
-                             crosses_link ? swap_sms() : kDeviceBlocks,
-                             first == 0 ? error_record() : nullptr, stream.get()),
-                 kOp);
-      for (size_t k = first; k < last; ++k) {
-        // Fields of one record are one piece of memory.
-        const bool noted = k > first && lies_among(fields[k].host, fields[first].host);
-        if (!noted) note_use(host[k], fields[k].host, stream.get());
+      for (size_t table = 0; table < tables.size();) {
+        const SwapTables some = places_of(tables, table, first, last);
+        check_cuda(launch_swap(&fields[first], static_cast<int>(last - first),
+                               tables.size() > 1 ? &some : nullptr, rows_of(tables), evict, load,
+                               scratch, crosses_link ? swap_sms() : kDeviceBlocks,
+                               first + table == 0 ? error_record() : nullptr, stream.get()),
+                   kOp);
+        for (const size_t end = table + static_cast<size_t>(some.count); table < end; ++table) {
+          note_use_of(&host[table * fields.size() + first], &tables[table].fields[first],
+                      last - first, stream);
+        }
       }
     }
   }
 }
 
 // Whether the GPU reaches every field where it is.
-bool all_mapped(const Tensors& host, const std::vector<SwapField>& fields) {
+bool all_mapped(const Tensors& host, const std::vector<SwapTable>& tables) {
   bool mapped = true, on_gpu = false;
   for (size_t k = 0; k < host.size(); ++k) {
-    const Access access = access_of(kOp, host[k], fields[k].host);
+    const std::vector<SwapField>& fields = tables[k / tables[0].fields.size()].fields;
+    const Access access = access_of(kOp, host[k], fields[k % fields.size()].host);
     mapped &= access != Access::kNot;
     on_gpu |= access == Access::kOnGpu;
   }
@@ -208,10 +259,10 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
                             read("load_plan", load_plan)});
   check_ids_kind(kOp, "evict", evict);
   check_ids_kind(kOp, "load", load);
-  const std::vector<SwapField> fields =
-      check_swap(host, leaving, arriving, evict.numel(), load.numel());
+  const std::vector<SwapTable> tables{
+      {0, check_swap(host, leaving, arriving, evict.numel(), load.numel())}};
   const Tensor& on = arriving[0];
-  const int64_t rows = fields[0].host.count;
+  const int64_t rows = rows_of(tables);
   check_device(kOp, "evict", evict, "arriving[0]", on);
   check_device(kOp, "load", load, "arriving[0]", on);
   if (evict_plan) check_plan(kOp, "evict", *evict_plan, evict.numel(), on);
@@ -221,10 +272,10 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
     const CpuPlan evict_made = plan_on_cpu("evict", as_ids(evict), evict_plan, rows);
     const CpuPlan load_made = plan_on_cpu("load", as_ids(load), load_plan, rows);
     all.mark_written();
-    return swap_on_cpu(fields, evict_made.view, load_made.view);
+    return swap_on_cpu(tables[0].fields, evict_made.view, load_made.view);
   }
   const CurrentStream stream(kOp, on);
-  const bool mapped = all_mapped(host, fields);
+  const bool mapped = all_mapped(host, tables);
   Ids evict_ids = as_ids(evict), load_ids = as_ids(load);
   if (!mapped) {
     stream.refuse_capture_of_pageable(kOp, "a host field", "field");
@@ -253,7 +304,7 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
   };
   const auto [evict_made, evict_view] = planned("evict", evict_ids, evict_plan);
   const auto [load_made, load_view] = planned("load", load_ids, load_plan);
-  swap_on_gpu(host, fields, evict_view, load_view, on, stream, all);
+  swap_on_gpu(host, tables, evict_view, load_view, on, stream, all);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -306,7 +357,46 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
 // well, so that what has arrived may be thrown away; without them all entries count.
 using Count = std::optional<Tensor>;
 
-void swap_at_places(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+// The tables whose fields are listed in host, one table after another.
+std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Tensors& leaving,
+                                    const Tensors& arriving) {
+  const size_t fields = count < 1 ? 0 : host.size() / static_cast<size_t>(count);
+  check_lists(fields, leaving, arriving);
+  if (host.size() != fields * static_cast<size_t>(count)) {
+    throw_value_error(kOp, "host has ", host.size(), " fields, expected as many of each of ", count,
+                      " tables");
+  }
+  std::vector<SwapTable> tables;
+  for (size_t first = 0; first < host.size(); first += fields) {
+    const int64_t row = tables.empty() ? 0 : rows_of(tables);
+    tables.push_back({row, check_fields_of(first, host, leaving, arriving, 0, 0)});
+  }
+  return tables;
+}
+
+// A list's ids from `begin` to `end`.
+PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
+  int64_t* last = list.unique + list.count;
+  const int64_t first = std::lower_bound(list.unique, last, begin) - list.unique;
+  PlanView part = list;
+  part.unique += first;
+  part.order += first;
+  part.count = std::lower_bound(part.unique, last, end) - part.unique;
+  return part;
+}
+
+void swap_tables_on_cpu(const std::vector<SwapTable>& tables, const PlanView& evict,
+                        const PlanView& load, bool write_through) {
+  for (const SwapTable& table : tables) {
+    std::vector<SwapField> fields = table.fields;
+    for (SwapField& field : fields) field.host.base -= table.first * field.host.stride_bytes;
+    const int64_t end = table.first + table.fields[0].host.count;
+    swap_on_cpu(fields, part_of(evict, table.first, end), part_of(load, table.first, end),
+                write_through);
+  }
+}
+
+void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
                     const Tensor& evict_places, const Count& evict_count, const Tensors& arriving,
                     const Tensor& load, const Tensor& load_places, const Count& load_count) {
   const Arguments all(
@@ -314,7 +404,8 @@ void swap_at_places(const Tensors& host, const Tensors& leaving, const Tensor& e
             read("evict", evict), read("evict_places", evict_places),
             read("evict_count", evict_count), written("arriving", arriving, load.numel() > 0),
             read("load", load), read("load_places", load_places), read("load_count", load_count)});
-  const std::vector<SwapField> fields = check_swap(host, leaving, arriving, 0, 0);
+  const std::vector<SwapTable> tables = check_tables(host, count, leaving, arriving);
+  const std::vector<SwapField>& fields = tables[0].fields;
   check_side_rows(fields);
   const Tensor& on = arriving[0];
   // A side's ids and the places of their rows.
@@ -338,22 +429,21 @@ void swap_at_places(const Tensors& host, const Tensors& leaving, const Tensor& e
   check_placed_kinds(kOp, arrives, on);
   all.check_memory();
   const bool counted = evict_count.has_value();
-  const int64_t rows = fields[0].host.count;
+  const int64_t rows = rows_of(tables);
   if (on.is_cpu()) {
     const PlacedViews placed = placed_ids(kOp, leaves, arrives, rows, on, nullptr);
     all.mark_written();
-    return swap_on_cpu(fields, placed.evict, placed.load, counted);
+    return swap_tables_on_cpu(tables, placed.evict, placed.load, counted);
   }
   const CurrentStream stream(kOp, on);
-  if (all_mapped(host, fields)) {
+  if (all_mapped(host, tables)) {
     const PlacedViews placed = placed_ids(kOp, leaves, arrives, rows, on, stream.get());
-    return swap_on_gpu(host, fields, placed.evict, placed.load, on, stream, all, counted);
+    return swap_on_gpu(host, tables, placed.evict, placed.load, on, stream, all, counted);
   }
-  if (counted) {
-    throw_value_error(kOp,
-                      "a host field is in pageable memory, which takes the host, and counts are "
-                      "not known there; pin it with speedtorch.pin_memory_(field) or keep it in a "
-                      "HostTable");
+  if (counted || tables.size() > 1) {
+    throw_value_error(kOp, "a host field is in pageable memory, which takes the host, and ",
+                      counted ? "counts are not known there" : "it would take each table by itself",
+                      "; pin it with speedtorch.pin_memory_(field) or keep it in a HostTable");
   }
   stream.refuse_capture_of_pageable(kOp, "a host field", "field");
   auto on_cpu = [](PlacedList list) {
@@ -380,15 +470,22 @@ void swap_at_places(const Tensors& host, const Tensors& leaving, const Tensor& e
 void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                  const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
                  const Tensor& load_places) {
-  swap_at_places(host, leaving, evict, evict_places, std::nullopt, arriving, load, load_places,
+  swap_at_places(host, 1, leaving, evict, evict_places, std::nullopt, arriving, load, load_places,
                  std::nullopt);
 }
 
 void swap_counted(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                   const Tensor& evict_places, const Tensor& evict_count, const Tensors& arriving,
                   const Tensor& load, const Tensor& load_places, const Tensor& load_count) {
-  swap_at_places(host, leaving, evict, evict_places, evict_count, arriving, load, load_places,
+  swap_at_places(host, 1, leaving, evict, evict_places, evict_count, arriving, load, load_places,
                  load_count);
+}
+
+void swap_tables(const Tensors& host, int64_t tables, const Tensors& leaving, const Tensor& evict,
+                 const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
+                 const Tensor& load_places) {
+  swap_at_places(host, tables, leaving, evict, evict_places, std::nullopt, arriving, load,
+                 load_places, std::nullopt);
 }
 
 void optimizer_state_swap(const Tensors& host, const Tensors& leaving, const Tensor& evict,
@@ -422,11 +519,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
       "optimizer_state_swap.counted(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor "
       "evict_places, Tensor evict_count, Tensor(b!)[] arriving, Tensor load, Tensor load_places, "
       "Tensor load_count) -> ()");
+  // Of tables whose rows are numbered one after another, and their fields listed so.
+  m.def(
+      "optimizer_state_swap.tables(Tensor(a!)[] host, int tables, Tensor[] leaving, Tensor evict, "
+      "Tensor evict_places, Tensor(b!)[] arriving, Tensor load, Tensor load_places) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("optimizer_state_swap", TORCH_BOX(&speedtorch::optimizer_state_swap));
   m.impl("optimizer_state_swap.planned", TORCH_BOX(&speedtorch::optimizer_state_swap_planned));
   m.impl("optimizer_state_swap.placed", TORCH_BOX(&speedtorch::swap_placed));
+  m.impl("optimizer_state_swap.tables", TORCH_BOX(&speedtorch::swap_tables));
   m.impl("optimizer_state_swap.counted", TORCH_BOX(&speedtorch::swap_counted));
 }

@@ -56,14 +56,39 @@ struct Fields {
   int count;
 };
 
+// How rows of the host are found: those of one table, or those of several, of which a row is in
+// none (-1) if the table is not among them.
+struct OneTable {
+  __device__ int table_of(int64_t) const { return 0; }
+  __device__ char* row(const SwapField& field, int, int, int64_t id) const {
+    return field.host.base + id * field.host.stride_bytes;
+  }
+};
+
+struct SomeTables {
+  SwapTables all;
+  int fields;
+
+  __device__ int table_of(int64_t id) const {
+    if (id < all.firsts[0] || id >= all.firsts[all.count]) return -1;
+    // The first that begins after the row, less one: tables without rows are none.
+    return static_cast<int>(lower_bound(all.firsts, all.count, id + 1)) - 1;
+  }
+  __device__ char* row(const SwapField&, int f, int table, int64_t id) const {
+    const HostPlace& place = all.places[table * fields + f];
+    return place.base + id * place.stride_bytes;
+  }
+};
+
 // A group of lanes owns kRowsInFlight entries of both lists at a time; entry m of each list is the
 // m-th in address order, so that both directions work on the same neighbourhood of the table and
 // share its pages. Loads of all entries come before their stores. No row is read and written at
 // once: a row in both lists is not read from the host.
-template <typename Vec>
+template <typename Vec, typename Tables>
 __global__ void __launch_bounds__(kMoverThreads)
-    swap_kernel(Fields fields, PlanView evict, PlanView load, SwapScratch scratch, int lanes,
-                Report evicting, Report loading) {
+    swap_kernel(const __grid_constant__ Fields fields, const __grid_constant__ Tables tables,
+                PlanView evict, PlanView load, SwapScratch scratch, int lanes, Report evicting,
+                Report loading) {
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const bool bad_evict = is_bad(*evict.status, evicting.rows),
              bad_load = is_bad(*load.status, loading.rows);
@@ -82,16 +107,21 @@ __global__ void __launch_bounds__(kMoverThreads)
   for (int64_t first = group; first < entries; first += groups * kRowsInFlight) {
     int64_t leaves_to[kRowsInFlight], leaves_from[kRowsInFlight];
     int64_t arrives_to[kRowsInFlight], arrives_from[kRowsInFlight], loaded[kRowsInFlight];
+    int leaves_table[kRowsInFlight], loaded_table[kRowsInFlight];
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t m = first + u * groups;
-      const bool leaves = m < evict_count && !scratch.stays[m];
+      bool leaves = m < evict_count && !scratch.stays[m];
       leaves_to[u] = leaves ? evict.unique[m] : -1;
+      leaves_table[u] = leaves ? tables.table_of(leaves_to[u]) : -1;
+      leaves = leaves_table[u] >= 0;
       leaves_from[u] = leaves ? evict.order[m] : -1;
-      const bool arrives = m < load_count;
+      bool arrives = m < load_count;
+      loaded[u] = arrives ? load.unique[m] : -1;
+      loaded_table[u] = arrives ? tables.table_of(loaded[u]) : -1;
+      arrives = loaded_table[u] >= 0;
       arrives_to[u] = arrives ? load.order[m] : -1;
       arrives_from[u] = arrives ? scratch.arrives_from[m] : -1;
-      loaded[u] = arrives ? load.unique[m] : -1;
     }
     int f = 0;
     for (int64_t vec = lane; vec < vecs; vec += lanes) {
@@ -104,17 +134,16 @@ __global__ void __launch_bounds__(kMoverThreads)
         if (arrives_to[u] >= 0) {
           const char* source = arrives_from[u] >= 0
                                    ? field.leaving.base + arrives_from[u] * row_bytes
-                                   : field.host.base + loaded[u] * field.host.stride_bytes;
+                                   : tables.row(field, f, loaded_table[u], loaded[u]);
           in[u] = load_streaming<Vec>(source, column);
         }
-        if (leaves_to[u] >= 0)
+        if (leaves_from[u] >= 0)
           out[u] = load_streaming<Vec>(field.leaving.base + leaves_from[u] * row_bytes, column);
       }
 #pragma unroll
       for (int u = 0; u < kRowsInFlight; ++u) {
-        if (leaves_to[u] >= 0) {
-          store_streaming<Vec>(field.host.base + leaves_to[u] * field.host.stride_bytes, column,
-                               out[u]);
+        if (leaves_from[u] >= 0) {
+          store_streaming<Vec>(tables.row(field, f, leaves_table[u], leaves_to[u]), column, out[u]);
         }
         if (arrives_to[u] >= 0) {
           store_streaming<Vec>(field.arriving.base + arrives_to[u] * row_bytes, column, in[u]);
@@ -136,10 +165,14 @@ int launch_swap_match(const PlanView& evict, const PlanView& load, bool write_th
   return cudaGetLastError();
 }
 
-int launch_swap(const SwapField* fields, int field_count, const PlanView& evict,
-                const PlanView& load, const SwapScratch& scratch, int most_blocks,
-                ErrorRecord* record, void* stream) {
+int launch_swap(const SwapField* fields, int field_count, const SwapTables* tables, int64_t rows,
+                const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
+                int most_blocks, ErrorRecord* record, void* stream) {
   uint64_t bits = 0;
+  for (int p = 0; tables != nullptr && p < tables->count * field_count; ++p) {
+    const HostPlace& place = tables->places[p];
+    bits |= reinterpret_cast<uint64_t>(place.base) | static_cast<uint64_t>(place.stride_bytes);
+  }
   int64_t record_bytes = 0;
   for (int f = 0; f < field_count; ++f) {
     const SwapField& field = fields[f];
@@ -155,12 +188,15 @@ int launch_swap(const SwapField* fields, int field_count, const PlanView& evict,
     all.field[f] = fields[f];
     all.first_vec[f + 1] = all.first_vec[f] + fields[f].host.row_bytes / shape.vec_bytes;
   }
-  const Report evicting{record, Op::kSwap, IdList::kEvict, fields[0].host.count};
-  const Report loading{record, Op::kSwap, IdList::kLoad, fields[0].host.count};
+  const Report evicting{record, Op::kSwap, IdList::kEvict, rows};
+  const Report loading{record, Op::kSwap, IdList::kLoad, rows};
   with_vec_type(shape.vec_bytes, [&](auto vec) {
-    swap_kernel<decltype(vec)>
-        <<<shape.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            all, evict, load, scratch, shape.lanes_per_row, evicting, loading);
+    const auto launch = [&](const auto& found) {
+      swap_kernel<decltype(vec)>
+          <<<shape.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+              all, found, evict, load, scratch, shape.lanes_per_row, evicting, loading);
+    };
+    tables == nullptr ? launch(OneTable{}) : launch(SomeTables{*tables, field_count});
   });
   return cudaGetLastError();
 }

@@ -251,6 +251,13 @@ These are host, leaving, evict, evict_places, arriving, load and load_places.
 """
 
 
+swap_tables: Callable[..., None] = partial(_call, _ops.optimizer_state_swap.tables)
+"""As swap_placed for several tables: host lists the fields of one after another, as ids count.
+
+Their number follows host.
+"""
+
+
 swap_counted: Callable[..., None] = partial(_call, _ops.optimizer_state_swap.counted)
 """As swap_placed for the first entries of each list: its number of them, `[1]`, follows it."""
 
@@ -574,6 +581,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "optimizer_state_swap": _refuse_meta_mix,
     "optimizer_state_swap.planned": _refuse_meta_mix,
     "optimizer_state_swap.placed": _refuse_meta_mix,
+    "optimizer_state_swap.tables": _refuse_meta_mix,
     "optimizer_state_swap.counted": _refuse_meta_mix,
     "hold_rows": _refuse_meta_mix,
     "clear_rows": _refuse_meta_mix,

@@ -23,6 +23,7 @@ def overload_arguments(place: Place) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         return place.work(random_rows(count, (COLUMNS,), torch.int32, seed=seed))
 
     table = place.table(random_rows(ROWS, (COLUMNS,), torch.int32, gap=2))
+    other = place.table(random_rows(5, (COLUMNS,), torch.int32, seed=4))
     index, load = place.ids(IDS), place.ids(LOAD, torch.int32)
     plan, load_plan = (speedtorch.plan_rows(ids, ROWS) for ids in (index, load))
     out, leaving, arriving = rows(4, 1), rows(5, 2), rows(3, 3)
@@ -48,6 +49,10 @@ def overload_arguments(place: Place) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             swap.placed,
             ([table], [leaving], up, places, [arriving], up_load, load_places),
         ),
+        "swap.tables": (
+            swap.tables,
+            ([table, other], 2, [leaving], up, places, [arriving], up_load, load_places),
+        ),
         "swap.counted": (
             swap.counted,
             ([table], [leaving], up, places, two, [arriving], up_load, load_places, two.clone()),
@@ -59,13 +64,13 @@ def overload_arguments(place: Place) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 OVERLOADS = (
     *("gather", "gather.out", "gather.planned", "gather.planned_out"),
     *("scatter", "scatter_add", "scatter.planned", "scatter.planned_add"),
-    *("swap", "swap.planned", "swap.placed", "swap.counted", "plan_rows"),
+    *("swap", "swap.planned", "swap.placed", "swap.tables", "swap.counted", "plan_rows"),
 )
 
 
 @pytest.mark.parametrize("overload", OVERLOADS)
 def test_opcheck_finds_nothing(place: Place, overload: str) -> None:
-    if overload == "swap.counted" and not place.mapped:
+    if overload in ("swap.tables", "swap.counted") and not place.mapped:
         pytest.skip("refuses pageable tables")
     op, arguments = overload_arguments(place)[overload]
     torch.library.opcheck(op, arguments)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import speedtorch
+from speedtorch.ops.functions import swap_tables
 
 ROWS = 50
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -162,3 +163,106 @@ def test_opcheck_is_clean(device: str) -> None:
     sides = [torch.rand(3, 2, device=device) for _ in range(2)]
     arguments = ([torch.rand(ROWS, 2)], [sides[0]], ids, places, [sides[1]], ids, places)
     opcheck(torch.ops.speedtorch.optimizer_state_swap.placed, arguments)
+
+
+# ------------------------------------------------------------------------------------------------
+# Several tables in one call
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", ["auto", "registered", "cuda"])
+@pytest.mark.parametrize(
+    ("rows", "widths"),
+    [([7], 2), ([3, 0, 9, 1], 3), ([2] * 150, 1), ([5] * 11, 17)],
+    ids=["one", "few, one without rows", "more than a launch takes", "many fields"],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_several_tables_go_from_and_to_their_places(
+    device: str, rows: list[int], widths: int, memory: str
+) -> None:
+    if device == "cpu" and memory in ("registered", "cuda"):
+        pytest.skip("needs a GPU")
+    total = sum(rows)
+    fields = {f"f{k}": SHAPES[k % len(SHAPES)] for k in range(widths)}
+    tables = [speedtorch.HostTable.from_fields(count, fields, memory) for count in rows if count]
+    empty = {name: torch.empty(0, *shape, dtype=dtype) for name, (shape, dtype) in fields.items()}
+    ours = iter(tables)
+    hosts = [next(ours) if count else empty for count in rows]
+    evict = some(total // 2, total, 1, ascending=True)
+    load = some(total * 2 // 3, total, 2, ascending=True)
+    places = [some(len(each), total, 3, ascending=False) for each in (evict, load)]
+    leaving, arriving, expected = [], [], []
+    for k, (name, (shape, dtype)) in enumerate(fields.items()):
+        values = random((total, *shape), dtype, k)
+        for host, part in zip(hosts, values.split(rows), strict=True):
+            host[name].copy_(part)
+        leaving.append(random((total, *shape), dtype, k + 100))
+        arriving.append(random((total, *shape), dtype, k + 200))
+        expected.append(swapped(values, leaving[-1], evict, arriving[-1], load, *places))
+    on_device = [each.to(device) for each in arriving]
+    swap_tables(
+        [host[name] for host in hosts for name in fields],
+        len(hosts),
+        [each.to(device) for each in leaving],
+        *(evict.to(device), places[0].to(device)),
+        on_device,
+        *(load.to(device), places[1].to(device)),
+    )
+    speedtorch.synchronize()
+    for name, side, (host_after, arriving_after) in zip(fields, on_device, expected, strict=True):
+        assert_same_bytes(torch.cat([host[name].cpu() for host in hosts]), host_after)
+        assert_same_bytes(side, arriving_after)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_ids_of_several_tables_are_told_once_and_move_nothing(device: str) -> None:
+    tables = [speedtorch.HostTable(2, 2).normal_(seed=k) for k in range(100)]
+    before = [table["weight"].clone() for table in tables]
+    sides = [torch.full((3, 2), float(number), device=device) for number in (1, 2)]
+    good, bad = torch.tensor([2, 199], device=device), torch.tensor([2, 200], device=device)
+    places = torch.tensor([0, 1], device=device)
+    hosts = [table["weight"] for table in tables]
+    with pytest.raises(IndexError, match="id 200 at position 1 of load is out of range.* 200 rows"):
+        swap_tables(hosts, 100, sides[:1], good, places, sides[1:], bad, places)
+        speedtorch.synchronize()
+    speedtorch.synchronize()  # said once
+    assert all(torch.equal(*each) for each in zip(before, hosts, strict=True))
+    assert sides[1].eq(2).all()
+
+
+def test_tables_that_do_not_fit_are_errors() -> None:
+    ids, side, none = torch.tensor([1]), torch.zeros(3, 2), torch.tensor([], dtype=torch.int64)
+    weight, state = torch.zeros(4, 2), torch.zeros(4, 2)
+
+    def swap(hosts: list[Tensor], count: int, sides: list[Tensor]) -> None:
+        swap_tables(hosts, count, sides, ids, ids, [each.clone() for each in sides], none, none)
+
+    two = [side, side.clone()]
+    swap([weight, state], 2, [side])
+    swap([weight, state], 1, two)
+    for hosts, count, sides, message in (
+        ([], 1, [side], "host must name at least one field"),
+        ([weight], 0, [side], "host must name at least one field"),
+        ([weight], -1, [side], "host must name at least one field"),
+        ([weight, state, torch.zeros(4, 2)], 2, [side], "host has 3 fields, .* each of 2 tables"),
+        ([weight, state], 2, two, "must be lists of one length, got 1, 2 and 2"),
+        ([weight, weight], 2, [side], r"host\[0\] and host\[1\] overlap"),
+        ([weight, torch.zeros(4, 3)], 2, [side], r"leaving\[0\] has shape"),
+        (
+            [weight, state, torch.zeros(4, 2), torch.zeros(5, 2)],
+            2,
+            two,
+            r"host\[3\] has 5 rows, host\[2\] has 4",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            swap(hosts, count, sides)
+    assert not weight.any() and not state.any()
+
+
+@NEEDS_GPU
+def test_several_tables_in_pageable_memory_are_refused() -> None:
+    ids, side = torch.tensor([1], device="cuda"), torch.zeros(3, 2, device="cuda")
+    hosts = [torch.zeros(4, 2), torch.zeros(4, 2)]
+    with pytest.raises(ValueError, match="pageable memory, .* each table by itself; pin it"):
+        swap_tables(hosts, 2, [side], ids, ids, [side.clone()], ids, ids)
