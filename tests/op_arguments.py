@@ -46,7 +46,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     places, load_places = ids(3, 0, 2, 1), ids(2, 0, 3)
     moved = (leaving, up, places, arriving, load, load_places)
     gather, scatter, swap = ops.pinned_gather, ops.pinned_scatter, ops.optimizer_state_swap
-    sums = block.double()
+    sums, apart = block.double(), ids(0, 5, 5, ROWS - 5).view(2, 2)
     held, held_ids = [rows(COUNT, 8), rows(COUNT, 9)[:, :2].contiguous()], ids(1, 2, 6, 8)
     word, held_status = (torch.zeros(8, dtype=torch.int64, device=device) for _ in range(2))
     return {
@@ -98,6 +98,10 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
                 *(ids(1, 2, 0, 3), ids(3, 2, 1, 2), up, held_ids, held_status),
                 *(ids(1, 2, 3, 4), ids(0)),
             ),
+        ),
+        "split_plan": (
+            ops.split_plan.default,
+            (speedtorch.plan_rows(ids(2, 0, 2, 7), ROWS), ids(0, 3, 4), apart, ROWS),
         ),
         "clear_rows": (ops.clear_rows.default, ([block, table], ids(2))),
     }

@@ -523,6 +523,15 @@ def _table_ids_fake(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) 
     return [torch.empty_like(ids, dtype=torch.int64) for _ in range(2)]
 
 
+def _split_plan_fake(
+    plan: list[Tensor], offsets: Tensor, ranges: Tensor, table_rows: int
+) -> list[Tensor]:
+    _refuse_meta_mix(plan, offsets, ranges)
+    count, tables = plan[0].shape[0], ranges.shape[0]
+    shapes = ((count,), (count,), (count,), (count + tables,), (tables, 8), (tables + 1,))
+    return [ranges.new_empty(shape) for shape in shapes]
+
+
 def _pool_rows_fake(
     rows: Tensor, places: Tensor, offsets: Tensor, features: int, mean: bool
 ) -> Tensor:
@@ -573,6 +582,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "sum_rows.counted": _sum_rows_counted_fake,
     "table_ids": _table_ids_fake,
     "pool_rows": _pool_rows_fake,
+    "split_plan": _split_plan_fake,
     "compare_rows": _compare_rows_fake,
     "compare_rows.fitting": _compare_rows_fitting_fake,
     "pinned_copy": _refuse_meta_mix,
