@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from speedtorch.nn.collection import TableCollection
 from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.table_group import TableGroup
+from speedtorch.ops.joint_batch import JointBatch
 from speedtorch.step.exchange import Batch
+from speedtorch.step.joint_exchange import JointExchange, joined
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["Prefetch", "prefetch"]
@@ -71,13 +73,24 @@ class Prefetch(Generic[_Batch]):
     def _planned(self) -> Iterator[tuple[_Batch, dict[RowModule, Batch]] | Exception]:
         """Batches and their plans; what the loader or a plan raises takes the place of the rest."""
         last: dict[RowModule, Batch] = {}
+        joint: dict[JointExchange, JointBatch] = {}
+        together: list[tuple[list[RowModule], JointExchange]] | None = None
         try:
             for batch in self._loader:
                 parts = self._parts(batch)
-                for module, ids in parts.items():
-                    with as_plain():
+                alone = dict(parts)
+                if together is None:  # those that the first batch names
+                    together = joined({each: each.trained_rows.exchange for each in parts})
+                with as_plain():
+                    for modules, exchange in together:
+                        if not all(module in parts for module in modules):
+                            continue
+                        ids = [alone.pop(module) for module in modules]
+                        joint[exchange] = exchange.plan_ahead(ids, joint.get(exchange))
+                        last |= zip(modules, joint[exchange].batches, strict=True)
+                    for module, of_module in alone.items():
                         plan_ahead = module.trained_rows.exchange.plan_ahead
-                        last[module] = plan_ahead(ids, last.get(module))
+                        last[module] = plan_ahead(of_module, last.get(module))
                 yield batch, {module: last[module] for module in parts}
         except Exception as error:
             yield error

@@ -17,7 +17,7 @@ from torch import Tensor
 from speedtorch.ops.functions import not_ids, plan_rows, sum_rows
 from speedtorch.torch_internals import version_of
 
-__all__ = ["Parts", "PlannedBatch", "SeenIds", "check_ids"]
+__all__ = ["Numbers", "Parts", "PlannedBatch", "SeenIds", "check_ids"]
 
 # Places in the status of a plan, and how many they are.
 _DISTINCT, _STATUS_FIELDS = 3, 8
@@ -28,17 +28,35 @@ _unused: defaultdict[tuple[torch.device, int], list[tuple[Tensor, torch.cuda.Eve
 _unused = defaultdict(list)
 
 
-def _sent(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """Where numbers `[n]` of a GPU will lie on the CPU, and the event after which they do."""
-    try:
-        memory, event = _unused[numbers.device, numbers.shape[0]].pop()
-    except IndexError:
-        with torch.inference_mode(False):  # or it could be used there only
-            memory = torch.empty_like(numbers, device="cpu", pin_memory=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    memory.copy_(numbers, non_blocking=True)
-    event.record(torch.cuda.current_stream(numbers.device))
-    return memory, event
+class Numbers:
+    """Numbers `[n]` of a device, on their way to the CPU."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._place = (numbers.device, numbers.shape[0])
+        self._event: torch.cuda.Event | None = None
+        self._memory = numbers
+        if numbers.is_cpu:
+            return
+        try:
+            self._memory, self._event = _unused[self._place].pop()
+        except IndexError:
+            with torch.inference_mode(False):  # or it could be used there only
+                self._memory = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._memory.copy_(numbers, non_blocking=True)
+        self._event.record(torch.cuda.current_stream(numbers.device))
+
+    def read(self) -> list[int]:
+        """Waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._memory.tolist()
+
+    def let_go(self) -> None:
+        """Says that they have been read, and are asked for no more."""
+        if self._event is not None:
+            _unused[self._place].append((self._memory, self._event))
+            self._event = None
 
 
 def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
@@ -89,13 +107,24 @@ def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
 class Parts:
     """The ids of a batch, of any shape on either device, one part for each of its lookups.
 
-    `plan` is the result of plan_rows for all of them, on the device of the rows.
+    `plan` is the result of plan_rows for all of them, on the device of the rows; with `alone` False
+    whoever plans the `ids`, `[count]`, with those of other tables gives it.
 
     Raises:
         IndexError: rows are held on the CPU and an id is out of range.
     """
 
-    def __init__(self, parts: Sequence[Tensor], rows: int, device: torch.device, name: str) -> None:
+    plan: Sequence[Tensor]
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        rows: int,
+        device: torch.device,
+        name: str,
+        *,
+        alone: bool = True,
+    ) -> None:
         self.name = name
         self.rows = rows
         self._planned: torch.cuda.Event | None = None
@@ -110,12 +139,21 @@ class Parts:
             self._seen.append(seen)
             self._begins.append(self._begins[-1] + len(ids))
             flat.append(ids)
+        self.ids: Tensor | None = flat[0] if len(flat) == 1 else torch.cat(flat)
+        if alone:
+            self.plan_alone()
+
+    def plan_alone(self) -> None:
+        """Makes the plan of the ids, which nobody needs after that."""
+        if self.ids is None:
+            return
         # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
         # follows the distinct ids.
         try:
-            self.plan = plan_rows(flat[0] if len(flat) == 1 else torch.cat(flat), rows)
+            self.plan = plan_rows(self.ids, self.rows)
         except IndexError as error:
-            raise IndexError(str(error).replace("plan_rows", name, 1)) from None
+            raise IndexError(str(error).replace("plan_rows", self.name, 1)) from None
+        self.ids = None
 
     @property
     def count(self) -> int:
@@ -168,6 +206,13 @@ class Planned(Protocol):
     parts: Parts
 
 
+class Joint(Protocol):
+    """The batches of several tables, planned as one."""
+
+    def distinct(self, table: int) -> int | None:
+        """How many rows of a table there are, if all ids are good."""
+
+
 class PlannedBatch:
     """The distinct rows of a batch, in address order: the order in which a step holds them.
 
@@ -179,6 +224,9 @@ class PlannedBatch:
     Args:
         after: the batch whose rows are held before this one's, or ids of held rows, ascending.
         name: what errors call who looks them up.
+        joint: what `parts` are planned in, with those of other tables; they are planned alone if
+            some of all ids are bad.
+        number: of the table in it.
 
     Raises:
         IndexError: rows are held on the CPU and an id is out of range; a GPU's are reported by
@@ -187,20 +235,31 @@ class PlannedBatch:
 
     def __init__(
         self,
-        parts: Sequence[Tensor],
+        parts: Sequence[Tensor] | Parts,
         rows: int,
         device: torch.device,
         padding: int | None = None,
         *,
         after: Planned | Tensor | None = None,
         name: str = "ids",
+        joint: Joint | None = None,
+        number: int = 0,
     ) -> None:
         self.device = device
         self._padding = padding
-        self.parts = Parts(parts, rows, device, name)
+        self.parts = parts if isinstance(parts, Parts) else Parts(parts, rows, device, name)
         self.following: PlannedBatch | None = None
         self._place: Tensor | None = None
         """Of each distinct id, or None where that is its place in the order."""
+        self.joint, self._number = joint, number
+        self._uncounted: Numbers | None = None
+        self._is_counted = False
+        if joint is None:
+            self._compare(after)
+
+    def _compare(self, after: Planned | Tensor | None) -> None:
+        """Finds out about its rows, without waiting."""
+        padding, device = self._padding, self.device
         unique, _, _, _, status = self.parts.plan
         self._ids, counts = unique, status
         if padding is not None:
@@ -217,8 +276,7 @@ class PlannedBatch:
                 plan = after.parts.plan
                 *self._changes, sums = self._compared(plan[0], plan[4])
             counts = torch.cat([counts, sums])
-        self._uncounted: tuple[Tensor, torch.cuda.Event | None] | None
-        self._uncounted = (counts, None) if counts.is_cpu else _sent(counts)
+        self._uncounted = Numbers(counts)
         if isinstance(after, PlannedBatch):
             after.following = self
 
@@ -237,22 +295,27 @@ class PlannedBatch:
 
     def count(self) -> None:
         """Waits for the counts; IndexError if an id on a GPU is out of range."""
-        if self._uncounted is None:
+        if self._is_counted:
             return
-        memory, event = self._uncounted
-        if event is not None:
-            event.synchronize()
-        counts = memory.tolist()
-        bad, position, bad_id, distinct, *_ = counts
+        if self.joint is not None and self._uncounted is None:
+            if (distinct := self.joint.distinct(self._number)) is not None:
+                self.distinct = self.held = distinct
+                self.ids = self.parts.plan[0][:distinct]
+                self._is_counted = True
+                return
+            self.parts.plan_alone()
+            self._compare(None)
+        assert self._uncounted is not None
+        counts = self._uncounted.read()
+        bad, position, bad_id, named, *_ = counts
         if bad:
             raise self.parts.error(bad, position, bad_id)
-        self.distinct = distinct
+        self.distinct = named
         self.held = counts[_DISTINCT if self._padding is None else _STATUS_FIELDS]
         self.ids = self._ids[: self.held]
         self._arriving, self._leaving = counts[-2:]
-        uncounted, self._uncounted = self._uncounted, None
-        if uncounted is not None and event is not None:  # only what has been read is for others
-            _unused[self._ids.device, len(counts)].append((memory, event))
+        self._is_counted = True
+        self._uncounted.let_go()  # only what has been read is for others
 
     @property
     def arriving(self) -> tuple[Tensor, Tensor]:

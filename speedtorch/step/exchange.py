@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from speedtorch.ops.fitted_batch import FittedBatch
 from speedtorch.ops.functions import raises_later
+from speedtorch.ops.joint_batch import JointBatch
 from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step.fixed_blocks import FixedBlocks
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
@@ -90,6 +91,10 @@ class Step(NamedTuple):
     """What the parameter's gradient is when the rows are first shown."""
     announced: bool = False
     """Whether lookups are still to come that were announced."""
+    awaited: bool = False
+    """Whether it began with the steps of other tables, and nobody has asked for its rows yet."""
+    dropped: bool = False
+    """Whether a gradient was dropped with the rows of before, although nobody had asked."""
     newer: bool = False
     """Whether rows may be newer here than in the table."""
     stale: bool = False
@@ -268,6 +273,19 @@ class Token:
     """Lives as long as a graph may still bring a gradient of the lookups of a step."""
 
 
+class Joint(Protocol):
+    """What exchanges the rows of several tables together."""
+
+    def begin(self, batch: JointBatch, asker: Exchange) -> bool:
+        """Begins a step of a batch in all tables; not if one of them has to go on by itself."""
+
+    def complete(self, *, ahead: bool = True) -> None:
+        """Finishes what belongs to what the tables hold now."""
+
+    def drop_coming(self) -> None:
+        """Rows that arrived for the next batch go back."""
+
+
 class Exchange:
     """Steps of one table: which rows are held now, and how others take their place.
 
@@ -283,10 +301,12 @@ class Exchange:
         padding: int | None,
         capacity: int | None = None,
     ) -> None:
-        self._name = name
+        self.name = name
         self._store = store
         self._shown = shown
         self._padding = padding
+        self._joint: Joint | None = None
+        """With the tables of a loop whose rows are exchanged with those of this one."""
         self._token: tuple[int, Callable[[], Token | None]] = (0, lambda: None)
         """Of the lookups of a step, and its number."""
         self._fixed: FixedBlocks | None = None
@@ -338,6 +358,8 @@ class Exchange:
 
         With `ahead` rows of the batch after it are sent for as well, if it is planned.
         """
+        if self._joint is not None:
+            self._joint.complete(ahead=ahead)
         now, shown = self.now, self._shown
         if shown.rows is not now.rows or now.owed is not None or (ahead and now.ahead):
             if torch.is_inference_mode_enabled():  # who holds rows next could not train them
@@ -454,6 +476,8 @@ class Exchange:
 
     def _drop_coming(self) -> None:
         """Rows that arrived for the next batch go back, as some are nowhere else."""
+        if self._joint is not None:
+            self._joint.drop_coming()
         now, coming = self.now, self.now.coming
         if self._travel.end is not None:
             self._travel.join()
@@ -493,6 +517,10 @@ class Exchange:
             self._before_lookup()
         self.complete()
         (told, plan), is_over = self._told, self.is_over()
+        if self.now.awaited:
+            # Rows that were brought for other ids than are asked for are those of no step.
+            is_over = self._taken(self.now.batches[0], parts) is None
+            self.now = self.now._replace(awaited=False, dropped=False)
         if is_over and announced and self._due is None:
             parts = [*told, *parts]
             plan = self._step_of(parts)
@@ -551,7 +579,7 @@ class Exchange:
             return self.raise_faults()
         if blocks is None:
             raise RuntimeError(
-                f"{self._name}: a CUDA graph cannot hold a lookup, because the number of rows"
+                f"{self.name}: a CUDA graph cannot hold a lookup, because the number of rows"
                 " changes from step to step; build it with capacity=, the most rows of a step, or"
                 " capture what comes after it"
             )
@@ -561,7 +589,7 @@ class Exchange:
         is_settled = is_settled and not (now.stale and blocks.hold_some)
         if not is_settled or not blocks.are_for(self.device, self._shown.kept.fields):
             raise RuntimeError(
-                f"{self._name}: a CUDA graph begins with a step of its own: train a step or two"
+                f"{self.name}: a CUDA graph begins with a step of its own: train a step or two"
                 " as the graph will, then end prefetch(), and call zero_grad() and flush()"
             )
 
@@ -596,7 +624,7 @@ class Exchange:
         """Raises RuntimeError if a CUDA graph that is still there uses the rows' memory."""
         if self._fixed is not None and self._fixed.is_captured:
             raise RuntimeError(
-                f"{self._name}: {what} would take memory away that a captured CUDA graph uses: let"
+                f"{self.name}: {what} would take memory away that a captured CUDA graph uses: let"
                 " the graph go first (del graph)"
             )
 
@@ -623,7 +651,7 @@ class Exchange:
         now = self.now
         if now.over or (now.captured and not self._captures()):
             return True
-        if now.announced or self.expects_gradient():
+        if now.announced or now.awaited or self.expects_gradient():
             return False
         return not self._shown.has_gradient()
 
@@ -652,6 +680,8 @@ class Exchange:
         """Begins a step of the batch that was planned before, which it returns, or of these ids."""
         planned, self._due = self._due, None  # two steps of one batch take its plan once
         batch = None if planned is None else self._taken(planned, parts)
+        if self._begin_with_others(batch):
+            return batch
         begun = batch or told or self._step_of(parts)
         begun.count()  # bad ids change nothing
         if isinstance(begun, FittedBatch):
@@ -672,6 +702,73 @@ class Exchange:
         )
         self.complete()
         return batch or told
+
+    def _begin_with_others(self, batch: Batch | None) -> bool:
+        """Whether a step of a batch has begun in all tables that it was planned with."""
+        if self._joint is None or not isinstance(batch, PlannedBatch):
+            return False
+        joint = batch.joint
+        return isinstance(joint, JointBatch) and self._joint.begin(joint, self)
+
+    def layout(self) -> Hashable:
+        """What exchanges that can be joined have in common; None if this one cannot be."""
+        if self._fixed is not None or self._padding is not None or not self._can_join():
+            return None
+        return None if self._joint is not None else (self.device, *self.fields.items())
+
+    def _can_join(self) -> bool:
+        return self._shown.parameter.requires_grad and self._store.is_mapped(self.device)
+
+    @property
+    def fields(self) -> Fields:
+        """Of the rows that are exchanged, the weight first."""
+        return self._shown.kept.fields
+
+    @property
+    def rows(self) -> int:
+        """Of the table."""
+        return self._store.rows
+
+    def reach(self, fields: Fields) -> list[Tensor]:
+        """All rows of the table."""
+        return self._store.reach(fields)
+
+    def join(self, joint: Joint | None) -> None:
+        """Exchanges rows with those of other tables from now on, or no more."""
+        self._joint = joint
+
+    def may_begin(self, batch: PlannedBatch, fields: Fields, *, asked: bool) -> bool:
+        """Whether a step of a batch may begin, before its own first lookup unless that asks."""
+        self.complete(ahead=False)
+        is_due = asked or (self._due is batch and not self._told[0] and self.is_over())
+        alike = self.fields is fields and self.device == batch.device
+        return is_due and alike and self._can_join()
+
+    def trained(self) -> Rows:
+        """The held rows as who trains them has them now."""
+        return self._shown.rows_of(self.now)
+
+    def begun_with_others(self, batch: PlannedBatch, rows: Rows, *, asked: bool) -> Step:
+        """The step of a batch whose rows are these, for take()."""
+        batch.count()
+        dropped = not asked and self._shown.has_gradient()
+        return Step(
+            self.now.number + 1,
+            batch.ids,
+            rows,
+            rows[0],
+            {},
+            (batch,),
+            newer=True,
+            awaited=not asked,
+            dropped=dropped,
+        )
+
+    def take(self, step: Step) -> None:
+        """Begins a step of begun_with_others()."""
+        self._due = None
+        self.now = step
+        self._shown.show(step)
 
     def _begin_fixed(self, batch: FittedBatch, *, ahead: bool) -> None:
         """Begins a step of a batch in blocks of a fixed size."""
@@ -712,16 +809,16 @@ class Exchange:
     def planned(self, parts: Sequence[Tensor], after: Batch | Tensor | None = None) -> PlannedBatch:
         """A batch of these ids whose rows can be counted; see PlannedBatch."""
         rows, device, padding = self._store.rows, self.device, self._padding
-        return PlannedBatch(parts, rows, device, padding, after=after, name=self._name)
+        return PlannedBatch(parts, rows, device, padding, after=after, name=self.name)
 
     def _step_of(self, parts: Sequence[Tensor], after: Batch | None = None) -> Batch:
         """A batch of these ids for a step."""
         rows, device, padding = self._store.rows, self.device, self._padding
         if self._fixed is None:
-            return PlannedBatch(parts, rows, device, padding, after=after, name=self._name)
+            return PlannedBatch(parts, rows, device, padding, after=after, name=self.name)
         assert not isinstance(after, PlannedBatch)
         size = self._fixed.capacity
-        return FittedBatch(parts, rows, device, padding, size, after=after, name=self._name)
+        return FittedBatch(parts, rows, device, padding, size, after=after, name=self.name)
 
     def _taken(self, batch: Batch, parts: Sequence[Tensor]) -> Batch | None:
         """The planned batch, if these are its ids, or parts of what it was planned with."""
@@ -783,7 +880,7 @@ class Exchange:
     def _extend_fixed(self, parts: Sequence[Tensor]) -> None:
         """Finds rows among those that are held already: no others fit."""
         remedy = (
-            f"{self._name}: with capacity all lookups of a step are announced before the first of"
+            f"{self.name}: with capacity all lookups of a step are announced before the first of"
             " them, by announce(), prefetch() or in one lookup; this one"
         )
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -839,6 +936,12 @@ class Exchange:
     def before_optimizer(self, call: OptimizerCall) -> None:
         """Called before an optimizer steps the held rows."""
         self.complete()
+        if self.now.dropped:
+            raise RuntimeError(
+                f"{self.name}: an optimizer steps it with a gradient of the last batch, whose rows"
+                " prefetch() has exchanged with the first lookup of this batch in another module:"
+                " call zero_grad() before the optimizer's next step()"
+            )
         self._read_again()
         parameter = self._shown.parameter
         gradient = parameter.grad
@@ -869,7 +972,7 @@ class Exchange:
             gc.collect()  # it may have ended by an exception, whose traceback has its frames
         if self._loop() not in (None, loop):
             raise RuntimeError(
-                f"{self._name}: its rows are prefetched by another loop, which must end first"
+                f"{self.name}: its rows are prefetched by another loop, which must end first"
                 " (close its generator, or let it run to its end)"
             )
         self._loop = weakref.ref(loop)
@@ -881,7 +984,16 @@ class Exchange:
         self._loop, self._due = lambda: None, None
         self.complete(ahead=False)
         self._drop_coming()
+        self._joint = None
 
     def expect(self, batch: Batch | None) -> None:
         """Says which planned batch the next step may take."""
         self._due = batch
+        if self.now.awaited:
+            self.now = self.now._replace(awaited=False, dropped=False)
+
+    def note_zero_grad(self) -> None:
+        """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
+        self._shown.note_zero_grad()
+        if self.now.dropped:
+            self.now = self.now._replace(dropped=False)

@@ -342,7 +342,7 @@ class RowStore:
             nothing = Block([each[:0] for each in some.rows], some.ids[:0], some.ids[:0])
             leaving, arriving = leaving or nothing, arriving or nothing
         swap_placed(
-            self._reach(names),
+            self.reach(names),
             leaving.rows,
             leaving.ids,
             self.numbers(leaving.ids) if leaving.places is None else leaving.places,
@@ -358,10 +358,16 @@ class RowStore:
         """
         lists = (leaving.ids, leaving.places, leaving.number)
         into = (arriving.rows, arriving.ids, arriving.places, arriving.number)
-        swap_counted(self._reach(names), leaving.rows, *lists, *into)
+        swap_counted(self.reach(names), leaving.rows, *lists, *into)
 
-    def _reach(self, names: Iterable[str]) -> list[Tensor]:
-        """All rows of the fields."""
+    def is_mapped(self, device: torch.device) -> bool:
+        """Whether work on a device reaches the rows in host memory, and needs no help."""
+        memory = self._memory if self._table is None else self._table.memory
+        is_there = self._table is None or not self._table.closed
+        return is_there and (device.type == "cpu" or memory in ("auto", "managed", "registered"))
+
+    def reach(self, names: Iterable[str]) -> list[Tensor]:
+        """All rows of the fields, where they are now."""
         reached = self._reached
         if reached is None or reached[0] is not names:
             reached = (names, [self.field(name) for name in names])

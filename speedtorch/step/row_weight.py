@@ -192,7 +192,7 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
             return rows.shown.note_gradient()
         zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
         if zeroes:
-            rows.shown.note_zero_grad()
+            rows.exchange.note_zero_grad()
         gradient = func(*args)
         # A step of no row but the padding's has a gradient that norms cannot be taken of.
         is_empty = gradient is not None and gradient.shape[0] == 0

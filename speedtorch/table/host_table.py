@@ -211,6 +211,11 @@ class HostTable:
         self.bring_home()
         return placement
 
+    @property
+    def closed(self) -> bool:
+        """Whether close() has given the memory back."""
+        return self._placement is None
+
     def __len__(self) -> int:
         return self.rows
 

@@ -101,6 +101,7 @@ KINDS = [
     Kind("Adagrad", True, ({"max_norm": 1.0, "padding_idx": 0},)),
     Kind("Adam", True, ({"tables": True}, {})),
     Kind("Adam", True, ({"capacity": ROWS}, {"capacity": ROWS, "padding_idx": 0})),
+    Kind("SGD-momentum", True, ({}, {}, {"bag": True})),
 ]
 
 

@@ -1,0 +1,148 @@
+"""The batches of several tables, planned as one: a sort, a comparison and a wait for all of them.
+
+The rows of all tables are numbered, table after table. The distinct rows of a batch ascend by their
+numbers, so those of one table are one range of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.functions import plan_rows, table_ids
+from speedtorch.ops.planned_batch import Numbers, Parts, PlannedBatch
+
+__all__ = ["JointBatch"]
+
+_STATUS_FIELDS, _COMPARED = 8, 4
+
+
+class Listed(NamedTuple):
+    """Some rows by their numbers, ascending, and where they lie in a block."""
+
+    numbers: Tensor
+    places: Tensor
+
+
+def _sent(values: Sequence[Any], device: torch.device) -> Tensor:
+    made = torch.tensor(values)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+@lru_cache(maxsize=64)
+def _ascending(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where things of these sizes begin that lie one after another, and where they end."""
+    return _sent([0, *accumulate(sizes)], device)
+
+
+@lru_cache(maxsize=64)
+def _ranges(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """The first row of each table, and how many it has."""
+    return _sent(list(zip([0, *accumulate(rows)], rows, strict=False)), device)
+
+
+class JointBatch:
+    """The distinct rows of a batch in several tables, in address order, table after table.
+
+    `batches` are what each table's part is by itself; `following` is the joint batch that was
+    planned after this one. Known after count(), if it says so, are `bounds`, where the rows of each
+    table begin among all, and the lists of those that arrive, stay and leave when they follow on
+    those of `after`.
+
+    Args:
+        parts: The ids of each table, not planned yet.
+        device: Where rows are held.
+        after: The joint batch of the same tables whose rows are held before this one's.
+
+    Raises:
+        IndexError: rows are held on the CPU and an id is out of range; a GPU's are found by
+            count().
+    """
+
+    def __init__(
+        self, parts: Sequence[Parts], device: torch.device, after: JointBatch | None = None
+    ) -> None:
+        self.parts = parts
+        self.following: JointBatch | None = None
+        rows = tuple(each.rows for each in parts)
+        sizes = tuple(each.count for each in parts)
+        offsets, ranges = _ascending(sizes, device), _ranges(rows, device)
+        ids = torch.cat([each.ids for each in parts if each.ids is not None])
+        numbers, _ = table_ids(ids, offsets, ranges, 1)
+        plan = plan_rows(numbers, sum(rows))
+        *split, status, bounds = torch.ops.speedtorch.split_plan(plan, offsets, ranges, sum(rows))
+        lengths = [sizes, sizes, sizes, tuple(size + 1 for size in sizes)]
+        pieces = [each.split(size) for each, size in zip(split, lengths, strict=True)]
+        for each, *of_table in zip(parts, *pieces, status.unbind(), strict=True):
+            each.plan = of_table
+        self.numbers, self._status = plan[0], plan[4]
+        held = self.numbers[:0] if after is None else after.numbers
+        held_status = held if after is None else after._status
+        *self._lists, counts = torch.ops.speedtorch.compare_rows(
+            self.numbers, self._status, held, held_status, -1
+        )
+        self._uncounted: Numbers | None = Numbers(torch.cat([self._status, counts, bounds]))
+        self._counts: list[int] = []
+        self._planned: torch.cuda.Event | None = None
+        self.batches = [
+            PlannedBatch(each, each.rows, device, joint=self, number=number)
+            for number, each in enumerate(parts)
+        ]
+        if after is not None:
+            after.following = self
+
+    def planned_until(self, event: torch.cuda.Event | None) -> None:
+        """Says after which event the plans are there; see Parts."""
+        self._planned = event
+        for each in self.parts:
+            each.planned_until(event)
+
+    def join(self) -> None:
+        """What the current stream gets from now on begins when the plans are there."""
+        if self._planned is not None:
+            self.parts[0].join()
+            self.planned_until(None)
+
+    def count(self) -> bool:
+        """Waits for the counts; whether all ids are good."""
+        if (uncounted := self._uncounted) is not None:
+            self._counts = uncounted.read()
+            self._uncounted = None
+            uncounted.let_go()
+            if self._counts[0] == 0:
+                for each in self.parts:
+                    each.ids = None
+        return self._counts[0] == 0
+
+    def distinct(self, table: int) -> int | None:
+        """How many rows of a table there are, if all ids are good."""
+        return self.bounds[table + 1] - self.bounds[table] if self.count() else None
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where the rows of each table begin among those of all, and where the last ones end."""
+        return self._counts[_STATUS_FIELDS + _COMPARED :]
+
+    @property
+    def arriving(self) -> Listed:
+        """The rows that were not held before."""
+        return self._listed(0, 2)
+
+    @property
+    def staying(self) -> Listed:
+        """The places of the rows that were held before as well, now and then."""
+        return self._listed(2, 1)
+
+    @property
+    def leaving(self) -> Listed:
+        """The rows that this batch does not name, and their places before."""
+        return self._listed(4, 3)
+
+    def _listed(self, first: int, counted: int) -> Listed:
+        count = self._counts[_STATUS_FIELDS + counted]
+        return Listed(self._lists[first][:count], self._lists[first + 1][:count])

@@ -1,0 +1,216 @@
+"""JointExchange: the rows of several tables leave and arrive in one exchange.
+
+Where the batches of several tables are planned together, their steps begin together, with the first
+lookup in any of them. Each table's step is then a range of blocks that are those of all. A table
+whose step is not over, or whose rows somebody has read or changed meanwhile, goes on by itself, and
+so do all of them: the rows of each are those that it would hold alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.functions import swap_tables
+from speedtorch.ops.joint_batch import JointBatch
+from speedtorch.ops.planned_batch import Parts
+from speedtorch.step.exchange import Exchange, Step
+from speedtorch.step.row_store import Block
+from speedtorch.step.side_stream import SideStream
+
+__all__ = ["JointExchange", "joined"]
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Coming(NamedTuple):
+    """Rows that have arrived for the next batch, or are about to."""
+
+    batch: JointBatch
+    rows: list[Tensor]
+
+
+class Moves(NamedTuple):
+    """What the tables hold together, and what is still to be done for it; never changed."""
+
+    batch: JointBatch | None = None
+    """Whose rows are held."""
+    rows: Sequence[Tensor] = ()
+    """Of every field, those of all tables."""
+    steps: tuple[Step, ...] = ()
+    """Of each table, which it takes."""
+    taken: bool = True
+    """Whether all have taken them."""
+    ahead: bool = False
+    """Whether rows of the batch that is planned after this one are to be sent for."""
+    owed: Block | None = None
+    """Rows of the step before that have yet to be written to the tables."""
+    coming: Coming | None = None
+
+
+class JointExchange:
+    """Steps of several tables of one layout, which begin together.
+
+    As in Exchange, what comes before the one assignment by which others are held can be thrown
+    away, and what comes after it can be repeated.
+
+    Args:
+        exchanges: Those of the tables, which can_join().
+    """
+
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self._exchanges = exchanges
+        self._device = exchanges[0].device
+        self._fields = [each.fields for each in exchanges]
+        self._planning, self._travel = SideStream("planning"), SideStream("exchange")
+        self._now = Moves()
+        for each in exchanges:
+            each.join(self)
+
+    def plan_ahead(self, parts: Sequence[Sequence[Tensor]], after: JointBatch | None) -> JointBatch:
+        """Plans a batch of a loop: the ids of each table, and the joint batch before it."""
+        with self._planning.after_current(self._device):
+            tables = [
+                Parts(ids, each.rows, self._device, each.name, alone=False)
+                for each, ids in zip(self._exchanges, parts, strict=True)
+            ]
+            try:
+                batch = JointBatch(tables, self._device, after)
+            except IndexError:
+                for each in tables:
+                    each.plan_alone()  # says which ids are bad, and whose
+                raise
+        batch.planned_until(self._planning.end)
+        return batch
+
+    def complete(self, *, ahead: bool = True) -> None:
+        """Finishes what belongs to what is held now; see Exchange.complete()."""
+        now = self._now
+        if not now.taken:
+            for each, step in zip(self._exchanges, now.steps, strict=True):
+                if each.now.number < step.number:
+                    each.take(step)
+            now = self._now = now._replace(taken=True)
+        if now.owed is not None or (ahead and now.ahead):
+            if torch.is_inference_mode_enabled():  # who holds rows next could not train them
+                with torch.inference_mode(False):
+                    return self.complete(ahead=ahead)
+            self._send(now, ahead)
+
+    def begin(self, batch: JointBatch, asker: Exchange) -> bool:
+        """Begins a step of a batch in all tables; not if one of them has to go on by itself."""
+        self.complete(ahead=False)
+        pairs = list(zip(self._exchanges, batch.batches, self._fields, strict=True))
+        batch.join()
+        if not batch.count() or not all(
+            each.may_begin(part, fields, asked=each is asker) for each, part, fields in pairs
+        ):
+            self.drop_coming()
+            return False
+        now, coming = self._now, self._now.coming
+        owed = None
+        if coming is not None and coming.batch is batch and self._hold_all(now):
+            rows = coming.rows
+            self._travel.join()
+            before = self._rows_now(now)
+            places, taken_from = batch.staying
+            for new, old in zip(rows, before, strict=True):
+                new.index_copy_(0, places, old.index_select(0, taken_from))
+            owed = Block(before, *batch.leaving)
+        else:  # from where the tables have them all
+            self.drop_coming()
+            for each in self._exchanges:
+                each.bring_home(changes=False)
+            rows = self._memory(batch.bounds[-1])
+            numbers = batch.numbers[: batch.bounds[-1]]
+            self._exchange(None, Block(rows, numbers))
+        steps = tuple(
+            each.begun_with_others(part, [field[first:end] for field in rows], asked=each is asker)
+            for (each, part, _), first, end in zip(
+                pairs, batch.bounds, batch.bounds[1:], strict=False
+            )
+        )
+        ahead = batch.following is not None
+        self._now = Moves(batch, rows, steps, taken=False, ahead=ahead, owed=owed)
+        self.complete()
+        return True
+
+    def _hold_all(self, now: Moves) -> bool:
+        """Whether every table holds what it took, and what the table itself has is older."""
+        return all(
+            each.now.rows is step.rows and each.now.newer and not each.now.stale
+            for each, step in zip(self._exchanges, now.steps, strict=True)
+        )
+
+    def _rows_now(self, now: Moves) -> Sequence[Tensor]:
+        """The rows of all tables, as who trains them has them now."""
+        for each, step in zip(self._exchanges, now.steps, strict=True):
+            for own, trained in zip(step.rows, each.trained(), strict=True):
+                if own.data_ptr() != trained.data_ptr():
+                    own.copy_(trained)
+        return now.rows
+
+    def _memory(self, count: int) -> list[Tensor]:
+        kinds = self._fields[0].values()
+        return [torch.empty((count, *s), dtype=d, device=self._device) for s, d in kinds]
+
+    def _send(self, now: Moves, ahead: bool) -> None:
+        """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
+        following, coming, arriving = None, None, None
+        if ahead and now.ahead and now.batch is not None:
+            following = now.batch.following
+        good = following is not None and following.count()  # else who looks them up is told
+        if good or now.owed is not None:
+            if now.owed is not None:
+                self._travel.uses(now.owed.rows)
+            if good and following is not None:
+                following.join()
+            with self._travel.after_current(self._device):
+                if good and following is not None:  # in memory that only this stream is given again
+                    coming = Coming(following, self._memory(following.bounds[-1]))
+                    arriving = Block(coming.rows, *following.arriving)
+                self._exchange(now.owed, arriving)
+        self._now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
+
+    def _exchange(self, leaving: Block | None, arriving: Block | None) -> None:
+        some = leaving or arriving
+        assert some is not None
+        nothing = Block([each[:0] for each in some.rows], some.ids[:0], some.ids[:0])
+        sides = []
+        for side in (leaving or nothing, arriving or nothing):
+            places = side.places
+            if places is None:
+                places = torch.arange(len(side.ids), device=side.ids.device)
+            sides += [side.rows, side.ids, places]
+        homes = [
+            field
+            for each, fields in zip(self._exchanges, self._fields, strict=True)
+            for field in each.reach(fields)
+        ]
+        swap_tables(homes, len(self._exchanges), *sides)
+
+    def drop_coming(self) -> None:
+        """Rows that arrived for the next batch go back, as some are nowhere else."""
+        self.complete(ahead=False)
+        self._travel.join()
+        now, coming = self._now, self._now.coming
+        if coming is not None:
+            self._exchange(Block(coming.rows, *coming.batch.arriving), None)
+        if coming is not None or now.ahead:
+            self._now = now._replace(coming=None, ahead=False)
+
+
+def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointExchange]]:
+    """Joins exchanges whose rows are of one layout, two or more; gives their keys with each."""
+    alike: dict[Hashable, list[_Key]] = {}
+    for key, each in exchanges.items():
+        if (layout := each.layout()) is not None:
+            alike.setdefault(layout, []).append(key)
+    return [
+        (keys, JointExchange([exchanges[key] for key in keys]))
+        for keys in alike.values()
+        if len(keys) > 1
+    ]

@@ -1,0 +1,445 @@
+"""Tables that are prefetched together have one exchange, and the numbers that each has alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from embedding_reference import random_ids
+from torch import Tensor, nn, optim
+
+import speedtorch
+from speedtorch.ops.joint_batch import JointBatch
+from speedtorch.step import joint_exchange, row_store
+
+ROWS, WIDTH, TABLES = (30, 7, 50), 4, 3
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Training:
+    """Three Embeddings and their optimizer, with or without prefetch."""
+
+    def __init__(self, device: str, *, ahead: bool, optimizer: str = "Adam") -> None:
+        torch.manual_seed(0)
+        self.device, self.ahead = device, ahead
+        self.model = nn.ModuleList(
+            speedtorch.Embedding(rows, WIDTH, device=device) for rows in ROWS
+        )
+        kinds: dict[str, Callable[[Any], optim.Optimizer]] = {
+            "Adam": lambda parameters: optim.Adam(parameters, lr=0.1),
+            "SGD": lambda parameters: optim.SGD(parameters, lr=0.1),
+        }
+        self.optimizer = kinds[optimizer](self.model.parameters())
+        if optimizer != "SGD":
+            speedtorch.attach(self.optimizer, self.model)
+
+    def batches(self, count: int = 12) -> list[list[Tensor]]:
+        lists = [
+            random_ids(rows, count, 0.5, most=9, seed=k)
+            if rows > 9
+            else [
+                torch.randint(rows, (5,), generator=torch.Generator().manual_seed(n))
+                for n in range(count)
+            ]
+            for k, rows in enumerate(ROWS)
+        ]
+        return [[ids.to(self.device) for ids in of_batch] for of_batch in zip(*lists, strict=True)]
+
+    def loop(
+        self, batches: Iterable[list[Tensor]], named: Iterable[int] = range(TABLES)
+    ) -> Iterator[list[Tensor]]:
+        if not self.ahead:
+            return iter(batches)
+
+        def ids(batch: list[Tensor]) -> dict[nn.Module, Tensor]:
+            return {self.model[k]: batch[k] for k in named}
+
+        return iter(speedtorch.prefetch(batches, self.model, ids=ids))
+
+    def loss(self, batch: list[Tensor], tables: Iterable[int] = range(TABLES)) -> Tensor:
+        looked_up = ((k + 1) * self.model[k](batch[k]).square().sum() for k in tables)
+        return sum(looked_up)  # type: ignore[return-value]
+
+    def learn(self, batch: list[Tensor], tables: Iterable[int] = range(TABLES)) -> None:
+        self.loss(batch, tables).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def result(self) -> list[Tensor]:
+        found = []
+        for module in self.model:
+            module.flush()
+            found += [module.table[name].clone() for name in module.table.fields]
+        return found
+
+
+Train = Callable[[Training], object]
+
+
+def plain_loop(training: Training) -> None:
+    for batch in training.loop(training.batches()):
+        training.learn(batch)
+
+
+def gradients_zeroed_before(training: Training) -> None:
+    for batch in training.loop(training.batches()):
+        training.optimizer.zero_grad()
+        training.loss(batch).backward()
+        training.optimizer.step()
+
+
+def gradients_zeroed_after_the_lookups(training: Training) -> None:
+    for number, batch in enumerate(training.loop(training.batches())):
+        loss = training.loss(batch)
+        training.optimizer.zero_grad(set_to_none=number % 2 == 0)
+        loss.backward()
+        training.optimizer.step()
+
+
+def some_tables_in_some_batches(training: Training) -> None:
+    for number, batch in enumerate(training.loop(training.batches())):
+        training.learn(batch, [k for k in range(TABLES) if (number + k) % 3])
+
+
+def one_table_never(training: Training) -> None:
+    for batch in training.loop(training.batches()):
+        training.learn(batch, [2, 0])
+
+
+def gradients_accumulate_over_batches(training: Training) -> None:
+    for number, batch in enumerate(training.loop(training.batches())):
+        training.loss(batch).backward()
+        if number % 3 == 2:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+
+def gradients_of_one_accumulate(training: Training) -> None:
+    own = optim.SGD([training.model[1].weight], lr=0.5)
+    for number, batch in enumerate(training.loop(training.batches())):
+        training.loss(batch).backward()
+        if number % 2:
+            own.step()
+            own.zero_grad()
+        for k in (0, 2):
+            weight = training.model[k].weight
+            optim.SGD([weight], lr=0.1).step()
+            weight.grad = None
+
+
+def evaluated_in_between(training: Training) -> None:
+    for number, batch in enumerate(training.loop(training.batches())):
+        training.learn(batch)
+        if number % 3 == 1:
+            with torch.no_grad():
+                training.model[number % TABLES](batch[number % TABLES])
+        if number % 4 == 2:
+            training.model.state_dict()
+
+
+def evaluated_between_the_lookups(training: Training) -> None:
+    for number, batch in enumerate(training.loop(training.batches())):
+        first = training.loss(batch, [0])
+        with torch.no_grad():
+            training.model[2](batch[2])
+            if number % 2:
+                training.model[1].weight.mul_(0.5)
+        (first + training.loss(batch, [1, 2])).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+def other_ids_than_named(training: Training) -> None:
+    for number, batch in enumerate(training.loop(training.batches())):
+        if number % 2:
+            batch = [batch[0], (batch[1] + 1) % ROWS[1], batch[2][:-2]]
+        training.learn(batch)
+
+
+def equal_ids_of_other_tensors(training: Training) -> None:
+    for batch in training.loop(training.batches()):
+        training.learn([ids.clone() for ids in batch])
+
+
+def several_steps_of_a_batch(training: Training) -> None:
+    for batch in training.loop(training.batches()):
+        training.learn(batch)
+        training.learn(batch, [1])
+        training.learn(batch, [2, 1])
+
+
+def lookups_of_more_rows(training: Training) -> None:
+    for batch in training.loop(training.batches()):
+        loss = training.loss(batch)
+        more = training.model[2](torch.tensor([1, 2, 3])).sum()
+        (loss + more).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+def announced_within_the_loop(training: Training) -> None:
+    for batch in training.loop(training.batches()):
+        for module, ids in zip(training.model, batch, strict=True):
+            module.announce(ids, ids[:1])
+        loss = training.loss(batch) + training.model[0](batch[0][:1]).sum()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+def steps_before_the_loop(training: Training) -> None:
+    first, *others = training.batches()
+    training.learn(first)
+    for batch in training.loop(others):
+        training.learn(batch)
+
+
+def left_and_begun_again(training: Training) -> None:
+    for number, batch in enumerate(loop := training.loop(training.batches())):
+        training.learn(batch)
+        if number == 4:
+            break
+    getattr(loop, "close", gc.collect)()
+    training.learn(training.batches()[7])
+    plain_loop(training)
+
+
+def batches_that_leave_out_a_table(training: Training) -> None:
+    def ids(batch: tuple[int, list[Tensor]]) -> dict[nn.Module, Tensor]:
+        number, of_tables = batch
+        return {
+            module: each
+            for k, (module, each) in enumerate(zip(training.model, of_tables, strict=True))
+            if k != 1 or number % 4 != 2
+        }
+
+    numbered: Any = list(enumerate(training.batches()))
+    loop = speedtorch.prefetch(numbered, training.model, ids=ids) if training.ahead else numbered
+    for number, batch in loop:
+        training.learn(batch, [0, 2] if number % 4 == 2 else range(TABLES))
+
+
+def trained_no_more(training: Training) -> None:
+    for number, batch in enumerate(training.loop(training.batches())):
+        training.model[1].weight.requires_grad_(number % 5 < 2)
+        training.learn(batch)
+
+
+def drawn_anew_within(training: Training) -> None:
+    for number, batch in enumerate(training.loop(training.batches())):
+        training.learn(batch)
+        if number == 3:
+            training.model[1].init_(nn.init.constant_, 0.25)
+        if number == 6:
+            training.model[0].load_state_dict({"weight": torch.ones(ROWS[0], WIDTH)})
+
+
+WAYS: list[Train] = [
+    plain_loop,
+    gradients_zeroed_before,
+    gradients_zeroed_after_the_lookups,
+    some_tables_in_some_batches,
+    one_table_never,
+    gradients_accumulate_over_batches,
+    evaluated_in_between,
+    evaluated_between_the_lookups,
+    other_ids_than_named,
+    equal_ids_of_other_tensors,
+    several_steps_of_a_batch,
+    lookups_of_more_rows,
+    announced_within_the_loop,
+    steps_before_the_loop,
+    left_and_begun_again,
+    batches_that_leave_out_a_table,
+    trained_no_more,
+    drawn_anew_within,
+]
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+@pytest.mark.parametrize("train", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_numbers_are_those_of_a_loop_without(device: str, train: Train, optimizer: str) -> None:
+    results = []
+    for ahead in (False, True):
+        training = Training(device, ahead=ahead, optimizer=optimizer)
+        train(training)
+        results.append(training.result())
+    untouched = Training(device, ahead=False, optimizer=optimizer).result()
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert not torch.equal(untouched[0], results[0][0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_one_table_accumulate_and_others_are_stepped(device: str) -> None:
+    results = []
+    for ahead in (False, True):
+        training = Training(device, ahead=ahead, optimizer="SGD")
+        gradients_of_one_accumulate(training)
+        results.append(training.result())
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+class Swaps:
+    """Counts exchanges, of several tables and of one."""
+
+    def __init__(self) -> None:
+        self.joint = self.alone = 0
+
+    def __enter__(self) -> Swaps:
+        swap_tables, swap_placed = joint_exchange.swap_tables, row_store.swap_placed
+
+        def of_several(*arguments: Any) -> None:
+            self.joint += 1
+            swap_tables(*arguments)
+
+        def of_one(*arguments: Any) -> None:
+            self.alone += 1
+            swap_placed(*arguments)
+
+        self._patches = [
+            patch.object(joint_exchange, "swap_tables", of_several),
+            patch.object(row_store, "swap_placed", of_one),
+        ]
+        for each in self._patches:
+            each.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._patches:
+            each.stop()
+
+
+@pytest.mark.parametrize("train", [plain_loop, gradients_zeroed_after_the_lookups])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_has_one_exchange_for_all_tables(device: str, train: Train) -> None:
+    training = Training(device, ahead=True)
+    with Swaps() as swaps:
+        train(training)
+    assert swaps.joint == len(training.batches()) + 1  # one to begin with
+    assert swaps.alone == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_after_a_table_went_on_by_itself_they_are_joined_again(device: str) -> None:
+    training = Training(device, ahead=True)
+    loop = training.loop(training.batches())
+    with Swaps() as swaps:
+        training.learn(next(loop))
+        training.model[1].flush()
+        alone = swaps.alone
+        for batch in loop:
+            before = swaps.joint
+            training.learn(batch)
+            assert swaps.joint > before
+    assert alone > 0 and swaps.alone - alone <= TABLES
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tables_of_other_layouts_padding_or_capacity_are_not_joined(device: str) -> None:
+    made = [
+        speedtorch.Embedding(9, 4, device=device),
+        speedtorch.Embedding(9, 3, device=device),
+        speedtorch.Embedding(9, 4, device=device, dtype=torch.float64),
+        speedtorch.Embedding(9, 4, device=device, padding_idx=0),
+        speedtorch.Embedding(9, 4, device=device, capacity=5),
+        speedtorch.Embedding.from_pretrained(torch.ones(9, 4), device=device),
+    ]
+    model = nn.ModuleList(made)
+    exchanges = {module: module.trained_rows.exchange for module in made}
+    assert joint_exchange.joined(exchanges) == []
+    twin = speedtorch.Embedding(5, 4, device=device)
+    ((modules, _),) = joint_exchange.joined({**exchanges, twin: twin.trained_rows.exchange})
+    assert modules == [made[0], twin] and model is not None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_that_was_dropped_is_not_stepped_again_in_silence(device: str) -> None:
+    training = Training(device, ahead=True, optimizer="SGD")
+    loop = training.loop(training.batches())
+    training.loss(next(loop)).backward()
+    training.optimizer.step()
+    batch = next(loop)
+    loss = training.loss(batch, [0])  # the rows of all leave with this
+    with pytest.raises(RuntimeError, match=r"gradient of the last batch.* call zero_grad\(\)"):
+        training.optimizer.step()
+    training.optimizer.zero_grad()
+    before = training.result()[1:]
+    training.optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, training.result()[1:], strict=True))
+    (loss + training.loss(batch, [1, 2])).backward()
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_ids_are_an_error_of_their_own_table(device: str) -> None:
+    training = Training(device, ahead=True)
+    batches = training.batches(5)
+    batches[3][1][2] = ROWS[1]
+    seen = 0
+    with pytest.raises(IndexError, match="Embedding: id 7 at position 2 .* 7 rows"):
+        for batch in training.loop(batches):
+            training.learn(batch)
+            seen += 1
+    assert seen == 3
+    plain_loop(training)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_closed_table_is_an_error_of_its_own_lookups(device: str) -> None:
+    results = []
+    for ahead in (False, True):
+        training = Training(device, ahead=ahead, optimizer="SGD")
+        others = optim.SGD([module.weight for module in training.model[:2]], lr=0.1)
+        for number, batch in enumerate(training.loop(training.batches())):
+            if number < 3:
+                training.learn(batch)
+                continue
+            if number == 3:
+                training.model[2].table.close()
+            with pytest.raises(ValueError, match="closed"):
+                training.loss(batch, [2])
+            training.loss(batch, [0, 1]).backward()
+            others.step()
+            others.zero_grad()
+        results.append([module.table["weight"].clone() for module in training.model[:2]])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_kept_of_batches_that_are_through(device: str) -> None:
+    training = Training(device, ahead=True)
+
+    def all_planned() -> set[int]:
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if type(each) is JointBatch}
+
+    before = all_planned()
+    for batch in training.loop(training.batches()):
+        training.learn(batch)
+        assert len(all_planned() - before) <= 4
+    assert len(all_planned() - before) <= 1
+
+
+def test_the_loop_over_tables_that_are_trained_in_inference_mode_goes_on() -> None:
+    results = []
+    for ahead in (False, True):
+        training = Training("cpu", ahead=ahead)
+        for batch in training.loop(training.batches()):
+            training.learn(batch)
+            with torch.inference_mode():
+                training.model[0](batch[0])
+        results.append(training.result())
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
