@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.nn.prefetch import ids_of_modules, modules_with_ids
 from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.optimizer_copy import settings_of, snapshot
 from speedtorch.optim.probe import learn_state
@@ -30,12 +31,18 @@ class GraphedStep:
         example: tuple[Any, ...],
         modules: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
+        next_ids: Any,
     ) -> None:
         self._step = step
         self._optimizers = optimizers
         self._rows = _rows_of(modules)
         self._device = self._rows[0].exchange.device
         self._inputs = tree_map(self._own, example)
+        self._asked = modules_with_ids(modules)
+        named = {} if next_ids is None else ids_of_modules(next_ids, self._asked)
+        self._next = {
+            module: [self._own(each) for each in parts] for module, parts in named.items()
+        }
         with _kept(modules, optimizers, self._rows):
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self._device))
@@ -45,7 +52,10 @@ class GraphedStep:
             torch.cuda.current_stream(self._device).wait_stream(side)
         self._settings = self._numbers()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph), ExitStack() as foreseen:
+            for module, parts in self._next.items():
+                exchange = module.trained_rows.exchange
+                foreseen.enter_context(exchange.foreseeing(parts))
             self._result = step(*self._inputs)
 
     def _own(self, given: Any) -> Any:
@@ -58,8 +68,13 @@ class GraphedStep:
             for optimizer in self._optimizers
         ]
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: Any, next_ids: Any = None) -> Any:
         """Trains a batch: by a replay, or as the step itself does it where shapes are others.
+
+        Args:
+            *batch: As the example.
+            next_ids: Of the batch that comes next, as those of graphed(): its rows travel beside
+                this step. Another batch may come all the same, and gives the same numbers.
 
         Returns:
             What the step returns; a replay writes to the same tensors again.
@@ -83,8 +98,18 @@ class GraphedStep:
         for own, given in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
             if isinstance(own, Tensor):
                 own.copy_(given, non_blocking=True)
+        if next_ids is not None:
+            self._foresee(next_ids)
         self._graph.replay()
         return self._result
+
+    def _foresee(self, next_ids: Any) -> None:
+        """Gives the graph the ids of the next batch, where they are of its shapes."""
+        for module, parts in ids_of_modules(next_ids, self._asked).items():
+            own = self._next.get(module, [])
+            if len(own) == len(parts) and all(map(_alike, own, parts)):
+                for each, ids in zip(own, parts, strict=True):
+                    each.copy_(ids, non_blocking=True)
 
     def _fits(self, batch: tuple[Any, ...]) -> bool:
         """Whether a batch can be copied to the inputs."""
@@ -180,6 +205,7 @@ def graphed(
     *example: Any,
     modules: nn.Module | Sequence[nn.Module],
     optimizers: Optimizer | Sequence[Optimizer],
+    next_ids: Any = None,
 ) -> GraphedStep:
     """Captures a whole training step in one CUDA graph: lookups, exchange, backward, optimizer.
 
@@ -194,9 +220,12 @@ def graphed(
             its optimizer is attached.
         optimizers: Capturable ones (`capturable=True`, with Adam and its like also `fused=True`) or
             SGD.
+        next_ids: Ids of a batch, as prefetch's `ids` gives them: their rows travel beside the step
+            before. None: each step brings its own.
 
     Returns:
-        What is called as `step(*batch)`. A batch of other shapes is trained without the graph, and
+        What is called as `step(*batch)`, or `step(*batch, next_ids=...)` with those of the batch
+        after it. A batch of other shapes is trained without the graph, and
         so may be steps in between; flush, state_dict and evaluation see all rows. While it lives,
         attach, detach, `.to` and closing the table are refused.
 
@@ -219,4 +248,4 @@ def graphed(
     """
     modules = [modules] if isinstance(modules, nn.Module) else list(modules)
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    return GraphedStep(step, example, modules, optimizers)
+    return GraphedStep(step, example, modules, optimizers, next_ids)

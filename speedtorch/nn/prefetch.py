@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -18,7 +18,7 @@ from speedtorch.step.exchange import Batch
 from speedtorch.step.joint_exchange import JointExchange, joined
 from speedtorch.torch_internals import as_plain
 
-__all__ = ["Prefetch", "prefetch"]
+__all__ = ["Prefetch", "ids_of_modules", "modules_with_ids", "prefetch"]
 
 _Batch = TypeVar("_Batch")
 _IdsOf = Callable[[Any], Any]
@@ -77,7 +77,7 @@ class Prefetch(Generic[_Batch]):
         together: list[tuple[list[RowModule], JointExchange]] | None = None
         try:
             for batch in self._loader:
-                parts = self._parts(batch)
+                parts = ids_of_modules(self._ids(batch), self._asked)
                 alone = dict(parts)
                 if together is None:  # those that the first batch names
                     together = joined({each: each.trained_rows.exchange for each in parts})
@@ -95,20 +95,32 @@ class Prefetch(Generic[_Batch]):
         except Exception as error:
             yield error
 
-    def _parts(self, batch: _Batch) -> dict[RowModule, list[Tensor]]:
-        """Each module and the ids that a batch will look up there."""
-        named: Any = self._ids(batch)
-        if not isinstance(named, Mapping) or not any(isinstance(k, nn.Module) for k in named):
-            if (count := len(self._asked)) != 1:
-                raise ValueError(f"ids: the model has {count} Embeddings; return a dict by module")
-            named = {self._asked[0]: named}
-        parts: dict[RowModule, list[Tensor]] = {}
-        for module, ids in named.items():
-            if module not in self._asked:
-                kind = type(module).__name__
-                raise ValueError(f"ids: {kind} is no speedtorch.Embedding(Bag) of the model")
-            parts |= module.ids_by_module(ids)
-        return parts
+
+def ids_of_modules(
+    named: Any, asked: Sequence[RowModule | TableCollection]
+) -> dict[RowModule, list[Tensor]]:
+    """Each module and the ids that will be looked up there; `named` as prefetch's `ids` gives them.
+
+    `asked` are the modules that may be named. Raises TypeError or ValueError for anything else.
+    """
+    if not isinstance(named, Mapping) or not any(isinstance(k, nn.Module) for k in named):
+        if (count := len(asked)) != 1:
+            raise ValueError(f"ids: the model has {count} Embeddings; return a dict by module")
+        named = {asked[0]: named}
+    parts: dict[RowModule, list[Tensor]] = {}
+    for module, ids in named.items():
+        if module not in asked:
+            kind = type(module).__name__
+            raise ValueError(f"ids: {kind} is no speedtorch.Embedding(Bag) of the model")
+        parts |= module.ids_by_module(ids)
+    return parts
+
+
+def modules_with_ids(modules: Iterable[nn.Module]) -> list[RowModule | TableCollection]:
+    """Those of ours that ids are given for: not the groups of a collection, but that itself."""
+    every = [each for module in modules for each in module.modules()]
+    asked = [each for each in every if isinstance(each, RowModule | TableCollection)]
+    return [each for each in asked if not isinstance(each, TableGroup)]
 
 
 def _end_loop(module: RowModule, loop: _Loop) -> None:
@@ -162,7 +174,4 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         raise ValueError(
             f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag to bring rows for"
         )
-    kinds = (RowModule, TableCollection)
-    asked = [each for each in model.modules() if isinstance(each, kinds)]
-    asked = [each for each in asked if not isinstance(each, TableGroup)]
-    return Prefetch(loader, asked, modules, ids)
+    return Prefetch(loader, modules_with_ids([model]), modules, ids)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class Changes(NamedTuple):
 class FittedBatch:
     """The distinct rows of a batch, in address order, as a block of `capacity` rows holds them.
 
-    Nobody waits for their number. The padding's row stands after the block. `following` is the
+    Nobody waits for their number. The padding's row stands after the block. `following()` is the
     batch that was planned after this one. Known once a step holds the rows are `ids`, those of the
     block, always the same tensor, and `number`, how many they are: `[1]`.
 
@@ -60,7 +61,7 @@ class FittedBatch:
         self.device = device
         self.capacity = capacity
         self.parts = Parts(parts, rows, device, name)
-        self.following: FittedBatch | None = None
+        self.following: Callable[[], FittedBatch | None] = lambda: None
         self._padding = -1 if padding is None else padding
         self._place: Tensor | None = None
         """Of each distinct id, or None where that is its place in the order."""
@@ -77,7 +78,7 @@ class FittedBatch:
         elif many:  # what does not fit is looked up as zeros, which then all of the block are
             self._place = torch.arange(self.parts.count, device=device).clamp_(max=capacity - 1)
         if after is not None:
-            after.following = self
+            after.following = weakref.ref(self)
 
     def compared(self, held: Tensor, held_status: Tensor, halt: Tensor, fault: Tensor) -> Changes:
         """What changes when its rows follow on held ones; see compare_rows.fitting."""

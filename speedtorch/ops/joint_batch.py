@@ -6,7 +6,8 @@ numbers, so those of one table are one range of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ def _ranges(rows: tuple[int, ...], device: torch.device) -> Tensor:
 class JointBatch:
     """The distinct rows of a batch in several tables, in address order, table after table.
 
-    `batches` are what each table's part is by itself; `following` is the joint batch that was
+    `batches` are what each table's part is by itself; `following()` is the joint batch that was
     planned after this one. Known after count(), if it says so, are `bounds`, where the rows of each
     table begin among all, and the lists of those that arrive, stay and leave when they follow on
     those of `after`.
@@ -68,7 +69,7 @@ class JointBatch:
         self, parts: Sequence[Parts], device: torch.device, after: JointBatch | None = None
     ) -> None:
         self.parts = parts
-        self.following: JointBatch | None = None
+        self.following: Callable[[], JointBatch | None] = lambda: None
         rows = tuple(each.rows for each in parts)
         sizes = tuple(each.count for each in parts)
         offsets, ranges = _ascending(sizes, device), _ranges(rows, device)
@@ -79,22 +80,23 @@ class JointBatch:
         lengths = [sizes, sizes, sizes, tuple(size + 1 for size in sizes)]
         pieces = [each.split(size) for each, size in zip(split, lengths, strict=True)]
         for each, *of_table in zip(parts, *pieces, status.unbind(), strict=True):
-            each.plan = of_table
+            each.planned_as(of_table)
         self.numbers, self._status = plan[0], plan[4]
         held = self.numbers[:0] if after is None else after.numbers
         held_status = held if after is None else after._status
         *self._lists, counts = torch.ops.speedtorch.compare_rows(
             self.numbers, self._status, held, held_status, -1
         )
-        self._uncounted: Numbers | None = Numbers(torch.cat([self._status, counts, bounds]))
-        self._counts: list[int] = []
+        self._numbers = Numbers(torch.cat([self._status, counts, bounds]))
+        self.bounds: list[int] = []
+        self._compared: list[int] = []
         self._planned: torch.cuda.Event | None = None
         self.batches = [
             PlannedBatch(each, each.rows, device, joint=self, number=number)
             for number, each in enumerate(parts)
         ]
         if after is not None:
-            after.following = self
+            after.following = weakref.ref(self)
 
     def planned_until(self, event: torch.cuda.Event | None) -> None:
         """Says after which event the plans are there; see Parts."""
@@ -110,23 +112,14 @@ class JointBatch:
 
     def count(self) -> bool:
         """Waits for the counts; whether all ids are good."""
-        if (uncounted := self._uncounted) is not None:
-            self._counts = uncounted.read()
-            self._uncounted = None
-            uncounted.let_go()
-            if self._counts[0] == 0:
-                for each in self.parts:
-                    each.ids = None
-        return self._counts[0] == 0
+        counts = self._numbers.read()
+        self._compared = counts[_STATUS_FIELDS : _STATUS_FIELDS + _COMPARED]
+        self.bounds = counts[_STATUS_FIELDS + _COMPARED :]
+        return counts[0] == 0
 
-    def distinct(self, table: int) -> int | None:
-        """How many rows of a table there are, if all ids are good."""
-        return self.bounds[table + 1] - self.bounds[table] if self.count() else None
-
-    @property
-    def bounds(self) -> list[int]:
-        """Where the rows of each table begin among those of all, and where the last ones end."""
-        return self._counts[_STATUS_FIELDS + _COMPARED :]
+    def let_go(self) -> None:
+        """Says that nobody asks for the batches again, which know this one."""
+        self.batches = []
 
     @property
     def arriving(self) -> Listed:
@@ -144,5 +137,5 @@ class JointBatch:
         return self._listed(4, 3)
 
     def _listed(self, first: int, counted: int) -> Listed:
-        count = self._counts[_STATUS_FIELDS + counted]
+        count = self._compared[counted]
         return Listed(self._lists[first][:count], self._lists[first + 1][:count])

@@ -7,8 +7,9 @@ which rows it has in common with that one.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -32,31 +33,30 @@ class Numbers:
     """Numbers `[n]` of a device, on their way to the CPU."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._place = (numbers.device, numbers.shape[0])
         self._event: torch.cuda.Event | None = None
         self._memory = numbers
+        self._read: list[int] | None = None
         if numbers.is_cpu:
             return
         try:
-            self._memory, self._event = _unused[self._place].pop()
+            self._memory, self._event = _unused[numbers.device, numbers.shape[0]].pop()
         except IndexError:
             with torch.inference_mode(False):  # or it could be used there only
                 self._memory = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._memory.copy_(numbers, non_blocking=True)
-        self._event.record(torch.cuda.current_stream(numbers.device))
+        self._device = numbers.device
+        self._event.record(torch.cuda.current_stream(self._device))
 
     def read(self) -> list[int]:
         """Waits for them."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._memory.tolist()
-
-    def let_go(self) -> None:
-        """Says that they have been read, and are asked for no more."""
-        if self._event is not None:
-            _unused[self._place].append((self._memory, self._event))
-            self._event = None
+        if self._read is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._read = self._memory.tolist()
+            if self._event is not None:  # only what has been read is for others
+                _unused[self._device, len(self._read)].append((self._memory, self._event))
+        return self._read
 
 
 def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
@@ -139,21 +139,20 @@ class Parts:
             self._seen.append(seen)
             self._begins.append(self._begins[-1] + len(ids))
             flat.append(ids)
-        self.ids: Tensor | None = flat[0] if len(flat) == 1 else torch.cat(flat)
-        if alone:
-            self.plan_alone()
-
-    def plan_alone(self) -> None:
-        """Makes the plan of the ids, which nobody needs after that."""
-        if self.ids is None:
+        ids = flat[0] if len(flat) == 1 else torch.cat(flat)
+        if not alone:
+            self.ids: Tensor | None = ids
             return
         # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
         # follows the distinct ids.
         try:
-            self.plan = plan_rows(self.ids, self.rows)
+            self.plan = plan_rows(ids, rows)
         except IndexError as error:
-            raise IndexError(str(error).replace("plan_rows", self.name, 1)) from None
-        self.ids = None
+            raise IndexError(str(error).replace("plan_rows", name, 1)) from None
+
+    def planned_as(self, plan: Sequence[Tensor]) -> None:
+        """Gives the plan of the ids, which nobody needs after that."""
+        self.plan, self.ids = plan, None
 
     @property
     def count(self) -> int:
@@ -209,23 +208,26 @@ class Planned(Protocol):
 class Joint(Protocol):
     """The batches of several tables, planned as one."""
 
-    def distinct(self, table: int) -> int | None:
-        """How many rows of a table there are, if all ids are good."""
+    bounds: list[int]
+    """Where the rows of each table begin among those of all, and where the last ones end."""
+
+    def count(self) -> bool:
+        """Waits for the counts; whether all ids are good."""
 
 
 class PlannedBatch:
     """The distinct rows of a batch, in address order: the order in which a step holds them.
 
     The ids of all `parts` are the batch. The padding's row is no row of it; it stands after the
-    last one. `following` is the batch that was planned after this one. Known after count() are
+    last one. `following()` is the batch that was planned after this one. Known after count() are
     `distinct`, the number of ids with that of the padding, `held`, that of the rows, and `ids`,
     theirs, ascending: `[held]`, always the same tensor.
 
     Args:
         after: the batch whose rows are held before this one's, or ids of held rows, ascending.
         name: what errors call who looks them up.
-        joint: what `parts` are planned in, with those of other tables; they are planned alone if
-            some of all ids are bad.
+        joint: what `parts` are planned in, with those of other tables; who counts the rows has
+            counted those of all before, and no ids are bad.
         number: of the table in it.
 
     Raises:
@@ -248,18 +250,11 @@ class PlannedBatch:
         self.device = device
         self._padding = padding
         self.parts = parts if isinstance(parts, Parts) else Parts(parts, rows, device, name)
-        self.following: PlannedBatch | None = None
+        self.following: Callable[[], PlannedBatch | None] = lambda: None
         self._place: Tensor | None = None
         """Of each distinct id, or None where that is its place in the order."""
         self.joint, self._number = joint, number
-        self._uncounted: Numbers | None = None
         self._is_counted = False
-        if joint is None:
-            self._compare(after)
-
-    def _compare(self, after: Planned | Tensor | None) -> None:
-        """Finds out about its rows, without waiting."""
-        padding, device = self._padding, self.device
         unique, _, _, _, status = self.parts.plan
         self._ids, counts = unique, status
         if padding is not None:
@@ -276,9 +271,10 @@ class PlannedBatch:
                 plan = after.parts.plan
                 *self._changes, sums = self._compared(plan[0], plan[4])
             counts = torch.cat([counts, sums])
-        self._uncounted = Numbers(counts)
+        if joint is None:
+            self._uncounted = Numbers(counts)
         if isinstance(after, PlannedBatch):
-            after.following = self
+            after.following = weakref.ref(self)
 
     def _compared(self, held: Tensor, held_status: Tensor) -> list[Tensor]:
         """Which rows arrive, stay and leave when this batch follows on held rows, ids ascending.
@@ -297,25 +293,18 @@ class PlannedBatch:
         """Waits for the counts; IndexError if an id on a GPU is out of range."""
         if self._is_counted:
             return
-        if self.joint is not None and self._uncounted is None:
-            if (distinct := self.joint.distinct(self._number)) is not None:
-                self.distinct = self.held = distinct
-                self.ids = self.parts.plan[0][:distinct]
-                self._is_counted = True
-                return
-            self.parts.plan_alone()
-            self._compare(None)
-        assert self._uncounted is not None
-        counts = self._uncounted.read()
-        bad, position, bad_id, named, *_ = counts
-        if bad:
-            raise self.parts.error(bad, position, bad_id)
-        self.distinct = named
-        self.held = counts[_DISTINCT if self._padding is None else _STATUS_FIELDS]
+        if self.joint is not None:
+            first, end = self.joint.bounds[self._number : self._number + 2]
+            self.distinct = self.held = end - first
+        else:
+            counts = self._uncounted.read()
+            bad, position, bad_id, self.distinct, *_ = counts
+            if bad:
+                raise self.parts.error(bad, position, bad_id)
+            self.held = counts[_DISTINCT if self._padding is None else _STATUS_FIELDS]
+            self._arriving, self._leaving = counts[-2:]
         self.ids = self._ids[: self.held]
-        self._arriving, self._leaving = counts[-2:]
         self._is_counted = True
-        self._uncounted.let_go()  # only what has been read is for others
 
     @property
     def arriving(self) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -307,6 +308,8 @@ class Exchange:
         self._padding = padding
         self._joint: Joint | None = None
         """With the tables of a loop whose rows are exchanged with those of this one."""
+        self._next_ids: Sequence[Tensor] | None = None
+        """Those of the step after the one that a CUDA graph is captured of."""
         self._token: tuple[int, Callable[[], Token | None]] = (0, lambda: None)
         """Of the lookups of a step, and its number."""
         self._fixed: FixedBlocks | None = None
@@ -342,15 +345,15 @@ class Exchange:
             rows[0] = padded[:count]
         return rows, padded
 
-    def _fetch_padding(self, padded: Tensor) -> None:
-        if self._padding is not None:
-            self._store.read(torch.tensor([self._padding]), padded[-1:])
+    def _fetch_padding(self, padding: int, padded: Tensor) -> None:
+        self._store.read(torch.tensor([padding]), padded[-1:])
 
     def _loaded(self, ids: Tensor, leaving: Block | None) -> tuple[Rows, Tensor]:
         """Rows as they are in the table, in new memory; others leave for it meanwhile."""
         rows, padded = self._memory(ids.shape[0])
         self._store.exchange(self._shown.kept.fields, leaving, Block(rows, ids))
-        self._fetch_padding(padded)
+        if self._padding is not None:
+            self._fetch_padding(self._padding, padded)
         return rows, padded
 
     def complete(self, *, ahead: bool = True) -> None:
@@ -443,7 +446,7 @@ class Exchange:
     def _send(self, ahead: bool) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
         now = self.now
-        following: Batch | None = now.batches[0].following if ahead and now.ahead else None
+        following: Batch | None = now.batches[0].following() if ahead and now.ahead else None
         if following is not None:
             following.parts.join()
         if self._fixed is None:
@@ -452,7 +455,12 @@ class Exchange:
         else:
             assert not isinstance(following, PlannedBatch)
             with self._travel.after_current(self.device):
-                self._fixed.send(following)
+                if now.captured and self._next_ids is not None:
+                    foreseen = self._step_of(self._next_ids)
+                    assert isinstance(foreseen, FittedBatch)
+                    self._fixed.send(foreseen, foreseen=True)
+                else:
+                    self._fixed.send(following)
             coming = None if following is None else Coming(following, [], now.padded)
         self.now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
 
@@ -620,6 +628,19 @@ class Exchange:
         if not self.now.over:
             self.now = self.now._replace(over=True, announced=False)
 
+    @contextmanager
+    def foreseeing(self, parts: Sequence[Tensor] | None) -> Iterator[None]:
+        """A CUDA graph that is captured within sends for the rows of the ids of the next step.
+
+        They are what these tensors hold at each replay; without any it sends for none.
+        """
+        self._next_ids = parts
+        try:
+            yield
+            self._travel.join()
+        finally:
+            self._next_ids = None
+
     def refuse_if_captured(self, what: str) -> None:
         """Raises RuntimeError if a CUDA graph that is still there uses the rows' memory."""
         if self._fixed is not None and self._fixed.is_captured:
@@ -680,7 +701,7 @@ class Exchange:
         """Begins a step of the batch that was planned before, which it returns, or of these ids."""
         planned, self._due = self._due, None  # two steps of one batch take its plan once
         batch = None if planned is None else self._taken(planned, parts)
-        if self._begin_with_others(batch):
+        if self._joint is not None and self._begin_with_others(self._joint, batch):
             return batch
         begun = batch or told or self._step_of(parts)
         begun.count()  # bad ids change nothing
@@ -703,12 +724,10 @@ class Exchange:
         self.complete()
         return batch or told
 
-    def _begin_with_others(self, batch: Batch | None) -> bool:
+    def _begin_with_others(self, joint: Joint, batch: Batch | None) -> bool:
         """Whether a step of a batch has begun in all tables that it was planned with."""
-        if self._joint is None or not isinstance(batch, PlannedBatch):
-            return False
-        joint = batch.joint
-        return isinstance(joint, JointBatch) and self._joint.begin(joint, self)
+        planned = batch.joint if isinstance(batch, PlannedBatch) else None
+        return isinstance(planned, JointBatch) and joint.begin(planned, self)
 
     def layout(self) -> Hashable:
         """What exchanges that can be joined have in common; None if this one cannot be."""
@@ -774,12 +793,14 @@ class Exchange:
         """Begins a step of a batch in blocks of a fixed size."""
         blocks, now, fields = self._fixed, self.now, self._shown.kept.fields
         assert blocks is not None
-        come = now.coming is not None and now.coming.batch is batch
+        come: bool | None = now.coming is not None and now.coming.batch is batch
         if not come:
             self._drop_coming()
         elif self._travel.end is not None:
             self._travel.join()
         captured = self._captures()
+        if captured and self._next_ids is not None:
+            come = None
         if captured:
             blocks.watch_graph()
         if not blocks.are_for(self.device, fields):
@@ -790,7 +811,7 @@ class Exchange:
         elif now.batches and self._take():
             self._shown.put_back(now)  # or they would be taken again, if this is interrupted
         blocks.begin(batch, come=come)
-        owed = Block((), blocks.ids) if come else None
+        owed = None if come is False else Block((), blocks.ids)
         rows, padded = list(blocks.rows), blocks.padded
         self.now = Step(
             now.number + 1,
@@ -823,6 +844,8 @@ class Exchange:
     def _taken(self, batch: Batch, parts: Sequence[Tensor]) -> Batch | None:
         """The planned batch, if these are its ids, or parts of what it was planned with."""
         batch.parts.join()
+        if isinstance(batch, PlannedBatch) and batch.joint is not None and not batch.joint.count():
+            return None  # ids of some table are bad
         batch.count()
         if any(batch.parts.part_of(part) is None for part in parts):
             if isinstance(batch, FittedBatch):
@@ -842,7 +865,8 @@ class Exchange:
         places, taken_from = batch.staying
         for new, each in zip(rows, old, strict=True):
             new.index_copy_(0, places, each.index_select(0, taken_from))
-        self._fetch_padding(padded)
+        if self._padding is not None:
+            self._fetch_padding(self._padding, padded)
         leaving = Block(old, *batch.leaving)
         return leaving if now.newer and len(leaving.ids) > 0 else None
 
@@ -864,7 +888,8 @@ class Exchange:
             new.index_copy_(0, before, each)
         arriving = Block(rows, load, torch.searchsorted(ids, load))
         self._store.exchange(self._shown.kept.fields, None, arriving)
-        self._fetch_padding(padded)
+        if self._padding is not None:
+            self._fetch_padding(self._padding, padded)
         gradient = self._shown.parameter.grad if self._shown.has_gradient() else None
         self.now = now._replace(
             ids=ids,

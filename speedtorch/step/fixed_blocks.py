@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speedtorch.ops.fitted_batch import FittedBatch, too_many
+from speedtorch.ops.fitted_batch import Changes, FittedBatch, too_many
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
 __all__ = ["FixedBlocks"]
@@ -43,6 +43,8 @@ class FixedBlocks:
         self._padding = padding
         self._left_some = False
         """Whether rows may lie in `_left` that have yet to go home."""
+        self._foresees = False
+        """Whether a CUDA graph sends for the rows of the step after it."""
         self._made: tuple[torch.device, Fields] | None = None
         self._graphs: list[int] = []
         """The captures that use the blocks."""
@@ -72,6 +74,9 @@ class FixedBlocks:
             self.ids, self._status = numbers(size), numbers(8)
             self._left_ids, self._left_count = numbers(size), numbers(1)
             self._halt, self._none = numbers(2), numbers(1)
+            self._came = numbers(2 * size + 1)
+            """Ids of the rows that a graph has sent for, their places, and how many; -1: none."""
+            self._came[-1:] = -1
             self._every = torch.arange(size, device=device)
             pinned = device.type == "cuda"
             self._fault = torch.zeros(8, dtype=torch.int64, pin_memory=pinned)
@@ -114,26 +119,34 @@ class FixedBlocks:
     def _nowhere(self, rows: Sequence[Tensor]) -> Counted:
         return Counted(rows, self.ids, self._every, self._none)
 
-    def begin(self, batch: FittedBatch, *, come: bool) -> None:
+    def begin(self, batch: FittedBatch, *, come: bool | None) -> None:
         """Lets the rows of a batch take the place of those that are held.
 
         With `come` those that arrive were sent for before; those that leave are put aside then, and
-        go home with the next that are sent for.
+        go home with the next that are sent for. None stands for a CUDA graph that sends for the
+        next rows: those that the last replay has foreseen have come, or all are read now.
         """
         if self._left_some:
             self.send(None)
         changes = batch.compared(self.ids, self._status, self._halt, self._fault)
+        lists = (changes.arriving, changes.arriving_places)
         if not come:
-            leaving = Counted(
-                self.rows, changes.leaving, changes.leaving_places, changes.counts[3:4]
+            leaving, number = self._nowhere(self.rows), changes.counts[2:3]
+            if come is None:
+                number = self._not_foreseen(changes)
+            else:
+                left = (changes.leaving, changes.leaving_places, changes.counts[3:4])
+                leaving = Counted(self.rows, *left)
+                self._forget_foreseen()
+            self._store.exchange_counted(
+                self._fields, leaving, Counted(self._coming, *lists, number)
             )
-            arriving = (changes.arriving, changes.arriving_places, changes.counts[2:3])
-            self._store.exchange_counted(self._fields, leaving, Counted(self._coming, *arriving))
-        self._left_some, self.hold_some = come, True
+        put_aside = come is not False
+        self._left_some, self.hold_some = put_aside, True
         torch.ops.speedtorch.hold_rows(
             self.rows,
             self._coming,
-            self._left if come else [],
+            self._left if put_aside else [],
             changes.stay_places,
             changes.stay_from,
             changes.leaving,
@@ -148,13 +161,29 @@ class FixedBlocks:
         batch.held(self.ids, self._status[3:4])
         self.fetch_padding()
 
+    def _not_foreseen(self, changes: Changes) -> Tensor:
+        """How many rows are still to arrive, `[1]`: none if those that have come are they."""
+        number, size = changes.counts[2:3], self.capacity
+        differ = torch.cat([changes.arriving, changes.arriving_places]) != self._came[:-1]
+        differ = (differ.view(2, size) & (self._every < number)).any()
+        return torch.where(differ | (self._came[-1:] != number), number, 0)
+
+    def _forget_foreseen(self) -> None:
+        """Says that rows which a graph has sent for are not as the table has them, or others."""
+        # Another graph's replay would not know that this one's has been between.
+        if self._foresees or (self.ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._came[-1:].fill_(-1)
+
     def fetch_padding(self) -> None:
         """Reads the padding's row."""
         if self._padding is not None:
             self._store.read(self._padding_id, self.padded[-1:])
 
-    def send(self, following: FittedBatch | None) -> None:
-        """Rows that were put aside go home, those of the next batch arrive, but do not yet stay."""
+    def send(self, following: FittedBatch | None, *, foreseen: bool = False) -> None:
+        """Rows that were put aside go home, those of the next batch arrive, but do not yet stay.
+
+        With `foreseen` within a CUDA graph, whose next replay looks whether they are of its batch.
+        """
         leaving = Counted(self._left, self._left_ids, self._every, self._left_count)
         arriving = self._nowhere(self._coming)
         if following is not None:
@@ -163,6 +192,11 @@ class FixedBlocks:
             changes = following.compared(self.ids, self._status, halt, untold)
             lists = (changes.arriving, changes.arriving_places, changes.counts[2:3])
             arriving = Counted(self._coming, *lists)
+            if foreseen:
+                torch.cat(lists, out=self._came)
+                self._foresees = True
+        if not foreseen:
+            self._forget_foreseen()
         self._store.exchange_counted(self._fields, leaving, arriving)
         self._left_count.zero_()
         self._left_some = False
@@ -173,17 +207,20 @@ class FixedBlocks:
             return
         if self._left_some:
             self.send(None)
+        self._forget_foreseen()
         self._store.exchange_counted(self._fields, self._held(), self._nowhere(self._coming))
         if not stay:
             self.hold_none()
 
     def hold_none(self) -> None:
         """Says that no row is held."""
+        self._forget_foreseen()
         self._status.zero_()
         self.hold_some = False
 
     def read_again(self) -> None:
         """Held rows are those of the table again."""
+        self._forget_foreseen()
         self._store.exchange_counted(self._fields, self._nowhere(self._left), self._held())
         self.fetch_padding()
 

@@ -73,15 +73,15 @@ class JointExchange:
     def plan_ahead(self, parts: Sequence[Sequence[Tensor]], after: JointBatch | None) -> JointBatch:
         """Plans a batch of a loop: the ids of each table, and the joint batch before it."""
         with self._planning.after_current(self._device):
-            tables = [
-                Parts(ids, each.rows, self._device, each.name, alone=False)
-                for each, ids in zip(self._exchanges, parts, strict=True)
-            ]
+
+            def planned(*, alone: bool) -> list[Parts]:
+                pairs = zip(self._exchanges, parts, strict=True)
+                return [Parts(i, e.rows, self._device, e.name, alone=alone) for e, i in pairs]
+
             try:
-                batch = JointBatch(tables, self._device, after)
+                batch = JointBatch(planned(alone=False), self._device, after)
             except IndexError:
-                for each in tables:
-                    each.plan_alone()  # says which ids are bad, and whose
+                planned(alone=True)  # says which ids are bad, and whose
                 raise
         batch.planned_until(self._planning.end)
         return batch
@@ -102,6 +102,8 @@ class JointExchange:
 
     def begin(self, batch: JointBatch, asker: Exchange) -> bool:
         """Begins a step of a batch in all tables; not if one of them has to go on by itself."""
+        if not batch.batches:  # one had to before
+            return False
         self.complete(ahead=False)
         pairs = list(zip(self._exchanges, batch.batches, self._fields, strict=True))
         batch.join()
@@ -109,6 +111,7 @@ class JointExchange:
             each.may_begin(part, fields, asked=each is asker) for each, part, fields in pairs
         ):
             self.drop_coming()
+            batch.let_go()
             return False
         now, coming = self._now, self._now.coming
         owed = None
@@ -133,8 +136,9 @@ class JointExchange:
                 pairs, batch.bounds, batch.bounds[1:], strict=False
             )
         )
-        ahead = batch.following is not None
+        ahead = batch.following() is not None
         self._now = Moves(batch, rows, steps, taken=False, ahead=ahead, owed=owed)
+        batch.let_go()
         self.complete()
         return True
 
@@ -161,7 +165,7 @@ class JointExchange:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
         following, coming, arriving = None, None, None
         if ahead and now.ahead and now.batch is not None:
-            following = now.batch.following
+            following = now.batch.following()
         good = following is not None and following.count()  # else who looks them up is told
         if good or now.owed is not None:
             if now.owed is not None:

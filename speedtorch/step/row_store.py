@@ -341,14 +341,16 @@ class RowStore:
             assert some is not None
             nothing = Block([each[:0] for each in some.rows], some.ids[:0], some.ids[:0])
             leaving, arriving = leaving or nothing, arriving or nothing
+        counts = leaving.ids.shape[0], arriving.ids.shape[0]
+        every = self.numbers(leaving.ids if counts[0] > counts[1] else arriving.ids)
         swap_placed(
             self.reach(names),
             leaving.rows,
             leaving.ids,
-            self.numbers(leaving.ids) if leaving.places is None else leaving.places,
+            every[: counts[0]] if leaving.places is None else leaving.places,
             arriving.rows,
             arriving.ids,
-            self.numbers(arriving.ids) if arriving.places is None else arriving.places,
+            every[: counts[1]] if arriving.places is None else arriving.places,
         )
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.ops.joint_batch import JointBatch
+from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step import joint_exchange, row_store
 
 ROWS, WIDTH, TABLES = (30, 7, 50), 4, 3
@@ -431,6 +432,23 @@ def test_nothing_is_kept_of_batches_that_are_through(device: str) -> None:
         training.learn(batch)
         assert len(all_planned() - before) <= 4
     assert len(all_planned() - before) <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("named", [range(TABLES), [0]], ids=["joint", "alone"])
+def test_a_loss_that_is_kept_keeps_no_later_batch(device: str, named: Iterable[int]) -> None:
+    training = Training(device, ahead=True)
+
+    def planned() -> int:
+        gc.collect()
+        return sum(type(each) in (JointBatch, PlannedBatch) for each in gc.get_objects())
+
+    before, kept = planned(), []
+    for number, batch in enumerate(training.loop(training.batches(30), named)):
+        kept = kept or [training.loss(batch, named)]
+        training.learn(batch, named)
+        assert number < 4 or planned() <= before + 20
+    assert len(kept) == 1
 
 
 def test_the_loop_over_tables_that_are_trained_in_inference_mode_goes_on() -> None:
