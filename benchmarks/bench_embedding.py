@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 import speedtorch
+from benchmarks import fbgemm
 from benchmarks.harness import Measured, fresh_ids, turns
 from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
@@ -66,6 +67,24 @@ def steps_of(kind: str, name: str, exponents: Iterable[float], gradient: Tensor)
             yield step_figure(f"Zipf {exponent}", title, loop, batches_of(exponent), **told)
 
 
+def fbgemms(name: str, exponents: Iterable[float], gradient: Tensor) -> Measured:
+    """FBGEMM with its optimizer, which steps within the backward, its rows in each place."""
+    begins = torch.arange(SIZES.large_batch + 1, device=DEVICE)
+    for title, module in fbgemm.tables_of([SIZES.rows], COLUMNS, name, pooled=False):
+
+        def loop(batches: Sequence[Tensor], module: nn.Module = module) -> Iterator[None]:
+            for ids in batches:
+                module(ids, begins).backward(gradient)
+                yield
+
+        for exponent in exponents:
+            told = {"kind": "FBGEMM", "optimizer": name, "exponent": exponent}
+            yield step_figure(f"Zipf {exponent}", title, loop, batches_of(exponent), **told)
+        del module, loop
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def measured() -> Measured:
     """torch's with everything in the memory of the GPU, ours with rows and state in the host's."""
     gradient = torch.randn(SIZES.large_batch, COLUMNS, device=DEVICE)
@@ -79,3 +98,5 @@ def measured() -> Measured:
     ):
         yield from steps_of(kind, name, exponents, gradient)
         gc.collect()
+    yield from fbgemms("Adam", EXPONENTS, gradient)
+    yield from fbgemms("SGD", (1.05,), gradient)

@@ -115,15 +115,57 @@ def in_a_graph() -> Measured:
         model(batch).backward()
         optimizer.step()
 
-    first, *given = batches()
-    graph = speedtorch.graphed(step, first, modules=model, optimizers=optimizer)
-
-    def loop(batches: Sequence[Batch]) -> Iterator[object]:
-        for batch in batches:
-            yield graph(batch)
+    def ids(batch: Batch) -> dict[nn.Module, list[Tensor]]:
+        return {model.u: [batch.centres], model.v: [batch.positives, batch.negatives]}
 
     title = "speedtorch, Adam, fused, the whole step in a CUDA graph"
-    yield step_figure("step", title, loop, given, kind="graph", optimizer="Adam, fused")
+    for ahead in (False, True):
+        first, *given = batches()
+        next_ids = ids(first) if ahead else None
+        graph = speedtorch.graphed(
+            step, first, modules=model, optimizers=optimizer, next_ids=next_ids
+        )
+
+        def loop(
+            batches: Sequence[Batch], graph: Any = graph, ahead: bool = ahead
+        ) -> Iterator[object]:
+            for batch, following in zip(batches, [*batches[1:], batches[0]], strict=True):
+                yield graph(batch, next_ids=ids(following) if ahead else None)
+
+        told = {"kind": "graph", "optimizer": "Adam, fused", "ahead": ahead}
+        yield step_figure("step", f"{title}{', next_ids' * ahead}", loop, given, **told)
+        del graph, loop
+
+
+def with_a_capacity() -> Measured:
+    """As `ours`, with blocks of a fixed size."""
+    most = iter((CENTRES, CENTRES * (POSITIVES + NEGATIVES)))
+    model = SkipGram(
+        lambda: speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE, capacity=next(most))
+    )
+    optimizer = optim.Adam(model.parameters(), fused=True)
+    speedtorch.attach(optimizer, model)
+    loop = skip_gram_loop(model, optimizer)
+    title = "speedtorch, Adam, fused, capacity"
+    yield step_figure("step", title, loop, batches(), kind="capacity", optimizer="Adam, fused")
+
+
+def without_an_exchange() -> Measured:
+    """The same step of as many rows as a batch names, which stay where they are."""
+    given = []
+    for batch in batches():
+        (centres, first), (others, second) = (
+            ids.unique(return_inverse=True) for ids in ids_of(batch).values()
+        )
+        near, far = second.split([CENTRES * POSITIVES, CENTRES * NEGATIVES])
+        places = Batch(first, near.view(CENTRES, -1), far.view(CENTRES, -1))
+        given.append((places, len(centres), len(others)))
+    sizes = iter(max(counts) for counts in list(zip(*given, strict=True))[1:])
+    model = SkipGram(lambda: nn.Embedding(next(sizes), COLUMNS, device=DEVICE))
+    loop = skip_gram_loop(model, OPTIMIZERS["Adam, fused"](model.parameters()))
+    title = "torch, Adam, fused, a batch's rows without any exchange"
+    told = {"kind": "body", "optimizer": "Adam, fused"}
+    yield step_figure("step", title, loop, [places for places, *_ in given], **told)
 
 
 def fbgemms() -> Measured:
@@ -257,7 +299,8 @@ def cupys() -> Measured:
 def measured() -> Measured:
     """Each way's tables go with its call, before the next begins."""
     ways = [torchs("SparseAdam", sparse=True), torchs("Adamax", sparse=False)]
-    ways += [*map(ours, OPTIMIZERS), factories(), fbgemms()]
+    ways += [without_an_exchange(), *map(ours, OPTIMIZERS), with_a_capacity()]
+    ways += [factories(), fbgemms()]
     if DEVICE == "cuda":
         ways.append(in_a_graph())
     if has_cupy():
