@@ -136,7 +136,7 @@ def _changed(before: list[list[dict[str, Any]]], now: list[list[dict[str, Any]]]
 def _rows_of(modules: Iterable[nn.Module]) -> list[TrainedRows]:
     found = [each for module in modules for each in module.modules() if isinstance(each, RowModule)]
     for each in found:
-        name = type(each).__name__
+        name = each.trained_rows.name
         if each.capacity is None:
             raise ValueError(f"graphed: build {name} with capacity=, the most rows of a step")
         if not each.trained_rows.parameter.is_cuda:

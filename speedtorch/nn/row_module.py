@@ -64,7 +64,9 @@ class RowModule(nn.Module):
         **settings: Any,
     ) -> None:
         nn.Module.__init__(self)
-        name = type(self).__name__
+        for setting, value in settings.items():
+            setattr(self, setting, value)
+        name = self._called()
         _check_device(name, device)
         if padding_idx is not None:
             padding_idx = operator.index(padding_idx)
@@ -78,8 +80,6 @@ class RowModule(nn.Module):
         if capacity is not None and (operator.index(capacity) < 1 or isinstance(capacity, bool)):
             raise ValueError(f"capacity: expected the most rows of a step, got {capacity}")
         self.capacity = None if capacity is None else min(operator.index(capacity), num_embeddings)
-        for setting, value in settings.items():
-            setattr(self, setting, value)
         self._settings = tuple(settings)
         shape = (num_embeddings, embedding_dim)
         given = shape if _weight is None else _shape_of("_weight", _weight, "a tensor")
@@ -99,9 +99,13 @@ class RowModule(nn.Module):
             store.load("weight", _weight)
         watch_steps()
 
+    def _called(self) -> str:
+        """What errors call it."""
+        return type(self).__name__
+
     def _train(self, store: RowStore, parameter: nn.Parameter) -> None:
         self.weight = parameter
-        name, padding, capacity = type(self).__name__, self.padding_idx, self.capacity
+        name, padding, capacity = self._called(), self.padding_idx, self.capacity
         self.trained_rows = TrainedRows(name, store, parameter, padding, capacity)
         show_rows(parameter, self.trained_rows)
         # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
@@ -219,7 +223,7 @@ class RowModule(nn.Module):
         with as_plain():
             self._check_use()
             for each in ids:
-                check_ids(f"{type(self).__name__}.announce", each)
+                check_ids(f"{self.trained_rows.name}.announce", each)
             if ids and torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad:
                 self.trained_rows.claim()
                 self.trained_rows.exchange.announce(ids)
@@ -249,17 +253,17 @@ class RowModule(nn.Module):
         trains = torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad
         if is_transformed() and (trains or (isinstance(ids, Tensor) and is_batched(ids))):
             raise NotImplementedError(
-                f"{type(self).__name__}: torch.func's transforms (vmap, grad, jvp) cannot go"
+                f"{self.trained_rows.name}: torch.func's transforms (vmap, grad, jvp) cannot go"
                 " through a lookup; look the rows up before, and give the function emb(ids)"
             )
         self._check_use()
-        check_ids(type(self).__name__, ids, RuntimeError)  # which torch raises for other numbers
+        check_ids(self.trained_rows.name, ids, RuntimeError)  # which torch raises for other numbers
         return trains
 
     def _check_use(self) -> None:
         """Raises what any use would in a step."""
         parameter = self.trained_rows.parameter
-        name = type(self).__name__
+        name = self.trained_rows.name
         if self._wanted is not None:
             dtype = self.weight.dtype
             raise TypeError(
@@ -301,7 +305,7 @@ class RowModule(nn.Module):
     # As a module
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
-        name, dtype = type(self).__name__, self.weight.dtype
+        name, dtype = self.trained_rows.name, self.weight.dtype
         with as_plain():
             moved = fn(self.weight.detach()[:0].to(self._wanted or dtype))
             if moved.is_cpu and moved.is_shared():  # type: ignore[no-untyped-call]

@@ -44,6 +44,11 @@ class TableGroup(RowModule):
         own = (None, None, freeze, device, dtype, memory, capacity)
         super().__init__(ranges.rows, columns, *own, ranges=ranges)
 
+    def _called(self) -> str:
+        names = [repr(each.name) for each in self.ranges.tables]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{'tables' if len(names) > 1 else 'table'} {', '.join(names[:3])}{more}"
+
     def reset_parameters(self) -> None:
         """Draws all rows anew as the tables' configs say."""
         for first, table in zip(self.ranges.firsts, self.ranges.tables, strict=True):
@@ -59,6 +64,13 @@ class TableGroup(RowModule):
     def ids_of(self, source: Source) -> TableIds:
         """Ids of the group's features as rows; see TableRanges."""
         return self.ranges.ids_of(source, self.trained_rows.exchange.device)
+
+    def flush(self) -> None:
+        """As RowModule.flush; an error about bad ids has the feature and the table."""
+        try:
+            super().flush()
+        except IndexError as error:
+            raise self.ranges.explained(error) from None
 
     def look_up(self, ids: TableIds, weights: Tensor | None, *, pooled: bool) -> Tensor:
         """The rows of ids `[ids, columns]`, or added up `[samples, features * columns]`.

@@ -1337,3 +1337,30 @@ def test_a_group_is_nothing_to_name_in_prefetch() -> None:
     batches = speedtorch.prefetch([ZERO], ours, ids=lambda ids: {ours.group_of("a"): ids})
     with pytest.raises(ValueError, match="ids: TableGroup is no speedtorch.Embedding"):
         next(iter(batches))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_capacity_that_is_too_small_is_told_with_the_tables(device: str) -> None:
+    names = [f"table{k}" for k in range(5)]
+    tables = speedtorch.EmbeddingCollection(
+        [speedtorch.EmbeddingConfig(10, 4, name) for name in names], device, capacity=3
+    )
+    features = {name: torch.tensor([1, 2]) for name in names}
+    with pytest.raises(
+        RuntimeError, match=r"tables 'table0', 'table1', 'table2' and 2 more: a step"
+    ):
+        tables(features)
+        tables.flush()
+
+
+@NEEDS_GPU
+def test_a_bad_id_that_a_gpu_finds_is_told_with_feature_and_table() -> None:
+    for capacity in (None, 5):
+        tables = speedtorch.EmbeddingCollection(
+            [speedtorch.EmbeddingConfig(10, 4, name) for name in "ab"], "cuda", capacity=capacity
+        )
+        ids = torch.tensor([1, 10], device="cuda")
+        with pytest.raises(IndexError, match="feature 'b': id 10 at position 1 .* table 'b' of 10"):
+            tables({"a": ids[:1].repeat(2), "b": ids})
+            torch.cuda.synchronize()
+            tables.flush()
