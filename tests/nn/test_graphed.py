@@ -56,10 +56,11 @@ class World:
         self.optimizer.step()
         return loss.detach()
 
-    def graphed(self) -> Any:
+    def graphed(self, *, ahead: bool = False) -> Any:
         ids, targets = batches(1)[0]
+        how = {"next_ids": ids} if ahead else {}
         return speedtorch.graphed(
-            self.step, ids, targets, modules=self.model, optimizers=self.optimizer
+            self.step, ids, targets, modules=self.model, optimizers=self.optimizer, **how
         )
 
     def everything(self) -> dict[str, Tensor]:
@@ -84,6 +85,39 @@ def batches(count: int, overlap: float = 0.5, ids: int = IDS) -> list[tuple[Tens
     ]
 
 
+class Foreseeing:
+    """A graph that is told ids of a next batch at each call.
+
+    Args:
+        world: whose step it captures.
+        guess: the ids, by the number of the call; None tells none.
+    """
+
+    def __init__(self, world: World, guess: Callable[[int], Tensor] | None) -> None:
+        self._graph = world.graphed(ahead=guess is not None)
+        self._guess = guess
+        self._calls = 0
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        self._calls += 1
+        if self._guess is None:
+            return self._graph(*batch)
+        return self._graph(*batch, next_ids=self._guess(self._calls))
+
+
+def bad(ids: Tensor) -> Tensor:
+    return torch.where(torch.arange(IDS, device="cuda") == 3, ROWS, ids)
+
+
+GUESSES: dict[str, Callable[[int], Tensor] | None] = {
+    "none": None,
+    "right": lambda number: batches(201)[number][0],
+    "wrong": lambda number: batches(201)[number - 1][0],
+    "some right": lambda number: batches(201)[number - number % 3 // 2][0],
+    "bad": lambda number: bad(batches(201)[number][0]),
+}
+
+
 def assert_same_worlds(one: World, other: World) -> None:
     ours, theirs = one.everything(), other.everything()
     assert ours.keys() == theirs.keys()
@@ -97,6 +131,17 @@ def test_a_graph_trains_as_the_step_itself(name: str, overlap: float) -> None:
     plain, world = World(name, capacity=None), World(name)
     step = world.graphed()
     for ids, targets in batches(200, overlap):
+        expected = plain.step(ids, targets)
+        assert_same_bytes(step(ids, targets), expected)
+    assert_same_worlds(world, plain)
+
+
+@pytest.mark.parametrize("guess", [each for each in GUESSES if each != "none"])
+@pytest.mark.parametrize("name", ["Adam, fused", "AdamW", "SGD"])
+def test_what_is_foreseen_changes_no_number(name: str, guess: str) -> None:
+    plain, world = World(name, capacity=None), World(name)
+    step = Foreseeing(world, GUESSES[guess])
+    for ids, targets in batches(100):
         expected = plain.step(ids, targets)
         assert_same_bytes(step(ids, targets), expected)
     assert_same_worlds(world, plain)
@@ -133,9 +178,10 @@ def test_random_numbers_of_a_step_go_on_where_they_were() -> None:
     assert not torch.equal(world.embedding.table["weight"], plain.embedding.table["weight"])
 
 
-def test_what_stands_between_replays_is_right() -> None:
+@pytest.mark.parametrize("guess", GUESSES)
+def test_what_stands_between_replays_is_right(guess: str) -> None:
     plain, world = World(capacity=None), World()
-    step = world.graphed()
+    step = Foreseeing(world, GUESSES[guess])
     for number, (ids, targets) in enumerate(batches(60)):
         if number % 5 == 4:  # of another size
             ids, targets = ids[:17], targets[:17]
@@ -157,10 +203,11 @@ def test_what_stands_between_replays_is_right() -> None:
     assert_same_worlds(world, plain)
 
 
+@pytest.mark.parametrize("guess", GUESSES)
 @pytest.mark.parametrize("fault", ["bad id", "too many"])
-def test_a_fault_is_told_and_the_loop_goes_on(fault: str) -> None:
+def test_a_fault_is_told_and_the_loop_goes_on(fault: str, guess: str) -> None:
     plain, world = World(capacity=None), World(capacity=30)
-    step = world.graphed()
+    step = Foreseeing(world, GUESSES[guess])
     told = 0
     for number, (ids, targets) in enumerate(batches(40)):
         if number in (11, 25):
@@ -324,6 +371,64 @@ def test_a_capture_in_the_middle_of_a_step_is_refused() -> None:
     looked_up.sum().backward()
     world.optimizer.step()
     world.step(ids, targets)
+
+
+def test_ids_of_a_next_batch_of_another_kind_are_errors() -> None:
+    world = World()
+    step, (ids, targets) = world.graphed(ahead=True), batches(1)[0]
+    other = speedtorch.Embedding(3, 2)
+    for next_ids, error, match in (
+        ([1, 2], TypeError, "ids: expected an int32 or int64 tensor, got int"),
+        ({other: ids}, ValueError, "ids: Embedding is no speedtorch.Embedding"),
+    ):
+        with pytest.raises(error, match=match):
+            step(ids, targets, next_ids=next_ids)
+    step(ids, targets, next_ids=ids[:3])  # of another shape: not foreseen
+    step(*batches(2)[1], next_ids=ids)
+
+
+def trained_on_several(*, graphed: bool, told: int) -> dict[str, Tensor]:
+    """What two lookups in one module and one in a collection train; `told` batches ahead."""
+    torch.manual_seed(0)
+    users = speedtorch.Embedding(ROWS, 4, device="cuda", capacity=2 * IDS)
+    tables = speedtorch.EmbeddingCollection(
+        [speedtorch.EmbeddingConfig(ROWS, 4, name) for name in "ab"], "cuda", capacity=2 * IDS
+    )
+    model = nn.ModuleList([users, tables])
+    adam = optim.Adam(model.parameters(), fused=True, capturable=True)
+    speedtorch.attach(adam, model)
+
+    def features(ids: Tensor) -> dict[str, Tensor]:
+        return {"a": ids, "b": ids.flip(0)}
+
+    def train(ids: Tensor, more: Tensor) -> None:
+        adam.zero_grad()
+        users.announce(ids, more)
+        a, b = tables(features(ids)).values().chunk(2)
+        (users(ids) * a + 2 * users(more) - b).square().sum().backward()
+        adam.step()
+
+    def next_ids(ids: Tensor, more: Tensor) -> dict[nn.Module, Any]:
+        return {users: [ids, more], tables: features(ids)}
+
+    given = [(ids, ids.roll(3)) for ids, _ in batches(40)]
+    step: Any = train
+    if graphed:
+        step = speedtorch.graphed(
+            train, *given[0], modules=model, optimizers=adam, next_ids=next_ids(*given[0])
+        )
+    for number, batch in enumerate(given):
+        following = next_ids(*given[(number + told) % len(given)])
+        step(*batch, **({"next_ids": following} if graphed else {}))
+    state: dict[str, Tensor] = model.state_dict()
+    return state
+
+
+@pytest.mark.parametrize("told", [1, 5], ids=["right", "wrong"])
+def test_several_modules_and_lookups_are_foreseen(told: int) -> None:
+    expected = trained_on_several(graphed=False, told=told)
+    for name, value in trained_on_several(graphed=True, told=told).items():
+        assert_same_bytes(value, expected[name])
 
 
 def test_collections_train_in_a_graph() -> None:

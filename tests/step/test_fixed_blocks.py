@@ -1,0 +1,119 @@
+"""Blocks of a fixed size: rows that a graph has sent for ahead are those of its next replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from torch import Tensor
+
+import speedtorch
+from speedtorch.ops.fitted_batch import FittedBatch
+from speedtorch.step.fixed_blocks import FixedBlocks
+from speedtorch.step.row_store import RowStore
+
+ROWS, WIDTH, CAPACITY, STEPS = 40, 3, 12, 60
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+FIELDS = {"weight": ((WIDTH,), torch.float32), "state": ((), torch.float64)}
+
+
+class Blocks:
+    """The blocks of a table, as a step of a graph uses them, one after another."""
+
+    def __init__(self, device: str, padding: int | None = None) -> None:
+        self.device, self.padding = torch.device(device), padding
+        self.table = speedtorch.HostTable.from_fields(ROWS, FIELDS)
+        self.table["weight"].copy_(torch.arange(ROWS * WIDTH).view(ROWS, WIDTH))
+        self.blocks = FixedBlocks("rows", RowStore("rows", self.table), CAPACITY, padding)
+        self.blocks.make(self.device, FIELDS)
+
+    def batch(self, ids: Tensor) -> FittedBatch:
+        return FittedBatch([ids.to(self.device)], ROWS, self.device, self.padding, CAPACITY)
+
+    def step(self, ids: Tensor, foreseen: Tensor | None) -> list[Tensor]:
+        """A step that may have been foreseen, and that foresees another; the rows it held."""
+        batch = self.batch(ids)
+        self.blocks.begin(batch, come=False if foreseen is None else None)
+        if foreseen is not None:
+            self.blocks.send(self.batch(foreseen), foreseen=True)
+        held = [each.clone() for each in self.blocks.rows]
+        for each in self.blocks.rows:
+            each += 1
+        self.blocks.clear_others()
+        return held
+
+    def home(self) -> list[Tensor]:
+        self.blocks.go_home(stay=True)
+        speedtorch.synchronize()
+        return [self.table[name].clone() for name in FIELDS]
+
+
+def some_ids(number: int) -> Tensor:
+    random = torch.Generator().manual_seed(number)
+    return torch.randint(ROWS, (1 + number % CAPACITY,), generator=random)
+
+
+def between(number: int, which: Blocks) -> None:
+    """What happens between replays: nothing, an eager step, a table that is written to."""
+    if number % 7 == 3:
+        which.step(some_ids(number + 1000), None)
+    if number % 11 == 5:
+        which.blocks.go_home(stay=False)
+        which.table["weight"].mul_(-1)
+    if number % 13 == 6:
+        which.home()
+        which.table["weight"][: ROWS // 2] += 7
+        which.blocks.read_again()
+
+
+GUESSES: dict[str, Callable[[int], Tensor]] = {
+    "right": lambda number: some_ids(number + 1),
+    "wrong": lambda number: some_ids(number + 500),
+    "right and wrong": lambda number: some_ids(number + 1 + 500 * (number % 3 == 0)),
+    "the same rows again": lambda number: some_ids(number),
+    "too many": lambda number: torch.arange(CAPACITY + 5),
+    "those of the last again": lambda number: some_ids(max(0, number - 1)),
+}
+
+
+@pytest.mark.parametrize("padding", [None, 4])
+@pytest.mark.parametrize("guess", GUESSES.values(), ids=GUESSES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_was_foreseen_changes_no_number(
+    device: str, guess: Callable[[int], Tensor], padding: int | None
+) -> None:
+    ours, plain = Blocks(device, padding), Blocks(device, padding)
+    for number in range(STEPS):
+        rows = some_ids(number), guess(number)
+        held, expected = ours.step(*rows), plain.step(rows[0], None)
+        assert all(torch.equal(*pair) for pair in zip(held, expected, strict=True))
+        for each in (ours, plain):
+            between(number, each)
+    assert all(torch.equal(*pair) for pair in zip(ours.home(), plain.home(), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_were_foreseen_are_not_read_again(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Blocks(device)
+    read: list[int] = []
+    exchange = RowStore.exchange_counted
+
+    def counted(self: RowStore, names: Any, leaving: Any, arriving: Any) -> None:
+        read.append(int(arriving.number))
+        exchange(self, names, leaving, arriving)
+
+    monkeypatch.setattr(RowStore, "exchange_counted", counted)
+    ours.step(some_ids(5), some_ids(6))
+    for number in range(6, 12):
+        read.clear()
+        ours.step(some_ids(number), some_ids(number + 1))
+        at_begin, ahead = read
+        assert at_begin == 0 and ahead > 0
+    read.clear()
+    ours.step(some_ids(99), some_ids(100))
+    assert read[0] > 0
