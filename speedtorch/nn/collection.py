@@ -6,7 +6,6 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -98,20 +97,20 @@ class TableCollection(nn.Module):
             for key, some in by_group.items()
         }
         setattr(self, self._kept_as, _Tables(groups))
-        self._keys = self._names(described)
+        self._places = self._named(described)
 
-    def _names(self, tables: Sequence[Table]) -> list[tuple[str, int, int]]:
+    def _named(self, tables: Sequence[Table]) -> dict[str, tuple[int, int]]:
         """What the result calls each feature, its group and its number there, in table order."""
         uses = Counter(feature for table in tables for feature in table.features)
         numbers: dict[tuple[str, str], tuple[int, int]] = {}
         for at, group in enumerate(self._groups()):
             for number, (k, feature) in enumerate(group.ranges.features):
                 numbers[group.ranges.tables[k].name, feature] = (at, number)
-        return [
-            (f"{key}@{table.name}" if uses[key] > 1 else key, *numbers[table.name, key])
+        return {
+            f"{key}@{table.name}" if uses[key] > 1 else key: numbers[table.name, key]
             for table in tables
             for key in table.features
-        ]
+        }
 
     def _groups(self) -> list[TableGroup]:
         groups: Any = self._modules[self._kept_as]
@@ -124,9 +123,8 @@ class TableCollection(nn.Module):
     # Ids
 
     def _source(self, group: TableGroup, features: Features) -> Source:
-        wanted = [key for _, key in group.ranges.features]
         weighted = getattr(self, "_is_weighted", False)
-        return read_features(features, wanted, type(self).__name__, weighted=weighted)
+        return read_features(features, group.ranges.keys, type(self).__name__, weighted=weighted)
 
     def _looked_up(self, features: Features) -> list[tuple[TableIds, Tensor]]:
         """The ids of each group, and what was looked up for them."""
@@ -344,10 +342,9 @@ class EmbeddingBagCollection(TableCollection):
         def values() -> Tensor:
             if len(found) == 1:
                 return found[0]
-            return torch.cat([part(at, number) for _, at, number in self._keys], 1)
+            return torch.cat([part(at, number) for at, number in self._places.values()], 1)
 
-        parts = {key: partial(part, at, number) for key, at, number in self._keys}
-        return KeyedFeatures(parts, values)
+        return KeyedFeatures(self._places, part, values)
 
 
 class EmbeddingCollection(TableCollection):
@@ -410,10 +407,9 @@ class EmbeddingCollection(TableCollection):
                 return found[0][1]
             if len({rows.shape[1] for _, rows in found}) > 1:
                 raise ValueError("values(): the tables differ in columns; take features by name")
-            return torch.cat([part(at, number).values() for _, at, number in self._keys])
+            return torch.cat([part(at, number).values() for at, number in self._places.values()])
 
-        parts = {key: partial(part, at, number) for key, at, number in self._keys}
-        return KeyedFeatures(parts, values)
+        return KeyedFeatures(self._places, part, values)
 
 
 _pooled_not_compiled = not_compiled(EmbeddingBagCollection.forward)

@@ -66,7 +66,7 @@ class _Bags(NamedTuple):
     weights: Tensor | None
 
 
-def read_features(given: Features, wanted: Sequence[str], name: str, *, weighted: bool) -> Source:
+def read_features(given: Features, wanted: list[str], name: str, *, weighted: bool) -> Source:
     """Looks what there is of the wanted features, in their order; the values are not read.
 
     `name` is what errors call who asks. A feature may be wanted twice.
@@ -80,12 +80,12 @@ def read_features(given: Features, wanted: Sequence[str], name: str, *, weighted
     )
 
 
-def _check_named(name: str, keys: Sequence[str], wanted: Sequence[str]) -> None:
-    if missing := sorted(set(wanted) - set(keys)):
-        raise KeyError(f"{name}: features {missing} are missing; given are {list(keys)}")
+def _check_named(name: str, keys: list[str], wanted: list[str]) -> None:
+    if keys != wanted and (missing := sorted(set(wanted) - set(keys))):
+        raise KeyError(f"{name}: features {missing} are missing; given are {keys}")
 
 
-def _of_keyed(given: Any, wanted: Sequence[str], name: str, weighted: bool) -> Source:
+def _of_keyed(given: Any, wanted: list[str], name: str, weighted: bool) -> Source:
     keys = list(given.keys())
     _check_named(name, keys, wanted)
     if getattr(given, "variable_stride_per_key", bool)():
@@ -103,7 +103,7 @@ def _of_keyed(given: Any, wanted: Sequence[str], name: str, weighted: bool) -> S
 
     @cache
     def parts() -> list[_Bags]:
-        if list(wanted) == keys:
+        if wanted == keys:
             return [_Bags(ids, offsets, bags, weights)]
         # Where the ids of each feature begin is read, which waits for a GPU.
         begins = offsets[::samples].tolist() if samples else [0] * (len(keys) + 1)
@@ -126,7 +126,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield members[0], members[-1]
 
 
-def _of_dict(given: Mapping[str, Any], wanted: Sequence[str], name: str, weighted: bool) -> Source:
+def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: bool) -> Source:
     _check_named(name, list(given), wanted)
     parts, tensors = [], []
     for key in wanted:
@@ -265,14 +265,18 @@ class KeyedFeatures:
     """
 
     def __init__(
-        self, parts: Mapping[str, Callable[[], Any]], values: Callable[[], Tensor]
+        self,
+        places: Mapping[str, tuple[int, int]],
+        part: Callable[[int, int], Any],
+        values: Callable[[], Tensor],
     ) -> None:
-        self._parts = dict(parts)
+        self._places = places
+        self._part = part
         self._values = values
 
     def keys(self) -> list[str]:
         """The features, in the order of the tables and of their features."""
-        return list(self._parts)
+        return list(self._places)
 
     def values(self) -> Tensor:
         """All features: pooled ones side by side, `[samples, columns]`; rows `[ids, columns]`."""
@@ -280,23 +284,23 @@ class KeyedFeatures:
 
     def __getitem__(self, key: str) -> Any:
         """One feature: pooled `[samples, columns]`, or its JaggedRows."""
-        if key not in self._parts:
+        if key not in self._places:
             raise KeyError(f"{key!r} is none of the features {self.keys()}")
-        return self._parts[key]()
+        return self._part(*self._places[key])
 
     def __contains__(self, key: object) -> bool:
-        return key in self._parts
+        return key in self._places
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._places)
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Each feature's name, and what was looked up."""
-        return ((key, part()) for key, part in self._parts.items())
+        return ((key, self._part(*place)) for key, place in self._places.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Each feature by its name."""
-        return {key: part() for key, part in self._parts.items()}
+        return dict(self.items())

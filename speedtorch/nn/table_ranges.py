@@ -38,6 +38,7 @@ class TableRanges:
         tables: The tables, in order.
         firsts: The first row of each.
         features: Each table's number and the name of each of its features, in order.
+        keys: The features' names.
         rows: Of all tables.
     """
 
@@ -45,6 +46,7 @@ class TableRanges:
         self.tables = list(tables)
         *self.firsts, self.rows = [0, *accumulate(each.rows for each in tables)]
         self.features = [(k, key) for k, each in enumerate(tables) for key in each.features]
+        self.keys = [key for _, key in self.features]
         self._ranges: dict[torch.device, Tensor] = {}
         self._means: dict[torch.device, Tensor] = {}
         self._known = _Known()
