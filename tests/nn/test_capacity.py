@@ -17,6 +17,8 @@ from embedding_reference import random_ids
 from interrupts import every_interrupt
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 import speedtorch
@@ -984,6 +986,36 @@ def test_the_host_waits_for_nothing(ahead: bool) -> None:
         train(batches[4:])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+WAITS = ("Synchronize", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMemcpy2D")
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
+def test_a_profile_of_50_steps_shows_no_wait_and_no_new_memory(ahead: bool) -> None:
+    training = Training("cuda", 6)
+    batches = [part.cuda() for part in random_ids(ROWS, 64, 0.5, most=6)]
+
+    def train(given: list[Tensor]) -> None:
+        loader: Any = given
+        if ahead:
+            loader = speedtorch.prefetch(given, training.emb, ids=lambda part: part)
+        for part in loader:
+            training.learn(part)
+
+    train(batches[:14])
+    torch.cuda.synchronize()
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities) as profiled, record_function("fifty steps"):
+        train(batches[14:])
+    calls = [each for each in profiled.events() if each.device_type == DeviceType.CPU]
+    (whole,) = (each.time_range for each in calls if each.name == "fifty steps")
+    within = {each.name for each in calls if whole.start <= each.time_range.start < whole.end}
+    if not any(name.startswith(("cudaLaunch", "cuLaunch")) for name in within):
+        pytest.skip("the profiler sees no calls of CUDA on this machine")
+    waits = {name for name in within if name.startswith("cu") and any(w in name for w in WAITS)}
+    assert not waits - {"cudaMemcpyAsync"} and "cudaMemcpy" not in within
 
 
 def test_nobody_asks_for_a_count_of_rows(device: str, late: None) -> None:
