@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from benchmarks import fbgemm
-from benchmarks.harness import Measured, fresh_ids, turns
+from benchmarks.harness import Measured, forget, fresh_ids, turns
 from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.training import loop_of, prefetched, step_figure
@@ -60,11 +60,17 @@ def steps_of(kind: str, name: str, exponents: Iterable[float], gradient: Tensor)
     optimizer = OPTIMIZERS[name](module.parameters())
     if kind == "ours" and name != "SGD":
         speedtorch.attach(optimizer, module)
+    peaks = {}
     for exponent in exponents:
         for title, loader, parameters in ways:
+            forget()
             told = {"kind": kind, "optimizer": name, "exponent": exponent, **parameters}
             loop = loop_of(optimizer, lambda ids: module(ids).backward(gradient), loader=loader)
             yield step_figure(f"Zipf {exponent}", title, loop, batches_of(exponent), **told)
+            if DEVICE == "cuda":
+                peak = torch.cuda.max_memory_allocated() / 2**30
+                peaks[f"{title}, Zipf {exponent}"] = round(peak, 2)
+    yield f"peak GPU memory of {name}, {kind}, GiB", peaks
 
 
 def fbgemms(name: str, exponents: Iterable[float], gradient: Tensor) -> Measured:
@@ -81,8 +87,7 @@ def fbgemms(name: str, exponents: Iterable[float], gradient: Tensor) -> Measured
             told = {"kind": "FBGEMM", "optimizer": name, "exponent": exponent}
             yield step_figure(f"Zipf {exponent}", title, loop, batches_of(exponent), **told)
         del module, loop
-        gc.collect()
-        torch.cuda.empty_cache()
+        forget()
 
 
 def measured() -> Measured:

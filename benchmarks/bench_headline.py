@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from torch import nn, optim
 
 import speedtorch
 from benchmarks.bench_word2vec import SkipGram, batches, skip_gram_loop
-from benchmarks.harness import Figure, Measured
+from benchmarks.harness import Figure, Measured, forget
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.training import step_figure
 
@@ -41,14 +40,6 @@ CASES = (
     Case(SIZES.headline_rows[0], 496, "Adam", lambda p: optim.Adam(p, fused=True), 2),
     Case(SIZES.headline_rows[1], 188, "SGD", lambda p: optim.SGD(p, lr=1e-3), 0),
 )
-
-
-def forget() -> None:
-    """Gives cached memory back."""
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def used_outside_torch() -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from benchmarks import fbgemm
-from benchmarks.harness import Figure, Measured, turns
+from benchmarks.harness import Figure, Measured, forget, turns
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.training import Loop, prefetched, step_figure
 
@@ -180,8 +180,7 @@ def of_many(work: Work) -> Measured:
                 found.append(figure)
                 yield figure
                 del module, loop
-                gc.collect()
-                torch.cuda.empty_cache()
+                forget()
     if len(work.sizes) == len(KAGGLE):
         model = separate(work)
 

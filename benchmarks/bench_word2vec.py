@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from benchmarks import fbgemm
-from benchmarks.harness import Measured, turns
+from benchmarks.harness import Measured, forget, turns
 from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.tables import cupy_view, has_cupy
@@ -189,8 +189,7 @@ def fbgemms() -> Measured:
 
         yield step_figure("step", title, loop, batches(), kind="FBGEMM", optimizer="Adam")
         del centres, contexts, loop
-        gc.collect()
-        torch.cuda.empty_cache()
+        forget()
 
 
 def torchs(name: str, *, sparse: bool) -> Measured:
