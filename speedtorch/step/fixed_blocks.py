@@ -166,7 +166,7 @@ class FixedBlocks:
         number, size = changes.counts[2:3], self.capacity
         differ = torch.cat([changes.arriving, changes.arriving_places]) != self._came[:-1]
         differ = (differ.view(2, size) & (self._every < number)).any()
-        return torch.where(differ | (self._came[-1:] != number), number, 0)
+        return number * (differ | (self._came[-1:] != number))
 
     def _forget_foreseen(self) -> None:
         """Says that rows which a graph has sent for are not as the table has them, or others."""
