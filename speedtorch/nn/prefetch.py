@@ -138,6 +138,10 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     is left by a break or an exception brings home what had arrived ahead; another may follow.
     Iterate and train on one stream.
 
+    Modules whose rows are alike (columns, dtype, state; no padding or capacity) are planned and
+    exchanged as one, with the first lookup of a batch in any of them: an optimizer that would step
+    another with the gradient of the batch before, after that, raises RuntimeError.
+
     Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
     but are looked for, and the host waits for that. Where rows have a capacity and a step several
     lookups, it must be these tensors (on the CPU equal ones).
