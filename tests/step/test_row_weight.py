@@ -631,6 +631,22 @@ def test_multiplying_in_place_acts_on_the_whole_table(
     assert_same_bytes(rows_of(module), expected)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_rows_that_nobody_has_looked_up_can_be_multiplied(times: int) -> None:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        made.append(speedtorch.Embedding(10, 4))
+    untouched, drawn = made
+    expected = rows_of(drawn) * 0.5**times
+    for _ in range(times):
+        untouched.weight.data.mul_(0.5)
+    assert_same_bytes(rows_of(untouched), expected)
+    with torch.no_grad():
+        made[0].weight.add_(1).mul_(0.5)
+    assert_same_bytes(rows_of(untouched), (expected + 1) * 0.5)
+
+
 @pytest.mark.parametrize("attached", [False, True])
 def test_rows_that_nobody_has_looked_up_can_be_added_to(attached: bool) -> None:
     torch.manual_seed(3)

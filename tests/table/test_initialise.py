@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -208,6 +209,16 @@ def test_functions_of_ones_own_run_in_parallel_too() -> None:
     with mock.patch.object(row_blocks, "_draw_whole", side_effect=AssertionError):
         rows = table().init_(halves, seed=1)["weight"]
     assert (rows.min() >= 1, rows.max()) == (True, 1.5)
+
+
+def test_partial_functions_get_the_rows_after_what_they_have() -> None:
+    def scaled(scale: float, rows: Tensor, shift: float) -> None:
+        rows.uniform_(0, scale).add_(shift)
+
+    found = HostTable(50, 4).init_(partial(scaled, 0.5, shift=3.0), seed=1)["weight"]
+    assert 3 <= found.min() < found.max() < 3.5
+    known = HostTable(50, 4).init_(partial(init.uniform_, a=1.0, b=2.0), seed=1)
+    assert_same_bytes(known["weight"], HostTable(50, 4).uniform_(1.0, 2.0, seed=1)["weight"])
 
 
 def test_functions_that_read_the_rows_see_them() -> None:
