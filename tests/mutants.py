@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant(
         "the padding's row is not fetched behind rows that joined",
         "step/exchange.py",
-        "None, arriving)\n        self._fetch_padding(padded)\n",
-        "None, arriving)\n",
+        "None, arriving)\n        if self._padding is not None:\n",
+        "None, arriving)\n        if False:\n",
     ),
     # ---- exchange.py: batches that are planned ahead
     Mutant(

@@ -80,6 +80,11 @@ struct SomeTables {
   }
 };
 
+// What a launch may be given before CUDA 12.1.
+static_assert(sizeof(Fields) + sizeof(SomeTables) + 2 * sizeof(PlanView) + sizeof(SwapScratch) +
+                  2 * sizeof(Report) + 2 * sizeof(int64_t) <=
+              4096);
+
 // A group of lanes owns kRowsInFlight entries of both lists at a time; entry m of each list is the
 // m-th in address order, so that both directions work on the same neighbourhood of the table and
 // share its pages. Loads of all entries come before their stores. No row is read and written at

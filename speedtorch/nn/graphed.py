@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -83,6 +83,7 @@ class GraphedStep:
             IndexError: A batch before had an id out of range; this one was not trained.
             RuntimeError: A batch before had more distinct rows than the capacity, or a
                 hyperparameter that is a number has changed since the capture.
+            TypeError, ValueError: next_ids are of another kind, or the graph was made without.
         """
         if (now := self._numbers()) != self._settings:
             raise RuntimeError(
@@ -90,6 +91,9 @@ class GraphedStep:
                 f" CUDA graph does not see: {_changed(self._settings, now)}; give the optimizer a"
                 " tensor (lr=torch.tensor(...)), or graph the step again"
             )
+        if next_ids is not None and not self._next:
+            raise ValueError("graphed: give it next_ids when it is made: this graph looks at none")
+        following = {} if next_ids is None else ids_of_modules(next_ids, self._asked)
         if not self._fits(batch):
             return self._step(*batch)
         with as_plain():
@@ -98,14 +102,13 @@ class GraphedStep:
         for own, given in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
             if isinstance(own, Tensor):
                 own.copy_(given, non_blocking=True)
-        if next_ids is not None:
-            self._foresee(next_ids)
+        self._foresee(following)
         self._graph.replay()
         return self._result
 
-    def _foresee(self, next_ids: Any) -> None:
+    def _foresee(self, following: Mapping[RowModule, Sequence[Tensor]]) -> None:
         """Gives the graph the ids of the next batch, where they are of its shapes."""
-        for module, parts in ids_of_modules(next_ids, self._asked).items():
+        for module, parts in following.items():
             own = self._next.get(module, [])
             if len(own) == len(parts) and all(map(_alike, own, parts)):
                 for each, ids in zip(own, parts, strict=True):

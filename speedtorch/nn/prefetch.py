@@ -64,11 +64,15 @@ class Prefetch(Generic[_Batch]):
                 if isinstance(first := window.popleft(), Exception):
                     raise first
                 batch, plans = first
-                for module in self._modules:
-                    module.trained_rows.exchange.expect(plans.get(module))
+                self._expect(plans)
                 yield batch
-                for module in self._modules:
-                    module.trained_rows.exchange.expect(None)
+                self._expect({})
+
+    def _expect(self, plans: Mapping[RowModule, Batch]) -> None:
+        """Says which planned batch each module's next step may take."""
+        with as_plain():
+            for module in self._modules:
+                module.trained_rows.exchange.expect(plans.get(module))
 
     def _planned(self) -> Iterator[tuple[_Batch, dict[RowModule, Batch]] | Exception]:
         """Batches and their plans; what the loader or a plan raises takes the place of the rest."""
@@ -87,7 +91,7 @@ class Prefetch(Generic[_Batch]):
                             continue
                         ids = [alone.pop(module) for module in modules]
                         joint[exchange] = exchange.plan_ahead(ids, joint.get(exchange))
-                        last |= zip(modules, joint[exchange].batches, strict=True)
+                        last |= zip(modules, joint[exchange].take_apart(), strict=True)
                     for module, of_module in alone.items():
                         plan_ahead = module.trained_rows.exchange.plan_ahead
                         last[module] = plan_ahead(of_module, last.get(module))
@@ -138,9 +142,8 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     is left by a break or an exception brings home what had arrived ahead; another may follow.
     Iterate and train on one stream.
 
-    Modules whose rows are alike (columns, dtype, state; no padding or capacity) are planned and
-    exchanged as one, with the first lookup of a batch in any of them: an optimizer that would step
-    another with the gradient of the batch before, after that, raises RuntimeError.
+    Modules whose rows are alike (columns, dtype, state; no padding or capacity, not frozen) are
+    planned and exchanged as one, with the first lookup of a batch in any of them.
 
     Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
     but are looked for, and the host waits for that. Where rows have a capacity and a step several

@@ -31,7 +31,8 @@ class Listed(NamedTuple):
 
 
 def _sent(values: Sequence[Any], device: torch.device) -> Tensor:
-    made = torch.tensor(values)
+    with torch.inference_mode(False):  # it is kept, for whatever comes
+        made = torch.tensor(values, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
@@ -50,10 +51,10 @@ def _ranges(rows: tuple[int, ...], device: torch.device) -> Tensor:
 class JointBatch:
     """The distinct rows of a batch in several tables, in address order, table after table.
 
-    `batches` are what each table's part is by itself; `following()` is the joint batch that was
-    planned after this one. Known after count(), if it says so, are `bounds`, where the rows of each
-    table begin among all, and the lists of those that arrive, stay and leave when they follow on
-    those of `after`.
+    take_apart() gives what each table's part is by itself; `following()` is the joint batch that
+    was planned after this one. Known after count(), if it says so, are `bounds`, where the rows of
+    each table begin among all, and the lists of those that arrive, stay and leave when they follow
+    on those of `after`.
 
     Args:
         parts: The ids of each table, not planned yet.
@@ -91,10 +92,8 @@ class JointBatch:
         self.bounds: list[int] = []
         self._compared: list[int] = []
         self._planned: torch.cuda.Event | None = None
-        self.batches = [
-            PlannedBatch(each, each.rows, device, joint=self, number=number)
-            for number, each in enumerate(parts)
-        ]
+        self._device = device
+        self._batches: list[weakref.ref[PlannedBatch]] = []
         if after is not None:
             after.following = weakref.ref(self)
 
@@ -117,9 +116,23 @@ class JointBatch:
         self.bounds = counts[_STATUS_FIELDS + _COMPARED :]
         return counts[0] == 0
 
+    def take_apart(self) -> list[PlannedBatch]:
+        """The batches of the tables, which know this one; only who is given them keeps them."""
+        made = [
+            PlannedBatch(each, each.rows, self._device, joint=self, number=number)
+            for number, each in enumerate(self.parts)
+        ]
+        self._batches = [weakref.ref(each) for each in made]
+        return made
+
+    @property
+    def batches(self) -> list[PlannedBatch]:
+        """Those that were taken apart and are still there; none once it has begun."""
+        return [batch for each in self._batches if (batch := each()) is not None]
+
     def let_go(self) -> None:
-        """Says that nobody asks for the batches again, which know this one."""
-        self.batches = []
+        """Says that a step of it has begun, or never will."""
+        self._batches = []
 
     @property
     def arriving(self) -> Listed:

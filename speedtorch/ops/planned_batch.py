@@ -226,8 +226,9 @@ class PlannedBatch:
     Args:
         after: the batch whose rows are held before this one's, or ids of held rows, ascending.
         name: what errors call who looks them up.
-        joint: what `parts` are planned in, with those of other tables; who counts the rows has
-            counted those of all before, and no ids are bad.
+        joint: what `parts` are planned in, with those of other tables, and which alone has the
+            lists of rows that arrive, stay and leave; who counts the rows has counted those of all
+            before, and no ids are bad.
         number: of the table in it.
 
     Raises:

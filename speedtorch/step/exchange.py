@@ -92,10 +92,9 @@ class Step(NamedTuple):
     """What the parameter's gradient is when the rows are first shown."""
     announced: bool = False
     """Whether lookups are still to come that were announced."""
-    awaited: bool = False
-    """Whether it began with the steps of other tables, and nobody has asked for its rows yet."""
-    dropped: bool = False
-    """Whether a gradient was dropped with the rows of before, although nobody had asked."""
+    awaited: Step | None = None
+    """The step before, without its rows, if this one began with those of other tables and nobody
+    has asked for its rows yet."""
     newer: bool = False
     """Whether rows may be newer here than in the table."""
     stale: bool = False
@@ -308,6 +307,8 @@ class Exchange:
         self._padding = padding
         self._joint: Joint | None = None
         """With the tables of a loop whose rows are exchanged with those of this one."""
+        self._is_idle = False
+        """Whether the last step that began with those of other tables was none of this one."""
         self._next_ids: Sequence[Tensor] | None = None
         """Those of the step after the one that a CUDA graph is captured of."""
         self._token: tuple[int, Callable[[], Token | None]] = (0, lambda: None)
@@ -520,15 +521,16 @@ class Exchange:
 
     def _hold(self, parts: Sequence[Tensor], *, announced: bool) -> Placed | None:
         """Holds rows, or remembers them; where the last part's are, if it was looked up before."""
+        self._is_idle = False
         on_gpu = self.device.type == "cuda"
         if self._fixed is not None or (on_gpu and torch.cuda.is_current_stream_capturing()):
             self._before_lookup()
         self.complete()
         (told, plan), is_over = self._told, self.is_over()
-        if self.now.awaited:
+        if self.now.awaited is not None:
             # Rows that were brought for other ids than are asked for are those of no step.
             is_over = self._taken(self.now.batches[0], parts) is None
-            self.now = self.now._replace(awaited=False, dropped=False)
+            self.now = self.now._replace(awaited=None)
         if is_over and announced and self._due is None:
             parts = [*told, *parts]
             plan = self._step_of(parts)
@@ -637,9 +639,12 @@ class Exchange:
         self._next_ids = parts
         try:
             yield
-            self._travel.join()
         finally:
             self._next_ids = None
+            try:
+                self._travel.join()
+            finally:
+                self._travel = SideStream("exchange")  # whose last work is none of the graph's
 
     def refuse_if_captured(self, what: str) -> None:
         """Raises RuntimeError if a CUDA graph that is still there uses the rows' memory."""
@@ -672,7 +677,7 @@ class Exchange:
         now = self.now
         if now.over or (now.captured and not self._captures()):
             return True
-        if now.announced or now.awaited or self.expects_gradient():
+        if now.announced or now.awaited is not None or self.expects_gradient():
             return False
         return not self._shown.has_gradient()
 
@@ -736,7 +741,10 @@ class Exchange:
         return None if self._joint is not None else (self.device, *self.fields.items())
 
     def _can_join(self) -> bool:
-        return self._shown.parameter.requires_grad and self._store.is_mapped(self.device)
+        """Whether this trains the rows, and the device reaches them."""
+        store = self._store
+        trains = self._shown.parameter.requires_grad and not store.was_replaced
+        return trains and store.is_mapped(self.device)
 
     @property
     def fields(self) -> Fields:
@@ -760,6 +768,7 @@ class Exchange:
         """Whether a step of a batch may begin, before its own first lookup unless that asks."""
         self.complete(ahead=False)
         is_due = asked or (self._due is batch and not self._told[0] and self.is_over())
+        is_due = is_due and not self._is_idle
         alike = self.fields is fields and self.device == batch.device
         return is_due and alike and self._can_join()
 
@@ -770,7 +779,8 @@ class Exchange:
     def begun_with_others(self, batch: PlannedBatch, rows: Rows, *, asked: bool) -> Step:
         """The step of a batch whose rows are these, for take()."""
         batch.count()
-        dropped = not asked and self._shown.has_gradient()
+        nowhere, gradient = self._memory(0), self._shown.parameter.grad
+        before = self.now._replace(rows=nowhere[0], padded=nowhere[1], gradient=gradient)
         return Step(
             self.now.number + 1,
             batch.ids,
@@ -779,8 +789,7 @@ class Exchange:
             {},
             (batch,),
             newer=True,
-            awaited=not asked,
-            dropped=dropped,
+            awaited=None if asked else before,
         )
 
     def take(self, step: Step) -> None:
@@ -834,15 +843,17 @@ class Exchange:
 
     def _step_of(self, parts: Sequence[Tensor], after: Batch | None = None) -> Batch:
         """A batch of these ids for a step."""
-        rows, device, padding = self._store.rows, self.device, self._padding
         if self._fixed is None:
-            return PlannedBatch(parts, rows, device, padding, after=after, name=self.name)
+            return self.planned(parts, after)
         assert not isinstance(after, PlannedBatch)
+        rows, device, padding = self._store.rows, self.device, self._padding
         size = self._fixed.capacity
         return FittedBatch(parts, rows, device, padding, size, after=after, name=self.name)
 
     def _taken(self, batch: Batch, parts: Sequence[Tensor]) -> Batch | None:
         """The planned batch, if these are its ids, or parts of what it was planned with."""
+        if batch.device != self.device:  # the rows were moved
+            return None
         batch.parts.join()
         if isinstance(batch, PlannedBatch) and batch.joint is not None and not batch.joint.count():
             return None  # ids of some table are bad
@@ -961,12 +972,7 @@ class Exchange:
     def before_optimizer(self, call: OptimizerCall) -> None:
         """Called before an optimizer steps the held rows."""
         self.complete()
-        if self.now.dropped:
-            raise RuntimeError(
-                f"{self.name}: an optimizer steps it with a gradient of the last batch, whose rows"
-                " prefetch() has exchanged with the first lookup of this batch in another module:"
-                " call zero_grad() before the optimizer's next step()"
-            )
+        self.note_gradient_asked()
         self._read_again()
         parameter = self._shown.parameter
         gradient = parameter.grad
@@ -1006,7 +1012,8 @@ class Exchange:
         """Ends a loop: forgets what was planned; rows that have arrived for it go back."""
         if self._loop() is not loop:
             return
-        self._loop, self._due = lambda: None, None
+        self._loop = lambda: None
+        self.expect(None)
         self.complete(ahead=False)
         self._drop_coming()
         self._joint = None
@@ -1014,11 +1021,29 @@ class Exchange:
     def expect(self, batch: Batch | None) -> None:
         """Says which planned batch the next step may take."""
         self._due = batch
-        if self.now.awaited:
-            self.now = self.now._replace(awaited=False, dropped=False)
+        if self.now.awaited is not None:
+            self._is_idle = True
+            self._give_back()
 
     def note_zero_grad(self) -> None:
         """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
         self._shown.note_zero_grad()
-        if self.now.dropped:
-            self.now = self.now._replace(dropped=False)
+        before = self.now.awaited
+        if before is not None and before.gradient is not None:
+            self.now = self.now._replace(awaited=before._replace(gradient=None))
+
+    def note_gradient_asked(self) -> None:
+        """Called before somebody else reads the gradient, or sets it."""
+        if self.now.awaited is not None and self.now.awaited.gradient is not None:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Holds the rows again that were held before a step that nobody has asked for."""
+        self.bring_home(changes=False)
+        before = self.now.awaited
+        if before is None:
+            return
+        rows, padded = self._loaded(before.ids, None)
+        number = self.now.number + 1
+        self.now = before._replace(number=number, rows=rows, padded=padded, newer=False)
+        self.complete()

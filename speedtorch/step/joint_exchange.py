@@ -63,7 +63,6 @@ class JointExchange:
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self._exchanges = exchanges
-        self._device = exchanges[0].device
         self._fields = [each.fields for each in exchanges]
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
         self._now = Moves()
@@ -86,6 +85,10 @@ class JointExchange:
         batch.planned_until(self._planning.end)
         return batch
 
+    @property
+    def _device(self) -> torch.device:
+        return self._exchanges[0].device
+
     def complete(self, *, ahead: bool = True) -> None:
         """Finishes what belongs to what is held now; see Exchange.complete()."""
         now = self._now
@@ -102,10 +105,10 @@ class JointExchange:
 
     def begin(self, batch: JointBatch, asker: Exchange) -> bool:
         """Begins a step of a batch in all tables; not if one of them has to go on by itself."""
-        if not batch.batches:  # one had to before
+        if len(parts := batch.batches) != len(self._exchanges):  # one had to before
             return False
         self.complete(ahead=False)
-        pairs = list(zip(self._exchanges, batch.batches, self._fields, strict=True))
+        pairs = list(zip(self._exchanges, parts, self._fields, strict=True))
         batch.join()
         if not batch.count() or not all(
             each.may_begin(part, fields, asked=each is asker) for each, part, fields in pairs
@@ -130,8 +133,11 @@ class JointExchange:
             rows = self._memory(batch.bounds[-1])
             numbers = batch.numbers[: batch.bounds[-1]]
             self._exchange(None, Block(rows, numbers))
+        # As of memory of their own: what changes the rows of one table is no change of another's.
         steps = tuple(
-            each.begun_with_others(part, [field[first:end] for field in rows], asked=each is asker)
+            each.begun_with_others(
+                part, [field[first:end].data for field in rows], asked=each is asker
+            )
             for (each, part, _), first, end in zip(
                 pairs, batch.bounds, batch.bounds[1:], strict=False
             )

@@ -186,11 +186,13 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
     """The gradient of the held rows, or another one for them, that some code asks for or sets."""
     with as_plain():
         rows = _rows_of(args[0])
+        zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
+        if not zeroes:
+            rows.exchange.note_gradient_asked()
         rows.shown.show(rows.exchange.now)
         if len(args) > 1 and func.__name__ == "__set__":
             func(*args)
             return rows.shown.note_gradient()
-        zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
         if zeroes:
             rows.exchange.note_zero_grad()
         gradient = func(*args)

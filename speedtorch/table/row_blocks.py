@@ -55,7 +55,8 @@ def draw_rows(
 ) -> None:
     """Runs an initialiser of torch's, or one like it, over all rows; see HostTable.init_."""
     if isinstance(function, partial) and not function.args:  # which would come before the rows
-        function, kwargs = function.func, function.keywords | kwargs
+        kwargs = function.keywords | kwargs
+        function = function.func
     if "generator" in kwargs:
         raise TypeError("generator: every block of rows has its own; give seed= instead")
     if seed is None:

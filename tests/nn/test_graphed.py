@@ -306,7 +306,8 @@ def test_a_learning_rate_in_a_tensor_may_change() -> None:
     assert_same_worlds(world, plain)
 
 
-def test_optimizers_that_a_graph_cannot_repeat_are_refused_by_name() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_optimizers_that_a_graph_cannot_repeat_are_refused_by_name(ahead: bool) -> None:
     embedding = speedtorch.Embedding(ROWS, COLUMNS, device="cuda", capacity=IDS)
     for make in (lambda p: optim.Adagrad(p), lambda p: optim.Adam(p)):
         optimizer = make(embedding.parameters())
@@ -319,7 +320,13 @@ def test_optimizers_that_a_graph_cannot_repeat_are_refused_by_name() -> None:
 
         ids = batches(1)[0][0]
         with pytest.raises((RuntimeError, AssertionError), match="capturable"):
-            speedtorch.graphed(step, ids, modules=embedding, optimizers=optimizer)
+            speedtorch.graphed(
+                step,
+                ids,
+                modules=embedding,
+                optimizers=optimizer,
+                next_ids=ids if ahead else None,
+            )
         torch.cuda.synchronize()
         before = embedding.table["weight"].clone()
         step(ids)  # goes on without
@@ -385,6 +392,8 @@ def test_ids_of_a_next_batch_of_another_kind_are_errors() -> None:
             step(ids, targets, next_ids=next_ids)
     step(ids, targets, next_ids=ids[:3])  # of another shape: not foreseen
     step(*batches(2)[1], next_ids=ids)
+    with pytest.raises(ValueError, match="give it next_ids when it is made"):
+        World().graphed()(ids, targets, next_ids=ids)
 
 
 def trained_on_several(*, graphed: bool, told: int) -> dict[str, Tensor]:
