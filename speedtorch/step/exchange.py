@@ -776,7 +776,9 @@ class Exchange:
         """The held rows as who trains them has them now."""
         return self._shown.rows_of(self.now)
 
-    def begun_with_others(self, batch: PlannedBatch, rows: Rows, *, asked: bool) -> Step:
+    def begun_with_others(
+        self, batch: PlannedBatch, rows: Rows, *, asked: bool, newer: bool
+    ) -> Step:
         """The step of a batch whose rows are these, for take()."""
         batch.count()
         nowhere, gradient = self._memory(0), self._shown.parameter.grad
@@ -788,7 +790,7 @@ class Exchange:
             rows[0],
             {},
             (batch,),
-            newer=True,
+            newer=newer,
             awaited=None if asked else before,
         )
 

@@ -136,7 +136,10 @@ class JointExchange:
         # As of memory of their own: what changes the rows of one table is no change of another's.
         steps = tuple(
             each.begun_with_others(
-                part, [field[first:end].data for field in rows], asked=each is asker
+                part,
+                [field[first:end].data for field in rows],
+                asked=each is asker,
+                newer=owed is not None,
             )
             for (each, part, _), first, end in zip(
                 pairs, batch.bounds, batch.bounds[1:], strict=False

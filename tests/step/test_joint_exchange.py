@@ -301,7 +301,7 @@ def rows_of_an_idle_table_are_written_to(training: Training) -> None:
     rows = training.model[1].table["weight"]
     for number, batch in enumerate(training.loop(training.batches())):
         training.learn(batch, [0, 2])
-        rows.mul_(1 + number)
+        rows.mul_(2 + number)
 
 
 WAYS: list[Train] = [
