@@ -31,6 +31,8 @@ class Coming(NamedTuple):
 
     batch: JointBatch
     rows: list[Tensor]
+    passed: bool
+    """Whether some may have come from a step, and are newer than the tables'."""
 
 
 class Moves(NamedTuple):
@@ -183,7 +185,8 @@ class JointExchange:
                 following.join()
             with self._travel.after_current(self._device):
                 if good and following is not None:  # in memory that only this stream is given again
-                    coming = Coming(following, self._memory(following.bounds[-1]))
+                    memory = self._memory(following.bounds[-1])
+                    coming = Coming(following, memory, passed=now.owed is not None)
                     arriving = Block(coming.rows, *following.arriving)
                 self._exchange(now.owed, arriving)
         self._now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
@@ -206,11 +209,11 @@ class JointExchange:
         swap_tables(homes, len(self._exchanges), *sides)
 
     def drop_coming(self) -> None:
-        """Rows that arrived for the next batch go back, as some are nowhere else."""
+        """Rows that arrived for the next batch go back, if some are nowhere else."""
         self.complete(ahead=False)
         self._travel.join()
         now, coming = self._now, self._now.coming
-        if coming is not None:
+        if coming is not None and coming.passed:
             self._exchange(Block(coming.rows, *coming.batch.arriving), None)
         if coming is not None or now.ahead:
             self._now = now._replace(coming=None, ahead=False)
