@@ -845,10 +845,10 @@ class Exchange:
 
     def _step_of(self, parts: Sequence[Tensor], after: Batch | None = None) -> Batch:
         """A batch of these ids for a step."""
-        if self._fixed is None:
-            return self.planned(parts, after)
-        assert not isinstance(after, PlannedBatch)
         rows, device, padding = self._store.rows, self.device, self._padding
+        if self._fixed is None:  # not by planned(): this is every step's
+            return PlannedBatch(parts, rows, device, padding, after=after, name=self.name)
+        assert not isinstance(after, PlannedBatch)
         size = self._fixed.capacity
         return FittedBatch(parts, rows, device, padding, size, after=after, name=self.name)
 
