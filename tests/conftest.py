@@ -174,6 +174,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Gradients of repeated ids are added up in one order on a GPU, too."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def driver() -> Iterator[PretendedDriver]:
     """One pretended GPU; a test must give back all that it took."""
     with PretendedDriver(True) as pretended:

@@ -966,24 +966,25 @@ def test_rows_that_a_failed_step_gave_other_memory_leave_it_once() -> None:
 # Nobody waits
 
 
+def train_on(training: Training, given: list[Tensor], *, ahead: bool) -> None:
+    loader: Any = given
+    if ahead:
+        loader = speedtorch.prefetch(given, training.emb, ids=lambda part: part)
+    for part in loader:
+        training.learn(part)
+
+
 @NEEDS_GPU
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
 def test_the_host_waits_for_nothing(ahead: bool) -> None:
     training = Training("cuda", 6)
     batches = [part.cuda() for part in random_ids(ROWS, 54, 0.5, most=6)]
 
-    def train(given: list[Tensor]) -> None:
-        loader: Any = given
-        if ahead:
-            loader = speedtorch.prefetch(given, training.emb, ids=lambda part: part)
-        for part in loader:
-            training.learn(part)
-
-    train(batches[:4])
+    train_on(training, batches[:4], ahead=ahead)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        train(batches[4:])
+        train_on(training, batches[4:], ahead=ahead)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -997,18 +998,11 @@ def test_a_profile_of_50_steps_shows_no_wait_and_no_new_memory(ahead: bool) -> N
     training = Training("cuda", 6)
     batches = [part.cuda() for part in random_ids(ROWS, 64, 0.5, most=6)]
 
-    def train(given: list[Tensor]) -> None:
-        loader: Any = given
-        if ahead:
-            loader = speedtorch.prefetch(given, training.emb, ids=lambda part: part)
-        for part in loader:
-            training.learn(part)
-
-    train(batches[:14])
+    train_on(training, batches[:14], ahead=ahead)
     torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities) as profiled, record_function("fifty steps"):
-        train(batches[14:])
+        train_on(training, batches[14:], ahead=ahead)
     calls = [each for each in profiled.events() if each.device_type == DeviceType.CPU]
     (whole,) = (each.time_range for each in calls if each.name == "fifty steps")
     within = {each.name for each in calls if whole.start <= each.time_range.start < whole.end}

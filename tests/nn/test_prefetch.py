@@ -17,14 +17,8 @@ import speedtorch
 from speedtorch.step.exchange import Coming
 
 ROWS, WIDTH = 30, 4
+pytestmark = pytest.mark.usefixtures("deterministic")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Training:

@@ -20,14 +20,8 @@ from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step import joint_exchange, row_store
 
 ROWS, WIDTH, TABLES = (30, 7, 50), 4, 3
+pytestmark = pytest.mark.usefixtures("deterministic")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Training:
