@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,6 @@ from speedtorch.ops.planned_batch import Numbers, Parts, PlannedBatch
 __all__ = ["JointBatch"]
 
 _STATUS_FIELDS, _COMPARED = 8, 4
-
-
-class Listed(NamedTuple):
-    """Some rows by their numbers, ascending, and where they lie in a block."""
-
-    numbers: Tensor
-    places: Tensor
 
 
 def _sent(values: Sequence[Any], device: torch.device) -> Tensor:
@@ -135,20 +128,20 @@ class JointBatch:
         self._batches = []
 
     @property
-    def arriving(self) -> Listed:
-        """The rows that were not held before."""
+    def arriving(self) -> tuple[Tensor, Tensor]:
+        """Numbers, ascending, and places of the rows that were not held before."""
         return self._listed(0, 2)
 
     @property
-    def staying(self) -> Listed:
-        """The places of the rows that were held before as well, now and then."""
+    def staying(self) -> tuple[Tensor, Tensor]:
+        """Places now and before of the rows that were held before as well."""
         return self._listed(2, 1)
 
     @property
-    def leaving(self) -> Listed:
-        """The rows that this batch does not name, and their places before."""
+    def leaving(self) -> tuple[Tensor, Tensor]:
+        """Numbers, ascending, and places before of the rows that this batch does not name."""
         return self._listed(4, 3)
 
-    def _listed(self, first: int, counted: int) -> Listed:
+    def _listed(self, first: int, counted: int) -> tuple[Tensor, Tensor]:
         count = self._compared[counted]
-        return Listed(self._lists[first][:count], self._lists[first + 1][:count])
+        return self._lists[first][:count], self._lists[first + 1][:count]

@@ -60,7 +60,7 @@ class JointExchange:
     away, and what comes after it can be repeated.
 
     Args:
-        exchanges: Those of the tables, which can_join().
+        exchanges: Those of the tables, of one layout().
     """
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
