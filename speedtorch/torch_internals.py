@@ -179,11 +179,15 @@ FOUND_INF = "found_inf"
 """The attribute by which a fused optimizer is told on its device to skip a step: 1, else 0."""
 
 
-def forget_failed_backward() -> None:
-    """Lets go what torch keeps of a backward on the CPU that has failed, until the next one."""
+def forget_failed_backward(device: torch.device) -> None:
+    """Lets go what torch keeps of a backward that has failed, on the CPU until the next one.
+
+    On a GPU the thread of its backwards may still be about to.
+    """
     if current_backward() == -1:
         with torch.enable_grad(), torch.inference_mode(False):
-            torch.zeros((), device="cpu", requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+            for each in {torch.device("cpu"), device}:
+                torch.zeros((), device=each, requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
 
 
 def can_skip(optimizer: Optimizer) -> bool:

@@ -353,7 +353,7 @@ MUTANTS = [
     Mutant(
         "a failed backward refuses the lookups after it",
         "step/exchange.py",
-        "        forget_failed_backward()  # whose lookups would count until the next one\n",
+        "        forget_failed_backward(self.device)  # or its lookups count until the next\n",
         "",
         "tests/nn/test_capacity.py::test_a_backward_that_fails_refuses_no_lookup_after_it",
     ),

@@ -564,11 +564,11 @@ class Exchange:
 
     def _was_over(self, parts: Sequence[Tensor]) -> bool:
         """Whether a failed backward alone kept the step from being over, which has no such rows."""
-        if self.device.type != "cpu" or not self.expects_gradient():
+        if self._captures() or not self.expects_gradient():
             return False
         if all(self.now.find(part) is not None for part in parts):
             return False
-        forget_failed_backward()  # whose lookups would count until the next one
+        forget_failed_backward(self.device)  # or its lookups count until the next
         return self.is_over()
 
     def _check_told(self, plan: Batch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import NEEDS_GPU
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -308,7 +309,8 @@ def test_found_inf_lets_an_optimizer_skip_a_step_where_can_skip_says_so() -> Non
     assert parameter.item() < 1
 
 
-def test_forget_failed_backward_lets_the_graph_go() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_forget_failed_backward_lets_the_graph_go(device: str) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -333,10 +335,10 @@ def test_forget_failed_backward_lets_the_graph_go() -> None:
 
     token = Token()
     gone = weakref.ref(token)
-    values = torch.ones(2, requires_grad=True)
+    values = torch.ones(2, device=device, requires_grad=True)
     loss = Kept.apply(values, token).sum() + Fails.apply(values).sum()
     with pytest.raises(MemoryError):
         loss.backward()
     del loss, token
-    torch_internals.forget_failed_backward()
+    torch_internals.forget_failed_backward(torch.device(device))
     assert gone() is None

@@ -62,6 +62,7 @@ def between(number: int, which: Blocks) -> None:
         which.step(some_ids(number + 1000), None)
     if number % 11 == 5:
         which.blocks.go_home(stay=False)
+        speedtorch.synchronize()
         which.table["weight"].mul_(-1)
     if number % 13 == 6:
         which.home()
