@@ -47,6 +47,7 @@ __all__ = [
     "schema_name",
     "sparse_indices",
     "sparse_values",
+    "split_apart",
     "step_without_hooks",
     "top_saved_tensors_hooks",
     "tree_leaves",
@@ -64,6 +65,9 @@ as_plain = torch._C.DisableTorchFunctionSubclass
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor, or what shares its memory, has been written to."""
+
+split_apart = torch.unsafe_split_with_sizes
+"""Parts of a tensor, of these numbers of rows, in its memory; each counts versions by itself."""
 
 sparse_values = Tensor._values
 """The values of a sparse tensor, coalesced or not, without a copy and without autograd."""

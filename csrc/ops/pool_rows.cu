@@ -53,7 +53,7 @@ int launch_pool_rows(NumberKind kind, const PoolRows& work, void* stream) {
   const int64_t bags = work.bags();
   if (bags == 0 || work.columns == 0) return cudaSuccess;
   const auto bits = reinterpret_cast<uint64_t>(work.rows) | reinterpret_cast<uint64_t>(work.out);
-  return with_vector(kind, work.columns, bits, [&](auto vector) {
+  return with_vector(kind, work.columns, work.columns, bits, [&](auto vector) {
     using V = decltype(vector);
     const SumShape shape = sum_shape<V::kVec>(bags, work.columns);
     pool_rows_kernel<typename V::T, V::kVec>

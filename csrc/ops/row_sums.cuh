@@ -32,13 +32,13 @@ struct Seat {
   }
 };
 
-// The numbers of a row from a thread's column on, where `rows` begins; zeros of a row that there is
-// none of. They can be added like any other: a sum that began as zero is never -0.0.
+// The numbers of a row from a thread's column on, where `rows` begins, which lie `step` apart;
+// zeros of a row that there is none of. They can be added like any other: a sum that began as zero is never -0.0.
 template <int kVec, typename T>
 __device__ __forceinline__ Numbers<T, kVec> row_or_zeros(const T* rows, int64_t place,
-                                                         int64_t row_count, int64_t columns) {
+                                                         int64_t row_count, int64_t step) {
   if (static_cast<uint64_t>(place) >= static_cast<uint64_t>(row_count)) return {};
-  return *reinterpret_cast<const Numbers<T, kVec>*>(rows + place * columns);
+  return *reinterpret_cast<const Numbers<T, kVec>*>(rows + place * step);
 }
 
 template <typename T, int kVec>
@@ -74,13 +74,15 @@ struct Vector {
 };
 
 // Calls `use` with the Vector of the kind that can be read at once: of 16 bytes where all rows of
-// `columns` begin at multiples of that; `bits` are the tensors' addresses or'ed together.
+// `columns`, which lie `step` apart, begin at multiples of that; `bits` are the tensors' addresses
+// or'ed together.
 template <typename Use>
-auto with_vector(NumberKind kind, int64_t columns, uint64_t bits, const Use& use) {
+auto with_vector(NumberKind kind, int64_t columns, int64_t step, uint64_t bits, const Use& use) {
   return with_float_type<__half, __nv_bfloat16>(kind, [&](auto number) {
     using T = decltype(number);
     constexpr int kVec = 16 / sizeof(T);
-    return columns % kVec == 0 && bits % 16 == 0 ? use(Vector<T, kVec>{}) : use(Vector<T, 1>{});
+    const bool all = columns % kVec == 0 && step % kVec == 0 && bits % 16 == 0;
+    return all ? use(Vector<T, kVec>{}) : use(Vector<T, 1>{});
   });
 }
 

@@ -37,7 +37,7 @@ void sum_on_cpu(const SumRows& work, const PlanView& plan) {
       for (int64_t entry = plan.offsets[k]; entry < plan.offsets[k + 1]; ++entry) {
         const int64_t place = plan.order[entry] - work.begin;
         if (place < 0 || place >= work.count) continue;
-        const T* row = rows + (work.source ? work.source[place] : place) * work.columns;
+        const T* row = rows + (work.source ? work.source[place] : place) * work.row_step;
         for (int64_t c = 0; c < work.columns; ++c) {
           sum[static_cast<size_t>(c)] += static_cast<Sum>(row[c]);
         }
@@ -68,7 +68,6 @@ Tensor summed(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64
       kOp, {read("rows", rows), read("plan", plan), read("named", named), read("source", source)});
   const NumberKind kind = float_kind_of(kOp, "rows", rows);
   const Rows shape = as_rows(kOp, "rows", rows);
-  check_contiguous(kOp, "rows", rows);
   check_aligned(kOp, "rows", rows);
   const int64_t entries = plan.empty() ? 0 : plan[0].numel();
   check_plan(kOp, kIndex, plan, entries, rows);
@@ -106,6 +105,7 @@ Tensor summed(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64
   const int64_t columns = out.numel() / distinct;
   const SumRows work{.rows = rows.data_ptr(),
                      .row_count = shape.count,
+                     .row_step = shape.stride_bytes / element_bytes(rows),
                      .source = source ? data_of(*source) : nullptr,
                      .begin = begin,
                      .count = count,

@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kSumThreads)
     int64_t next_ends[kInFlight];  // of the runs after that of `part`
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
-      some[u] = row_or_zeros<kVec>(rows, places[u], work.row_count, work.columns);
+      some[u] = row_or_zeros<kVec>(rows, places[u], work.row_count, work.row_step);
       next_ends[u] = plan.offsets[min(part.id + 2 + u, work.distinct)];
     }
     ask_for_places();
@@ -260,7 +260,7 @@ int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, 
     });
   }
   const auto bits = reinterpret_cast<uint64_t>(work.rows) | reinterpret_cast<uint64_t>(work.out);
-  return with_vector(kind, work.columns, bits, [&](auto vector) {
+  return with_vector(kind, work.columns, work.row_step, bits, [&](auto vector) {
     using V = decltype(vector);
     return launch<typename V::T, V::kVec>(work, plan, scratch, record,
                                           static_cast<cudaStream_t>(stream));

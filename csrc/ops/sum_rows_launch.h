@@ -13,6 +13,7 @@ namespace speedtorch {
 struct SumRows {
   const void* rows;  // [row_count, columns]
   int64_t row_count;
+  int64_t row_step;       // numbers from the begin of a row to that of the next
   const int64_t* source;  // [count]: which row each has; null: each its own, in order
   int64_t begin;
   int64_t count;

@@ -172,10 +172,6 @@ def pinned_gather(
     return out
 
 
-gather_detached: Callable[[Tensor, Tensor], Tensor] = partial(_call, _ops.pinned_gather_detached)
-"""pinned_gather for who makes its arguments itself: a tensor of ids, no gradients."""
-
-
 def pinned_scatter(
     table: Tensor,
     index: Tensor,
@@ -262,6 +258,17 @@ swap_counted: Callable[..., None] = partial(_call, _ops.optimizer_state_swap.cou
 """As swap_placed for the first entries of each list: its number of them, `[1]`, follows it."""
 
 
+def carry_rows(
+    rows: Sequence[Tensor], places: Tensor, others: Sequence[Tensor], other_places: Tensor
+) -> None:
+    """Rows of every field to places that ascend, from other places in other memory of the device.
+
+    That is `rows[k][places] = others[k][other_places]`, in one launch for all fields.
+    """
+    nothing, none = [each[:0] for each in rows], places[:0]
+    swap_placed(rows, others, places, other_places, nothing, none, none)
+
+
 def optimizer_state_swap(
     host: Sequence[Tensor],
     leaving: Sequence[Tensor],
@@ -344,8 +351,8 @@ def sum_rows(
     float32 and rounded once.
 
     Args:
-        rows: contiguous `[n, ...]`, float16, bfloat16, float32 or float64: the rows of ids `begin`
-            to `begin + n` of the batch; with `source` any number of rows.
+        rows: `[n, ...]`, float16, bfloat16, float32 or float64, of any row stride, rows contiguous
+            inside: the rows of ids `begin` to `begin + n` of the batch; with `source` any number.
         plan: result of `plan_rows(index, table_rows)`, on the device of `rows`.
         table_rows: rows of the table that the ids name.
         begin: how many ids of the batch come before those of `rows`; all others count as zeros.

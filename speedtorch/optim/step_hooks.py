@@ -153,11 +153,10 @@ def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], obj
     if not halted or not can_skip(optimizer):
         return lambda: None
     before = vars(optimizer).get(FOUND_INF)
-    flags = [each.float() for each in halted]
+    found = (halted[0] if len(halted) == 1 else torch.cat(halted).amax()).float().reshape(())
     if before is not None:
-        flags.append(before.reshape(1).to(flags[0].device))
-    found = flags[0] if len(flags) == 1 else torch.cat(flags).amax(0, keepdim=True)
-    setattr(optimizer, FOUND_INF, found.reshape(()))
+        found = torch.maximum(found, before.reshape(()).to(found.device))
+    setattr(optimizer, FOUND_INF, found)
 
     def undo() -> None:
         if before is not None:

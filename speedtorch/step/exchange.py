@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.fitted_batch import FittedBatch
-from speedtorch.ops.functions import raises_later
+from speedtorch.ops.functions import carry_rows, raises_later
 from speedtorch.ops.joint_batch import JointBatch
 from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step.fixed_blocks import FixedBlocks
@@ -777,12 +777,17 @@ class Exchange:
         return self._shown.rows_of(self.now)
 
     def begun_with_others(
-        self, batch: PlannedBatch, rows: Rows, *, asked: bool, newer: bool
+        self, batch: PlannedBatch, rows: Rows, nothing: Rows, *, asked: bool, newer: bool
     ) -> Step:
-        """The step of a batch whose rows are these, for take()."""
+        """The step of a batch whose rows are these, for take(); `nothing` are none of every field.
+
+        The step before is kept without its rows, until somebody has asked for those of the batch.
+        """
         batch.count()
-        nowhere, gradient = self._memory(0), self._shown.parameter.grad
-        before = self.now._replace(rows=nowhere[0], padded=nowhere[1], gradient=gradient)
+        before = None
+        if not asked:
+            gradient = self._shown.parameter.grad
+            before = self.now._replace(rows=nothing, padded=nothing[0], gradient=gradient)
         return Step(
             self.now.number + 1,
             batch.ids,
@@ -791,7 +796,7 @@ class Exchange:
             {},
             (batch,),
             newer=newer,
-            awaited=None if asked else before,
+            awaited=before,
         )
 
     def take(self, step: Step) -> None:
@@ -876,8 +881,7 @@ class Exchange:
         self._travel.join()
         old = self._shown.rows_of(now)
         places, taken_from = batch.staying
-        for new, each in zip(rows, old, strict=True):
-            new.index_copy_(0, places, each.index_select(0, taken_from))
+        carry_rows(rows, places, old, taken_from)
         if self._padding is not None:
             self._fetch_padding(self._padding, padded)
         leaving = Block(old, *batch.leaving)

@@ -9,17 +9,19 @@ so do all of them: the rows of each are those that it would hold alone.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import swap_tables
+from speedtorch.ops.functions import carry_rows, swap_tables
 from speedtorch.ops.joint_batch import JointBatch
 from speedtorch.ops.planned_batch import Parts
 from speedtorch.step.exchange import Exchange, Step
 from speedtorch.step.row_store import Block
 from speedtorch.step.side_stream import SideStream
+from speedtorch.torch_internals import split_apart
 
 __all__ = ["JointExchange", "joined"]
 
@@ -68,6 +70,8 @@ class JointExchange:
         self._fields = [each.fields for each in exchanges]
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
         self._now = Moves()
+        with torch.inference_mode(False):  # it is kept, for whatever comes
+            self._nothing = self._memory(0)
         for each in exchanges:
             each.join(self)
 
@@ -125,8 +129,7 @@ class JointExchange:
             self._travel.join()
             before = self._rows_now(now)
             places, taken_from = batch.staying
-            for new, old in zip(rows, before, strict=True):
-                new.index_copy_(0, places, old.index_select(0, taken_from))
+            carry_rows(rows, places, before, taken_from)
             owed = Block(before, *batch.leaving)
         else:  # from where the tables have them all
             self.drop_coming()
@@ -136,16 +139,12 @@ class JointExchange:
             numbers = batch.numbers[: batch.bounds[-1]]
             self._exchange(None, Block(rows, numbers))
         # As of memory of their own: what changes the rows of one table is no change of another's.
+        held = [end - first for first, end in pairwise(batch.bounds)]
+        apart = zip(*(split_apart(field, held) for field in rows), strict=True)
+        newer = owed is not None
         steps = tuple(
-            each.begun_with_others(
-                part,
-                [field[first:end].data for field in rows],
-                asked=each is asker,
-                newer=owed is not None,
-            )
-            for (each, part, _), first, end in zip(
-                pairs, batch.bounds, batch.bounds[1:], strict=False
-            )
+            each.begun_with_others(part, list(own), self._nothing, asked=each is asker, newer=newer)
+            for (each, part, _), own in zip(pairs, apart, strict=True)
         )
         ahead = batch.following() is not None
         self._now = Moves(batch, rows, steps, taken=False, ahead=ahead, owed=owed)

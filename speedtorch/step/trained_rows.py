@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from speedtorch.ops.functions import gather_detached, pool_rows
+from speedtorch.ops.functions import pool_rows
 from speedtorch.step.exchange import Exchange, HeldState, Placed, ShownRows
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.row_store import Draw, Fields, RowStore
@@ -313,7 +313,7 @@ class _SummedLookup(torch.autograd.Function):
         ctx.number, ctx.token = asker.exchange.now.number, asker.exchange.token()
         held = parameter.detach()
         if bags is None:
-            return gather_detached(held, found.positions)
+            return torch.embedding(held, found.positions)
         return bags.pool(held, found.positions)
 
     @staticmethod
@@ -321,12 +321,14 @@ class _SummedLookup(torch.autograd.Function):
         _check_once(gradient)
         ctx.token = None
         asker, batch, bags = ctx.asker, ctx.batch, ctx.bags
-        rows = gradient.numel() // max(1, gradient.shape[-1])
-        gradient = gradient.reshape(rows, gradient.shape[-1])
-        if bags is None:
-            summed = batch.summed(gradient.contiguous(), ctx.part, None)
-        else:
-            summed = batch.summed(bags.share(gradient).contiguous(), ctx.part, bags.of_ids)
+        if gradient.dim() != 2:
+            rows = gradient.numel() // max(1, gradient.shape[-1])
+            gradient = gradient.reshape(rows, gradient.shape[-1])
+        if bags is not None:
+            gradient = bags.share(gradient)
+        if gradient.stride(1) != 1:
+            gradient = gradient.contiguous()
+        summed = batch.summed(gradient, ctx.part, None if bags is None else bags.of_ids)
         asker.add_gradient(summed, batch.ids, ctx.number)
         return None, None, None, None
 

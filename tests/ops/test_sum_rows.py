@@ -64,6 +64,28 @@ def test_a_part_of_a_batch_counts_the_others_as_zeros(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_any_stride_give_the_bits_of_contiguous_ones(
+    device: str, dtype: torch.dtype
+) -> None:
+    index = ids_of("half", 700)
+    plan = speedtorch.plan_rows(index.to(device), ROWS)
+    wide = torch.randn(700, 3, 130).to(device, dtype)
+    bags = torch.randint(700, (700,), device=device)
+    # Parts of columns, some of which begin at no multiple of 16 bytes, and rows that are one.
+    parts = [
+        wide[:, 1, :64],
+        wide[:, 2, 3:50],
+        wide[:, 0, :8].view(700, 2, 4),
+        wide[:1, 0].expand(700, -1),
+    ]
+    for rows in [*parts, wide[:, 0, 128:], wide[:, 1, :0]]:
+        for source in (None, bags):
+            expected = speedtorch.sum_rows(rows.contiguous(), plan, ROWS, source=source)
+            assert_same_bytes(speedtorch.sum_rows(rows, plan, ROWS, source=source), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
 def test_any_numbers_are_added_up_closely_and_always_alike(device: str, dtype: torch.dtype) -> None:
     index = ids_of("half", 5000)
     rows = torch.randn(5000, 20).to(dtype)

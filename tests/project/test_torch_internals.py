@@ -78,6 +78,17 @@ def test_version_of() -> None:
     assert torch_internals.version_of(tensor) == torch_internals.version_of(view) == before + 2
 
 
+def test_split_apart() -> None:
+    tensor = torch.arange(12.0).view(6, 2)
+    parts = torch_internals.split_apart(tensor, [1, 0, 5])
+    assert [len(part) for part in parts] == [1, 0, 5]
+    before = [torch_internals.version_of(each) for each in (tensor, *parts)]
+    parts[2].mul_(-1)
+    after = [torch_internals.version_of(each) for each in (tensor, *parts)]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [0, 0, 0, 1]
+    assert tensor[1:].max() < 0 < tensor[0].max()
+
+
 @pytest.mark.parametrize("coalesced", [True, False])
 def test_sparse_values_and_sparse_indices(coalesced: bool) -> None:
     indices, values = torch.tensor([[2, 2 + coalesced]]), torch.ones(2, 4)
