@@ -86,7 +86,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             (index, ids(0, 1, 1, 3, 4), ids(0, 9, 9, 3).view(2, 2), 2),
         ),
         "pool_rows": (ops.pool_rows.default, (sums, places, ids(0, 1, 1, 3, 4), 2, False)),
-        "compare_rows": (ops.compare_rows.default, (up, up_plan[4], load, load_plan[4], -1)),
+        "compare_rows": (ops.compare_rows.default, (index, ROWS, load, load_plan[4], -1)),
         "compare_rows.fitting": (
             ops.compare_rows.fitting,
             (load, load_plan[4], up, up_plan[4], -1, COUNT, ROWS, ids(0, 0), word),

@@ -1,6 +1,6 @@
-// compare_rows: which rows arrive, stay and leave when the rows of one batch follow those of
-// another, or may follow them: a batch that must fit is looked at where it lies, so that nobody
-// waits. Checks and the CPU loops; GPU kernels: .cu.
+// compare_rows: plans a batch, and says which rows arrive, stay and leave when its rows follow
+// those of another. Or of a plan that is there, whether its rows may follow them: a batch that must
+// fit is looked at where it lies, so that nobody waits. Checks and the CPU loops; GPU kernels: .cu.
 
 #include <torch/csrc/stable/library.h>
 
@@ -15,13 +15,14 @@
 #include "core/tensor_checks.h"
 #include "memory/host_memory.h"
 #include "ops/compare_rows_launch.h"
-#include "plan/plan_launch.h"
+#include "plan/plan.h"
 
 namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "compare_rows";
 constexpr size_t kNamedLists = 4, kLists = 6;  // those that are as long as `named` come first
+constexpr int64_t kCounts = 4;
 
 // The count stands in the status of a plan; without one every entry counts.
 SortedIds sorted_ids(const Tensor& ids, const Tensor& status) {
@@ -31,9 +32,9 @@ SortedIds sorted_ids(const Tensor& ids, const Tensor& status) {
 }
 
 void check_sorted_ids(const char* name, const Tensor& ids, const char* status_name,
-                      const Tensor& status, const Tensor& on) {
-  check_list(kOp, name, ids, "named", on);
-  check_list(kOp, status_name, status, "named", on);
+                      const Tensor& status, const char* on_name, const Tensor& on) {
+  check_list(kOp, name, ids, on_name, on);
+  check_list(kOp, status_name, status, on_name, on);
   if (status.numel() > 0) check_shape(kOp, status_name, status, {kPlanStatusFields});
 }
 
@@ -103,10 +104,10 @@ bool fits_on_cpu(const SortedIds& named, int64_t padding, const Fitting& fitting
   return false;
 }
 
-// Of checked arguments.
-std::vector<Tensor> compare(SortedIds named, const SortedIds& held, int64_t padding,
-                            const Fitting* fitting, const Tensor& on,
-                            const std::optional<CurrentStream>& stream, const Arguments& all) {
+// Of checked arguments; how many rows there are of each kind goes to `counts`.
+Tensors compare(SortedIds named, const SortedIds& held, int64_t padding, const Fitting* fitting,
+                int64_t* counts, const Tensor& on, const std::optional<CurrentStream>& stream,
+                const Arguments& all) {
   if (named.size + held.size > std::numeric_limits<int32_t>::max()) {
     throw_value_error(kOp, "named and held have ", named.size + held.size,
                       " entries, at most 2^31 - 1 fit");
@@ -116,19 +117,18 @@ std::vector<Tensor> compare(SortedIds named, const SortedIds& held, int64_t padd
     check_count("held_status", held);
   }
   const int64_t named_size = fitting != nullptr ? fitting->capacity : named.size;
-  std::vector<Tensor> made;
+  Tensors made;
   for (size_t list = 0; list < kLists; ++list) {
     const int64_t size = list < kNamedLists ? named_size : held.size;
     made.push_back(new_tensor(kOp, {size}, ScalarType::Long, on));
   }
-  made.push_back(new_tensor(kOp, {4}, ScalarType::Long, on));
   const ComparedRows out{.arriving_ids = data_of(made[0]),
                          .arriving_places = data_of(made[1]),
                          .stay_places = data_of(made[2]),
                          .stay_from = data_of(made[3]),
                          .leaving_ids = data_of(made[4]),
                          .leaving_places = data_of(made[5]),
-                         .counts = data_of(made[6])};
+                         .counts = counts};
   if (!stream) {
     all.mark_written();
     const int64_t none = 0;
@@ -145,29 +145,33 @@ std::vector<Tensor> compare(SortedIds named, const SortedIds& held, int64_t padd
   return made;
 }
 
-std::vector<Tensor> compare_rows(const Tensor& named, const Tensor& named_status,
-                                 const Tensor& held, const Tensor& held_status, int64_t padding) {
-  const Arguments all(kOp, {read("named", named), read("named_status", named_status),
-                            read("held", held), read("held_status", held_status)});
-  check_sorted_ids("named", named, "named_status", named_status, named);
-  check_sorted_ids("held", held, "held_status", held_status, named);
+Tensors compare_rows(const Tensor& index, int64_t rows, const Tensor& held,
+                     const Tensor& held_status, int64_t padding) {
+  const Arguments all(kOp,
+                      {read("index", index), read("held", held), read("held_status", held_status)});
+  check_plannable(kOp, index, rows);
+  check_sorted_ids("held", held, "held_status", held_status, "index", index);
   all.check_memory();
   std::optional<CurrentStream> stream;
-  if (!named.is_cpu()) stream.emplace(kOp, named);
-  return compare(sorted_ids(named, named_status), sorted_ids(held, held_status), padding, nullptr,
-                 named, stream, all);
+  if (!index.is_cpu()) stream.emplace(kOp, index);
+  const Tensor status = new_tensor(kOp, {kPlanStatusFields + kCounts}, ScalarType::Long, index);
+  Tensors made = plan_index(kOp, index, rows, stream ? stream->get() : nullptr, &status);
+  for (Tensor& list : compare(sorted_ids(made[0], status), sorted_ids(held, held_status), padding,
+                              nullptr, data_of(status) + kPlanStatusFields, index, stream, all)) {
+    made.push_back(std::move(list));
+  }
+  return made;
 }
 
-std::vector<Tensor> compare_rows_fitting(const Tensor& named, const Tensor& named_status,
-                                         const Tensor& held, const Tensor& held_status,
-                                         int64_t padding, int64_t capacity, int64_t table_rows,
-                                         const Tensor& halt, const Tensor& fault) {
+Tensors compare_rows_fitting(const Tensor& named, const Tensor& named_status, const Tensor& held,
+                             const Tensor& held_status, int64_t padding, int64_t capacity,
+                             int64_t table_rows, const Tensor& halt, const Tensor& fault) {
   const Arguments all(
       kOp, {read("named", named), read("named_status", named_status), read("held", held),
             read("held_status", held_status), written("halt", halt), written("fault", fault)});
-  check_sorted_ids("named", named, "named_status", named_status, named);
+  check_sorted_ids("named", named, "named_status", named_status, "named", named);
   check_shape(kOp, "named_status", named_status, {kPlanStatusFields});
-  check_sorted_ids("held", held, "held_status", held_status, named);
+  check_sorted_ids("held", held, "held_status", held_status, "named", named);
   check_shape(kOp, "held_status", held_status, {kPlanStatusFields});
   if (held.numel() != capacity) {
     throw_value_error(kOp, "held has ", held.numel(), " entries, the capacity is ", capacity);
@@ -191,9 +195,15 @@ std::vector<Tensor> compare_rows_fitting(const Tensor& named, const Tensor& name
                         .halt = data_of(halt),
                         .fault = reinterpret_cast<Fault*>(data_of(fault))};
   const SortedIds now = sorted_ids(named, named_status), before = sorted_ids(held, held_status);
-  if (!stream) return compare(now, before, padding, &fitting, named, stream, all);
+  const Tensor counts = new_tensor(kOp, {kCounts}, ScalarType::Long, named);
+  auto compared = [&] {
+    Tensors made = compare(now, before, padding, &fitting, data_of(counts), named, stream, all);
+    made.push_back(counts);
+    return made;
+  };
+  if (!stream) return compared();
   TableUse use{fault, word, stream->get()};
-  std::vector<Tensor> made = compare(now, before, padding, &fitting, named, stream, all);
+  Tensors made = compared();
   use.note();
   return made;
 }
@@ -204,8 +214,8 @@ std::vector<Tensor> compare_rows_fitting(const Tensor& named, const Tensor& name
 STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
   // For speedtorch/ops/planned_batch.py.
   m.def(
-      "compare_rows(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int "
-      "padding) -> Tensor[]");
+      "compare_rows(Tensor index, int rows, Tensor held, Tensor held_status, int padding) -> "
+      "Tensor[]");
   m.def(
       "compare_rows.fitting(Tensor named, Tensor named_status, Tensor held, Tensor held_status, "
       "int padding, int capacity, int table_rows, Tensor(a!) halt, Tensor(b!) fault) -> Tensor[]");

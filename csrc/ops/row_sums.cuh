@@ -33,7 +33,8 @@ struct Seat {
 };
 
 // The numbers of a row from a thread's column on, where `rows` begins, which lie `step` apart;
-// zeros of a row that there is none of. They can be added like any other: a sum that began as zero is never -0.0.
+// zeros of a row that there is none of. They can be added like any other: a sum that began as zero
+// is never -0.0.
 template <int kVec, typename T>
 __device__ __forceinline__ Numbers<T, kVec> row_or_zeros(const T* rows, int64_t place,
                                                          int64_t row_count, int64_t step) {

@@ -93,10 +93,13 @@ void fill_plan_on_cpu(const Ids& ids, int64_t rows, const PlanView& plan) {
 
 }  // namespace
 
-Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream) {
+Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream,
+                  const Tensor* status) {
   Tensors plan;
   for (size_t part = 0; part < kParts; ++part) {
-    plan.push_back(new_tensor(op, {part_length(part, ids.count)}, ScalarType::Long, on));
+    const bool given = part == kStatus && status != nullptr;
+    plan.push_back(given ? *status
+                         : new_tensor(op, {part_length(part, ids.count)}, ScalarType::Long, on));
   }
   const PlanView view = view_of(plan, ids.count);
   if (on.is_cpu()) {
@@ -110,6 +113,18 @@ Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on
         launch_plan(ids.data, ids.wide, rows, scratch.data_ptr(), scratch_bytes, view, stream), op);
   }
   return plan;
+}
+
+void check_plannable(const char* op, const Tensor& index, int64_t rows) {
+  if (rows < 0) throw_value_error(op, "rows must not be negative, got ", rows);
+  check_ids_kind(op, "index", index);
+}
+
+Tensors plan_index(const char* op, const Tensor& index, int64_t rows, void* stream,
+                   const Tensor* status) {
+  const Ids ids = as_ids(index);
+  if (ids.on_cpu) check_ids_on_cpu(op, "index", ids, rows);
+  return make_plan(op, ids, rows, ids.keep, stream, status);
 }
 
 void check_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
@@ -189,14 +204,11 @@ namespace {
 Tensors plan_rows(const Tensor& index, int64_t rows) {
   constexpr const char* kOp = "plan_rows";
   const Arguments all(kOp, {read("index", index)});
-  if (rows < 0) throw_value_error(kOp, "rows must not be negative, got ", rows);
-  check_ids_kind(kOp, "index", index);
+  check_plannable(kOp, index, rows);
   all.check_memory();
   std::optional<CurrentStream> stream;
   if (!index.is_cpu()) stream.emplace(kOp, index);
-  const Ids ids = as_ids(index);
-  if (ids.on_cpu) check_ids_on_cpu(kOp, "index", ids, rows);
-  return make_plan(kOp, ids, rows, ids.keep, stream ? stream->get() : nullptr);
+  return plan_index(kOp, index, rows, stream ? stream->get() : nullptr);
 }
 
 }  // namespace

@@ -16,7 +16,14 @@ namespace speedtorch {
 using Plan = std::optional<Tensors>;
 
 // A plan of ids on their own device, without the checks that plan_rows makes of bad ids on the CPU.
-Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream);
+// `status` may be a longer list, of which the plan has the first entries; null: it gets one.
+Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream,
+                  const Tensor* status = nullptr);
+// What plan_rows refuses of `index` and `rows` before it reads an id.
+void check_plannable(const char* op, const Tensor& index, int64_t rows);
+// A plan of an `index` so checked, as plan_rows makes it: bad ids on the CPU are refused.
+Tensors plan_index(const char* op, const Tensor& index, int64_t rows, void* stream,
+                   const Tensor* status = nullptr);
 // Checks a plan that the user passed: number, shapes, dtypes, devices. Reads no byte of it.
 void check_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
                 const Tensor& on);

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speedtorch.ops.functions import plan_ids
 from speedtorch.ops.planned_batch import Parts
 
 __all__ = ["Changes", "FittedBatch", "too_many"]
@@ -61,6 +62,7 @@ class FittedBatch:
         self.device = device
         self.capacity = capacity
         self.parts = Parts(parts, rows, device, name)
+        self.parts.plan_by(plan_ids)
         self.following: Callable[[], FittedBatch | None] = lambda: None
         self._padding = -1 if padding is None else padding
         self._place: Tensor | None = None

@@ -112,6 +112,26 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
     return plan
 
 
+plan_ids: Callable[[Tensor, int], list[Tensor]] = partial(_call, _ops.plan_rows)
+"""plan_rows for who makes its arguments itself."""
+
+
+def compare_rows(
+    index: Tensor, rows: int, held: Tensor, held_status: Tensor, padding: int
+) -> list[Tensor]:
+    """Plans a batch, and says what changes when its rows follow on held ones, ids ascending.
+
+    Of `held` the first entries count, as many as the status of a plan says; an empty status: all.
+    Gives the five of plan_rows; ids and places of the rows that arrive, places now and before of
+    those that stay, ids and places before of those that leave; and the counts `[12]`: the plan's
+    status, then all rows, those that stay, arrive and leave. The row `padding` is none; -1: each
+    is one.
+    """
+    made = _call(_ops.compare_rows, index, rows, held, held_status, padding)
+    counts = made[4]
+    return [*made[:4], counts[:8], *made[5:], counts]
+
+
 def pinned_gather(
     table: Tensor, index: Tensor, *, out: Tensor | None = None, plan: Sequence[Tensor] | None = None
 ) -> Tensor:
@@ -265,6 +285,9 @@ def carry_rows(
 
     That is `rows[k][places] = others[k][other_places]`, in one launch for all fields.
     """
+    if len(rows) == 1:  # for which torch has two launches, and nothing to check
+        rows[0].index_copy_(0, places, others[0].index_select(0, other_places))
+        return
     nothing, none = [each[:0] for each in rows], places[:0]
     swap_placed(rows, others, places, other_places, nothing, none, none)
 
@@ -547,10 +570,12 @@ def _pool_rows_fake(
 
 
 def _compare_rows_fake(
-    named: Tensor, named_status: Tensor, held: Tensor, held_status: Tensor, padding: int
+    index: Tensor, rows: int, held: Tensor, held_status: Tensor, padding: int
 ) -> list[Tensor]:
-    lengths = [named.numel()] * 4 + [held.numel()] * 2 + [4]
-    return [named.new_empty(length) for length in lengths]
+    _refuse_meta_mix(index, held, held_status)
+    count = index.numel()
+    lengths = (count, count, count, count + 1, 12, *[count] * 4, *[held.numel()] * 2)
+    return [index.new_empty(length, dtype=torch.int64) for length in lengths]
 
 
 def _compare_rows_fitting_fake(

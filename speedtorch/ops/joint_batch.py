@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import plan_rows, table_ids
+from speedtorch.ops.functions import compare_rows, table_ids
 from speedtorch.ops.planned_batch import Numbers, Parts, PlannedBatch
 
 __all__ = ["JointBatch"]
@@ -59,6 +59,10 @@ class JointBatch:
             count().
     """
 
+    numbers: Tensor
+    """Of the rows, ascending, before entries that are none."""
+    _status: Tensor
+
     def __init__(
         self, parts: Sequence[Parts], device: torch.device, after: JointBatch | None = None
     ) -> None:
@@ -69,19 +73,17 @@ class JointBatch:
         offsets, ranges = _ascending(sizes, device), _ranges(rows, device)
         ids = torch.cat([each.ids for each in parts if each.ids is not None])
         numbers, _ = table_ids(ids, offsets, ranges, 1)
-        plan = plan_rows(numbers, sum(rows))
+        held = numbers[:0] if after is None else after.numbers
+        held_status = held if after is None else after._status
+        *made, counts = compare_rows(numbers, sum(rows), held, held_status, -1)
+        plan, self._lists = made[:5], made[5:]
         *split, status, bounds = torch.ops.speedtorch.split_plan(plan, offsets, ranges, sum(rows))
         lengths = [sizes, sizes, sizes, tuple(size + 1 for size in sizes)]
         pieces = [each.split(size) for each, size in zip(split, lengths, strict=True)]
         for each, *of_table in zip(parts, *pieces, status.unbind(), strict=True):
             each.planned_as(of_table)
         self.numbers, self._status = plan[0], plan[4]
-        held = self.numbers[:0] if after is None else after.numbers
-        held_status = held if after is None else after._status
-        *self._lists, counts = torch.ops.speedtorch.compare_rows(
-            self.numbers, self._status, held, held_status, -1
-        )
-        self._numbers = Numbers(torch.cat([self._status, counts, bounds]))
+        self._numbers = Numbers(torch.cat([counts, bounds]))
         self.bounds: list[int] = []
         self._compared: list[int] = []
         self._planned: torch.cuda.Event | None = None

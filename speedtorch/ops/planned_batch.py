@@ -10,18 +10,20 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import not_ids, plan_rows, sum_rows
+from speedtorch.ops.functions import compare_rows, not_ids, plan_ids, sum_rows
 from speedtorch.torch_internals import version_of
 
 __all__ = ["Numbers", "Parts", "PlannedBatch", "SeenIds", "check_ids"]
 
-# Places in the status of a plan, and how many they are.
-_DISTINCT, _STATUS_FIELDS = 3, 8
+_Made = TypeVar("_Made")
+
+# Places among the counts, of which those of the plan's status come first.
+_DISTINCT, _STATUS_FIELDS, _HELD, _ARRIVING, _LEAVING = 3, 8, 8, 10, 11
 
 # Pinned memory and events of numbers that were read, by device and length: making new ones takes
 # longer than the copy.
@@ -107,24 +109,13 @@ def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
 class Parts:
     """The ids of a batch, of any shape on either device, one part for each of its lookups.
 
-    `plan` is the result of plan_rows for all of them, on the device of the rows; with `alone` False
-    whoever plans the `ids`, `[count]`, with those of other tables gives it.
-
-    Raises:
-        IndexError: rows are held on the CPU and an id is out of range.
+    Whoever plans all `ids`, `[count]`, by themselves or with those of other tables, gives the
+    `plan`, as plan_rows makes it, on the device of the rows.
     """
 
     plan: Sequence[Tensor]
 
-    def __init__(
-        self,
-        parts: Sequence[Tensor],
-        rows: int,
-        device: torch.device,
-        name: str,
-        *,
-        alone: bool = True,
-    ) -> None:
+    def __init__(self, parts: Sequence[Tensor], rows: int, device: torch.device, name: str) -> None:
         self.name = name
         self.rows = rows
         self._planned: torch.cuda.Event | None = None
@@ -139,19 +130,25 @@ class Parts:
             self._seen.append(seen)
             self._begins.append(self._begins[-1] + len(ids))
             flat.append(ids)
-        ids = flat[0] if len(flat) == 1 else torch.cat(flat)
-        if not alone:
-            self.ids: Tensor | None = ids
-            return
-        # A plan has as many entries as the batch has ids, as nobody has counted them yet: -1
-        # follows the distinct ids.
+        self.ids: Tensor | None = flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def plan_by(self, op: Callable[..., list[Tensor]], *others: object) -> list[Tensor]:
+        """Plans the ids by an op of them, the rows of the table and others; gives what it makes.
+
+        The plan comes first in that. It has as many entries as the batch has ids, as nobody has
+        counted them yet: -1 follows the distinct ids.
+
+        Raises IndexError if rows are held on the CPU and an id is out of range.
+        """
         try:
-            self.plan = plan_rows(ids, rows)
+            made = op(self.ids, self.rows, *others)
         except IndexError as error:
-            raise IndexError(str(error).replace("plan_rows", name, 1)) from None
+            raise IndexError(f"{self.name}: {str(error).partition(': ')[2]}") from None
+        self.plan, self.ids = made[:5], None  # ids nobody needs after that
+        return made
 
     def planned_as(self, plan: Sequence[Tensor]) -> None:
-        """Gives the plan of the ids, which nobody needs after that."""
+        """Gives the plan of the ids, which somebody has planned with others."""
         self.plan, self.ids = plan, None
 
     @property
@@ -197,6 +194,15 @@ class Parts:
             f"{self.name}: id {bad_id} at position {position} is out of range for a table of"
             f" {self.rows} rows ({bad} of {self.count} ids are out of range); no row was moved"
         )
+
+
+def _held_before(after: Planned | Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The ids of held rows, ascending, and the status that counts them; empty: all count."""
+    if after is None:
+        after = torch.empty(0, dtype=torch.int64, device=device)
+    if isinstance(after, Tensor):
+        return after, after[:0]
+    return after.parts.plan[0], after.parts.plan[4]
 
 
 class Planned(Protocol):
@@ -256,39 +262,27 @@ class PlannedBatch:
         """Of each distinct id, or None where that is its place in the order."""
         self.joint, self._number = joint, number
         self._is_counted = False
-        unique, _, _, _, status = self.parts.plan
-        self._ids, counts = unique, status
-        if padding is not None:
-            self._ids, *_, sums = self._compared(unique[:0], unique[:0])
-            held = sums[:1]
-            named = status[_DISTINCT : _DISTINCT + 1] - held
-            places = torch.arange(self.parts.count, device=device) - (unique > padding) * named
-            self._place = torch.where(unique == padding, held, places)
-            counts = torch.cat([counts, held])
-        if after is not None:
-            if isinstance(after, Tensor):
-                *self._changes, sums = self._compared(after, after[:0])
-            else:
-                plan = after.parts.plan
-                *self._changes, sums = self._compared(plan[0], plan[4])
-            counts = torch.cat([counts, sums])
         if joint is None:
-            self._uncounted = Numbers(counts)
+            if after is None and padding is None:
+                made = self.parts.plan_by(plan_ids)
+            else:
+                others = (*_held_before(after, device), -1 if padding is None else padding)
+                made = self.parts.plan_by(compare_rows, *others)
+            self._uncounted, self._changes = Numbers(made[-1]), made[5:-1]
+        self._ids = self.parts.plan[0]
+        if padding is not None:
+            self._place_padding(padding, made[-1])
         if isinstance(after, PlannedBatch):
             after.following = weakref.ref(self)
 
-    def _compared(self, held: Tensor, held_status: Tensor) -> list[Tensor]:
-        """Which rows arrive, stay and leave when this batch follows on held rows, ids ascending.
-
-        Gives ids and places of those that arrive, places now and before of those that stay, ids and
-        places before of those that leave; and the counts of all, arriving and leaving rows.
-        """
-        padding = -1 if self._padding is None else self._padding
-        unique, _, _, _, status = self.parts.plan
-        lists: list[Tensor] = torch.ops.speedtorch.compare_rows(
-            unique, status, held, held_status, padding
-        )
-        return lists
+    def _place_padding(self, padding: int, counts: Tensor) -> None:
+        """The padding's row is none of the rows, and stands after the last."""
+        unique, held = self._ids, counts[_HELD : _HELD + 1]
+        named = counts[_DISTINCT : _DISTINCT + 1] - held
+        entries = torch.arange(self.parts.count, device=self.device)
+        self._place = torch.where(unique == padding, held, entries - (unique > padding) * named)
+        others = entries + (unique >= padding) * named
+        self._ids = unique[others.clamp_(max=self.parts.count - 1)]
 
     def count(self) -> None:
         """Waits for the counts; IndexError if an id on a GPU is out of range."""
@@ -302,8 +296,9 @@ class PlannedBatch:
             bad, position, bad_id, self.distinct, *_ = counts
             if bad:
                 raise self.parts.error(bad, position, bad_id)
-            self.held = counts[_DISTINCT if self._padding is None else _STATUS_FIELDS]
-            self._arriving, self._leaving = counts[-2:]
+            self.held = counts[_DISTINCT if self._padding is None else _HELD]
+            if len(counts) > _STATUS_FIELDS:
+                self._arriving, self._leaving = counts[_ARRIVING], counts[_LEAVING]
         self.ids = self._ids[: self.held]
         self._is_counted = True
 

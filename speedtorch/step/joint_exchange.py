@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import carry_rows, swap_tables
+from speedtorch.ops.functions import carry_rows, plan_ids, swap_tables
 from speedtorch.ops.joint_batch import JointBatch
 from speedtorch.ops.planned_batch import Parts
 from speedtorch.step.exchange import Exchange, Step
@@ -78,15 +78,13 @@ class JointExchange:
     def plan_ahead(self, parts: Sequence[Sequence[Tensor]], after: JointBatch | None) -> JointBatch:
         """Plans a batch of a loop: the ids of each table, and the joint batch before it."""
         with self._planning.after_current(self._device):
-
-            def planned(*, alone: bool) -> list[Parts]:
-                pairs = zip(self._exchanges, parts, strict=True)
-                return [Parts(i, e.rows, self._device, e.name, alone=alone) for e, i in pairs]
-
+            pairs = zip(self._exchanges, parts, strict=True)
+            apart = [Parts(ids, of.rows, self._device, of.name) for of, ids in pairs]
             try:
-                batch = JointBatch(planned(alone=False), self._device, after)
+                batch = JointBatch(apart, self._device, after)
             except IndexError:
-                planned(alone=True)  # says which ids are bad, and whose
+                for each in apart:
+                    each.plan_by(plan_ids)  # says which ids are bad, and whose
                 raise
         batch.planned_until(self._planning.end)
         return batch

@@ -36,9 +36,12 @@ def attempt(op: Any, arguments: tuple[Any, ...]) -> tuple[Exception | None, list
     except (ValueError, IndexError) as error:
         return error, []
     if op in (ops.compare_rows.default, ops.compare_rows.fitting):
-        _, stay, arriving, leaving = result[-1].tolist()
-        sizes = (arriving, arriving, stay, stay, leaving, leaving, 4)
-        result = [part[:size] for part, size in zip(result, sizes, strict=True)]
+        *plan, counts = result[:5] if op == ops.compare_rows.default else result[-1:]
+        _, stay, arriving, leaving = counts[-4:].tolist()
+        sizes = (arriving, arriving, stay, stay, leaving, leaving)
+        lists = result[5:] if plan else result[:-1]
+        lists = [part[:size] for part, size in zip(lists, sizes, strict=True)]
+        result = [*plan, counts, *lists]
     return None, [] if result is None else tensors_of((result,))
 
 

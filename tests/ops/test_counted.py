@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import speedtorch
+from speedtorch.ops.functions import compare_rows
 
 ops = torch.ops.speedtorch
 ROWS = 50
@@ -126,9 +127,10 @@ def test_what_fits_is_compared_as_without_a_capacity(device: str, more: int, pad
         plan, block = plan_of(index, device), Block(capacity, device, held.tolist())
         compared = block.compared(plan, padding=padding)
         if distinct <= capacity:
-            expected = ops.compare_rows(plan[0], plan[4], block.ids, block.status, padding)
-            assert compared[-1].tolist() == expected[-1].tolist()
-            assert listed(compared) == listed(expected)
+            given = (index.to(device), ROWS, block.ids, block.status, padding)
+            *expected, counts = compare_rows(*given)
+            assert compared[-1].tolist() == counts[8:].tolist()
+            assert listed(compared) == listed([*expected[5:], counts[8:]])
             assert block.halt.tolist() == [0, 0]
         else:
             leaving = [id for id in held.tolist() if id != padding]

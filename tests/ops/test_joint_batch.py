@@ -27,8 +27,7 @@ def some_ids(seed: int, dtype: torch.dtype = torch.int64) -> list[list[Tensor]]:
 def joint(ids: list[list[Tensor]], device: str, after: JointBatch | None = None) -> JointBatch:
     place = torch.device(device)
     parts = [
-        Parts(each, rows, place, f"table {rows}", alone=False)
-        for each, rows in zip(ids, ROWS, strict=True)
+        Parts(each, rows, place, f"table {rows}") for each, rows in zip(ids, ROWS, strict=True)
     ]
     return JointBatch(parts, place, after)
 
