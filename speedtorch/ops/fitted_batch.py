@@ -79,6 +79,7 @@ class FittedBatch:
             self.named = torch.where(follows, unique.roll(-1), unique)
         elif many:  # what does not fit is looked up as zeros, which then all of the block are
             self._place = torch.arange(self.parts.count, device=device).clamp_(max=capacity - 1)
+        self._is_counted = False
         if after is not None:
             after.following = weakref.ref(self)
 
@@ -96,10 +97,11 @@ class FittedBatch:
 
     def count(self) -> None:
         """Raises RuntimeError if the CPU holds the rows and too many are named; nobody waits."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not self._is_counted:
             named = int(self.parts.plan[4][3]) - int((self.parts.plan[0] == self._padding).any())
             if named > self.capacity:
                 raise too_many(self.parts.name, named, self.capacity, "nothing has changed")
+            self._is_counted = True
 
     def local(self, part: int, places: Tensor | None = None) -> Tensor:
         """The places of the rows that a part names, in the part's shape."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from speedtorch.memory import empty
 from speedtorch.ops.fitted_batch import Changes, FittedBatch, too_many
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
@@ -72,14 +73,19 @@ class FixedBlocks:
             rows[0] = self.padded[:size]
             self._coming, self._left = block(), block()
             self.ids, self._status = numbers(size), numbers(8)
+            self._number = self._status[3:4]
+            """How many rows are held."""
             self._left_ids, self._left_count = numbers(size), numbers(1)
             self._halt, self._none = numbers(2), numbers(1)
+            self.is_halted = self._halt[:1]
+            """Whether a fault lets no row move: `[1]`, not 0 then."""
             self._came = numbers(2 * size + 1)
             """Ids of the rows that a graph has sent for, their places, and how many; -1: none."""
             self._came[-1:] = -1
             self._every = torch.arange(size, device=device)
-            pinned = device.type == "cuda"
-            self._fault = torch.zeros(8, dtype=torch.int64, pin_memory=pinned)
+            # Memory of ours, as an op asks at each use whether that of others may go.
+            memory = "registered" if device.type == "cuda" else "plain"
+            self._fault = empty(8, dtype=torch.int64, memory=memory)
             if self._padding is not None:
                 self._padding_id = torch.tensor([self._padding], device=device)
         # Read without a call of torch, at every lookup.
@@ -114,7 +120,7 @@ class FixedBlocks:
         return self._made[1]
 
     def _held(self) -> Counted:
-        return Counted(self.rows, self.ids, self._every, self._status[3:4])
+        return Counted(self.rows, self.ids, self._every, self._number)
 
     def _nowhere(self, rows: Sequence[Tensor]) -> Counted:
         return Counted(rows, self.ids, self._every, self._none)
@@ -158,7 +164,7 @@ class FixedBlocks:
             self._left_ids,
             self._left_count,
         )
-        batch.held(self.ids, self._status[3:4])
+        batch.held(self.ids, self._number)
         self.fetch_padding()
 
     def _not_foreseen(self, changes: Changes) -> Tensor:
@@ -230,6 +236,7 @@ class FixedBlocks:
         made = FixedBlocks(self._name, self._store, self.capacity, self._padding)
         made.make(self._made[0], fields)
         made.ids, made._status, made._halt = self.ids, self._status, self._halt
+        made._number, made.is_halted = self._number, self.is_halted
         made._fault, made._seen_fault = self._fault, self._seen_fault
         return made
 
@@ -249,20 +256,15 @@ class FixedBlocks:
 
     def clear_others(self) -> None:
         """Makes what lies beyond the held rows zeros again, whatever an optimizer made of it."""
-        torch.ops.speedtorch.clear_rows(self.rows, self._status[3:4])
+        torch.ops.speedtorch.clear_rows(self.rows, self._number)
 
     def halt(self) -> None:
         """Lets no row move."""
-        self._halt[:1].fill_(1)
+        self.is_halted.fill_(1)
 
     def go_on(self) -> None:
         """Lets rows move again."""
         self._halt.zero_()
-
-    @property
-    def is_halted(self) -> Tensor:
-        """Whether a fault lets no row move: `[1]`, not 0 then."""
-        return self._halt[:1]
 
     def check(self) -> None:
         """Raises what was found wrong on the device since the last time, and lets rows move again.

@@ -1000,6 +1000,7 @@ def test_a_profile_of_50_steps_shows_no_wait_and_no_new_memory(ahead: bool) -> N
 
     train_on(training, batches[:14], ahead=ahead)
     torch.cuda.synchronize()
+    gc.collect()  # or tables of other tests may go meanwhile, for which a GPU is waited
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities) as profiled, record_function("fifty steps"):
         train_on(training, batches[14:], ahead=ahead)
