@@ -156,14 +156,14 @@ MUTANTS = [
     Mutant(
         "rows that stay beside those that arrived ahead are taken from other places",
         "step/exchange.py",
-        "each.index_select(0, taken_from)",
-        "each.index_select(0, taken_from.flip(0))",
+        "carry_rows(rows, places, old, taken_from)",
+        "carry_rows(rows, places, old, taken_from.flip(0))",
     ),
     Mutant(
         "state of rows that stay beside those that arrived ahead is lost",
         "step/exchange.py",
-        "zip(rows, old, strict=True)",
-        "zip(rows[:1], old, strict=False)",
+        "carry_rows(rows, places, old, taken_from)",
+        "carry_rows(rows[:1], places, old[:1], taken_from)",
     ),
     Mutant(
         "rows that are owed to the table are not written",

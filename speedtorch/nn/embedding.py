@@ -108,13 +108,13 @@ class Embedding(RowModule, nn.Embedding):
         if torch.compiler.is_dynamo_compiling():
             return _not_compiled(self, input)
         with as_plain():
-            trains, rows, padding = self._check_lookup(input), self.trained_rows, self.padding_idx
+            trains, rows, padding = self._check_lookup(input), self.lookups, self.padding_idx
             if not trains and self.max_norm is None:
                 return rows.read(input)
             in_order, by_freq = self._adds_in_order(), self.scale_grad_by_freq
             if trains and not (in_order or by_freq or self.sparse):
                 plain = padding is None and self.max_norm is None
-                if plain and rows.store.dtype in _SUMMED:
+                if plain and self.weight.dtype in _SUMMED:
                     return rows.summed(input)
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)

@@ -93,7 +93,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         if torch.compiler.is_dynamo_compiling():
             return _not_compiled(self, input, offsets, per_sample_weights)
         with as_plain():
-            rows, weights = self.trained_rows, per_sample_weights
+            rows, weights = self.lookups, per_sample_weights
             trains = self._check_lookup(input)
             self._check_bags(input, offsets, weights)
             look_up = rows.rows_of if trains else rows.borrow

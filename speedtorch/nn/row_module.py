@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from speedtorch.ops.planned_batch import check_ids
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.step.row_store import Draw, RowStore
 from speedtorch.step.row_weight import show_rows
-from speedtorch.step.trained_rows import TrainedRows, random_seed
+from speedtorch.step.trained_rows import Bags, TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
 from speedtorch.torch_internals import (
     active_data_parallel,
@@ -36,6 +36,26 @@ Source = Rows | str | os.PathLike[str]
 Device = str | int | torch.device | None
 
 _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
+
+
+class Lookups(Protocol):
+    """Who brings rows by their ids; TrainedRows says what each does."""
+
+    def rows_of(
+        self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> tuple[Tensor, Tensor]:
+        """Rows of a step, as the operand of a lookup."""
+
+    def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
+        """Rows of a step, whose gradients are added up by a plan."""
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Rows as they are now."""
+
+    def borrow(
+        self, ids: Tensor, max_norm: float | None, norm_type: float
+    ) -> tuple[Tensor, Tensor]:
+        """Rows of no step, as the operand of a lookup."""
 
 
 class RowModule(nn.Module):
@@ -107,6 +127,7 @@ class RowModule(nn.Module):
         self.weight = parameter
         name, padding, capacity = self._called(), self.padding_idx, self.capacity
         self.trained_rows = TrainedRows(name, store, parameter, padding, capacity)
+        self.lookups: Lookups = self.trained_rows
         show_rows(parameter, self.trained_rows)
         # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
         weakref.finalize(self, self.trained_rows.let_go).atexit = False
@@ -350,7 +371,7 @@ class RowModule(nn.Module):
         nn.Module.__init__(made)
         memo[id(self)] = made
         others = {**self._parameters, "weight": None}
-        own = {**vars(self), "trained_rows": None, "_parameters": others}
+        own = {**vars(self), "trained_rows": None, "lookups": None, "_parameters": others}
         vars(made).update(copy.deepcopy(own, memo))
         self.trained_rows.bring_home()
         store = self.trained_rows.store.copied()

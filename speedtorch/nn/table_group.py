@@ -78,7 +78,7 @@ class TableGroup(RowModule):
         Raises IndexError, with the feature and the table, if an id is out of range.
         """
         with as_plain():
-            trains, rows = self._check_lookup(ids.rows), self.trained_rows
+            trains, rows = self._check_lookup(ids.rows), self.lookups
             one_by_one = not pooled or weights is not None
             try:
                 if trains:

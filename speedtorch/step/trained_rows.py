@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.ops.functions import pool_rows
-from speedtorch.step.exchange import Exchange, HeldState, Placed, ShownRows
+from speedtorch.step.exchange import Batch, Exchange, HeldState, Placed, ShownRows
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.row_store import Draw, Fields, RowStore
 from speedtorch.torch_internals import (
@@ -19,7 +19,7 @@ from speedtorch.torch_internals import (
     top_saved_tensors_hooks,
 )
 
-__all__ = ["Bags", "TrainedRows", "random_seed", "rows_held_by"]
+__all__ = ["Bags", "TrainedRows", "random_seed", "rows_held_by", "summed"]
 
 
 class Bags(NamedTuple):
@@ -320,17 +320,21 @@ class _SummedLookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         _check_once(gradient)
         ctx.token = None
-        asker, batch, bags = ctx.asker, ctx.batch, ctx.bags
-        if gradient.dim() != 2:
-            rows = gradient.numel() // max(1, gradient.shape[-1])
-            gradient = gradient.reshape(rows, gradient.shape[-1])
-        if bags is not None:
-            gradient = bags.share(gradient)
-        if gradient.stride(1) != 1:
-            gradient = gradient.contiguous()
-        summed = batch.summed(gradient, ctx.part, None if bags is None else bags.of_ids)
-        asker.add_gradient(summed, batch.ids, ctx.number)
+        asker, batch = ctx.asker, ctx.batch
+        asker.add_gradient(summed(gradient, batch, ctx.part, ctx.bags), batch.ids, ctx.number)
         return None, None, None, None
+
+
+def summed(gradient: Tensor, batch: Batch, part: int, bags: Bags | None) -> Tensor:
+    """The gradient of a lookup's result, added up for each distinct id of its batch."""
+    if gradient.dim() != 2:
+        rows = gradient.numel() // max(1, gradient.shape[-1])
+        gradient = gradient.reshape(rows, gradient.shape[-1])
+    if bags is not None:
+        gradient = bags.share(gradient)
+    if gradient.stride(1) != 1:
+        gradient = gradient.contiguous()
+    return batch.summed(gradient, part, None if bags is None else bags.of_ids)
 
 
 def _check_once(gradient: Tensor) -> None:

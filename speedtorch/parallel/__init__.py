@@ -1,0 +1,1 @@
+"""Rows that are shared out among processes, each of which trains its own."""

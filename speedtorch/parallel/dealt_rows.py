@@ -1,0 +1,85 @@
+"""DealtRows: which rank owns which row of a table: blocks of rows, dealt out in turn.
+
+Owner and place follow from the id alone. Popular ids are often small, and neighbours: blocks that
+are dealt to and fro, 0 1 2 2 1 0, give every rank as many of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["DealtBlock", "DealtRows"]
+
+_MOST_BLOCKS = 1024  # of a rank; from half of them on, if there are so many rows
+
+
+class DealtBlock(NamedTuple):
+    """Consecutive rows, in the whole table and in the share of the rank that owns them."""
+
+    rows: range
+    own: range
+
+
+class DealtRows(NamedTuple):
+    """The rows of a table, dealt out to ranks.
+
+    All rows of all shares are numbered, rank after rank: numbers that ascend are of ranks that
+    ascend, and those of a rank begin at `rank * room`.
+    """
+
+    rows: int
+    ranks: int
+    block: int
+    """Rows of a block; the last one may have fewer."""
+
+    @classmethod
+    def of(cls, rows: int, ranks: int, unit: int = 1) -> DealtRows:
+        """Deals blocks whose sizes are `unit` times or divided by a power of two.
+
+        So blocks of rows that are made together, of `unit` rows, are seldom cut.
+        """
+        block = max(1, unit)
+        while block * _MOST_BLOCKS * ranks < rows:
+            block *= 2
+        while block > 1 and (block // 2) * _MOST_BLOCKS * ranks >= rows:
+            block //= 2
+        return cls(rows, ranks, block)
+
+    @property
+    def rounds(self) -> int:
+        """Blocks of a rank, at most."""
+        return -(-self.rows // (self.block * self.ranks))
+
+    @property
+    def room(self) -> int:
+        """Numbers of a rank."""
+        return self.rounds * self.block
+
+    def blocks(self, rank: int) -> Iterator[DealtBlock]:
+        """Those of a rank, in order."""
+        for turn in range(self.rounds):
+            first = (turn * self.ranks + self._seat(turn, rank)) * self.block
+            if first < self.rows:
+                rows = range(first, min(first + self.block, self.rows))
+                begin = turn * self.block
+                yield DealtBlock(rows, range(begin, begin + len(rows)))
+
+    def share(self, rank: int) -> int:
+        """How many rows a rank owns."""
+        return sum(len(each.rows) for each in self.blocks(rank))
+
+    def _seat(self, turn: int, rank: int) -> int:
+        return self.ranks - 1 - rank if turn % 2 else rank
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        """The numbers of rows by their ids, int64 of the same shape; -1 of what is no row."""
+        block = ids.to(torch.int64).div(self.block, rounding_mode="floor")
+        turn = block.div(self.ranks, rounding_mode="floor")
+        seat = block - turn * self.ranks
+        rank = torch.where(turn % 2 == 1, self.ranks - 1 - seat, seat)
+        numbers = rank * self.room + turn * self.block + (ids - block * self.block)
+        return numbers.masked_fill_((ids < 0) | (ids >= self.rows), -1)

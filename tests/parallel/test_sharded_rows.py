@@ -1,0 +1,17 @@
+"""Training on several ranks gives the numbers of one process with all rows and all batches."""
+
+from __future__ import annotations
+
+import pytest
+from rank_processes import in_processes
+from sharded_training import check_errors, check_training
+
+
+@pytest.mark.parametrize(("ranks", "average"), [(2, True), (3, False)])
+def test_ranks_train_as_one_process_does(ranks: int, average: bool) -> None:
+    in_processes(ranks, check_training, average)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_one_rank_does_wrong_raises_on_all(ranks: int) -> None:
+    in_processes(ranks, check_errors)

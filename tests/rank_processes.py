@@ -1,0 +1,42 @@
+"""Runs a function in several processes that belong to one group of torch.distributed."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def _begin(
+    rank: int, function: Callable[..., Any], size: int, folder: str, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", timeout=TIMEOUT, rank=rank, world_size=size
+    )
+    try:
+        function(*arguments)
+    except BaseException:
+        Path(folder, f"failed_{rank}").write_text(traceback.format_exc())
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def in_processes(size: int, function: Callable[..., Any], *arguments: Any) -> None:
+    """Calls function(*arguments) on each rank; fails with what every rank that failed has said."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(_begin, (function, size, folder, arguments), size)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            said = [path.read_text() for path in sorted(Path(folder).glob("failed_*"))]
+            raise AssertionError("\n".join(said) or str(error)) from None
