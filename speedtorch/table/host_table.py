@@ -386,6 +386,7 @@ class HostTable:
         field: str = "weight",
         seed: int | None = None,
         rows: slice = slice(None),
+        share: row_blocks.Share | None = None,
         progress: bool | None = None,
         **kwargs: Any,
     ) -> _Self:
@@ -393,12 +394,14 @@ class HostTable:
 
         It is called as function(tensor, *args, **kwargs), on a stand-in of the field's shape and on
         parts of it: it changes the tensor in place and does nothing else. Functions that need the
-        whole tensor at once (orthogonal_, eye_, dirac_, sparse_) run on a copy of the field. See
-        the class for the rest.
+        whole tensor at once (orthogonal_, eye_, dirac_, sparse_) run on a copy of the field. With
+        a `share` the rows get the values that they would have in a larger table. See the class for
+        the rest.
 
         Raises:
             TypeError: `kwargs` holds a generator, or the seed is no int.
             ValueError: Random numbers for a field of integers.
+            NotImplementedError: A share, and a function that needs the whole tensor at once.
 
         Example:
             >>> table = HostTable(100, 8).init_(torch.nn.init.xavier_uniform_, seed=1)
@@ -407,7 +410,7 @@ class HostTable:
         """
         drawn = self[field][rows]
         self.settle()
-        row_blocks.draw_rows(drawn, function, args, kwargs, seed, progress)
+        row_blocks.draw_rows(drawn, function, args, kwargs, seed, progress, share)
         self.settle()
         return self
 

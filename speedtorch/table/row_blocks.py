@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from speedtorch.torch_internals import TorchDispatchMode, schema_name, tree_leaves
 
-__all__ = ["draw_rows", "fill_rows"]
+__all__ = ["Share", "draw_rows", "fill_rows"]
 
 # A block is one task of one thread: 4 MiB of float32.
 _BLOCK_ELEMENTS = 1 << 20
@@ -32,6 +32,15 @@ _BAR_AFTER_SECONDS = 2.0
 # Known to draw every element alike; trunc_normal_ in no fixed steps, as it draws again what fell
 # outside. The others are recorded, for which torch loads its tracing machinery: a second, once.
 _KNOWN = (torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
+
+
+class Share(NamedTuple):
+    """Rows of a larger table that another table has, as they would be drawn there."""
+
+    rows: int
+    """Of the larger one."""
+    blocks: Sequence[tuple[range, range]]
+    """Where they are there, and here."""
 
 
 def fill_rows(field: Tensor, name: str, value: Any, progress: bool | None) -> None:
@@ -52,6 +61,7 @@ def draw_rows(
     kwargs: dict[str, Any],
     seed: int | None,
     progress: bool | None,
+    share: Share | None = None,
 ) -> None:
     """Runs an initialiser of torch's, or one like it, over all rows; see HostTable.init_."""
     if isinstance(function, partial) and not function.args:  # which would come before the rows
@@ -73,7 +83,8 @@ def draw_rows(
     else:
         # Asked of a tensor of the full shape, on which xavier's bounds depend, that holds a single
         # element; nothing is computed.
-        target = torch.zeros(1, dtype=dtype, device="cpu").expand(field.shape)
+        rows = len(field) if share is None else share.rows
+        target = torch.zeros(1, dtype=dtype, device="cpu").expand(rows, *field.shape[1:])
         recorder = _Recorder(target)
         with suppress(_NotElementwiseError), torch.no_grad(), recorder:
             function(target, *args, **kwargs)
@@ -82,7 +93,13 @@ def draw_rows(
     if any(step.random for step in steps) and not continuous:
         raise ValueError(f"random numbers need a floating or complex field, this has {field.dtype}")
     if steps:
-        _draw_elements(field, dtype, steps, int(seed), progress)
+        _draw_elements(field, dtype, steps, int(seed), progress, share)
+    elif share is not None:
+        raise NotImplementedError(
+            f"{getattr(function, '__name__', function)} needs all rows at once, of which this table"
+            " has a share: use a function that treats each element alike (uniform_, normal_,"
+            " constant_), or load the rows"
+        )
     else:
         _draw_whole(field, dtype, lambda rows: function(rows, *args, **kwargs), int(seed))
 
@@ -131,7 +148,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draw_elements(
-    field: Tensor, dtype: torch.dtype, steps: list[_Step], seed: int, progress: bool | None
+    field: Tensor,
+    dtype: torch.dtype,
+    steps: list[_Step],
+    seed: int,
+    progress: bool | None,
+    share: Share | None,
 ) -> None:
     first_seed = _mixed(seed)
 
@@ -149,7 +171,7 @@ def _draw_elements(
                     step(part, generator)
             piece.copy_(values.view(piece.shape))
 
-    _in_parallel(field, work, progress)
+    _in_parallel(field, work, progress, share)
 
 
 def _draw_whole(
@@ -176,16 +198,57 @@ def _pieces(rows: Tensor) -> Sequence[Tensor]:
     return torch.split(rows, max(1, _PIECE_ELEMENTS // math.prod(rows.shape[1:])))
 
 
-def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: bool | None) -> None:
+class _Block(NamedTuple):
+    """Rows that are worked on together, by one thread."""
+
+    number: int
+    rows: int
+    parts: list[tuple[slice, Tensor]]
+    """Those of them that a field has: where they are in the block, and in the field."""
+
+
+def _blocks_of(field: Tensor, share: Share | None) -> list[_Block]:
+    share = share or Share(len(field), [(range(len(field)), range(len(field)))])
+    size = max(1, _BLOCK_ELEMENTS // math.prod(field.shape[1:]))
+    blocks: dict[int, _Block] = {}
+    for there, here in share.blocks:
+        for number in range(there.start // size, -(-there.stop // size)):
+            first = number * size
+            block = blocks.setdefault(number, _Block(number, min(size, share.rows - first), []))
+            begin, end = max(there.start, first), min(there.stop, first + size)
+            moved = here.start - there.start
+            part = field[begin + moved : end + moved]
+            block.parts.append((slice(begin - first, end - first), part))
+    return list(blocks.values())
+
+
+def _on_block(work: Callable[[Tensor, int], None], block: _Block) -> None:
+    """Works on a block; rows that the field has not are worked on beside it, and forgotten."""
+    _, first = block.parts[0]
+    if len(first) == block.rows:
+        return work(first, block.number)
+    whole = first.new_zeros((block.rows, *first.shape[1:]))
+    for where, rows in block.parts:
+        whole[where] = rows
+    work(whole, block.number)
+    for where, rows in block.parts:
+        rows.copy_(whole[where])
+
+
+def _in_parallel(
+    field: Tensor,
+    work: Callable[[Tensor, int], None],
+    progress: bool | None,
+    share: Share | None = None,
+) -> None:
     """Calls work(rows, block number) for every block of rows, in as many threads as torch uses.
 
     Where no thread can be had, as in a hook of atexit, this one does it all.
     """
     if field.numel() == 0:
         return
-    rows_per_block = max(1, _BLOCK_ELEMENTS // math.prod(field.shape[1:]))
-    blocks = torch.split(field.detach(), rows_per_block)
-    waiting = iter(list(enumerate(blocks)))  # Each is taken by one thread.
+    blocks = _blocks_of(field.detach(), share)
+    waiting = iter(blocks)  # Each is taken by one thread.
     counting = Lock()
     with (
         tqdm(
@@ -200,10 +263,10 @@ def _in_parallel(field: Tensor, work: Callable[[Tensor, int], None], progress: b
     ):
 
         def run() -> None:
-            for block, rows in waiting:
-                work(rows, block)
+            for block in waiting:
+                _on_block(work, block)
                 with counting:
-                    bar.update(len(rows))
+                    bar.update(sum(len(rows) for _, rows in block.parts))
 
         tasks: list[Future[None]] = []
         try:

@@ -21,6 +21,7 @@ from warm_python import warm_python
 
 from speedtorch import HostTable
 from speedtorch.table import row_blocks
+from speedtorch.table.row_blocks import Share
 
 init = torch.nn.init
 ELEMENTWISE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -327,3 +328,50 @@ def test_after_an_error_no_other_block_is_begun(threads: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         row_blocks._in_parallel(torch.zeros(50_000, 1), work, False)
     assert len(begun) <= 2
+
+
+def dealt(rows: int, block: int, turn: int) -> list[tuple[range, range]]:
+    """Every third block of rows, from one on."""
+    found, own = [], 0
+    for first in range(turn * block, rows, 3 * block):
+        there = range(first, min(first + block, rows))
+        found.append((there, range(own, own + len(there))))
+        own += len(there)
+    return found
+
+
+@pytest.mark.parametrize("block", [1, 3, 8, 16])
+@pytest.mark.parametrize(
+    "function",
+    [init.normal_, init.xavier_uniform_, lambda rows: rows.uniform_().mul_(3).add_(1)],
+    ids=["known", "by its shape", "several steps"],
+)
+def test_a_share_of_the_rows_has_the_bits_of_the_whole(
+    function: Callable[..., object], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, columns = 29, 16
+    monkeypatch.setattr(row_blocks, "_BLOCK_ELEMENTS", 8 * columns)
+    whole = HostTable(rows, columns, memory="plain").init_(function, seed=5)
+    for turn in range(3):
+        blocks = dealt(rows, block, turn)
+        own = HostTable(sum(len(here) for _, here in blocks), columns, memory="plain")
+        own.init_(function, seed=5, share=Share(rows, blocks))
+        for there, here in blocks:
+            expected = whole["weight"][there.start : there.stop]
+            assert_same_bytes(own["weight"][here.start : here.stop], expected)
+
+
+def test_a_share_keeps_what_a_function_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns, blocks = 16, dealt(29, 3, 1)
+    monkeypatch.setattr(row_blocks, "_BLOCK_ELEMENTS", 8 * columns)
+    own = HostTable(9, columns, memory="plain").uniform_(seed=1)
+    before = own["weight"].clone()
+    own.init_(lambda rows: rows.mul_(-2), share=Share(29, blocks))
+    assert_same_bytes(own["weight"], before * -2)
+
+
+def test_a_share_cannot_be_drawn_as_a_whole() -> None:
+    own = HostTable(3, 4, memory="plain").fill_(1.0)
+    with pytest.raises(NotImplementedError, match="orthogonal_ needs all rows at once.*share"):
+        own.init_(init.orthogonal_, share=Share(9, [(range(3, 6), range(3))]))
+    assert bool((own["weight"] == 1).all())
