@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn, optim
 import speedtorch
 from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel.dealt_rows import DealtRows
-from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.sharded_rows import ShardedRows
+from speedtorch.parallel.shard import shard
+from speedtorch.table.row_blocks import rows_of_a_block
 
 ROWS, WIDTH, STEPS = 41, 3, 12
 
@@ -71,16 +71,20 @@ def factors(result: Tensor, seed: int) -> Tensor:
     return torch.randint(-3, 4, result.shape, generator=random).to(result)
 
 
-def module_of(case: Case, rows: Tensor, **settings: Any) -> RowModule:
+def module_of(case: Case) -> RowModule:
     kind = speedtorch.Embedding if case.kind == "rows" else speedtorch.EmbeddingBag
-    return kind.from_pretrained(rows, freeze=False, **(case.settings | settings))
+    torch.manual_seed(3)
+    return kind(ROWS, WIDTH, **case.settings)
 
 
-def loss_of(module: nn.Module, case: Case, step: int, rank: int) -> Tensor:
+def loss_of(module: nn.Module, case: Case, step: int, ranks: Sequence[int]) -> Tensor:
+    """The sum of the losses of ranks, whose batches one lookup has."""
     total = torch.zeros(())
     for lookup in range(case.lookups):
-        found = module(ids_of(case, step, lookup, rank))
-        total = total + (found * factors(found, 100 * step + 7 * lookup + rank)).sum()
+        ids = [ids_of(case, step, lookup, rank) for rank in ranks]
+        parts = module(torch.cat(ids)).split([len(each) for each in ids])
+        for rank, found in zip(ranks, parts, strict=True):
+            total = total + (found * factors(found, 100 * step + 7 * lookup + rank)).sum()
     return total
 
 
@@ -101,87 +105,123 @@ def train(
     return seen, optimizer
 
 
-def shares(values: Tensor, dealt: DealtRows, rank: int) -> Tensor:
-    return torch.cat([values[each.rows.start : each.rows.stop] for each in dealt.blocks(rank)])
-
-
-def sharded(case: Case, ranks: Ranks, dealt: DealtRows, *, average: bool) -> RowModule:
-    """This rank's share of the rows, and lookups of all."""
-    padding = case.settings.get("padding_idx")
-    own = None
-    if padding is not None:
-        padding %= ROWS
-        rank, place = divmod(int(dealt.numbers(torch.tensor(padding))), dealt.room)
-        own = place if rank == ranks.rank else None
-    module = module_of(case, shares(first_rows(), dealt, ranks.rank), padding_idx=own)
-    module.padding_idx = padding
-    module.lookups = ShardedRows(
-        module.trained_rows,
-        dealt,
-        ranks,
-        0,
-        padding,
-        average=average,
-        sparse=lambda: bool(case.settings.get("sparse")),
-    )
-    return module
+def share_of(values: Tensor, rank: int, ranks: int) -> Tensor:
+    """The rows of a rank."""
+    dealt = DealtRows.of(ROWS, ranks, rows_of_a_block((WIDTH,)))
+    return torch.cat([values[there.start : there.stop] for there, _ in dealt.blocks(rank)])
 
 
 def check_training(average: bool) -> None:
     """Every case gives the numbers of one process that has all rows and all batches."""
-    ranks = Ranks()
-    dealt = DealtRows(ROWS, ranks.size, 4)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    divisor = ranks if average else 1
     for name, case in CASES.items():
-        module = sharded(case, ranks, dealt, average=average)
-        seen, optimizer = train(
-            module, case, lambda step, m=module, c=case: loss_of(m, c, step, ranks.rank)
-        )
-        whole = module_of(case, first_rows())
-        divisor = ranks.size if average else 1
+        module, whole = module_of(case), module_of(case)
+        torch.manual_seed(rank)
+        shard(nn.Sequential(module), average=average)
+
+        def loss(step: int, module: RowModule = module, case: Case = case) -> Tensor:
+            return loss_of(module, case, step, [rank])
 
         def of_all(step: int, whole: RowModule = whole, case: Case = case) -> Tensor:
-            each = [loss_of(whole, case, step, rank) for rank in range(dist.get_world_size())]
-            return torch.stack(each).sum() / divisor  # noqa: B023
+            return loss_of(whole, case, step, range(ranks)) / divisor
 
+        found, optimizer = train(module, case, loss)
         expected, plain = train(whole, case, of_all)
-        table, found = whole.table, module.table
-        for entry in table.fields:
-            assert torch.equal(found[entry], shares(table[entry], dealt, ranks.rank)), (
-                f"{name}: {entry}"
-            )
+        for entry in whole.table.fields:
+            own = share_of(whole.table[entry], rank, ranks)
+            assert torch.equal(module.table[entry], own), f"{name}: {entry}"
         assert len(plain.state_dict()["state"]) == len(optimizer.state_dict()["state"])
-        assert all(map(torch.equal, seen, expected)), f"{name}: lookups outside of training"
+        assert all(map(torch.equal, found, expected)), f"{name}: lookups outside of training"
 
 
 def check_errors() -> None:
     """What one rank does wrong raises on all of them, and nothing has changed."""
-    ranks = Ranks()
-    dealt, case = DealtRows(ROWS, ranks.size, 4), CASES["Adam"]
-    module = sharded(case, ranks, dealt, average=True)
-    optimizer = optim.Adam(module.parameters())
-    speedtorch.attach(optimizer, module)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = nn.ModuleDict({name: module_of(CASES["Adam"]) for name in ("one", "other")})
+    shard(model)
+    module = model["one"]
+    optimizer = optim.Adam(model.parameters())
+    speedtorch.attach(optimizer, model)
     before = module.table["weight"].clone()
-    ids = torch.tensor([1, ROWS, -2]) if ranks.rank == 1 else torch.tensor([1, 2])
-    message = (
-        "id 41 at position 1 is out of range for a table of 41 rows .2 of 3"
-        if ranks.rank == 1
-        else r"an id on ranks \[1\] is out of range; no row was moved"
-    )
+    ids, message = torch.tensor([1, 2]), r"an id on ranks \[1\] is out of range; no row was moved"
+    if rank == 1:
+        ids = torch.tensor([1, ROWS, -2])
+        message = "id 41 at position 1 is out of range for a table of 41 rows .2 of 3"
     raises(IndexError, message, lambda: module(ids))
     assert torch.equal(module.table["weight"], before)
     module(torch.tensor([3, 4])).sum().backward()
     optimizer.step()
     module.flush()
-    changed = (module.table["weight"] != before).any(1)
-    numbers = dealt.numbers(torch.tensor([3, 4])) - ranks.rank * dealt.room
-    expected = torch.zeros(dealt.share(ranks.rank), dtype=torch.bool)
-    expected[numbers[(numbers >= 0) & (numbers < dealt.room)]] = True
-    assert torch.equal(changed, expected)
-
-    other = sharded(case, ranks, dealt, average=True)
-    other.lookups._number = 1  # type: ignore[attr-defined]
-    asked = other if ranks.rank == 1 else module
+    every = torch.zeros(ROWS, dtype=torch.bool)
+    every[[3, 4]] = True
+    assert torch.equal((module.table["weight"] != before).any(1), share_of(every, rank, ranks))
+    asked = model["other"] if rank == 1 else module
     raises(RuntimeError, r"ranks \[\d.*\] look up rows of another module", lambda: asked(ids[:1]))
+
+
+def check_refusals() -> None:
+    """What cannot be sharded is refused, and the modules beside it stay as they are."""
+    used, once = module_of(CASES["Adam"]), module_of(CASES["Adam"])
+    used(torch.tensor([1]))
+    shard(once)
+    refused: list[tuple[nn.Module, type[Exception], str]] = [
+        (used, RuntimeError, "its rows have been used, or were given"),
+        (once, RuntimeError, "its rows have been used, or were given"),
+        (
+            speedtorch.Embedding(ROWS, WIDTH, capacity=4),
+            NotImplementedError,
+            "rows with a capacity cannot be sharded",
+        ),
+        (
+            speedtorch.Embedding(ROWS, WIDTH, scale_grad_by_freq=True),
+            NotImplementedError,
+            "scale_grad_by_freq would need the counts of all ranks",
+        ),
+    ]
+    for module, kind, message in refused:
+        fresh = module_of(CASES["Adam"])
+        model = nn.Sequential(fresh, module)
+        raises(kind, message, lambda model=model: shard(model))  # type: ignore[misc]
+        assert fresh.table.rows == ROWS
+    raises(ValueError, "Linear has no speedtorch.Embedding", lambda: shard(nn.Linear(2, 2)))
+
+
+def check_collections() -> None:
+    """Several tables in one exchange, some of them of another width."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def made() -> speedtorch.EmbeddingBagCollection:
+        torch.manual_seed(5)
+        config = speedtorch.EmbeddingBagConfig
+        sizes = [(37, 4, "a"), (5, 4, "b"), (29, 2, "c")]
+        return speedtorch.EmbeddingBagCollection(
+            tables=[config(rows, width, name) for rows, width, name in sizes]
+        )
+
+    def batch(step: int, rank: int) -> dict[str, Tensor]:
+        random = torch.Generator().manual_seed(100 * step + rank)
+        sizes = {"a": 37, "b": 5, "c": 29}
+        return {n: torch.randint(r, (3, 2), generator=random) for n, r in sizes.items()}
+
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        found = model(batch(step, rank)).values()
+        return (found * factors(found, step + rank)).sum()
+
+    model, whole = made(), made()
+    shard(model)
+    results = []
+    for each, of_ranks in ((model, [rank]), (whole, list(range(ranks)))):
+        optimizer = optim.Adam(each.parameters(), lr=0.25)
+        speedtorch.attach(optimizer, each)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            losses = torch.stack([loss(each, step, k) for k in of_ranks])
+            (losses.sum() / (ranks if each is whole else 1)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            results.append([each(batch(99, k)).values() for k in range(ranks)])
+    assert all(map(torch.equal, *results))
 
 
 def raises(kind: type[Exception], message: str, call: Callable[[], object]) -> None:

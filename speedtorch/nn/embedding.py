@@ -111,15 +111,16 @@ class Embedding(RowModule, nn.Embedding):
             trains, rows, padding = self._check_lookup(input), self.lookups, self.padding_idx
             if not trains and self.max_norm is None:
                 return rows.read(input)
-            in_order, by_freq = self._adds_in_order(), self.scale_grad_by_freq
-            if trains and not (in_order or by_freq or self.sparse):
+            by_freq = self.scale_grad_by_freq
+            if trains and not (by_freq or self.sparse or self.trained_rows.adds_in_order()):
                 plain = padding is None and self.max_norm is None
                 if plain and self.weight.dtype in _SUMMED:
                     return rows.summed(input)
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)
             place = -1 if padding is None else len(held) - 1
-            return torch.embedding(held, local, place, by_freq, self._gives_sparse(in_order))
+            sparse = self.trained_rows.gives_sparse(asked=self.sparse)
+            return torch.embedding(held, local, place, by_freq, sparse)
 
     @classmethod
     def from_pretrained(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from speedtorch.ops.planned_batch import check_ids
 from speedtorch.optim.step_hooks import watch_steps
-from speedtorch.step.row_store import Draw, RowStore
+from speedtorch.step.row_store import Draw, Portion, RowStore
 from speedtorch.step.row_weight import show_rows
 from speedtorch.step.trained_rows import Bags, TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
@@ -112,7 +112,7 @@ class RowModule(nn.Module):
             store = RowStore(name, (*shape, dtype or default), memory)
         # The device that torch would take, which may be a default that the user has set.
         held = torch.empty(0, embedding_dim, dtype=store.dtype, device=device)
-        self._train(store, nn.Parameter(held, requires_grad=not _freeze))
+        self._train(store, nn.Parameter(held, requires_grad=not _freeze), self.padding_idx)
         if _weight is None:
             self.reset_parameters()
         elif isinstance(_weight, Tensor):
@@ -123,14 +123,31 @@ class RowModule(nn.Module):
         """What errors call it."""
         return type(self).__name__
 
-    def _train(self, store: RowStore, parameter: nn.Parameter) -> None:
+    def _train(self, store: RowStore, parameter: nn.Parameter, padding: int | None) -> None:
         self.weight = parameter
-        name, padding, capacity = self._called(), self.padding_idx, self.capacity
+        name, capacity = self._called(), self.capacity
         self.trained_rows = TrainedRows(name, store, parameter, padding, capacity)
         self.lookups: Lookups = self.trained_rows
         show_rows(parameter, self.trained_rows)
         # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
-        weakref.finalize(self, self.trained_rows.let_go).atexit = False
+        self._end = weakref.finalize(self, self.trained_rows.let_go)
+        self._end.atexit = False
+
+    def share_out(
+        self, portion: Portion, lookups: Callable[[TrainedRows, int | None], Lookups]
+    ) -> None:
+        """Keeps a portion of the rows, and looks all of them up by what `lookups` makes of that.
+
+        It is given those rows, and where the padding's is among them, or None. Raises RuntimeError
+        if the rows have been used; nothing has changed then.
+        """
+        store, padding = (
+            self.trained_rows.store.shared_out(portion),
+            portion.place(self.padding_idx),
+        )
+        self._end.detach()
+        self._train(store, self.weight, padding)
+        self.lookups = lookups(self.trained_rows, padding)
 
     @classmethod
     def from_module(
@@ -310,18 +327,6 @@ class RowModule(nn.Module):
                     " differ between processes; train on one GPU"
                 )
 
-    def _adds_in_order(self) -> bool:
-        """Whether gradients must be added up in torch's order."""
-        on_cpu: bool = self.trained_rows.parameter.is_cpu
-        return on_cpu or torch.are_deterministic_algorithms_enabled()
-
-    def _gives_sparse(self, in_order: bool) -> bool:
-        """Whether autograd makes a sparse gradient."""
-        # torch adds up the rows of a dense one in a tenth of the time on a GPU, but not in the same
-        # order; the step makes it sparse when the optimizer wants that.
-        state = self.trained_rows.state
-        return self.sparse or (in_order and state is not None and state.sparse)
-
     # --------------------------------------------------------------------------------------------
     # As a module
 
@@ -371,13 +376,15 @@ class RowModule(nn.Module):
         nn.Module.__init__(made)
         memo[id(self)] = made
         others = {**self._parameters, "weight": None}
-        own = {**vars(self), "trained_rows": None, "lookups": None, "_parameters": others}
+        own = {**vars(self), "trained_rows": None, "lookups": None, "_end": None}
+        own["_parameters"] = others
         vars(made).update(copy.deepcopy(own, memo))
         self.trained_rows.bring_home()
         store = self.trained_rows.store.copied()
         with as_plain():
             held = self.weight.detach()[:0].clone()
-            made._train(store, nn.Parameter(held, requires_grad=self.weight.requires_grad))
+            parameter = nn.Parameter(held, requires_grad=self.weight.requires_grad)
+            made._train(store, parameter, self.padding_idx)
         memo[id(self.weight)] = made.weight
         return made
 

@@ -12,16 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["DealtBlock", "DealtRows"]
+__all__ = ["DealtRows"]
 
 _MOST_BLOCKS = 1024  # of a rank; from half of them on, if there are so many rows
-
-
-class DealtBlock(NamedTuple):
-    """Consecutive rows, in the whole table and in the share of the rank that owns them."""
-
-    rows: range
-    own: range
 
 
 class DealtRows(NamedTuple):
@@ -59,18 +52,18 @@ class DealtRows(NamedTuple):
         """Numbers of a rank."""
         return self.rounds * self.block
 
-    def blocks(self, rank: int) -> Iterator[DealtBlock]:
-        """Those of a rank, in order."""
+    def blocks(self, rank: int) -> Iterator[tuple[range, range]]:
+        """Those of a rank, in order: their rows in the whole table, and in the rank's share."""
         for turn in range(self.rounds):
             first = (turn * self.ranks + self._seat(turn, rank)) * self.block
             if first < self.rows:
                 rows = range(first, min(first + self.block, self.rows))
                 begin = turn * self.block
-                yield DealtBlock(rows, range(begin, begin + len(rows)))
+                yield rows, range(begin, begin + len(rows))
 
     def share(self, rank: int) -> int:
         """How many rows a rank owns."""
-        return sum(len(each.rows) for each in self.blocks(rank))
+        return sum(len(rows) for rows, _ in self.blocks(rank))
 
     def _seat(self, turn: int, rank: int) -> int:
         return self.ranks - 1 - rank if turn % 2 else rank

@@ -6,13 +6,16 @@ Every call is one of all ranks. What cannot be agreed on raises on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Asked", "Ranks"]
+
+
+_Value = TypeVar("_Value")
 
 
 class Asked(NamedTuple):
@@ -78,10 +81,11 @@ class Ranks:
         """The other way round, as gradients go."""
         return self._exchanged(name, rows, asked.given, asked.got)
 
-    def agreed(self, values: list[Any]) -> list[Any]:
+    def agreed(self, value: _Value) -> _Value:
         """What the first rank says."""
+        values = [value]
         dist.broadcast_object_list(values, group=self._group, group_src=0)
-        return values
+        return values[0]
 
     def _exchanged(
         self,

@@ -7,7 +7,6 @@ another, are the ids of a lookup.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,35 +24,37 @@ class ShardedRows:
     """Looks up rows by ids of the whole table; every call is one of all ranks.
 
     Args:
-        rows: the share that this rank owns.
+        rows: those that this rank owns.
+        own_padding: where the padding's is among them, if it is.
         dealt: who owns which.
         ranks: that own them.
         number: of the table, the same on all ranks.
         padding: id of the row that is never trained, or None.
         average: divide gradients by the number of ranks.
-        sparse: whether the owner's gradients are to be sparse.
+        sparse: whether autograd is asked for sparse gradients.
     """
 
     def __init__(
         self,
         rows: TrainedRows,
+        own_padding: int | None,
+        *,
         dealt: DealtRows,
         ranks: Ranks,
         number: int,
         padding: int | None,
-        *,
         average: bool,
-        sparse: Callable[[], bool],
+        sparse: bool,
     ) -> None:
         self._rows, self._dealt, self._ranks = rows, dealt, ranks
         self._number = number
         self._divisor = ranks.size if average else 1
         self._sparse = sparse
         self._padding: int | None = None
-        """The padding's number, of which the owner alone knows that it is never trained."""
+        """The padding's number; its owner alone knows that it is never trained."""
         if padding is not None:
             self._padding = int(dealt.numbers(torch.tensor(padding)))
-        self._owns_padding = self._padding is not None and self._padding // dealt.room == ranks.rank
+        self._owns_padding = own_padding is not None
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
@@ -62,7 +63,8 @@ class ShardedRows:
         places, order, asked = self._asked(ids)
         own, held = self._rows.rows_of(asked.ids, max_norm, norm_type)
         padding = len(held) - 1 if self._owns_padding else -1
-        rows = torch.embedding(held, own, padding, False, self._sparse())
+        sparse = self._rows.gives_sparse(asked=self._sparse)
+        rows = torch.embedding(held, own, padding, False, sparse)
         brought = self._brought(rows, asked)
         return places, brought if order is None else brought.index_select(0, order)
 

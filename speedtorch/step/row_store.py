@@ -24,8 +24,9 @@ from speedtorch.ops.functions import (
 from speedtorch.ops.shapes import row_shape
 from speedtorch.table.host_table import HostTable, RowHolder
 from speedtorch.table.record_layout import lay_out
+from speedtorch.table.row_blocks import Share
 
-__all__ = ["Block", "Counted", "Draw", "Fields", "RowStore"]
+__all__ = ["Block", "Counted", "Draw", "Fields", "Portion", "RowStore"]
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
@@ -44,13 +45,15 @@ class Draw(NamedTuple):
     """Id of a row that is zero whatever they give."""
     rows: slice = slice(None)
     """The rows that are theirs, as of a table of its own."""
+    share: Share | None = None
+    """What these rows are of a larger table, whose values they get."""
 
     def __call__(self, table: HostTable) -> None:
         """Gives the rows of a table their values."""
         function, *more = self.functions
         if more:
             function = partial(_one_after_another, self.functions)
-        table.init_(function, seed=self.seed, rows=self.rows)
+        table.init_(function, seed=self.seed, rows=self.rows, share=self.share)
         if self.zero is not None:
             table["weight"][self.zero].zero_()
 
@@ -58,6 +61,44 @@ class Draw(NamedTuple):
 def _one_after_another(functions: Sequence[Callable[[Tensor], object]], rows: Tensor) -> None:
     for each in functions:
         each(rows)
+
+
+class Portion(NamedTuple):
+    """Which rows of a larger table are in a store, block after block."""
+
+    rows: int
+    """Of the larger one."""
+    blocks: Sequence[tuple[range, range]]
+    """Where they are there, and here; both ascend."""
+    agreed: Callable[[int], int]
+    """The seed that all who have portions of the table take, of what each of them has."""
+
+    @property
+    def size(self) -> int:
+        """Rows that are here."""
+        return sum(len(here) for _, here in self.blocks)
+
+    def place(self, row: int | None) -> int | None:
+        """Where a row of the larger table is, if it is here."""
+        for there, here in self.blocks:
+            if row is not None and row in there:
+                return here[row - there.start]
+        return None
+
+    def of(self, draw: Draw) -> Draw:
+        """What a draw of the larger table's rows gives those that are here."""
+        first, end, _ = draw.rows.indices(self.rows)
+        found: list[tuple[range, range]] = []
+        for there, here in self.blocks:
+            begin, stop = max(there.start, first), min(there.stop, end)
+            if begin < stop:
+                own = here[begin - there.start : stop - there.start]
+                found.append((range(begin - first, stop - first), own))
+        base = found[0][1].start if found else 0
+        blocks = [(t, range(h.start - base, h.stop - base)) for t, h in found]
+        rows = slice(base, found[-1][1].stop if found else base)
+        seed, share = self.agreed(draw.seed), Share(end - first, blocks)
+        return Draw(draw.functions, seed, self.place(draw.zero), rows, share)
 
 
 class Block(NamedTuple):
@@ -100,6 +141,7 @@ class RowStore:
         table: the rows, or the number of rows and columns and the dtype of a table to be made.
         memory: the kind of memory of a table to be made.
         draws: first values of a table to be made.
+        portion: what a table to be made has of a larger one.
     """
 
     def __init__(
@@ -108,8 +150,10 @@ class RowStore:
         table: HostTable | tuple[int, int, torch.dtype],
         memory: str = "auto",
         draws: Sequence[Draw] = (),
+        portion: Portion | None = None,
     ) -> None:
         self.name = name
+        self._portion = portion
         self._draws = tuple(draws)
         self._beside: HostTable | None = None
         """State of a table that another owns, or that there was no room to make anew."""
@@ -155,6 +199,8 @@ class RowStore:
 
         With `anew` values of before do not matter.
         """
+        if self._portion is not None:
+            draw = self._portion.of(draw)
         if self.is_drawn:
             draw(self.table)
             return
@@ -162,7 +208,7 @@ class RowStore:
         kept = [each for each in self._draws if not anew or draw.rows not in (every, each.rows)]
         if kept and kept[-1].zero is None and draw.zero is None and kept[-1].rows == draw.rows:
             before = kept.pop()
-            draw = Draw((*before.functions, *draw.functions), before.seed, None, draw.rows)
+            draw = before._replace(functions=(*before.functions, *draw.functions))
         self._draws = (*kept, draw)
 
     def _in_memory(self, state: Fields | None = None) -> HostTable:
@@ -329,10 +375,29 @@ class RowStore:
     def copied(self) -> RowStore:
         """A store of its own with the same weights, or the same values to come."""
         (columns,) = self.row_shape
-        made = RowStore(self.name, (self.rows, columns, self.dtype), self._memory, self._draws)
+        size = (self.rows, columns, self.dtype)
+        made = RowStore(self.name, size, self._memory, self._draws, self._portion)
         if self.is_drawn:
             made.load("weight", self.table["weight"])
         return made
+
+    def refuse_if_used(self) -> None:
+        """Raises RuntimeError if the rows have been used, or given as a table."""
+        if self._table is not None or self._portion is not None:
+            raise RuntimeError(
+                f"{self.name}: its rows have been used, or were given; shard a module whose rows"
+                " are yet to be made, once, and load them afterwards"
+            )
+
+    def shared_out(self, portion: Portion) -> RowStore:
+        """A store of a portion of the rows, with the values that they would have had here.
+
+        Raises RuntimeError if the rows have been used.
+        """
+        self.refuse_if_used()
+        (columns,) = self.row_shape
+        draws, size = map(portion.of, self._draws), (portion.size, columns, self.dtype)
+        return RowStore(self.name, size, self._memory, tuple(draws), portion)
 
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """Rows leave for the table while others arrive from it, all fields of each at once."""

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from speedtorch.torch_internals import TorchDispatchMode, schema_name, tree_leaves
 
-__all__ = ["Share", "draw_rows", "fill_rows"]
+__all__ = ["Share", "draw_rows", "fill_rows", "rows_of_a_block"]
 
 # A block is one task of one thread: 4 MiB of float32.
 _BLOCK_ELEMENTS = 1 << 20
@@ -41,6 +41,11 @@ class Share(NamedTuple):
     """Of the larger one."""
     blocks: Sequence[tuple[range, range]]
     """Where they are there, and here."""
+
+
+def rows_of_a_block(shape: Sequence[int]) -> int:
+    """How many rows of a shape are drawn together."""
+    return max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape)))
 
 
 def fill_rows(field: Tensor, name: str, value: Any, progress: bool | None) -> None:
@@ -209,7 +214,7 @@ class _Block(NamedTuple):
 
 def _blocks_of(field: Tensor, share: Share | None) -> list[_Block]:
     share = share or Share(len(field), [(range(len(field)), range(len(field)))])
-    size = max(1, _BLOCK_ELEMENTS // math.prod(field.shape[1:]))
+    size = rows_of_a_block(field.shape[1:])
     blocks: dict[int, _Block] = {}
     for there, here in share.blocks:
         for number in range(there.start // size, -(-there.stop // size)):

@@ -18,11 +18,10 @@ def test_every_row_has_one_owner_and_a_place_there(rows: int, ranks: int, unit: 
     expected = torch.full((rows,), -1)
     for rank in range(ranks):
         own = 0
-        for block in dealt.blocks(rank):
-            places = torch.arange(block.own.start, block.own.stop)
-            expected[block.rows.start : block.rows.stop] = rank * dealt.room + places
-            assert block.own.start == own  # a share has no gaps
-            own = block.own.stop
+        for there, here in dealt.blocks(rank):
+            expected[there.start : there.stop] = rank * dealt.room + torch.tensor(here)
+            assert here.start == own  # a share has no gaps
+            own = here.stop
         assert own == dealt.share(rank) <= dealt.room
     assert torch.equal(numbers, expected)
     assert len(numbers.unique()) == rows

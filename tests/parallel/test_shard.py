@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rank_processes import in_processes
-from sharded_training import check_errors, check_training
+from sharded_training import check_collections, check_errors, check_refusals, check_training
 
 
 @pytest.mark.parametrize(("ranks", "average"), [(2, True), (3, False)])
@@ -15,3 +15,11 @@ def test_ranks_train_as_one_process_does(ranks: int, average: bool) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_one_rank_does_wrong_raises_on_all(ranks: int) -> None:
     in_processes(ranks, check_errors)
+
+
+def test_collections_train_as_in_one_process() -> None:
+    in_processes(2, check_collections)
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    in_processes(2, check_refusals)

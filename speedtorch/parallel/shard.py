@@ -1,0 +1,77 @@
+"""shard: the rows of a model's modules, shared out among the processes of torch.distributed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+
+from speedtorch.nn.row_module import RowModule
+from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.ranks import Ranks
+from speedtorch.parallel.sharded_rows import ShardedRows
+from speedtorch.step.row_store import Portion
+from speedtorch.table.row_blocks import rows_of_a_block
+
+__all__ = ["shard"]
+
+
+def shard(
+    model: nn.Module, *, process_group: dist.ProcessGroup | None = None, average: bool = True
+) -> None:
+    """Shares the rows of a model's Embeddings out among processes, each of which trains its own.
+
+    Every rank calls it once for its copy of the model, before the rows are used. Their first values
+    are those of the whole model with the first rank's seeds. From then on every lookup is one of
+    all ranks, in the same order, with an empty batch where a rank has none; the gradients of a row
+    go to the rank that owns it.
+
+    Args:
+        model: Has a speedtorch Embedding, EmbeddingBag or collection, or several.
+        process_group: The processes; by default all.
+        average: Divide the sum of all ranks' gradients by their number, as DistributedDataParallel
+            does.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or rows have been used; nothing has
+            changed.
+        NotImplementedError: A module has a capacity or scale_grad_by_freq; nothing has changed.
+        ValueError: The model has no such module.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "shard: torch.distributed is not initialised; call"
+            " torch.distributed.init_process_group() first, in processes that torchrun begins"
+        )
+    modules = [each for each in model.modules() if isinstance(each, RowModule)]
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag")
+    for module in modules:
+        name = module.trained_rows.name
+        if module.capacity is not None:
+            raise NotImplementedError(f"{name}: rows with a capacity cannot be sharded")
+        if getattr(module, "scale_grad_by_freq", False):
+            raise NotImplementedError(
+                f"{name}: scale_grad_by_freq would need the counts of all ranks; scale the"
+                " gradient of the lookup's result"
+            )
+        module.trained_rows.store.refuse_if_used()
+    ranks = Ranks(process_group)
+    for number, module in enumerate(modules):
+        unit = rows_of_a_block((module.embedding_dim,))
+        dealt = DealtRows.of(module.num_embeddings, ranks.size, unit)
+        blocks = list(dealt.blocks(ranks.rank))
+        portion = Portion(module.num_embeddings, blocks, ranks.agreed)
+        module.share_out(
+            portion,
+            partial(
+                ShardedRows,
+                dealt=dealt,
+                ranks=ranks,
+                number=number,
+                padding=module.padding_idx,
+                average=average,
+                sparse=bool(getattr(module, "sparse", False)),
+            ),
+        )
