@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,29 +78,44 @@ def module_of(case: Case) -> RowModule:
     return kind(ROWS, WIDTH, **case.settings)
 
 
-def loss_of(module: nn.Module, case: Case, step: int, ranks: Sequence[int]) -> Tensor:
-    """The sum of the losses of ranks, whose batches one lookup has."""
+def batches_of(case: Case, ranks: Sequence[int]) -> list[list[Tensor]]:
+    """The ids of each lookup of each step, those of the ranks one after another."""
+    return [
+        [torch.cat([ids_of(case, step, k, rank) for rank in ranks]) for k in range(case.lookups)]
+        for step in range(STEPS)
+    ]
+
+
+def loss_of(
+    module: nn.Module, case: Case, step: int, ranks: Sequence[int], batch: Sequence[Tensor]
+) -> Tensor:
+    """The sum of the losses of ranks, whose ids each lookup has."""
     total = torch.zeros(())
-    for lookup in range(case.lookups):
-        ids = [ids_of(case, step, lookup, rank) for rank in ranks]
-        parts = module(torch.cat(ids)).split([len(each) for each in ids])
-        for rank, found in zip(ranks, parts, strict=True):
+    for lookup, ids in enumerate(batch):
+        sizes = [len(ids_of(case, step, lookup, rank)) for rank in ranks]
+        for rank, found in zip(ranks, module(ids).split(sizes), strict=True):
             total = total + (found * factors(found, 100 * step + 7 * lookup + rank)).sum()
     return total
 
 
 def train(
-    module: RowModule, case: Case, loss: Callable[[int], Tensor]
+    module: RowModule, case: Case, ranks: Sequence[int], divisor: int, way: str
 ) -> tuple[list[Tensor], optim.Optimizer]:
+    """Trains on the batches of some ranks; gives what it looked up outside of training, too."""
     optimizer = case.make(module.parameters(), **case.optimizer)
     speedtorch.attach(optimizer, module)
+    batches: Iterable[list[Tensor]] = batches_of(case, ranks)
+    if way == "prefetched":
+        batches = speedtorch.prefetch(batches, module, ids=lambda batch: batch)
     seen = []
-    for step in range(STEPS):
+    for step, batch in enumerate(batches):
         if step % 5 == 2:
             with torch.no_grad():
                 seen.append(module(torch.arange(ROWS).view(-1, 1)).clone())
         optimizer.zero_grad()
-        loss(step).backward()  # type: ignore[no-untyped-call]
+        if way == "announced" or (way == "now and then" and step % 3 == 1):
+            module.announce(*batch)
+        (loss_of(module, case, step, ranks, batch) / divisor).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     module.flush()
     return seen, optimizer
@@ -111,28 +127,25 @@ def share_of(values: Tensor, rank: int, ranks: int) -> Tensor:
     return torch.cat([values[there.start : there.stop] for there, _ in dealt.blocks(rank)])
 
 
+WAYS = ["at once", "announced", "now and then", "prefetched"]
+
+
 def check_training(average: bool) -> None:
     """Every case gives the numbers of one process that has all rows and all batches."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    divisor = ranks if average else 1
     for name, case in CASES.items():
-        module, whole = module_of(case), module_of(case)
-        torch.manual_seed(rank)
-        shard(nn.Sequential(module), average=average)
-
-        def loss(step: int, module: RowModule = module, case: Case = case) -> Tensor:
-            return loss_of(module, case, step, [rank])
-
-        def of_all(step: int, whole: RowModule = whole, case: Case = case) -> Tensor:
-            return loss_of(whole, case, step, range(ranks)) / divisor
-
-        found, optimizer = train(module, case, loss)
-        expected, plain = train(whole, case, of_all)
-        for entry in whole.table.fields:
-            own = share_of(whole.table[entry], rank, ranks)
-            assert torch.equal(module.table[entry], own), f"{name}: {entry}"
-        assert len(plain.state_dict()["state"]) == len(optimizer.state_dict()["state"])
-        assert all(map(torch.equal, found, expected)), f"{name}: lookups outside of training"
+        whole = module_of(case)
+        expected, plain = train(whole, case, range(ranks), ranks if average else 1, "announced")
+        for way in WAYS:
+            module = module_of(case)
+            torch.manual_seed(rank)
+            shard(nn.Sequential(module), average=average)
+            found, optimizer = train(module, case, [rank], 1, way)
+            for entry in whole.table.fields:
+                own = share_of(whole.table[entry], rank, ranks)
+                assert torch.equal(module.table[entry], own), f"{name}, {way}: {entry}"
+            assert len(plain.state_dict()["state"]) == len(optimizer.state_dict()["state"])
+            assert all(map(torch.equal, found, expected)), f"{name}, {way}: outside of training"
 
 
 def check_errors() -> None:
@@ -185,19 +198,32 @@ def check_refusals() -> None:
         raises(kind, message, lambda model=model: shard(model))  # type: ignore[misc]
         assert fresh.table.rows == ROWS
     raises(ValueError, "Linear has no speedtorch.Embedding", lambda: shard(nn.Linear(2, 2)))
+    message = "would be of the rows of one rank alone"
+    tables = made_collection()
+    shard(tables)
+    saved = {"weight": torch.zeros(ROWS, WIDTH)}
+    for call in (
+        once.state_dict,
+        lambda: once.load_state_dict(saved),
+        lambda: copy.deepcopy(once),
+        tables.state_dict,
+        lambda: tables.load_state_dict({}, strict=False),
+    ):
+        raises(NotImplementedError, message, call)
+
+
+def made_collection() -> speedtorch.EmbeddingBagCollection:
+    torch.manual_seed(5)
+    config = speedtorch.EmbeddingBagConfig
+    sizes = [(37, 4, "a"), (5, 4, "b"), (29, 2, "c")]
+    return speedtorch.EmbeddingBagCollection(
+        tables=[config(rows, width, name) for rows, width, name in sizes]
+    )
 
 
 def check_collections() -> None:
     """Several tables in one exchange, some of them of another width."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-
-    def made() -> speedtorch.EmbeddingBagCollection:
-        torch.manual_seed(5)
-        config = speedtorch.EmbeddingBagConfig
-        sizes = [(37, 4, "a"), (5, 4, "b"), (29, 2, "c")]
-        return speedtorch.EmbeddingBagCollection(
-            tables=[config(rows, width, name) for rows, width, name in sizes]
-        )
 
     def batch(step: int, rank: int) -> dict[str, Tensor]:
         random = torch.Generator().manual_seed(100 * step + rank)
@@ -208,7 +234,7 @@ def check_collections() -> None:
         found = model(batch(step, rank)).values()
         return (found * factors(found, step + rank)).sum()
 
-    model, whole = made(), made()
+    model, whole = made_collection(), made_collection()
     shard(model)
     results = []
     for each, of_ranks in ((model, [rank]), (whole, list(range(ranks)))):

@@ -56,7 +56,7 @@ class Prefetch(Generic[_Batch]):
             for module in self._modules:
                 end.callback(_end_loop, module, loop)
                 module.trained_rows.claim()
-                module.trained_rows.exchange.start_loop(loop)
+                module.lookups.exchange.start_loop(loop)
             planned = self._planned()
             window = deque(islice(planned, _AHEAD))
             while window:
@@ -72,7 +72,7 @@ class Prefetch(Generic[_Batch]):
         """Says which planned batch each module's next step may take."""
         with as_plain():
             for module in self._modules:
-                module.trained_rows.exchange.expect(plans.get(module))
+                module.lookups.exchange.expect(plans.get(module))
 
     def _planned(self) -> Iterator[tuple[_Batch, dict[RowModule, Batch]] | Exception]:
         """Batches and their plans; what the loader or a plan raises takes the place of the rest."""
@@ -84,7 +84,8 @@ class Prefetch(Generic[_Batch]):
                 parts = ids_of_modules(self._ids(batch), self._asked)
                 alone = dict(parts)
                 if together is None:  # those that the first batch names
-                    together = joined({each: each.trained_rows.exchange for each in parts})
+                    own = [each for each in parts if each.lookups is each.trained_rows]
+                    together = joined({each: each.trained_rows.exchange for each in own})
                 with as_plain():
                     for modules, exchange in together:
                         if not all(module in parts for module in modules):
@@ -93,7 +94,7 @@ class Prefetch(Generic[_Batch]):
                         joint[exchange] = exchange.plan_ahead(ids, joint.get(exchange))
                         last |= zip(modules, joint[exchange].take_apart(), strict=True)
                     for module, of_module in alone.items():
-                        plan_ahead = module.trained_rows.exchange.plan_ahead
+                        plan_ahead = module.lookups.exchange.plan_ahead
                         last[module] = plan_ahead(of_module, last.get(module))
                 yield batch, {module: last[module] for module in parts}
         except Exception as error:
@@ -129,7 +130,7 @@ def modules_with_ids(modules: Iterable[nn.Module]) -> list[RowModule | TableColl
 
 def _end_loop(module: RowModule, loop: _Loop) -> None:
     with as_plain():
-        module.trained_rows.exchange.end_loop(loop)
+        module.lookups.exchange.end_loop(loop)
 
 
 def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Prefetch[_Batch]:

@@ -7,7 +7,7 @@ import inspect
 import operator
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -38,8 +38,31 @@ Device = str | int | torch.device | None
 _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 
 
+class Steps(Protocol):
+    """Who is told of ids before they are looked up; Exchange says what each does."""
+
+    def announce(self, parts: Sequence[Tensor]) -> None:
+        """Ids of the next step's lookups."""
+
+    def start_loop(self, loop: object) -> None:
+        """A loop plans batches ahead."""
+
+    def plan_ahead(self, parts: Sequence[Tensor], after: Any) -> Any:
+        """A batch of a loop."""
+
+    def expect(self, batch: Any) -> None:
+        """Which planned batch comes now."""
+
+    def end_loop(self, loop: object) -> None:
+        """The loop has ended."""
+
+
 class Lookups(Protocol):
     """Who brings rows by their ids; TrainedRows says what each does."""
+
+    @property
+    def exchange(self) -> Steps:
+        """Who is told of ids before."""
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
@@ -264,7 +287,7 @@ class RowModule(nn.Module):
                 check_ids(f"{self.trained_rows.name}.announce", each)
             if ids and torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad:
                 self.trained_rows.claim()
-                self.trained_rows.exchange.announce(ids)
+                self.lookups.exchange.announce(ids)
 
     def ids_by_module(self, ids: Any) -> dict[RowModule, list[Tensor]]:
         """Ids of one lookup or of several as prefetch plans them: which module names which rows."""
@@ -348,7 +371,16 @@ class RowModule(nn.Module):
             self._wanted = None if moved.dtype == dtype else moved.dtype
         return self
 
+    def refuse_if_shared_out(self, what: str) -> None:
+        """Raises NotImplementedError if there is a portion of the rows here alone."""
+        if self.lookups is not self.trained_rows:
+            raise NotImplementedError(
+                f"{self.trained_rows.name}: {what} would be of the rows of one rank alone, which"
+                " are in emb.table"
+            )
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.refuse_if_shared_out("state_dict()")
         with as_plain():
             super()._save_to_state_dict(destination, prefix, keep_vars)
         self.flush()
@@ -364,6 +396,7 @@ class RowModule(nn.Module):
             return
         if key in missing_keys:
             missing_keys.remove(key)
+        self.refuse_if_shared_out("load_state_dict()")
         try:
             value = loadable(key, state_dict[key], self.trained_rows.shape)
         except (TypeError, ValueError) as error:
@@ -372,6 +405,7 @@ class RowModule(nn.Module):
         self.trained_rows.load(value)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        self.refuse_if_shared_out("a copy")
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
         memo[id(self)] = made
