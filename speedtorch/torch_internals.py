@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -37,6 +37,7 @@ __all__ = [
     "current_backward",
     "forget_failed_backward",
     "gradient_hooks",
+    "ignored_by_data_parallel",
     "is_batched",
     "is_forward_mode",
     "is_tracing",
@@ -123,6 +124,17 @@ active_data_parallel: Callable[[], nn.parallel.DistributedDataParallel | None] =
     operator.attrgetter("_active_ddp_module"), nn.parallel.DistributedDataParallel
 )
 """The DistributedDataParallel whose forward runs; it names its `parameters_to_ignore`."""
+
+
+def ignored_by_data_parallel(module: nn.Module, names: Iterable[str]) -> None:
+    """Lets a DistributedDataParallel that wraps the module leave parameters alone, others as well.
+
+    Their names are those within the module; those that were to be left alone before are so still.
+    """
+    before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    every = [*before, *(name for name in names if name not in before)]
+    set_names = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    set_names(module, every)  # type: ignore[no-untyped-call]
 
 
 def not_compiled(function: _Function) -> _Function:

@@ -250,6 +250,46 @@ def check_collections() -> None:
     assert all(map(torch.equal, *results))
 
 
+class Biased(nn.Module):
+    """Rows, and a parameter of a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = module_of(CASES["Adam"])
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.rows(ids) + self.bias
+        return found
+
+
+def check_data_parallel() -> None:
+    """DistributedDataParallel trains the dense part of a sharded model, and that alone."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    case = CASES["Adam"]
+    model, whole = Biased(), Biased()
+    model._ddp_params_and_buffers_to_ignore = ["a.name"]
+    shard(model)
+    assert model._ddp_params_and_buffers_to_ignore == ["a.name", "rows.weight"]
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for given, of_ranks, divisor in ((wrapped, [rank], 1), (whole, range(ranks), ranks)):
+        optimizer = optim.Adam(given.parameters(), lr=0.25)
+        speedtorch.attach(optimizer, given)
+        for step, batch in enumerate(batches_of(case, of_ranks)):
+            optimizer.zero_grad()
+            (loss_of(given, case, step, of_ranks, batch) / divisor).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert torch.equal(model.bias, whole.bias) and bool((model.bias != 0).all())
+    for entry in whole.rows.table.fields:
+        own = share_of(whole.rows.table[entry], rank, ranks)
+        assert torch.equal(model.rows.table[entry], own), entry
+
+    outer = nn.Sequential(Biased())
+    shard(outer[0])
+    with_others = nn.parallel.DistributedDataParallel(outer)
+    raises(NotImplementedError, "DistributedDataParallel", lambda: with_others(torch.tensor([1])))
+
+
 def raises(kind: type[Exception], message: str, call: Callable[[], object]) -> None:
     import pytest
 

@@ -13,6 +13,7 @@ from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_rows import ShardedRows
 from speedtorch.step.row_store import Portion
 from speedtorch.table.row_blocks import rows_of_a_block
+from speedtorch.torch_internals import ignored_by_data_parallel
 
 __all__ = ["shard"]
 
@@ -25,7 +26,8 @@ def shard(
     Every rank calls it once for its copy of the model, before the rows are used. Their first values
     are those of the whole model with the first rank's seeds. From then on every lookup is one of
     all ranks, in the same order, with an empty batch where a rank has none; the gradients of a row
-    go to the rank that owns it.
+    go to the rank that owns it. A DistributedDataParallel that wraps this very model trains its
+    other parameters, and leaves the rows alone.
 
     Args:
         model: Has a speedtorch Embedding, EmbeddingBag or collection, or several.
@@ -58,6 +60,8 @@ def shard(
             )
         module.trained_rows.store.refuse_if_used()
     ranks = Ranks(process_group)
+    own = {id(module.weight) for module in modules}
+    ignored_by_data_parallel(model, (n for n, each in model.named_parameters() if id(each) in own))
     for number, module in enumerate(modules):
         unit = rows_of_a_block((module.embedding_dim,))
         dealt = DealtRows.of(module.num_embeddings, ranks.size, unit)

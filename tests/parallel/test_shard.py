@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 from rank_processes import in_processes
-from sharded_training import check_collections, check_errors, check_refusals, check_training
+from sharded_training import (
+    check_collections,
+    check_data_parallel,
+    check_errors,
+    check_refusals,
+    check_training,
+)
 
 
 @pytest.mark.parametrize(("ranks", "average"), [(2, True), (3, False)])
@@ -23,3 +29,7 @@ def test_collections_train_as_in_one_process() -> None:
 
 def test_what_cannot_be_sharded_is_refused() -> None:
     in_processes(2, check_refusals)
+
+
+def test_data_parallel_trains_the_dense_part() -> None:
+    in_processes(2, check_data_parallel)

@@ -353,3 +353,10 @@ def test_forget_failed_backward_lets_the_graph_go(device: str) -> None:
     del loss, token
     torch_internals.forget_failed_backward(torch.device(device))
     assert gone() is None
+
+
+def test_ignored_by_data_parallel() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module._ddp_params_and_buffers_to_ignore = ["0.bias"]
+    torch_internals.ignored_by_data_parallel(module, ["1.weight", "0.bias"])
+    assert module._ddp_params_and_buffers_to_ignore == ["0.bias", "1.weight"]
