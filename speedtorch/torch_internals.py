@@ -50,6 +50,7 @@ __all__ = [
     "sparse_values",
     "split_apart",
     "step_without_hooks",
+    "tensor_without_memory",
     "top_saved_tensors_hooks",
     "tree_leaves",
     "tree_map",
@@ -69,6 +70,9 @@ version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 split_apart = torch.unsafe_split_with_sizes
 """Parts of a tensor, of these numbers of rows, in its memory; each counts versions by itself."""
+
+tensor_without_memory = Tensor._make_wrapper_subclass
+"""A tensor of a class, with a shape and a dtype and no elements."""
 
 sparse_values = Tensor._values
 """The values of a sparse tensor, coalesced or not, without a copy and without autograd."""

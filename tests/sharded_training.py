@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -198,18 +200,11 @@ def check_refusals() -> None:
         raises(kind, message, lambda model=model: shard(model))  # type: ignore[misc]
         assert fresh.table.rows == ROWS
     raises(ValueError, "Linear has no speedtorch.Embedding", lambda: shard(nn.Linear(2, 2)))
-    message = "would be of the rows of one rank alone"
-    tables = made_collection()
-    shard(tables)
-    saved = {"weight": torch.zeros(ROWS, WIDTH)}
-    for call in (
-        once.state_dict,
-        lambda: once.load_state_dict(saved),
-        lambda: copy.deepcopy(once),
-        tables.state_dict,
-        lambda: tables.load_state_dict({}, strict=False),
-    ):
-        raises(NotImplementedError, message, call)
+    raises(NotImplementedError, "a copy would share the ranks' turns", lambda: copy.deepcopy(once))
+    saved = once.state_dict()["weight"]
+    raises(TypeError, "torch.distributed.checkpoint.save", lambda: torch.save(saved, io.BytesIO()))
+    raises(NotImplementedError, "the rows of other ranks are not here", lambda: saved + 1)
+    assert f"[{ROWS}, {WIDTH}]" in repr(saved)
 
 
 def made_collection() -> speedtorch.EmbeddingBagCollection:
@@ -248,6 +243,73 @@ def check_collections() -> None:
         with torch.no_grad():
             results.append([each(batch(99, k)).values() for k in range(ranks)])
     assert all(map(torch.equal, *results))
+
+
+def states_of(module: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
+    return {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def trained(seed: int, *, alone: bool = False) -> tuple[nn.Module, optim.Optimizer]:
+    """Two modules, and what some steps have made of them."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"rows": speedtorch.Embedding(ROWS, WIDTH), "tables": made_collection()})
+    if not alone:
+        shard(model)
+    optimizer = optim.Adam(model.parameters(), lr=0.25)
+    speedtorch.attach(optimizer, model)
+    random = torch.Generator().manual_seed(seed + dist.get_rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        ids = torch.randint(5, (4, 2), generator=random)
+        found = model["tables"](dict.fromkeys("abc", ids)).values()
+        (model["rows"](ids).sum() + (found * 2).sum()).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def own_rows(model: nn.Module) -> list[Tensor]:
+    """Rows and state of every table here."""
+    tables = [each.table for each in model.modules() if isinstance(each, RowModule)]
+    return [table[name].clone() for table in tables for name in table.fields]
+
+
+def save_checkpoint(folder: str, wholes: str) -> None:
+    """Saves what this many ranks have trained; and all rows of it, for who compares them."""
+    model, optimizer = trained(1)
+    checkpoint.save(states_of(model, optimizer), checkpoint_id=folder)
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, own_rows(model))
+    if dist.get_rank() == 0:
+        torch.save(shares, wholes)
+
+
+def check_checkpoint(folder: str, wholes: str, saved_by: int, alone: bool) -> None:
+    """Loads what other ranks have saved, and has the same bits."""
+    model, optimizer = trained(2, alone=alone)
+    state = states_of(model, optimizer)
+    checkpoint.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    shares = torch.load(wholes)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sizes = [each.num_embeddings for each in model.modules() if isinstance(each, RowModule)]
+    widths = [each.embedding_dim for each in model.modules() if isinstance(each, RowModule)]
+    for number, found in enumerate(own_rows(model)):
+        rows, width = sizes[number // 3], widths[number // 3]
+        whole = torch.empty(rows, width)
+        for saver in range(saved_by):
+            dealt = DealtRows.of(rows, saved_by, rows_of_a_block((width,)))
+            for there, here in dealt.blocks(saver):
+                whole[there.start : there.stop] = shares[saver][number][here.start : here.stop]
+        expected = whole
+        if not alone:
+            dealt = DealtRows.of(rows, ranks, rows_of_a_block((width,)))
+            expected = torch.cat([whole[t.start : t.stop] for t, _ in dealt.blocks(rank)])
+        assert torch.equal(found, expected), number
+    assert int(optimizer.state_dict()["state"][0]["step"]) == 3
+    # What is held is what was loaded, too.
+    with torch.no_grad():
+        model["rows"](torch.arange(5))
 
 
 class Biased(nn.Module):

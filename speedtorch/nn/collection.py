@@ -40,7 +40,6 @@ class _Tables(nn.ModuleDict):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for group in self.values():
             assert isinstance(group, TableGroup)
-            group.refuse_if_shared_out("state_dict()")
             group.flush()
         for name, (group, rows) in self.places().items():
             destination[f"{prefix}{name}.weight"] = group.trained_rows.store.saved("weight", rows)
@@ -50,7 +49,6 @@ class _Tables(nn.ModuleDict):
     ) -> None:
         known = set()
         for name, (group, rows) in self.places().items():
-            group.refuse_if_shared_out("load_state_dict()")
             known.add(key := f"{prefix}{name}.weight")
             if key not in state_dict:
                 missing_keys.append(key)

@@ -371,16 +371,7 @@ class RowModule(nn.Module):
             self._wanted = None if moved.dtype == dtype else moved.dtype
         return self
 
-    def refuse_if_shared_out(self, what: str) -> None:
-        """Raises NotImplementedError if there is a portion of the rows here alone."""
-        if self.lookups is not self.trained_rows:
-            raise NotImplementedError(
-                f"{self.trained_rows.name}: {what} would be of the rows of one rank alone, which"
-                " are in emb.table"
-            )
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.refuse_if_shared_out("state_dict()")
         with as_plain():
             super()._save_to_state_dict(destination, prefix, keep_vars)
         self.flush()
@@ -396,16 +387,19 @@ class RowModule(nn.Module):
             return
         if key in missing_keys:
             missing_keys.remove(key)
-        self.refuse_if_shared_out("load_state_dict()")
         try:
-            value = loadable(key, state_dict[key], self.trained_rows.shape)
+            value = loadable(key, state_dict[key], self.trained_rows.whole_shape)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{error}.")
             return
         self.trained_rows.load(value)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
-        self.refuse_if_shared_out("a copy")
+        if self.lookups is not self.trained_rows:
+            raise NotImplementedError(
+                f"{self.trained_rows.name}: a copy would share the ranks' turns; build another"
+                " model, shard it, and load the state_dict()"
+            )
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
         memo[id(self)] = made

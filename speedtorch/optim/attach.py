@@ -129,7 +129,7 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
     constructor put there is that of the held ones, before any update.
     """
     rows, probe = state.table_rows, state.probe
-    held, every = len(rows.parameter), rows.store.rows
+    held, every = len(rows.parameter), rows.store.all_rows
     lengths = {n: len(v) if v.dim() else 1 for n, v in loaded.items() if isinstance(v, Tensor)}
     counts = {lengths[name] for name in state.names if name in lengths}
     anew = "build a new optimizer, attach it, and load the original's state_dict()"

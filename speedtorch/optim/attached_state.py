@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from speedtorch.optim.optimizer_copy import group_of, settings_of, snapshot
 from speedtorch.optim.probe import OptimizerProbe, learn_state, probe_optimizer
 from speedtorch.step.trained_rows import TrainedRows
+from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["AttachedState", "SavedState", "state_of"]
 
@@ -133,18 +134,18 @@ class AttachedState:
         if not self._has_stepped:
             return None
         self.table_rows.flush()
-        rows = {name: self.table_rows.store.field(name) for name in self.names}
+        rows = {name: self.table_rows.store.of_all(name) for name in self.names}
         parameter = self.table_rows.parameter
         # torch.save takes no views of one memory with several dtypes, and torch's fused optimizers
         # on the CPU take a field's rows for a matrix.
         fused = parameter.is_cpu and group_of(optimizer, parameter).get("fused")
         if fused or {field.dtype for field in rows.values()} - {parameter.dtype}:
-            rows = {name: field.contiguous() for name, field in rows.items()}
+            rows = {name: _in_own_memory(field) for name, field in rows.items()}
         return {**self.entries(), **rows}
 
     def check(self, entries: dict[str, Any]) -> None:
         """Raises ValueError unless saved state is that of all rows."""
-        name, rows = self.table_rows.name, self.table_rows.store.rows
+        name, rows = self.table_rows.name, self.table_rows.store.all_rows
         self._refuse_unknown(entries, rows, ValueError)
         if missing := [name for name in self.probe.scalar_state if name not in entries]:
             raise ValueError(f"the state of {name} has no {_listed(missing)}; nothing was loaded")
@@ -172,6 +173,10 @@ class AttachedState:
                 self.table_rows.store.fill(name, row.cpu())
         self._has_stepped = was_read or entries is not None
         self._counts_anew = was_read and entries is None and bool(self.probe.scalar_state)
+
+
+def _in_own_memory(field: Tensor) -> Tensor:
+    return field if isinstance(field, SharedRows) else field.contiguous()
 
 
 def _switches(settings: Mapping[str, Any]) -> dict[str, bool]:

@@ -25,6 +25,7 @@ from speedtorch.ops.shapes import row_shape
 from speedtorch.table.host_table import HostTable, RowHolder
 from speedtorch.table.record_layout import lay_out
 from speedtorch.table.row_blocks import Share
+from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["Block", "Counted", "Draw", "Fields", "Portion", "RowStore"]
 
@@ -85,15 +86,21 @@ class Portion(NamedTuple):
                 return here[row - there.start]
         return None
 
-    def of(self, draw: Draw) -> Draw:
-        """What a draw of the larger table's rows gives those that are here."""
-        first, end, _ = draw.rows.indices(self.rows)
-        found: list[tuple[range, range]] = []
+    def within(self, rows: slice) -> list[tuple[range, range]]:
+        """Where rows are that are here of a range of the larger table: there from its begin on."""
+        first, end, _ = rows.indices(self.rows)
+        found = []
         for there, here in self.blocks:
             begin, stop = max(there.start, first), min(there.stop, end)
             if begin < stop:
                 own = here[begin - there.start : stop - there.start]
                 found.append((range(begin - first, stop - first), own))
+        return found
+
+    def of(self, draw: Draw) -> Draw:
+        """What a draw of the larger table's rows gives those that are here."""
+        first, end, _ = draw.rows.indices(self.rows)
+        found = self.within(draw.rows)
         base = found[0][1].start if found else 0
         blocks = [(t, range(h.start - base, h.stop - base)) for t, h in found]
         rows = slice(base, found[-1][1].stop if found else base)
@@ -344,9 +351,14 @@ class RowStore:
         Takes no memory for another copy of them. They may be of any dtype that torch converts to
         the field's.
         """
-        are_all = len(value) == self.rows
+        are_all = len(value) == self.all_rows
         home = self._in_memory() if name == "weight" and are_all else self._home_of(name)
         home.settle()
+        if self._portion is not None:
+            self._load_portion(home.rows_of(name), value, slice(first, first + len(value)))
+            if name == "weight" and are_all:
+                self._draws = ()
+            return
         field, value = home.rows_of(name)[first : first + len(value)], value.detach()
         if value.is_cuda and not field.is_cuda:
             row_bytes = max(1, value[:1].numel() * value.element_size())
@@ -360,13 +372,43 @@ class RowStore:
         if name == "weight" and are_all:
             self._draws = ()  # which these values replace
 
+    def _load_portion(self, field: Tensor, value: Tensor, rows: slice) -> None:
+        assert self._portion is not None
+        blocks = self._portion.within(rows)
+        if not isinstance(value, SharedRows):
+            for there, here in blocks:
+                field[here.start : here.stop].copy_(value[there.start : there.stop])
+        elif list(value.blocks) != blocks:
+            raise ValueError(
+                f"{self.name}: these are the rows of another share; torch.distributed.checkpoint"
+                " loads the rows of any number of ranks into model.state_dict()"
+            )
+        elif value.field.data_ptr() != field.data_ptr():
+            for _, here in blocks:
+                field[here.start : here.stop].copy_(value.field[here.start : here.stop])
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of the table, also of one that is not here as a whole."""
+        return self.rows if self._portion is None else self._portion.rows
+
+    def of_all(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Rows of a field, in the table's memory; SharedRows where some of them are not here."""
+        field = self.field(name)
+        if self._portion is None:
+            return field[rows]
+        first, end, _ = rows.indices(self._portion.rows)
+        return SharedRows(end - first, field, self._portion.within(rows))
+
     def saved(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Rows of a field as other libraries save them: contiguous, in memory of their own.
 
         A field that is alone in its table is that already. Where there is no room for a copy, it is
         the strided view of the records, which torch.save takes.
         """
-        field = self.field(name)[rows]
+        field = self.of_all(name, rows)
+        if isinstance(field, SharedRows):
+            return field
         nbytes = field.numel() * field.element_size()
         if field.is_contiguous() or field.is_cuda or nbytes > host_memory.available_bytes() // 2:
             return field

@@ -207,13 +207,18 @@ class TrainedRows:
 
     def load(self, values: Tensor) -> None:
         """Copies values `[rows, ...]` to all rows."""
-        if tuple(values.shape) != tuple(self.shape):
+        if tuple(values.shape) != (shape := self.whole_shape):
             raise ValueError(
-                f"{self.name}: its weight stands for a table of {list(self.shape)}, got values of"
+                f"{self.name}: its weight stands for a table of {[*shape]}, got values of"
                 f" {list(values.shape)}: write to emb.table to change some rows"
             )
         with as_plain():
             self.store.load("weight", values)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the weight of all rows, also where only some are here."""
+        return (self.store.all_rows, *self.store.row_shape)
 
     def add_gradient(self, gradient: Tensor, ids: Tensor, number: int) -> None:
         """Adds the gradient of the rows `ids`, held in the step of this number, to the parameter's.

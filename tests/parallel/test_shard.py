@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from rank_processes import in_processes
 from sharded_training import (
+    check_checkpoint,
     check_collections,
     check_data_parallel,
     check_errors,
     check_refusals,
     check_training,
+    save_checkpoint,
 )
 
 
@@ -33,3 +37,12 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
 def test_data_parallel_trains_the_dense_part() -> None:
     in_processes(2, check_data_parallel)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path) -> None:
+    for saved_by, loaded_by in ((2, 3), (3, 1), (1, 2)):
+        folder, wholes = tmp_path / f"of {saved_by}", tmp_path / f"of {saved_by}.pt"
+        in_processes(saved_by, save_checkpoint, str(folder), str(wholes))
+        in_processes(loaded_by, check_checkpoint, str(folder), str(wholes), saved_by, False)
+    in_processes(1, check_checkpoint, str(folder), str(wholes), saved_by, True)

@@ -49,6 +49,7 @@ def test_every_part_has_a_test() -> None:
     public = {
         "Any",
         "Callable",
+        "Iterable",
         "Optimizer",
         "OrderedDict",
         "Tensor",
@@ -76,6 +77,14 @@ def test_version_of() -> None:
     view.add_(1)
     torch.autograd.graph.increment_version(tensor)
     assert torch_internals.version_of(tensor) == torch_internals.version_of(view) == before + 2
+
+
+def test_tensor_without_memory() -> None:
+    made = torch_internals.tensor_without_memory(Asked, (2**50, 3), dtype=torch.float16)
+    assert type(made) is Asked
+    with torch_internals.as_plain():
+        assert made.shape == (2**50, 3) and made.dtype == torch.float16
+        assert made.layout == torch.strided and made.is_cpu
 
 
 def test_split_apart() -> None:
