@@ -27,12 +27,13 @@ class SharedRows(Tensor):
     """Where they are among all rows, and in the field."""
 
     def __new__(cls, rows: int, field: Tensor, blocks: Sequence[tuple[range, range]]) -> SharedRows:
-        """Names `rows` rows, of which the field has blocks."""
-        made = tensor_without_memory(
-            cls, (rows, *field.shape[1:]), dtype=field.dtype, device=field.device
-        )
-        made.field, made.blocks = field, blocks
-        return made
+        """Names `rows` rows."""
+        shape = (rows, *field.shape[1:])
+        return tensor_without_memory(cls, shape, dtype=field.dtype, device=field.device)
+
+    def __init__(self, rows: int, field: Tensor, blocks: Sequence[tuple[range, range]]) -> None:
+        """Has the blocks of them that are in a field."""
+        self.field, self.blocks = field, blocks
 
     def __repr__(self) -> str:  # type: ignore[override]
         here = sum(len(there) for there, _ in self.blocks)

@@ -80,11 +80,16 @@ def test_version_of() -> None:
 
 
 def test_tensor_without_memory() -> None:
-    made = torch_internals.tensor_without_memory(Asked, (2**50, 3), dtype=torch.float16)
-    assert type(made) is Asked
-    with torch_internals.as_plain():
-        assert made.shape == (2**50, 3) and made.dtype == torch.float16
-        assert made.layout == torch.strided and made.is_cpu
+    class Shape(Tensor):
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            raise NotImplementedError
+
+    made = torch_internals.tensor_without_memory(Shape, (2**50, 3), dtype=torch.float16)
+    assert type(made) is Shape and made.size() == (2**50, 3) and made.dtype == torch.float16
+    assert made.layout == torch.strided and made.is_cpu and not made.is_meta
 
 
 def test_split_apart() -> None:
