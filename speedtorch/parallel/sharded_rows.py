@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtorch.ops.functions import rows_at
 from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.questions import Question, Questions
@@ -122,7 +123,7 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, batch: PlannedBatch, bags: Bags | None) -> Tensor:
         ctx.batch, ctx.bags = batch, bags
         places = batch.local(0)
-        return torch.embedding(rows, places) if bags is None else bags.pool(rows, places)
+        return rows_at(rows, places) if bags is None else bags.pool(rows, places)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

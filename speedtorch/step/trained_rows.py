@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from speedtorch.ops.functions import pool_rows
+from speedtorch.ops.functions import pool_rows, rows_at
 from speedtorch.step.exchange import Batch, Exchange, HeldState, Placed, ShownRows
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.row_store import Draw, Fields, RowStore
@@ -329,7 +329,7 @@ class _SummedLookup(torch.autograd.Function):
         ctx.number, ctx.token = asker.exchange.now.number, asker.exchange.token()
         held = parameter.detach()
         if bags is None:
-            return torch.embedding(held, found.positions)
+            return rows_at(held, found.positions)
         return bags.pool(held, found.positions)
 
     @staticmethod

@@ -13,6 +13,7 @@ from reference import DTYPES, WIDTHS, assert_same_bytes, dtype_name, layout_copy
 from torch import Tensor
 
 import speedtorch
+from speedtorch.ops.functions import rows_at
 
 IDS = [3, 0, 36, 3, 17, 5, 5, 21, 36, 1, 2, 8]
 
@@ -202,3 +203,12 @@ def test_a_memory_mapped_table(device: str, shared: bool, tmp_path: Path) -> Non
     table = torch.from_file(str(path), shared=shared, size=values.numel()).reshape(37, 13)
     result = speedtorch.pinned_gather(table, torch.tensor(IDS, device=device))
     assert_same_bytes(result, values[IDS])
+
+
+@pytest.mark.parametrize("shape", [(0,), (7, 3), (1 << 16,), (300, 400)], ids=str)
+def test_rows_in_memory_of_the_device_are_those_of_their_places(
+    device: str, shape: tuple[int, ...]
+) -> None:
+    rows = random_rows(37, (5,)).to(device)
+    places = torch.randint(37, shape, device=device)
+    assert_same_bytes(rows_at(rows, places), rows[places])
