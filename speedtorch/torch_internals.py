@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial, wraps
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "CLIPS_BY_NORM",
     "FOUND_INF",
     "GRADIENT_ASKED_TO_BE_ZERO",
     "LENT_BY_GRAD_SCALER",
@@ -190,6 +192,18 @@ GRADIENT_ASKED_TO_BE_ZERO = frozenset(
     inspect.unwrap(each).__code__ for each in (Optimizer.zero_grad, nn.Module.zero_grad)
 )
 """The code that asks for a gradient in order to fill it with zeros."""
+
+
+def _codes_of(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of what is written within it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes_of(each)
+
+
+CLIPS_BY_NORM = frozenset(_codes_of(inspect.unwrap(nn.utils.clip_grad_norm_).__code__))
+"""The code that asks for gradients in order to clip them by the norm of them all."""
 
 LENT_BY_GRAD_SCALER = ("grad_scale", "found_inf")
 """Attributes that a GradScaler gives an optimizer for one step."""

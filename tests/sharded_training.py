@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.nn.row_module import RowModule
+from speedtorch.parallel.clip import clip_grad_norm_
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.shard import shard
 from speedtorch.table.row_blocks import rows_of_a_block
@@ -350,6 +351,63 @@ def check_data_parallel() -> None:
     shard(outer[0])
     with_others = nn.parallel.DistributedDataParallel(outer)
     raises(NotImplementedError, "DistributedDataParallel", lambda: with_others(torch.tensor([1])))
+
+
+def check_clipping(sparse: bool) -> None:
+    """All gradients are clipped by the norm of the whole model, on every rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ids = [torch.tensor([[k, k + 7], [2, 30 + k]]) for k in range(ranks)]
+
+    def made() -> Biased:
+        model = Biased()
+        model.rows = speedtorch.Embedding(ROWS, WIDTH, sparse=sparse)
+        return model
+
+    for norm_type, most in ((2.0, 1.0), (float("inf"), 0.5), (1.0, 1e6)):
+        model, whole = made(), made()
+        shard(model)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        (wrapped(ids[rank]) * (rank + 1)).sum().backward()
+        torch.stack([(whole(each) * (k + 1)).sum() for k, each in enumerate(ids)]).mean().backward()
+        if sparse:
+            weight = whole.rows.weight
+            weight.grad = weight.grad.coalesce()
+            expected = torch.linalg.vector_norm(
+                torch.cat([weight.grad.values().flatten(), whole.bias.grad.flatten()]), norm_type
+            )
+        else:
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), most, norm_type)
+        found = clip_grad_norm_(wrapped.parameters(), most, norm_type)
+        torch.testing.assert_close(found, expected)
+        clipped = torch.linalg.vector_norm(model.bias.grad, norm_type)
+        factor = min(1.0, float(most / expected))
+        before = torch.full((WIDTH,), 4.0) * torch.arange(1, ranks + 1).double().mean().float()
+        torch.testing.assert_close(model.bias.grad, before * factor)
+        assert clipped <= most + 1e-6
+        raises(
+            NotImplementedError,
+            "use speedtorch.clip_grad_norm_",
+            lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),  # type: ignore[misc]
+        )
+        if not sparse:  # torch clips no values of sparse ones; a value is one of its own rank
+            nn.utils.clip_grad_value_(model.parameters(), 0.25)
+            held = model.rows.weight.grad
+            assert held is None or float(held.abs().max()) <= 0.25
+    alone = Biased()
+    alone(ids[0]).sum().backward()
+    other = Biased()
+    other(ids[0]).sum().backward()
+    found, expected = (
+        clip_grad_norm_(alone.parameters(), 0.5),
+        nn.utils.clip_grad_norm_(other.parameters(), 0.5),
+    )
+    assert torch.equal(found, expected) or torch.allclose(found, expected)
+    alone.bias.grad.fill_(float("nan"))
+    raises(
+        RuntimeError,
+        "norm of order 2.0 .* is nan",
+        lambda: clip_grad_norm_(alone.parameters(), 0.5, error_if_nonfinite=True),
+    )
 
 
 def raises(kind: type[Exception], message: str, call: Callable[[], object]) -> None:

@@ -87,6 +87,19 @@ class Ranks:
         dist.broadcast_object_list(values, group=self._group, group_src=0)
         return values[0]
 
+    def summed(self, number: Tensor) -> Tensor:
+        """The sum of a tensor of each rank."""
+        return self._reduced(number, dist.ReduceOp.SUM)
+
+    def most(self, number: Tensor) -> Tensor:
+        """The largest of the numbers of each rank."""
+        return self._reduced(number, dist.ReduceOp.MAX)
+
+    def _reduced(self, number: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        result = number.clone()
+        dist.all_reduce(result, how, group=self._group)
+        return result
+
     def _exchanged(
         self,
         name: str,

@@ -7,6 +7,7 @@ lookup.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -19,7 +20,16 @@ from speedtorch.parallel.questions import Question, Questions
 from speedtorch.parallel.ranks import Asked, Ranks
 from speedtorch.step.trained_rows import Bags, TrainedRows, summed
 
-__all__ = ["ShardedRows"]
+__all__ = ["ShardedRows", "ranks_of"]
+
+
+_ranks: weakref.WeakKeyDictionary[TrainedRows, Ranks] = weakref.WeakKeyDictionary()
+"""Who shares the rows of which a TrainedRows has some."""
+
+
+def ranks_of(rows: TrainedRows) -> Ranks | None:
+    """The ranks that share rows out among each other, if they are shared out."""
+    return _ranks.get(rows)
 
 
 class ShardedRows:
@@ -52,6 +62,7 @@ class ShardedRows:
         self._owns_padding = own_padding is not None
         self._divisor = ranks.size if average else 1
         self._sparse = sparse
+        _ranks[rows] = ranks
         self.exchange = Questions(rows.exchange, dealt, ranks, number, padding)
 
     def rows_of(

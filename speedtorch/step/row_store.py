@@ -388,6 +388,11 @@ class RowStore:
                 field[here.start : here.stop].copy_(value.field[here.start : here.stop])
 
     @property
+    def is_portion(self) -> bool:
+        """Whether other rows of the table are elsewhere."""
+        return self._portion is not None
+
+    @property
     def all_rows(self) -> int:
         """Rows of the table, also of one that is not here as a whole."""
         return self.rows if self._portion is None else self._portion.rows

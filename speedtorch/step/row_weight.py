@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.torch_internals import (
+    CLIPS_BY_NORM,
     GRADIENT_ASKED_TO_BE_ZERO,
     TRUNCATED_NORMAL,
     as_plain,
@@ -186,6 +187,11 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
     """The gradient of the held rows, or another one for them, that some code asks for or sets."""
     with as_plain():
         rows = _rows_of(args[0])
+        if rows.store.is_portion and caller in CLIPS_BY_NORM:
+            raise NotImplementedError(
+                f"{rows.name}: its gradient is that of one rank's rows, and so would be the norm"
+                " that all are clipped by: use speedtorch.clip_grad_norm_(parameters, max_norm)"
+            )
         zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
         if not zeroes:
             rows.exchange.note_gradient_asked()

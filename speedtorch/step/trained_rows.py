@@ -19,7 +19,7 @@ from speedtorch.torch_internals import (
     top_saved_tensors_hooks,
 )
 
-__all__ = ["Bags", "TrainedRows", "random_seed", "rows_held_by", "summed"]
+__all__ = ["Bags", "TrainedRows", "random_seed", "rows_held_by", "rows_of_parameter", "summed"]
 
 
 class Bags(NamedTuple):
@@ -363,8 +363,13 @@ def _check_once(gradient: Tensor) -> None:
 def rows_held_by(optimizer: torch.optim.Optimizer) -> list[TrainedRows]:
     """The rows whose parameters an optimizer holds, in its order."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    references = [vars(each).get("_rows") for each in parameters]
-    return [rows for each in references if each is not None and (rows := each()) is not None]
+    return [rows for each in parameters if (rows := rows_of_parameter(each)) is not None]
+
+
+def rows_of_parameter(parameter: Tensor) -> TrainedRows | None:
+    """The rows that a parameter stands for, if it does for any."""
+    reference = vars(parameter).get("_rows")
+    return None if reference is None else reference()
 
 
 def random_seed() -> int:

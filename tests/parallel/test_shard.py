@@ -8,6 +8,7 @@ import pytest
 from rank_processes import in_processes
 from sharded_training import (
     check_checkpoint,
+    check_clipping,
     check_collections,
     check_data_parallel,
     check_errors,
@@ -46,3 +47,9 @@ def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path) -> None:
         in_processes(saved_by, save_checkpoint, str(folder), str(wholes))
         in_processes(loaded_by, check_checkpoint, str(folder), str(wholes), saved_by, False)
     in_processes(1, check_checkpoint, str(folder), str(wholes), saved_by, True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_all_ranks_clip_by_the_norm_of_the_whole_model(sparse: bool) -> None:
+    in_processes(2, check_clipping, sparse)

@@ -49,7 +49,9 @@ def test_every_part_has_a_test() -> None:
     public = {
         "Any",
         "Callable",
+        "CodeType",
         "Iterable",
+        "Iterator",
         "Optimizer",
         "OrderedDict",
         "Tensor",
@@ -374,3 +376,18 @@ def test_ignored_by_data_parallel() -> None:
     module._ddp_params_and_buffers_to_ignore = ["0.bias"]
     torch_internals.ignored_by_data_parallel(module, ["1.weight", "0.bias"])
     assert module._ddp_params_and_buffers_to_ignore == ["0.bias", "1.weight"]
+
+
+def test_clips_by_norm() -> None:
+    callers: list[CodeType] = []
+
+    class Noted:
+        @property
+        def grad(self) -> Tensor:
+            callers.append(sys._getframe(1).f_code)
+            return torch.ones(2)
+
+    for clip, known in ((nn.utils.clip_grad_norm_, True), (nn.utils.clip_grad_value_, False)):
+        callers.clear()
+        clip([Noted()], 1.0)  # type: ignore[operator]
+        assert (callers[0] in torch_internals.CLIPS_BY_NORM) is known
