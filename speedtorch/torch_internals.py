@@ -11,6 +11,7 @@ import inspect
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from functools import cache, partial, wraps
 from types import CodeType
 from typing import Any, TypeVar, cast
@@ -53,6 +54,7 @@ __all__ = [
     "split_apart",
     "step_without_hooks",
     "tensor_without_memory",
+    "timeout_of",
     "top_saved_tensors_hooks",
     "tree_leaves",
     "tree_map",
@@ -130,6 +132,12 @@ active_data_parallel: Callable[[], nn.parallel.DistributedDataParallel | None] =
     operator.attrgetter("_active_ddp_module"), nn.parallel.DistributedDataParallel
 )
 """The DistributedDataParallel whose forward runs; it names its `parameters_to_ignore`."""
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long the collectives of a process group wait for the others."""
+    backend = group._get_backend(group._device_types[0])
+    return cast(timedelta, backend.options._timeout)
 
 
 def ignored_by_data_parallel(module: nn.Module, names: Iterable[str]) -> None:

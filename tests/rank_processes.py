@@ -13,15 +13,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = 60.0  # seconds
 
 
 def _begin(
-    rank: int, function: Callable[..., Any], size: int, folder: str, arguments: tuple[Any, ...]
+    rank: int,
+    function: Callable[..., Any],
+    size: int,
+    folder: str,
+    timeout: float,
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    waits = datetime.timedelta(seconds=timeout)
     dist.init_process_group(
-        "gloo", f"file://{folder}/meet", timeout=TIMEOUT, rank=rank, world_size=size
+        "gloo", f"file://{folder}/meet", timeout=waits, rank=rank, world_size=size
     )
     try:
         function(*arguments)
@@ -32,11 +38,31 @@ def _begin(
         dist.destroy_process_group()
 
 
-def in_processes(size: int, function: Callable[..., Any], *arguments: Any) -> None:
+def in_processes(
+    size: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT
+) -> None:
     """Calls function(*arguments) on each rank; fails with what every rank that failed has said."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(_begin, (function, size, folder, arguments), size)  # type: ignore[no-untyped-call]
+            mp.spawn(_begin, (function, size, folder, timeout, arguments), size)  # type: ignore[no-untyped-call]
         except Exception as error:
             said = [path.read_text() for path in sorted(Path(folder).glob("failed_*"))]
             raise AssertionError("\n".join(said) or str(error)) from None
+
+
+def exit_codes(
+    size: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT
+) -> list[int | None]:
+    """How each rank ends, while the others go on; None of one that does not end."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        given = (function, size, folder, timeout, arguments)
+        ranks = [context.Process(target=_begin, args=(rank, *given)) for rank in range(size)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join(timeout + 60)
+        codes = [each.exitcode for each in ranks]
+        for each in ranks:
+            each.kill()
+    return codes

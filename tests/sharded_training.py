@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import signal
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -408,6 +412,46 @@ def check_clipping(sparse: bool) -> None:
         "norm of order 2.0 .* is nan",
         lambda: clip_grad_norm_(alone.parameters(), 0.5, error_if_nonfinite=True),
     )
+
+
+def check_a_missing_lookup() -> None:
+    """A lookup that not all ranks make raises with the module's name, when the time is over."""
+    module = module_of(CASES["Adam"])
+    shard(module)
+    module(torch.tensor([1])).sum().backward()
+    if dist.get_rank() == 0:
+        message = "Embedding: rows of other ranks did not come; all ranks make the same lookups"
+        raises(RuntimeError, message, lambda: module(torch.tensor([2])))
+    else:
+        time.sleep(6)
+
+
+def check_a_killed_rank(folder: str) -> None:
+    """The other ranks end with an error; what was saved before is whole."""
+    model, optimizer = trained(1)
+    checkpoint.save(states_of(model, optimizer), checkpoint_id=folder)
+    torch.save(own_rows(model), f"{folder}/{dist.get_rank()}.pt")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        model["rows"](torch.tensor([1]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(3):
+            model["rows"](torch.tensor([1])).sum().backward()
+    except RuntimeError as error:
+        Path(folder, "said").write_text(str(error))
+        os._exit(3)
+
+
+def check_saved_before(folder: str) -> None:
+    """As check_checkpoint, on as many ranks as saved it."""
+    model, optimizer = trained(2)
+    state = states_of(model, optimizer)
+    checkpoint.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    expected = torch.load(f"{folder}/{dist.get_rank()}.pt")
+    assert all(map(torch.equal, own_rows(model), expected))
 
 
 def raises(kind: type[Exception], message: str, call: Callable[[], object]) -> None:

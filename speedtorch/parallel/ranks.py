@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from speedtorch.torch_internals import timeout_of
+
 __all__ = ["Asked", "Ranks"]
 
 
@@ -37,9 +39,15 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        group = group or dist.group.WORLD
+        assert group is not None
         # Collectives of others, such as those of DistributedDataParallel, go their own way.
-        self._group = dist.new_group(members, use_local_synchronization=True)
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout_of(group),
+            dist.get_backend_config(group),
+            use_local_synchronization=True,
+        )
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def ask(

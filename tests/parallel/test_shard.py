@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
-from rank_processes import in_processes
+from rank_processes import exit_codes, in_processes
 from sharded_training import (
+    check_a_killed_rank,
+    check_a_missing_lookup,
     check_checkpoint,
     check_clipping,
     check_collections,
     check_data_parallel,
     check_errors,
     check_refusals,
+    check_saved_before,
     check_training,
     save_checkpoint,
 )
@@ -53,3 +57,16 @@ def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_all_ranks_clip_by_the_norm_of_the_whole_model(sparse: bool) -> None:
     in_processes(2, check_clipping, sparse)
+
+
+def test_a_lookup_that_not_all_ranks_make_raises_when_the_time_is_over() -> None:
+    in_processes(2, check_a_missing_lookup, timeout=3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_others_end_with_an_error_when_a_rank_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    codes = exit_codes(2, check_a_killed_rank, str(folder), timeout=20)
+    assert codes == [3, -signal.SIGKILL]
+    assert "rows of other ranks did not come" in (folder / "said").read_text()
+    in_processes(2, check_saved_before, str(folder))

@@ -6,6 +6,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd import forward_ad
 
 from speedtorch import torch_internals
@@ -60,6 +61,7 @@ def test_every_part_has_a_test() -> None:
         "cache",
         "cast",
         "partial",
+        "timedelta",
         "wraps",
     }
     assert {name for name in own if name[0] != "_"} - public == set(torch_internals.__all__)
@@ -391,3 +393,13 @@ def test_clips_by_norm() -> None:
         callers.clear()
         clip([Noted()], 1.0)  # type: ignore[operator]
         assert (callers[0] in torch_internals.CLIPS_BY_NORM) is known
+
+
+def test_timeout_of(tmp_path: Path) -> None:
+    waits = timedelta(seconds=7)
+    meet = f"file://{tmp_path}/meet"
+    distributed.init_process_group("gloo", meet, timeout=waits, rank=0, world_size=1)
+    try:
+        assert torch_internals.timeout_of(distributed.group.WORLD) == waits
+    finally:
+        distributed.destroy_process_group()
