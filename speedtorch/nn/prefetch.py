@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from speedtorch.nn.collection import TableCollection
@@ -70,7 +71,7 @@ class Prefetch(Generic[_Batch]):
 
     def _expect(self, plans: Mapping[RowModule, Batch]) -> None:
         """Says which planned batch each module's next step may take."""
-        with as_plain():
+        with as_plain(), torch.inference_mode(False):
             for module in self._modules:
                 module.lookups.exchange.expect(plans.get(module))
 
@@ -86,7 +87,8 @@ class Prefetch(Generic[_Batch]):
                 if together is None:  # those that the first batch names
                     own = [each for each in parts if each.lookups is each.trained_rows]
                     together = joined({each: each.trained_rows.exchange for each in own})
-                with as_plain():
+                # Lookups may need gradients, wherever the loader is asked for its batch.
+                with as_plain(), torch.inference_mode(False):
                     for modules, exchange in together:
                         if not all(module in parts for module in modules):
                             continue

@@ -345,3 +345,33 @@ def test_sums_in_our_own_order_are_close_to_those_of_torch_and_always_alike(
         torch.testing.assert_close(results[-1], theirs.weight.detach().cpu(), rtol=3e-2, atol=1e-2)
     assert_same_bytes(results[1], results[0])
     assert_same_bytes(results[2], results[0])
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+@pytest.mark.parametrize("tables", [1, 2])
+def test_batches_that_are_taken_in_inference_mode_are_trained(
+    device: str, tables: int, capacity: int | None
+) -> None:
+    results = []
+    for mode in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList(
+            speedtorch.Embedding(50, 3, capacity=capacity, device=device) for _ in range(tables)
+        )
+        optimizer = optim.Adam(model.parameters())
+        speedtorch.attach(optimizer, model)
+        batches = [[torch.randint(50, (4,)) for _ in model] for _ in range(6)]
+        loop = iter(
+            speedtorch.prefetch(
+                batches, model, ids=lambda batch, model=model: dict(zip(model, batch, strict=True))
+            )
+        )
+        for _ in batches:
+            with torch.inference_mode(mode):
+                batch = next(loop)
+            optimizer.zero_grad()
+            sum(each(ids).sum() for each, ids in zip(model, batch, strict=True)).backward()
+            optimizer.step()
+        assert next(loop, None) is None
+        results.append([each.table["weight"].clone() for each in model])
+    assert all(map(torch.equal, *results))
