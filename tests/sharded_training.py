@@ -208,6 +208,18 @@ def check_refusals() -> None:
     raises(NotImplementedError, "a copy would share the ranks' turns", lambda: copy.deepcopy(once))
     saved = once.state_dict()["weight"]
     raises(TypeError, "torch.distributed.checkpoint.save", lambda: torch.save(saved, io.BytesIO()))
+    kept = copy.deepcopy(once.state_dict())
+    before = once.table["weight"].clone()
+    once.table["weight"].add_(1)
+    once.load_state_dict(kept)
+    assert torch.equal(once.table["weight"], before)
+    other = module_of(CASES["Adam"])
+    whole = torch.randn(ROWS, WIDTH).requires_grad_()
+    shard(other)
+    other.load_state_dict({"weight": whole})
+    assert not other.table["weight"].requires_grad
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    assert torch.equal(other.table["weight"], share_of(whole.detach(), rank, ranks))
     raises(NotImplementedError, "the rows of other ranks are not here", lambda: saved + 1)
     assert f"[{ROWS}, {WIDTH}]" in repr(saved)
 
@@ -288,6 +300,16 @@ def save_checkpoint(folder: str, wholes: str) -> None:
         torch.save(shares, wholes)
 
 
+def rows_saved(shares: list[Any], number: int, ranks: int, rows: int, width: int) -> Tensor:
+    """All rows of a field, of the shares of ranks."""
+    whole = torch.empty(rows, width)
+    dealt = DealtRows.of(rows, ranks, rows_of_a_block((width,)))
+    for rank in range(ranks):
+        for there, here in dealt.blocks(rank):
+            whole[there.start : there.stop] = shares[rank][number][here.start : here.stop]
+    return whole
+
+
 def check_checkpoint(folder: str, wholes: str, saved_by: int, alone: bool) -> None:
     """Loads what other ranks have saved, and has the same bits."""
     model, optimizer = trained(2, alone=alone)
@@ -301,20 +323,16 @@ def check_checkpoint(folder: str, wholes: str, saved_by: int, alone: bool) -> No
     widths = [each.embedding_dim for each in model.modules() if isinstance(each, RowModule)]
     for number, found in enumerate(own_rows(model)):
         rows, width = sizes[number // 3], widths[number // 3]
-        whole = torch.empty(rows, width)
-        for saver in range(saved_by):
-            dealt = DealtRows.of(rows, saved_by, rows_of_a_block((width,)))
-            for there, here in dealt.blocks(saver):
-                whole[there.start : there.stop] = shares[saver][number][here.start : here.stop]
-        expected = whole
+        expected = whole = rows_saved(shares, number, saved_by, rows, width)
         if not alone:
             dealt = DealtRows.of(rows, ranks, rows_of_a_block((width,)))
             expected = torch.cat([whole[t.start : t.stop] for t, _ in dealt.blocks(rank)])
         assert torch.equal(found, expected), number
     assert int(optimizer.state_dict()["state"][0]["step"]) == 3
-    # What is held is what was loaded, too.
-    with torch.no_grad():
-        model["rows"](torch.arange(5))
+    # What was held before is what was loaded, too.
+    expected = rows_saved(shares, 0, saved_by, ROWS, WIDTH)[:5]
+    found = model["rows"](torch.arange(5))
+    assert torch.equal(found, expected)
 
 
 class Biased(nn.Module):
@@ -390,13 +408,19 @@ def check_clipping(sparse: bool) -> None:
         assert clipped <= most + 1e-6
         raises(
             NotImplementedError,
-            "use speedtorch.clip_grad_norm_",
+            "use clip_grad_norm_ of speedtorch.parallel.clip",
             lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),  # type: ignore[misc]
         )
         if not sparse:  # torch clips no values of sparse ones; a value is one of its own rank
             nn.utils.clip_grad_value_(model.parameters(), 0.25)
             held = model.rows.weight.grad
             assert held is None or float(held.abs().max()) <= 0.25
+    model.bias.grad.fill_(float("nan"))
+    raises(
+        RuntimeError,
+        "norm of order 1.0 .* is nan",
+        lambda: clip_grad_norm_(wrapped.parameters(), 0.5, 1.0, error_if_nonfinite=True),
+    )
     alone = Biased()
     alone(ids[0]).sum().backward()
     other = Biased()
@@ -405,11 +429,12 @@ def check_clipping(sparse: bool) -> None:
         clip_grad_norm_(alone.parameters(), 0.5),
         nn.utils.clip_grad_norm_(other.parameters(), 0.5),
     )
-    assert torch.equal(found, expected) or torch.allclose(found, expected)
+    assert torch.equal(found, expected)
+    assert torch.equal(alone.bias.grad, other.bias.grad)
     alone.bias.grad.fill_(float("nan"))
     raises(
         RuntimeError,
-        "norm of order 2.0 .* is nan",
+        "non-finite",
         lambda: clip_grad_norm_(alone.parameters(), 0.5, error_if_nonfinite=True),
     )
 

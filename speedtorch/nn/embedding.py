@@ -114,7 +114,7 @@ class Embedding(RowModule, nn.Embedding):
             by_freq = self.scale_grad_by_freq
             if trains and not (by_freq or self.sparse or self.trained_rows.adds_in_order()):
                 plain = padding is None and self.max_norm is None
-                if plain and self.weight.dtype in _SUMMED:
+                if plain and self.trained_rows.store.dtype in _SUMMED:
                     return rows.summed(input)
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)

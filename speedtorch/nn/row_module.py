@@ -164,10 +164,8 @@ class RowModule(nn.Module):
         It is given those rows, and where the padding's is among them, or None. Raises RuntimeError
         if the rows have been used; nothing has changed then.
         """
-        store, padding = (
-            self.trained_rows.store.shared_out(portion),
-            portion.place(self.padding_idx),
-        )
+        store = self.trained_rows.store.shared_out(portion)
+        padding = portion.place(self.padding_idx)
         self._end.detach()
         self._train(store, self.weight, padding)
         self.lookups = lookups(self.trained_rows, padding)

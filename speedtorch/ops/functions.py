@@ -198,7 +198,7 @@ _MANY_ROWS = 1 << 16
 
 def rows_at(rows: Tensor, places: Tensor) -> Tensor:
     """`rows[places]` in a GPU's own memory, without gradients; all places are rows."""
-    # torch's lookup is one launch, ours three; of many rows ours takes less time.
+    # torch's lookup is one launch where ours is three, which many rows hide.
     return (_gathered if places.numel() >= _MANY_ROWS else torch.embedding)(rows, places)
 
 

@@ -42,23 +42,25 @@ def clip_grad_norm_(
             changed.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm_type = float(norm_type)
     whole: list[Tensor] = []
     own: dict[Ranks, list[Tensor]] = {}
-    device = None
     for parameter in given:
-        rows, gradient = rows_of_parameter(parameter), parameter.grad
+        rows = rows_of_parameter(parameter)
         ranks = None if rows is None else ranks_of(rows)
         found = whole if ranks is None else own.setdefault(ranks, [])
-        device = parameter.device if device is None else device
-        if gradient is not None:
-            if gradient.is_sparse:  # rows that several lookups name count once
-                gradient = parameter.grad = gradient.coalesce()
-                gradient = sparse_values(gradient)
+        if (gradient := parameter.grad) is not None:
+            if gradient.is_sparse and ranks is not None:  # a row that is named twice counts once
+                parameter.grad = gradient.coalesce()
+                gradient = sparse_values(parameter.grad)
             found.append(gradient)
-    largest = norm_type == float("inf")
+    if not own:
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
+    largest, device = norm_type == float("inf"), given[0].device
 
     def power_of(gradients: list[Tensor]) -> Tensor:
         norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(device)
+        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # which powers fit into
         return norm if largest else norm**norm_type
 
     total = power_of(whole)
@@ -71,7 +73,5 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}, so"
             " that they cannot be clipped; pass error_if_nonfinite=False to multiply them by it"
         )
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in (*whole, *(each for gradients in own.values() for each in gradients)):
-        gradient.mul_(factor.to(gradient.device))
+    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm

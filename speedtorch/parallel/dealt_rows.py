@@ -61,10 +61,6 @@ class DealtRows(NamedTuple):
                 begin = turn * self.block
                 yield rows, range(begin, begin + len(rows))
 
-    def share(self, rank: int) -> int:
-        """How many rows a rank owns."""
-        return sum(len(rows) for rows, _ in self.blocks(rank))
-
     def _seat(self, turn: int, rank: int) -> int:
         return self.ranks - 1 - rank if turn % 2 else rank
 

@@ -86,9 +86,7 @@ class ShardedRows:
     def read(self, ids: Tensor) -> Tensor:
         """As TrainedRows.read."""
         question = self.exchange.of(ids)
-        rows = self._ranks.bring(
-            self._rows.name, self._rows.read(question.asked.ids), question.asked
-        )
+        rows = self._given(self._rows.read(question.asked.ids), question)
         return torch.embedding(question.in_order(rows), question.places)
 
     def borrow(

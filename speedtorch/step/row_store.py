@@ -376,6 +376,7 @@ class RowStore:
         assert self._portion is not None
         blocks = self._portion.within(rows)
         if not isinstance(value, SharedRows):
+            value = value.detach()
             for there, here in blocks:
                 field[here.start : here.stop].copy_(value[there.start : there.stop])
         elif list(value.blocks) != blocks:

@@ -190,7 +190,7 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
         if rows.store.is_portion and caller in CLIPS_BY_NORM:
             raise NotImplementedError(
                 f"{rows.name}: its gradient is that of one rank's rows, and so would be the norm"
-                " that all are clipped by: use speedtorch.clip_grad_norm_(parameters, max_norm)"
+                " that all are clipped by: use clip_grad_norm_ of speedtorch.parallel.clip"
             )
         zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
         if not zeroes:

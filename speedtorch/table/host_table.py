@@ -400,7 +400,7 @@ class HostTable:
 
         Raises:
             TypeError: `kwargs` holds a generator, or the seed is no int.
-            ValueError: Random numbers for a field of integers.
+            ValueError: Random numbers for a field of integers, or a share that is none of the rows.
             NotImplementedError: A share, and a function that needs the whole tensor at once.
 
         Example:

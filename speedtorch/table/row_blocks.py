@@ -78,6 +78,8 @@ def draw_rows(
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     elif isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise TypeError(f"seed: expected an int, got {seed!r}")
+    if share is not None:
+        _check_share(share, len(field))
     if field.numel() == 0:
         return
     # torch has no random float8: drawn as float32, then rounded.
@@ -107,6 +109,21 @@ def draw_rows(
         )
     else:
         _draw_whole(field, dtype, lambda rows: function(rows, *args, **kwargs), int(seed))
+
+
+def _check_share(share: Share, rows: int) -> None:
+    """Raises ValueError unless the blocks are all rows of a table, in order, and as many there."""
+    begin = 0
+    for there, here in share.blocks:
+        fits = 0 <= there.start <= there.stop <= share.rows and len(there) == len(here)
+        if not fits or here.start != begin:
+            raise ValueError(
+                f"share: the block {(there, here)} must have rows of the {share.rows}, and as many"
+                f" from {begin} on here"
+            )
+        begin = here.stop
+    if begin != rows:
+        raise ValueError(f"share: its blocks have {begin} rows, the table has {rows}")
 
 
 class _Step(NamedTuple):

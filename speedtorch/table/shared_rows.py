@@ -54,7 +54,8 @@ class SharedRows(Tensor):
         )
 
     def __deepcopy__(self, _: object) -> SharedRows:
-        return self  # it names rows of a table, and has none
+        """The rows that are here, in memory of their own."""
+        return SharedRows(len(self), self.field.clone(), self.blocks)
 
     # What torch.distributed.checkpoint asks for; see torch.distributed._checkpointable.
 

@@ -22,10 +22,10 @@ def test_every_row_has_one_owner_and_a_place_there(rows: int, ranks: int, unit: 
             expected[there.start : there.stop] = rank * dealt.room + torch.tensor(here)
             assert here.start == own  # a share has no gaps
             own = here.stop
-        assert own == dealt.share(rank) <= dealt.room
+        assert own <= dealt.room
     assert torch.equal(numbers, expected)
     assert len(numbers.unique()) == rows
-    assert sum(map(dealt.share, range(ranks))) == rows
+    assert bool((expected >= 0).all())  # none was left out
 
 
 def test_an_id_that_is_no_row_has_no_number() -> None:

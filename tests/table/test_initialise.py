@@ -375,3 +375,21 @@ def test_a_share_cannot_be_drawn_as_a_whole() -> None:
     with pytest.raises(NotImplementedError, match="orthogonal_ needs all rows at once.*share"):
         own.init_(init.orthogonal_, share=Share(9, [(range(3, 6), range(3))]))
     assert bool((own["weight"] == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([(range(3), range(3))], "its blocks have 3 rows, the table has 4"),
+        ([(range(8, 12), range(4))], "must have rows of the 9"),
+        ([(range(3), range(4))], "must have rows of the 9, and as many"),
+        ([(range(2), range(2)), (range(4, 6), range(3, 5))], "from 2 on here"),
+    ],
+)
+def test_a_share_that_is_none_of_the_table_is_an_error(
+    blocks: list[tuple[range, range]], message: str
+) -> None:
+    own = HostTable(4, 2, memory="plain").fill_(1.0)
+    with pytest.raises(ValueError, match=message):
+        own.init_(init.normal_, share=Share(9, blocks))
+    assert bool((own["weight"] == 1).all())
