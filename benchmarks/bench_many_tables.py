@@ -17,7 +17,7 @@ from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.training import Loop, prefetched, step_figure
 
 COLUMNS = 64
-STEPS = 40
+STEPS = 120
 # Rows of the categorical features of Criteo's Kaggle data, and the samples of a step.
 KAGGLE = (1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27)
 KAGGLE += (14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)
