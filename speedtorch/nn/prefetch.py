@@ -24,8 +24,6 @@ __all__ = ["Prefetch", "ids_of_modules", "modules_with_ids", "prefetch"]
 _Batch = TypeVar("_Batch")
 _IdsOf = Callable[[Any], Any]
 
-_AHEAD = 2  # batches: one whose rows travel, and one that is planned, so that nobody waits for it
-
 
 class _Loop:
     """A loop that plans ahead, for as long as its generator lives."""
@@ -59,7 +57,8 @@ class Prefetch(Generic[_Batch]):
                 module.trained_rows.claim()
                 module.lookups.exchange.start_loop(loop)
             planned = self._planned()
-            window = deque(islice(planned, _AHEAD))
+            ahead = max(module.lookups.exchange.ahead for module in self._modules)
+            window = deque(islice(planned, ahead))
             while window:
                 window.extend(islice(planned, 1))
                 if isinstance(first := window.popleft(), Exception):
@@ -138,12 +137,12 @@ def _end_loop(module: RowModule, loop: _Loop) -> None:
 def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Prefetch[_Batch]:
     """Goes through a loader's batches while the rows of the next one travel.
 
-    The loader is read two batches ahead: while a batch is trained, the rows of the next come from
-    the table and those of the last go back, beside the GPU's other work; rows that the current
-    batch changes are taken from their new values. The numbers are the same as without. An error of
-    the loader, or of ids on the CPU, is raised when the batches before it are through. A loop that
-    is left by a break or an exception brings home what had arrived ahead; another may follow.
-    Iterate and train on one stream.
+    The loader is read two batches ahead (three where rows are shared out among ranks): while a
+    batch is trained, the rows of the next come from the table and those of the last go back, beside
+    the GPU's other work; rows that the current batch changes are taken from their new values. The
+    numbers are the same as without. An error of the loader, or of ids on the CPU, is raised when
+    the batches before it are through. A loop that is left by a break or an exception brings home
+    what had arrived ahead; another may follow. Iterate and train on one stream.
 
     Modules whose rows are alike (columns, dtype, state; no padding or capacity, not frozen) are
     planned and exchanged as one, with the first lookup of a batch in any of them.

@@ -41,6 +41,10 @@ _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 class Steps(Protocol):
     """Who is told of ids before they are looked up; Exchange says what each does."""
 
+    @property
+    def ahead(self) -> int:
+        """How many batches a loop plans ahead."""
+
     def announce(self, parts: Sequence[Tensor]) -> None:
         """Ids of the next step's lookups."""
 

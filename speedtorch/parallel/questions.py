@@ -8,43 +8,122 @@ values: all ranks run the same code, and have other values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedtorch.ops.planned_batch import PlannedBatch, SeenIds
 from speedtorch.parallel.dealt_rows import DealtRows
-from speedtorch.parallel.ranks import Asked, Ranks
+from speedtorch.parallel.ranks import Asked, Ranks, Told
 from speedtorch.step.exchange import Batch, Exchange
+from speedtorch.step.side_stream import SideStream
 
-__all__ = ["Question", "Questions"]
+__all__ = ["PlannedQuestions", "Question", "Questions"]
 
 
-class Question(NamedTuple):
-    """The distinct rows of a lookup, and what ranks have asked each other for."""
+class Question:
+    """The distinct rows of a lookup, and what ranks ask each other for.
 
-    batch: PlannedBatch
-    order: Tensor | None
-    """Of the rows asked for, where the padding's does not come last by itself."""
+    Known at once is how many rows there are, on the device; `asked` is once somebody has waited for
+    the other ranks' counts.
+
+    Args:
+        ids: of the whole table, of any shape.
+        numbers: of the rows, `[...]` as the ids.
+        batch: of these numbers; None if some are known to be bad.
+        told: what the ranks have told each other.
+    """
+
     asked: Asked
+
+    def __init__(
+        self, ids: Tensor, numbers: Tensor, batch: PlannedBatch | None, told: Told
+    ) -> None:
+        self.seen = SeenIds(ids, numbers.device, unread=True)
+        self._ids: tuple[Tensor, Tensor] | None = (ids, numbers)
+        self._batch, self._told = batch, told
+
+    @property
+    def batch(self) -> PlannedBatch:
+        """Of the numbers of the ids."""
+        assert self._batch is not None
+        return self._batch
 
     @property
     def places(self) -> Tensor:
-        """Where the rows of the ids are among those of in_order()."""
+        """Where the rows of the ids are among those that come."""
         return self.batch.local(0)
 
-    def in_order(self, rows: Tensor) -> Tensor:
-        """The rows that were asked for, ascending by owner and place, the padding's last."""
-        return rows if self.order is None else rows.index_select(0, self.order)
+    def ask(self, ranks: Ranks, dealt: DealtRows) -> None:
+        """Asks the other ranks; IndexError on all of them if an id on one of them is bad."""
+        assert self._ids is not None
+        ids, numbers = self._ids
+        unique = numbers if self._batch is None else self._batch.parts.plan[0]
+        try:
+            self.asked = ranks.ask(self._told, unique.remainder(dealt.room))
+        except IndexError as error:
+            raise _out_of_range(self._told.name, ids, numbers, dealt.rows) or error from None
+        self.batch.count()
+        self._ids = None
+
+    def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """The places, and the rows with the padding's as the last, whose number is given."""
+        places, count = self.places, len(rows)
+        if count == 0:  # gradients of none go to their owners, too
+            return places, torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
+        place = torch.searchsorted(self.batch.ids, number).clamp_(max=count - 1)
+        is_padding = (places == place) & (self.batch.ids[place] == number)
+        return places.where(~is_padding, count), torch.cat([rows, rows[place].unsqueeze(0)])
 
 
-class PlannedQuestions(NamedTuple):
+def _out_of_range(name: str, ids: Tensor, numbers: Tensor, rows: int) -> IndexError | None:
+    bad = (numbers.reshape(-1) < 0).nonzero()[:, 0]
+    if len(bad) == 0:
+        return None
+    position = int(bad[0])
+    return IndexError(
+        f"{name}: id {int(ids.reshape(-1)[position])} at position {position} is out of range for a"
+        f" table of {rows} rows ({len(bad)} of {ids.numel()} ids are out of range); no row was"
+        " moved"
+    )
+
+
+class PlannedQuestions:
     """The questions of a batch, and the batch of the rows that this rank is asked for."""
 
-    seen: list[SeenIds]
-    questions: list[Question]
-    own: Batch | None = None
+    def __init__(self, questions: Sequence[Question], after: PlannedQuestions | None) -> None:
+        self.questions = questions
+        self.after = after
+        self.own: Batch | None = None
+        self.error: IndexError | RuntimeError | None = None
+        self.is_asked = False
+        self._until: torch.cuda.Event | None = None
+
+    def planned_until(self, event: torch.cuda.Event | None) -> None:
+        """Says after which event all is there that was made beside the current stream."""
+        self._until = event
+
+    def join(self) -> None:
+        """What the current stream gets from now on begins when all is there."""
+        if self._until is not None:
+            torch.cuda.current_stream(self._until.device).wait_event(self._until)
+            self._until = None
+
+    def ask(self, ranks: Ranks, dealt: DealtRows) -> bool:
+        """Asks the other ranks, once; whether their answers are good. See error, if not."""
+        if not self.is_asked:
+            self.is_asked = True
+            try:
+                for each in self.questions:
+                    each.ask(ranks, dealt)
+            except (IndexError, RuntimeError) as error:
+                self.error = error
+        return self.error is None
+
+    @property
+    def ids(self) -> list[Tensor]:
+        """Of the rows of this rank that each of the lookups asks for."""
+        return [each.asked.ids for each in self.questions]
 
 
 class Questions:
@@ -55,51 +134,66 @@ class Questions:
         dealt: who owns which.
         ranks: that own them.
         number: of the table, the same on all ranks.
-        padding: id of the row that is never trained, or None.
     """
 
-    def __init__(
-        self, exchange: Exchange, dealt: DealtRows, ranks: Ranks, number: int, padding: int | None
-    ) -> None:
+    ahead = 3
+    """Batches that are planned ahead: those of an Exchange, and one that is asked for."""
+
+    def __init__(self, exchange: Exchange, dealt: DealtRows, ranks: Ranks, number: int) -> None:
         self._exchange, self._dealt, self._ranks = exchange, dealt, ranks
         self._number = number
-        self._padding = None if padding is None else int(dealt.numbers(torch.tensor(padding)))
         self._told: list[PlannedQuestions] = []
-        """Of the step of now or the next one, announced."""
+        """Announced since the last lookup before."""
         self._due: PlannedQuestions | None = None
         """Of the batch that a loop gives."""
+        self._was_looked_up = False
+        self._planning = SideStream("planning")
+        self._begins = torch.arange(dealt.ranks + 1) * dealt.room
 
     def of(self, ids: Tensor) -> Question:
         """The question of a lookup, which is asked now unless it was before.
 
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
+        self._was_looked_up = True
+        for planned in self._told:
+            self._pass_on(planned)
         for planned in (*self._told, *([] if self._due is None else [self._due])):
-            for seen, question in zip(planned.seen, planned.questions, strict=True):
-                if seen.are(ids):
+            for question in planned.questions:
+                if question.seen.are(ids):
+                    self._ask(planned)
                     return question
-        return self._ask(ids)
+        planned = PlannedQuestions([self._question(ids, self._bounds())], None)
+        self._ask(planned)
+        return planned.questions[0]
 
     def announce(self, parts: Sequence[Tensor]) -> None:
         """As Exchange.announce."""
-        if self._exchange.is_over():
-            self._told = []
-        planned = self._planned(parts)
+        if self._was_looked_up:
+            self._told, self._was_looked_up = [], False
+        bounds = self._bounds()
+        planned = PlannedQuestions([self._question(part, bounds) for part in parts], None)
         self._told.append(planned)
-        self._exchange.announce([each.asked.ids for each in planned.questions])
+        if self._exchange.device.type == "cpu":  # nothing is gained by waiting later
+            self._pass_on(planned)
 
     def plan_ahead(
         self, parts: Sequence[Tensor], after: PlannedQuestions | None
     ) -> PlannedQuestions:
-        """As Exchange.plan_ahead."""
-        planned = self._planned(parts)
-        own = [each.asked.ids for each in planned.questions]
-        before = None if after is None else after.own
-        return planned._replace(own=self._exchange.plan_ahead(own, before))
+        """As Exchange.plan_ahead; it plans the batch before this one, whose counts have come."""
+        bounds = self._bounds()
+        with self._planning.after_current(self._exchange.device):
+            planned = PlannedQuestions([self._question(part, bounds) for part in parts], after)
+        planned.planned_until(self._planning.end)
+        if after is not None:
+            self._plan(after)
+        return planned
 
     def expect(self, batch: PlannedQuestions | None) -> None:
         """As Exchange.expect."""
         self._due = batch
+        if batch is not None:
+            self._plan(batch)
         self._exchange.expect(None if batch is None else batch.own)
 
     def start_loop(self, loop: object) -> None:
@@ -111,50 +205,51 @@ class Questions:
         self._due = None
         self._exchange.end_loop(loop)
 
-    def _planned(self, parts: Sequence[Tensor]) -> PlannedQuestions:
-        device = self._exchange.device
-        seen = [SeenIds(part, device, unread=True) for part in parts]
-        return PlannedQuestions(seen, [self._ask(part) for part in parts])
+    def _plan(self, batch: PlannedQuestions) -> None:
+        """Asks, and plans what this rank is asked for, as what follows the batch before."""
+        if batch.is_asked:
+            return
+        with self._planning.after_current(self._exchange.device):
+            batch.ask(self._ranks, self._dealt)
+        batch.planned_until(self._planning.end)
+        if batch.error is None:
+            before = None if batch.after is None else batch.after.own
+            batch.own = self._exchange.plan_ahead(batch.ids, before)
+        batch.after = None
 
-    def _ask(self, ids: Tensor) -> Question:
+    def _pass_on(self, planned: PlannedQuestions) -> None:
+        """Announces to the exchange what other ranks ask for, once."""
+        if not planned.is_asked:
+            self._ask(planned)
+            self._exchange.announce(planned.ids)
+
+    def _ask(self, planned: PlannedQuestions) -> None:
+        """Asks the other ranks; raises what is wrong, and forgets what was announced so."""
+        if not planned.ask(self._ranks, self._dealt):
+            self._told = [each for each in self._told if each is not planned]
+            assert planned.error is not None
+            raise planned.error
+        planned.join()
+
+    def _bounds(self) -> Tensor:
+        """Where the numbers of each rank begin, and where the last ones end."""
+        if (device := self._exchange.device) != self._begins.device:
+            self._begins = self._begins.to(device)
+        return self._begins
+
+    def _question(self, ids: Tensor, bounds: Tensor) -> Question:
         name, device, dealt = self._exchange.name, self._exchange.device, self._dealt
-        room, padding = dealt.room, self._padding
-        numbers = dealt.numbers(ids.to(device))
-        wrong: IndexError | None = None
-        of_ranks: list[Tensor] | None = None
+        if ids.is_cpu and device.type == "cuda":
+            ids = ids.pin_memory()  # nobody waits for it
+        numbers = dealt.numbers(ids.to(device, non_blocking=True))
+        batch, end = None, dealt.room * dealt.ranks
+        counts = torch.full_like(bounds[1:], -1)
         try:
-            batch = PlannedBatch([numbers], room * dealt.ranks, device, padding, name=name)
-            batch.count()
+            batch = PlannedBatch([numbers], end, device, name=name)
         except IndexError:
-            wrong = self._error(ids, numbers)
+            pass  # which every rank is told
         else:
-            ends = torch.arange(1, dealt.ranks, device=device) * room
-            parts = batch.ids.tensor_split(torch.searchsorted(batch.ids, ends).tolist())
-            of_ranks = [part - rank * room for rank, part in enumerate(parts)]
-            if padding is not None:
-                owner, place = divmod(padding, room)
-                more = torch.tensor([place], device=device)
-                of_ranks[owner] = torch.cat([of_ranks[owner], more])
-        asked = self._ranks.ask(name, self._number, of_ranks, device)
-        if wrong is not None:
-            raise wrong
-        return Question(batch, self._order(batch.held, asked), asked)
-
-    def _order(self, held: int, asked: Asked) -> Tensor | None:
-        if self._padding is None:
-            return None
-        # Its owner gives it after the other rows that it was asked for.
-        last = sum(asked.got[: self._padding // self._dealt.room + 1]) - 1
-        order = torch.arange(held + 1, device=self._exchange.device)
-        order += order >= last
-        order[-1] = last
-        return order
-
-    def _error(self, ids: Tensor, numbers: Tensor) -> IndexError:
-        bad = (numbers.reshape(-1) < 0).nonzero()[:, 0]
-        position = int(bad[0])
-        return IndexError(
-            f"{self._exchange.name}: id {int(ids.reshape(-1)[position])} at position {position} is"
-            f" out of range for a table of {self._dealt.rows} rows ({len(bad)} of {ids.numel()} ids"
-            " are out of range); no row was moved"
-        )
+            unique, status = batch.parts.plan[0], batch.parts.plan[4]
+            ends = torch.searchsorted(unique.masked_fill(unique < 0, end), bounds)
+            counts = ends.diff().masked_fill_(status[0] > 0, -1)
+        return Question(ids, numbers, batch, self._ranks.tell(name, self._number, counts))

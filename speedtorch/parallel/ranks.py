@@ -5,16 +5,16 @@ Every call is one of all ranks. What cannot be agreed on raises on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from speedtorch.ops.planned_batch import Numbers
 from speedtorch.torch_internals import timeout_of
 
-__all__ = ["Asked", "Ranks"]
+__all__ = ["Asked", "Ranks", "Told"]
 
 
 _Value = TypeVar("_Value")
@@ -31,8 +31,20 @@ class Asked(NamedTuple):
     """How many rows this rank has asked each for."""
 
 
+class Told(NamedTuple):
+    """How many rows ranks will ask each other for, on its way to the CPU."""
+
+    name: str
+    number: int
+    counts: Numbers
+    """Those that this rank asks for; who asks this rank, and for how many."""
+
+
 class Ranks:
-    """The processes of a group, in a group of its own.
+    """The processes of a group, in groups of their own.
+
+    What they ask goes beside what they give: rows of a step wait for the step before, and questions
+    of later steps wait for no rows.
 
     Args:
         group: of torch.distributed; None: all processes.
@@ -42,57 +54,53 @@ class Ranks:
         group = group or dist.group.WORLD
         assert group is not None
         # Collectives of others, such as those of DistributedDataParallel, go their own way.
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout_of(group),
-            dist.get_backend_config(group),
-            use_local_synchronization=True,
-        )
-        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._giving, self._asking = _copy_of(group), _copy_of(group)
+        self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
 
-    def ask(
-        self, name: str, number: int, ids: Sequence[Tensor] | None, device: torch.device
-    ) -> Asked:
-        """Asks each rank for rows, by their ids there; None if ids are bad and none are asked for.
+    def tell(self, name: str, number: int, counts: Tensor) -> Told:
+        """Tells each rank how many of its rows this rank will ask for, without waiting.
 
         Args:
             name: of who asks, for errors.
             number: of who asks: the same on all ranks.
-            ids: for each rank, `[n]` int64 on the device.
-            device: where the ids of others go.
+            counts: `[size]` int64, on the device of the rows; -1 each where ids are bad.
+        """
+        told = torch.stack([torch.full_like(counts, number), counts], 1)
+        others = self._exchanged(name, told, group=self._asking)
+        return Told(name, number, Numbers(torch.cat([counts, others.t().flatten()])))
+
+    def ask(self, told: Told, ids: Tensor) -> Asked:
+        """Asks each rank for rows: `ids` there, those of each rank after another.
 
         Raises:
-            IndexError: ids of another rank are bad.
+            IndexError: ids of a rank are bad; nothing was asked for.
             RuntimeError: another rank asks for rows of another module, or is gone.
         """
-        counts = [-1] * self.size if ids is None else [len(each) for each in ids]
-        told = torch.tensor([[number, count] for count in counts], device=device)
-        numbers, given = self._exchanged(name, told).t().tolist()
-        if numbers != [number] * self.size:
-            others = [rank for rank, each in enumerate(numbers) if each != number]
+        every = told.counts.read()
+        got, numbers, given = (every[k : k + self.size] for k in range(0, len(every), self.size))
+        if numbers != [told.number] * self.size:
+            others = [rank for rank, each in enumerate(numbers) if each != told.number]
             raise RuntimeError(
-                f"{name}: ranks {others} look up rows of another module now; all ranks make the"
-                " same lookups in the same order, with an empty batch where they have none"
+                f"{told.name}: ranks {others} look up rows of another module now; all ranks make"
+                " the same lookups in the same order, with an empty batch where they have none"
             )
-        if bad := [rank for rank, count in enumerate(given) if count < 0 and rank != self.rank]:
-            raise IndexError(f"{name}: an id on ranks {bad} is out of range; no row was moved")
-        if ids is None:
-            return Asked(torch.empty(0, dtype=torch.int64, device=device), given, counts)
-        asked = torch.cat(list(ids))
-        return Asked(self._exchanged(name, asked, given, counts), given, counts)
+        if bad := [rank for rank, count in enumerate(given) if count < 0]:
+            raise IndexError(f"{told.name}: an id on ranks {bad} is out of range; no row was moved")
+        ids = ids[: sum(got)]
+        return Asked(self._exchanged(told.name, ids, given, got, group=self._asking), given, got)
 
     def bring(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
         """Gives the rows that others have asked for, `[n, ...]`; gets those asked for by this."""
-        return self._exchanged(name, rows, asked.got, asked.given)
+        return self._exchanged(name, rows, asked.got, asked.given, group=self._giving)
 
     def give_back(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
         """The other way round, as gradients go."""
-        return self._exchanged(name, rows, asked.given, asked.got)
+        return self._exchanged(name, rows, asked.given, asked.got, group=self._giving)
 
     def agreed(self, value: _Value) -> _Value:
         """What the first rank says."""
         values = [value]
-        dist.broadcast_object_list(values, group=self._group, group_src=0)
+        dist.broadcast_object_list(values, group=self._asking, group_src=0)
         return values[0]
 
     def summed(self, number: Tensor) -> Tensor:
@@ -105,7 +113,7 @@ class Ranks:
 
     def _reduced(self, number: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         result = number.clone()
-        dist.all_reduce(result, how, group=self._group)
+        dist.all_reduce(result, how, group=self._giving)
         return result
 
     def _exchanged(
@@ -114,15 +122,27 @@ class Ranks:
         sent: Tensor,
         received: list[int] | None = None,
         counts: list[int] | None = None,
+        *,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         """Parts of a tensor, of so many rows, to each rank; gets as many rows of each as said."""
         size = len(sent) if received is None else sum(received)
         out = sent.new_empty((size, *sent.shape[1:]))
         try:
-            dist.all_to_all_single(out, sent.contiguous(), received, counts, group=self._group)
+            dist.all_to_all_single(out, sent.contiguous(), received, counts, group=group)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{name}: rows of other ranks did not come; all ranks make the same lookups in the"
                 f" same order, with an empty batch where they have none: {error}"
             ) from error
         return out
+
+
+def _copy_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout_of(group),
+        dist.get_backend_config(group),
+        use_local_synchronization=True,
+    )
+    return made

@@ -60,10 +60,11 @@ class ShardedRows:
     ) -> None:
         self._rows, self._ranks = rows, ranks
         self._owns_padding = own_padding is not None
+        self._padding = None if padding is None else int(dealt.numbers(torch.tensor(padding)))
         self._divisor = ranks.size if average else 1
         self._sparse = sparse
         _ranks[rows] = ranks
-        self.exchange = Questions(rows.exchange, dealt, ranks, number, padding)
+        self.exchange = Questions(rows.exchange, dealt, ranks, number)
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
@@ -74,7 +75,7 @@ class ShardedRows:
         padding = len(held) - 1 if self._owns_padding else -1
         sparse = self._rows.gives_sparse(asked=self._sparse)
         rows = torch.embedding(held, places, padding, False, sparse)
-        return question.places, question.in_order(self._brought(rows, question.asked))
+        return self._operand(question, self._brought(rows, question.asked))
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
         """As TrainedRows.summed."""
@@ -87,7 +88,7 @@ class ShardedRows:
         """As TrainedRows.read."""
         question = self.exchange.of(ids)
         rows = self._given(self._rows.read(question.asked.ids), question)
-        return torch.embedding(question.in_order(rows), question.places)
+        return torch.embedding(rows, question.places)
 
     def borrow(
         self, ids: Tensor, max_norm: float | None, norm_type: float
@@ -95,8 +96,13 @@ class ShardedRows:
         """As TrainedRows.borrow."""
         question = self.exchange.of(ids)
         places, held = self._rows.borrow(question.asked.ids, max_norm, norm_type)
-        rows = self._given(held[places], question)
-        return question.places, question.in_order(rows)
+        return self._operand(question, self._given(held[places], question))
+
+    def _operand(self, question: Question, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Places and rows of a lookup, whose padding's row is the last."""
+        if self._padding is None:
+            return question.places, rows
+        return question.with_padding(rows, self._padding)
 
     def _given(self, rows: Tensor, question: Question) -> Tensor:
         return self._ranks.bring(self._rows.name, rows, question.asked)

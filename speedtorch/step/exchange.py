@@ -293,6 +293,9 @@ class Exchange:
     the step that holds rows, on `device`; the arguments are those of TrainedRows.
     """
 
+    ahead = 2
+    """Batches that a loop plans ahead: one whose rows travel, one that nobody waits for then."""
+
     def __init__(
         self,
         name: str,
