@@ -24,6 +24,7 @@ STEMS = (
     "embedding",
     "word2vec",
     "many_tables",
+    "ranks",
     "overlap",
     "headline",
 )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
+from rank_processes import own_device
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -71,7 +72,11 @@ def ids_of(case: Case, step: int, lookup: int, rank: int) -> Tensor:
     random = torch.Generator().manual_seed(1000 * step + 10 * lookup + rank)
     count = (step + 2 * rank) % 4 if case.uneven else 4
     ids = torch.randint(ROWS // 2 if step % 2 else ROWS, (count, 2), generator=random)
-    return ids.where(torch.rand(count, 2, generator=random) < 0.8, 5)
+    return ids.where(torch.rand(count, 2, generator=random) < 0.8, 5).to(own_device())
+
+
+def ids_here(*ids: int) -> Tensor:
+    return torch.tensor(ids, device=own_device())
 
 
 def factors(result: Tensor, seed: int) -> Tensor:
@@ -82,7 +87,7 @@ def factors(result: Tensor, seed: int) -> Tensor:
 def module_of(case: Case) -> RowModule:
     kind = speedtorch.Embedding if case.kind == "rows" else speedtorch.EmbeddingBag
     torch.manual_seed(3)
-    return kind(ROWS, WIDTH, **case.settings)
+    return kind(ROWS, WIDTH, **case.settings).to(own_device())
 
 
 def batches_of(case: Case, ranks: Sequence[int]) -> list[list[Tensor]]:
@@ -97,7 +102,7 @@ def loss_of(
     module: nn.Module, case: Case, step: int, ranks: Sequence[int], batch: Sequence[Tensor]
 ) -> Tensor:
     """The sum of the losses of ranks, whose ids each lookup has."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=own_device())
     for lookup, ids in enumerate(batch):
         sizes = [len(ids_of(case, step, lookup, rank)) for rank in ranks]
         for rank, found in zip(ranks, module(ids).split(sizes), strict=True):
@@ -118,7 +123,7 @@ def train(
     for step, batch in enumerate(batches):
         if step % 5 == 2:
             with torch.no_grad():
-                seen.append(module(torch.arange(ROWS).view(-1, 1)).clone())
+                seen.append(module(ids_here(*range(ROWS)).view(-1, 1)).clone())
         optimizer.zero_grad()
         if way == "announced" or (way == "now and then" and step % 3 == 1):
             module.announce(*batch)
@@ -164,13 +169,13 @@ def check_errors() -> None:
     optimizer = optim.Adam(model.parameters())
     speedtorch.attach(optimizer, model)
     before = module.table["weight"].clone()
-    ids, message = torch.tensor([1, 2]), r"an id on ranks \[1\] is out of range; no row was moved"
+    ids, message = ids_here(1, 2), r"an id on ranks \[1\] is out of range; no row was moved"
     if rank == 1:
-        ids = torch.tensor([1, ROWS, -2])
+        ids = ids_here(1, ROWS, -2)
         message = "id 41 at position 1 is out of range for a table of 41 rows .2 of 3"
     raises(IndexError, message, lambda: module(ids))
     assert torch.equal(module.table["weight"], before)
-    module(torch.tensor([3, 4])).sum().backward()
+    module(ids_here(3, 4)).sum().backward()
     optimizer.step()
     module.flush()
     every = torch.zeros(ROWS, dtype=torch.bool)
@@ -183,7 +188,7 @@ def check_errors() -> None:
 def check_refusals() -> None:
     """What cannot be sharded is refused, and the modules beside it stay as they are."""
     used, once = module_of(CASES["Adam"]), module_of(CASES["Adam"])
-    used(torch.tensor([1]))
+    used(ids_here(1))
     shard(once)
     refused: list[tuple[nn.Module, type[Exception], str]] = [
         (used, RuntimeError, "its rows have been used, or were given"),
@@ -229,7 +234,7 @@ def made_collection() -> speedtorch.EmbeddingBagCollection:
     config = speedtorch.EmbeddingBagConfig
     sizes = [(37, 4, "a"), (5, 4, "b"), (29, 2, "c")]
     return speedtorch.EmbeddingBagCollection(
-        tables=[config(rows, width, name) for rows, width, name in sizes]
+        tables=[config(rows, width, name) for rows, width, name in sizes], device=own_device()
     )
 
 
@@ -240,7 +245,8 @@ def check_collections() -> None:
     def batch(step: int, rank: int) -> dict[str, Tensor]:
         random = torch.Generator().manual_seed(100 * step + rank)
         sizes = {"a": 37, "b": 5, "c": 29}
-        return {n: torch.randint(r, (3, 2), generator=random) for n, r in sizes.items()}
+        found = {n: torch.randint(r, (3, 2), generator=random) for n, r in sizes.items()}
+        return {name: ids.to(own_device()) for name, ids in found.items()}
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
         found = model(batch(step, rank)).values()
@@ -269,7 +275,8 @@ def states_of(module: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
 def trained(seed: int, *, alone: bool = False) -> tuple[nn.Module, optim.Optimizer]:
     """Two modules, and what some steps have made of them."""
     torch.manual_seed(seed)
-    model = nn.ModuleDict({"rows": speedtorch.Embedding(ROWS, WIDTH), "tables": made_collection()})
+    rows = speedtorch.Embedding(ROWS, WIDTH, device=own_device())
+    model = nn.ModuleDict({"rows": rows, "tables": made_collection()})
     if not alone:
         shard(model)
     optimizer = optim.Adam(model.parameters(), lr=0.25)
@@ -277,7 +284,7 @@ def trained(seed: int, *, alone: bool = False) -> tuple[nn.Module, optim.Optimiz
     random = torch.Generator().manual_seed(seed + dist.get_rank())
     for _ in range(3):
         optimizer.zero_grad()
-        ids = torch.randint(5, (4, 2), generator=random)
+        ids = torch.randint(5, (4, 2), generator=random).to(own_device())
         found = model["tables"](dict.fromkeys("abc", ids)).values()
         (model["rows"](ids).sum() + (found * 2).sum()).backward()
         optimizer.step()
@@ -331,8 +338,8 @@ def check_checkpoint(folder: str, wholes: str, saved_by: int, alone: bool) -> No
     assert int(optimizer.state_dict()["state"][0]["step"]) == 3
     # What was held before is what was loaded, too.
     expected = rows_saved(shares, 0, saved_by, ROWS, WIDTH)[:5]
-    found = model["rows"](torch.arange(5))
-    assert torch.equal(found, expected)
+    found = model["rows"](ids_here(*range(5)))
+    assert torch.equal(found.cpu(), expected)
 
 
 class Biased(nn.Module):
@@ -341,7 +348,7 @@ class Biased(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rows = module_of(CASES["Adam"])
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH, device=own_device()))
 
     def forward(self, ids: Tensor) -> Tensor:
         found: Tensor = self.rows(ids) + self.bias
@@ -372,17 +379,17 @@ def check_data_parallel() -> None:
     outer = nn.Sequential(Biased())
     shard(outer[0])
     with_others = nn.parallel.DistributedDataParallel(outer)
-    raises(NotImplementedError, "DistributedDataParallel", lambda: with_others(torch.tensor([1])))
+    raises(NotImplementedError, "DistributedDataParallel", lambda: with_others(ids_here(1)))
 
 
 def check_clipping(sparse: bool) -> None:
     """All gradients are clipped by the norm of the whole model, on every rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    ids = [torch.tensor([[k, k + 7], [2, 30 + k]]) for k in range(ranks)]
+    ids = [ids_here(k, k + 7, 2, 30 + k).view(2, 2) for k in range(ranks)]
 
     def made() -> Biased:
         model = Biased()
-        model.rows = speedtorch.Embedding(ROWS, WIDTH, sparse=sparse)
+        model.rows = speedtorch.Embedding(ROWS, WIDTH, sparse=sparse, device=own_device())
         return model
 
     for norm_type, most in ((2.0, 1.0), (float("inf"), 0.5), (1.0, 1e6)):
@@ -404,7 +411,7 @@ def check_clipping(sparse: bool) -> None:
         clipped = torch.linalg.vector_norm(model.bias.grad, norm_type)
         factor = min(1.0, float(most / expected))
         before = torch.full((WIDTH,), 4.0) * torch.arange(1, ranks + 1).double().mean().float()
-        torch.testing.assert_close(model.bias.grad, before * factor)
+        torch.testing.assert_close(model.bias.grad.cpu(), before * factor)
         assert clipped <= most + 1e-6
         raises(
             NotImplementedError,
@@ -443,10 +450,10 @@ def check_a_missing_lookup() -> None:
     """A lookup that not all ranks make raises with the module's name, when the time is over."""
     module = module_of(CASES["Adam"])
     shard(module)
-    module(torch.tensor([1])).sum().backward()
+    module(ids_here(1)).sum().backward()
     if dist.get_rank() == 0:
         message = "Embedding: rows of other ranks did not come; all ranks make the same lookups"
-        raises(RuntimeError, message, lambda: module(torch.tensor([2])))
+        raises(RuntimeError, message, lambda: module(ids_here(2)))
     else:
         time.sleep(6)
 
@@ -458,11 +465,11 @@ def check_a_killed_rank(folder: str) -> None:
     torch.save(own_rows(model), f"{folder}/{dist.get_rank()}.pt")
     dist.barrier()
     if dist.get_rank() == 1:
-        model["rows"](torch.tensor([1]))
+        model["rows"](ids_here(1))
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         for _ in range(3):
-            model["rows"](torch.tensor([1])).sum().backward()
+            model["rows"](ids_here(1)).sum().backward()
     except RuntimeError as error:
         Path(folder, "said").write_text(str(error))
         os._exit(3)

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from rank_processes import exit_codes, in_processes
 from sharded_training import (
     check_a_killed_rank,
@@ -21,42 +22,53 @@ from sharded_training import (
     save_checkpoint,
 )
 
-
-@pytest.mark.parametrize(("ranks", "average"), [(2, True), (3, False)])
-def test_ranks_train_as_one_process_does(ranks: int, average: bool) -> None:
-    in_processes(ranks, check_training, average)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_one_rank_does_wrong_raises_on_all(ranks: int) -> None:
-    in_processes(ranks, check_errors)
+NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=NEEDS_GPUS)])
+RANKS = [(2, "gloo"), (3, "gloo"), pytest.param(2, "nccl", marks=NEEDS_GPUS)]
 
 
-def test_collections_train_as_in_one_process() -> None:
-    in_processes(2, check_collections)
+@pytest.mark.parametrize(("ranks", "backend"), RANKS)
+def test_ranks_train_as_one_process_does(ranks: int, backend: str) -> None:
+    # Sums are exact; so is what is divided by a power of two.
+    in_processes(ranks, check_training, ranks == 2, backend=backend)
+
+
+@pytest.mark.parametrize(("ranks", "backend"), RANKS)
+def test_what_one_rank_does_wrong_raises_on_all(ranks: int, backend: str) -> None:
+    in_processes(ranks, check_errors, backend=backend)
+
+
+@BACKENDS
+def test_collections_train_as_in_one_process(backend: str) -> None:
+    in_processes(2, check_collections, backend=backend)
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
     in_processes(2, check_refusals)
 
 
-def test_data_parallel_trains_the_dense_part() -> None:
-    in_processes(2, check_data_parallel)
+@BACKENDS
+def test_data_parallel_trains_the_dense_part(backend: str) -> None:
+    in_processes(2, check_data_parallel, backend=backend)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path) -> None:
-    for saved_by, loaded_by in ((2, 3), (3, 1), (1, 2)):
+@BACKENDS
+def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path, backend: str) -> None:
+    numbers = ((2, 3), (3, 1), (1, 2)) if backend == "gloo" else ((2, 1), (1, 2))
+    for saved_by, loaded_by in numbers:
         folder, wholes = tmp_path / f"of {saved_by}", tmp_path / f"of {saved_by}.pt"
-        in_processes(saved_by, save_checkpoint, str(folder), str(wholes))
-        in_processes(loaded_by, check_checkpoint, str(folder), str(wholes), saved_by, False)
-    in_processes(1, check_checkpoint, str(folder), str(wholes), saved_by, True)
+        given = (str(folder), str(wholes))
+        in_processes(saved_by, save_checkpoint, *given, backend=backend)
+        in_processes(loaded_by, check_checkpoint, *given, saved_by, False, backend=backend)
+    in_processes(1, check_checkpoint, *given, saved_by, True, backend=backend)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@BACKENDS
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_all_ranks_clip_by_the_norm_of_the_whole_model(sparse: bool) -> None:
-    in_processes(2, check_clipping, sparse)
+def test_all_ranks_clip_by_the_norm_of_the_whole_model(sparse: bool, backend: str) -> None:
+    in_processes(2, check_clipping, sparse, backend=backend)
 
 
 def test_a_lookup_that_not_all_ranks_make_raises_when_the_time_is_over() -> None:
