@@ -5,10 +5,11 @@ A field may be strided (one of several in a record), on the CPU or on a GPU; its
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +54,12 @@ class StoredField(StoredArray):
 
     path: str
     read: Read
+
+    def part(self, rows: range) -> StoredField:
+        """Some of its rows, `[len(rows), ...]`."""
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        offset = self.offset + rows.start * row_bytes
+        return replace(self, shape=(len(rows), *self.shape[1:]), offset=offset)
 
     def read_into(self, field: Tensor) -> None:
         """Reads all rows into a field of this shape and dtype, of any row stride."""

@@ -156,7 +156,7 @@ class HostTable:
             rows = next(iter(stored.values())).shape[0]
             table = cls.from_fields(rows, fields, memory, device=device, path=path)
             try:
-                table._read(stored)
+                table._read(stored, range(rows))
             except BaseException:
                 table._placed().remove_file()
                 table.close()
@@ -436,17 +436,23 @@ class HostTable:
         self.settle()
         return self
 
-    def save(self, path: _Path) -> None:
+    def save(self, path: _Path, *, rows: slice = slice(None)) -> None:
         """Saves all fields; what was there before stays until the new files are on the disk.
+
+        With `rows` it saves some of them, as a table of so many rows would.
 
         Args:
             path: `*.safetensors` for one file with all fields, or `*.npy` for one file per field:
                 `table.weight.npy`, `table.exp_avg.npy` for `table.npy`; a table with a weight only
                 goes to `table.npy` itself.
+            rows: Which rows, a slice with a step of 1. Its ends may count from the table's end, but
+                unlike Python's they never lie beyond the table, nor the second before the first.
+                `slice(n, n)` names no row, which is legal.
 
         Raises:
-            ValueError: Another ending, a dtype or a name that the format cannot hold, or the
-                table's own mapped file.
+            TypeError: `rows` is no slice of integers.
+            ValueError: Another ending, a dtype or a name that the format cannot hold, the table's
+                own mapped file, or `rows` with another step or such ends.
             OSError: The disk is full, or another file call failed.
 
         Example:
@@ -457,7 +463,9 @@ class HostTable:
             ['rows.npy']
         """
         self.settle()
-        own, fields = self._placed().path, {name: self[name] for name in self.fields}
+        here = _range_of(rows, self.rows, "rows")
+        fields = {name: self[name][here.start : here.stop] for name in self.fields}
+        own = self._placed().path
         table_files.save_fields(path, fields, None if own is None else os.path.realpath(own))
 
     was_read = False
@@ -466,12 +474,22 @@ class HostTable:
         """Says whether rows were read from a file: they are no initial values then."""
         self.was_read = was_read
 
-    def load(self, path: _Path) -> None:
+    def load(self, path: _Path, *, rows: slice = slice(None), stored: slice = slice(None)) -> None:
         """Reads all fields from what save() wrote there, or from files like it.
 
+        With `rows` and `stored` it reads some rows to some rows; the rest of the file is not read,
+        and the rest of the table stays as it is.
+
+        Args:
+            path: As for save().
+            rows: Which rows of the table to write, a slice as for save().
+            stored: Which rows of the file to read, as many, a slice of the file's rows.
+
         Raises:
-            ValueError: The file is broken, or its fields' names, shapes or dtypes are not those of
-                the table; no row has changed.
+            TypeError: `rows` or `stored` is no slice of integers.
+            ValueError: The file is broken, its fields' names, shapes or dtypes are not those of the
+                table, `rows` or `stored` is refused as by save(), or one has more rows than the
+                other; no row has changed.
             OSError: A file cannot be opened (no row has changed) or read (the message says so).
 
         Example:
@@ -479,28 +497,37 @@ class HostTable:
             >>> table = HostTable(2, 1, memory="plain")
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     HostTable(2, 1, memory="plain").fill_(7).save(f"{folder}/rows.npy")
-            ...     table.load(f"{folder}/rows.npy")
+            ...     table.load(f"{folder}/rows.npy", rows=slice(1), stored=slice(1, 2))
             >>> table["weight"].tolist()
-            [[7.0], [7.0]]
+            [[7.0], [0.0]]
         """
         self.settle()
-        with table_files.open_fields(path, self.fields) as stored:
-            if set(stored) != set(self.fields):
+        here = _range_of(rows, self.rows, "rows")
+        with table_files.open_fields(path, self.fields) as found:
+            if set(found) != set(self.fields):
                 raise ValueError(
-                    f"{os.fspath(path)}: it holds the fields {sorted(stored)}, the table "
+                    f"{os.fspath(path)}: it holds the fields {sorted(found)}, the table "
                     f"{sorted(self.fields)}"
                 )
+            count = next(iter(found.values())).shape[0]
+            there = _range_of(stored, count, f"{os.fspath(path)}: stored")
+            parts = {name: each.part(there) for name, each in found.items()}
+            whole = (len(here), len(there)) == (self.rows, count)
+            asked = (
+                f" (rows {here.start}:{here.stop} of {self.rows:,} from {there.start}:{there.stop} "
+                f"of {count:,} stored)"
+            )
             for name, (shape, dtype) in self.fields.items():
-                if ((each := stored[name]).shape, each.dtype) != ((self.rows, *shape), dtype):
+                if ((part := parts[name]).shape, part.dtype) != ((len(here), *shape), dtype):
                     raise ValueError(
-                        f"{each.path}: {name!r} is {each.dtype} {list(each.shape)}, the table "
-                        f"needs {dtype} {[self.rows, *shape]}"
+                        f"{part.path}: {name!r} is {part.dtype} {list(part.shape)}, the table "
+                        f"needs {dtype} {[len(here), *shape]}{'' if whole else asked}"
                     )
-            self._read(stored)
+            self._read(parts, here)
 
-    def _read(self, stored: Mapping[str, table_files.StoredField]) -> None:
+    def _read(self, stored: Mapping[str, table_files.StoredField], rows: range) -> None:
         for name, each in stored.items():
-            each.read_into(self[name])
+            each.read_into(self[name][rows.start : rows.stop])
         self.settle()
         self.was_read = True
 
@@ -562,3 +589,19 @@ class HostTable:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _range_of(rows: slice, count: int, what: str) -> range:
+    """The rows that a slice names of `count`, all of them there; errors call it `what`."""
+    if not isinstance(rows, slice):
+        raise TypeError(f"{what}: expected a slice, got {rows!r}")
+    if rows.step not in (None, 1):
+        raise ValueError(f"{what}: expected a step of 1, got {rows}")
+    begin, end, _ = rows.indices(count)
+    ends = (each for each in (rows.start, rows.stop) if each is not None)
+    if begin > end or not all(-count <= each <= count for each in ends):
+        raise ValueError(
+            f"{what}: {rows} is no range of {count:,} rows: each end must lie within them, "
+            "the second not before the first"
+        )
+    return range(begin, end)

@@ -103,7 +103,15 @@ def saved_as_npy(table: speedtorch.HostTable, folder: Path) -> Tensor:
     return speedtorch.HostTable.open(folder / "rows.npy", "plain")["weight"]
 
 
-READERS = [gathered, gathered_record, as_numpy, saved, saved_as_npy]
+def saved_in_parts(table: speedtorch.HostTable, folder: Path) -> Tensor:
+    parts = []
+    for rows in (slice(2), slice(2, None)):
+        table.save(folder / "rows.npy", rows=rows)
+        parts.append(speedtorch.HostTable.open(folder / "rows.npy", "plain")["weight"])
+    return torch.cat(parts)
+
+
+READERS = [gathered, gathered_record, as_numpy, saved, saved_as_npy, saved_in_parts]
 WRITERS: dict[str, Callable[[speedtorch.Embedding, Path], Tensor]] = {}
 Writer = Callable[[speedtorch.Embedding, Path], Tensor]
 
@@ -143,6 +151,17 @@ def load(embedding: speedtorch.Embedding, folder: Path) -> Tensor:
     other.save(folder / "seven.safetensors")
     embedding.table.load(folder / "seven.safetensors")
     return torch.full((ROWS, WIDTH), 7.0)
+
+
+@writer
+def load_of_some_rows(embedding: speedtorch.Embedding, folder: Path) -> Tensor:
+    other = speedtorch.HostTable(ROWS, WIDTH, memory="plain").fill_(7.0)
+    other.save(folder / "seven.safetensors")
+    embedding.table.load(folder / "seven.safetensors", rows=slice(2, 5), stored=slice(3))
+    expected = first_rows()
+    expected[FIRST] -= 1
+    expected[2:5] = 7.0
+    return expected
 
 
 @writer
