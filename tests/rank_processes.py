@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import queue
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,50 +20,115 @@ TIMEOUT = 60.0  # seconds
 CPU = torch.device("cpu")
 
 
-def _begin(
-    rank: int,
-    function: Callable[..., Any],
-    size: int,
-    folder: str,
-    timeout: float,
-    backend: str,
-    arguments: tuple[Any, ...],
-) -> None:
-    torch.set_num_threads(1)
-    waits = datetime.timedelta(seconds=timeout)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        backend, f"file://{folder}/meet", timeout=waits, rank=rank, world_size=size
-    )
-    try:
-        function(*arguments)
-    except BaseException:
-        Path(folder, f"failed_{rank}").write_text(traceback.format_exc())
-        raise
-    finally:
-        dist.destroy_process_group()
-
-
 def own_device() -> torch.device:
     """Where a rank trains: on its own GPU, or on the CPU."""
     return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else CPU
+
+
+def begin(rank: int, size: int, folder: str, timeout: float, backend: str) -> None:
+    """Makes this process one of the ranks."""
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    waits = datetime.timedelta(seconds=timeout)
+    meeting = f"file://{folder}/meet"
+    dist.init_process_group(backend, meeting, timeout=waits, rank=rank, world_size=size)
+
+
+def _serve(rank: int, asked: Any, said: Any, *how: Any) -> None:
+    begin(rank, *how)
+    while (call := asked.get()) is not None:
+        function, arguments = call
+        try:
+            function(*arguments)
+        except BaseException:
+            said.put((rank, traceback.format_exc()))
+        else:
+            said.put((rank, None))
+
+
+class Ranks:
+    """Processes of a group, which call one function after another."""
+
+    def __init__(self, size: int, backend: str, timeout: float) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._asked = [context.SimpleQueue() for _ in range(size)]
+        self._said: Any = context.Queue()
+        how = (self._said, size, self._folder.name, timeout, backend)
+        self._processes = [
+            context.Process(target=_serve, args=(rank, asked, *how), daemon=True)
+            for rank, asked in enumerate(self._asked)
+        ]
+        for each in self._processes:
+            each.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether all of them go on."""
+        return all(each.is_alive() for each in self._processes)
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Calls function(*arguments) on each; fails with what every rank that failed has said."""
+        for asked in self._asked:
+            asked.put((function, arguments))
+        waiting, said = set(range(len(self._asked))), []
+        give_up = float("inf")
+        while waiting and time.monotonic() < give_up:
+            try:
+                rank, error = self._said.get(timeout=0.2)
+            except queue.Empty:
+                error, rank = (None if self.alive else "a rank has ended"), None
+            waiting.discard(rank)
+            if error is not None:
+                said.append(error)
+                give_up = min(give_up, time.monotonic() + 5)  # others wait for this one
+        if said:
+            self.end()
+            raise AssertionError("\n".join(dict.fromkeys(said)))
+
+    def end(self) -> None:
+        """Ends the processes."""
+        for each in self._processes:
+            each.kill()
+            each.join()
+        self._folder.cleanup()
+
+
+@cache
+def _kept(size: int, backend: str) -> list[Ranks]:
+    return []
 
 
 def in_processes(
     size: int,
     function: Callable[..., Any],
     *arguments: Any,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
     backend: str = "gloo",
 ) -> None:
-    """Calls function(*arguments) on each rank; fails with what every rank that failed has said."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Calls function(*arguments) on each rank; fails with what every rank that failed has said.
+
+    The processes are kept for the next call, unless a timeout of their own is asked for.
+    """
+    if timeout is not None:
+        ranks = Ranks(size, backend, timeout)
         try:
-            mp.spawn(_begin, (function, size, folder, timeout, backend, arguments), size)  # type: ignore[no-untyped-call]
-        except Exception as error:
-            said = [path.read_text() for path in sorted(Path(folder).glob("failed_*"))]
-            raise AssertionError("\n".join(said) or str(error)) from None
+            return ranks.call(function, arguments)
+        finally:
+            ranks.end()
+    kept = _kept(size, backend)
+    if not kept or not kept[0].alive:
+        ranks = Ranks(size, backend, TIMEOUT)
+        atexit.register(ranks.end)
+        kept[:] = [ranks]
+    kept[0].call(function, arguments)
+
+
+def _once(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...], *how: Any) -> None:
+    begin(rank, *how)
+    function(*arguments)
+    dist.destroy_process_group()
 
 
 def exit_codes(
@@ -73,8 +141,8 @@ def exit_codes(
     """How each rank ends, while the others go on; None of one that does not end."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        given = (function, size, folder, timeout, backend, arguments)
-        ranks = [context.Process(target=_begin, args=(rank, *given)) for rank in range(size)]
+        how = (function, arguments, size, folder, timeout, backend)
+        ranks = [context.Process(target=_once, args=(rank, *how)) for rank in range(size)]
         for each in ranks:
             each.start()
         for each in ranks:
