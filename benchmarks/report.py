@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from benchmarks import plots
 from benchmarks.fbgemm import PLACES
 from benchmarks.harness import RESULTS, results_folder
+from benchmarks.marked_text import replaced
 from benchmarks.processes import STEMS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -180,8 +181,7 @@ def write_readme() -> None:
         (FIRST, LAST, steps_table(results)),
         (BEGIN, END, tables(results)),
     ):
-        head, rest = text.split(begin, 1)
-        text = f"{head}{begin}\n{made}\n{end}{rest.split(end, 1)[1]}"
+        text = replaced(text, begin, end, made)
     README.write_text(text)
 
 

@@ -72,7 +72,12 @@ def zipf_ids(rows: int, count: int, exponent: float = 1.05) -> Tensor:
     top = float(rows) ** (1 - exponent)
     uniform = torch.rand(count, device=DEVICE, dtype=torch.float64)
     rank = (1 + uniform * (top - 1)).pow(1 / (1 - exponent)).long() - 1
-    return rank.clamp_(0, rows - 1) * 7_654_321 % rows  # odd and no factor of a round number
+    return spread(rank.clamp_(0, rows - 1), rows)
+
+
+def spread(ids: Tensor, rows: int) -> Tensor:
+    """Other ids instead, one for each, so that small ones are apart."""
+    return ids * 7_654_321 % rows  # odd and no factor of a round number
 
 
 def repeated_ids(way: Direction) -> Iterator[Figure]:

@@ -14,6 +14,7 @@ from warm_python import warm_python
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 from benchmarks import plots, report, targets
+from benchmarks.marked_text import between
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,10 +84,9 @@ def test_a_target_is_met_on_its_own_side() -> None:
 
 def test_the_readmes_tables_are_those_of_the_results() -> None:
     text = report.README.read_text()
-    between = text.split(report.BEGIN)[1].split(report.END)[0].strip()
     results = report.read_results(report.RESULTS)
-    assert between == report.tables(results)
-    first = text.split(report.FIRST)[1].split(report.LAST)[0].strip()
+    assert between(text, report.BEGIN, report.END) == report.tables(results)
+    first = between(text, report.FIRST, report.LAST)
     assert first == report.steps_table(results)
     assert len(first.splitlines()) > 2  # a name of a figure that is none leaves its line out
 
