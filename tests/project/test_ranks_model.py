@@ -158,6 +158,20 @@ def test_one_rank_takes_what_one_gpu_does(exponent: float) -> None:
     assert times.prefetched == pytest.approx(measured[True], rel=0.15)
 
 
+@pytest.mark.parametrize("ids", [1 << 20, 1 << 19])
+def test_two_ranks_take_no_longer_than_the_model_says(ids: int) -> None:
+    """Nor much less: the two GPUs that were measured did not share their machine's memory."""
+    times = Model(of_zipf(1.05, ids=ids, ranks=2)).times()
+    measured = {
+        figure["parameters"]["ahead"]: figure["median_ms"]
+        for figure in json.loads((RESULTS / "ranks.json").read_text())["figures"]
+        if figure["section"] == "large batches"
+        and (figure["parameters"]["ranks"], figure["parameters"]["ids"]) == (2, ids)
+    }
+    assert 0.7 * times.step <= measured[False] <= times.step
+    assert 0.7 * times.prefetched <= measured[True] <= times.prefetched
+
+
 def test_more_ranks_of_a_machine_share_its_memory() -> None:
     """Until it is the limit, and not the link of each."""
     times = [Model(of_zipf(0.9, ranks=8), ranks_of_a_machine=each).times() for each in (1, 2, 4, 8)]
