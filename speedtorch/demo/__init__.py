@@ -15,5 +15,6 @@ together.
 `click_batches` makes batches, `dlrm` is the model, and `dlrm_run` puts them together.
 
 All share `loop`, which trains, `settings` and `session`, which ask the user and the machine, and
-`report`, which tells and saves. They are in a checkout and in the source archive, not in wheels.
+`report`, which tells and saves; `processes` are those that torchrun begins, which the click model
+knows of. They are in a checkout and in the source archive, not in wheels.
 """

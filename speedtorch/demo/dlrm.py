@@ -16,6 +16,7 @@ from speedtorch.demo import loop
 from speedtorch.demo.auc import auc
 from speedtorch.demo.click_batches import ClickBatch, ClickBatches
 from speedtorch.demo.criteo import CATEGORIES, NUMBERS, Clicks
+from speedtorch.demo.processes import ALONE, Processes
 from speedtorch.demo.settings import check_least
 from speedtorch.nn.collection import EmbeddingBagCollection
 from speedtorch.nn.row_module import RowModule
@@ -101,16 +102,17 @@ class DLRM(loop.Model):
         dense = self.bottom(batch.numbers.to(self.pairs.device))
         found = self.bags(batch.ids)
         rows = found if isinstance(found, Tensor) else found.values()
-        vectors = torch.cat([dense, rows], 1).view(len(dense), -1, self.dim)
+        vectors = torch.cat([dense, rows], 1).view(len(dense), 1 + len(CATEGORIES), self.dim)
         products = vectors @ vectors.transpose(1, 2)
         pairs = products[:, self.pairs[0], self.pairs[1]]
         made: Tensor = self.top(torch.cat([dense, pairs], 1)).squeeze(1)
         return made
 
     def loss(self, batch: ClickBatch) -> Tensor:
-        """Binary cross-entropy, on average."""
+        """Binary cross-entropy, on average over the whole batch, to which a share adds its part."""
         logits = self(batch)
-        return F.binary_cross_entropy_with_logits(logits, batch.clicked.to(logits.device))
+        clicked = batch.clicked.to(logits.device)
+        return F.binary_cross_entropy_with_logits(logits, clicked, reduction="sum") / len(batch)
 
 
 def _host_bags(
@@ -168,13 +170,19 @@ class Score:
     samples: int
 
 
-def held_out_score(model: DLRM, held: Clicks) -> Score:
-    """Scores a model on clicks kept out of training, some with a click and some without."""
+def held_out_score(model: DLRM, held: Clicks, processes: Processes = ALONE) -> Score:
+    """Scores a model on clicks kept out of training, some with a click and some without.
+
+    Several processes score it in turn, each a part as one alone would; all give the same.
+    """
     starts = range(0, len(held), _SCORED_AT_ONCE)
     parts = [slice(start, start + _SCORED_AT_ONCE) for start in starts]
+    parts += [slice(0)] * (-len(parts) % processes.size)  # lookups are those of all processes
+    found = torch.zeros(len(held), dtype=torch.float64)
     with torch.no_grad():
-        found = [model(ClickBatch.of(held, part, model.rows)).cpu() for part in parts]
-    logits = torch.cat(found).double().numpy()
+        for part in parts[processes.rank :: processes.size]:
+            found[part] = model(ClickBatch.of(held, part, model.rows)).cpu().double()
+    logits = processes.summed(found).numpy()
     clicked = held.clicked > 0
     loss = np.logaddexp(0, np.where(clicked, -logits, logits)).mean()
     share = clicked.mean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from speedtorch.demo import report
@@ -12,6 +13,7 @@ from speedtorch.demo.agreement import compared
 from speedtorch.demo.click_batches import ClickBatches
 from speedtorch.demo.criteo import Clicks, read_clicks, write_clicks
 from speedtorch.demo.dlrm import DLRM, held_out_score, train
+from speedtorch.demo.processes import Processes, joined
 from speedtorch.demo.session import (
     DIFFERENT,
     STOPPED,
@@ -30,7 +32,8 @@ ABOUT = (
     "DLRM on a file in Criteo's format, such as train.txt of Kaggle's challenge, or on one that is "
     "made up. The rows of 26 tables and their optimizer state are kept in host memory by a "
     "speedtorch.EmbeddingBagCollection; those of the next batch travel while the current one is "
-    "trained."
+    "trained. Of several processes that torchrun begins each has its share of the rows, and of the "
+    "lines of every batch."
 )
 # With these torch leaves rows as they are that a step does not look up.
 _COMPARED = ("Adagrad", "SGD")
@@ -68,25 +71,49 @@ def run(settings: Settings) -> int:
             f"--compare is for {' and '.join(_COMPARED)}, not {settings.optimizer}: with others"
             " torch steps all rows, where ours are stepped when they are looked up"
         )
-    device, seed = choose_device(settings), settings.seed
+    device = choose_device(settings)
+    with joined(device) as processes:
+        return _run(settings, device, processes)
+
+
+def _run(settings: Settings, device: torch.device, processes: Processes) -> int:
+    if settings.compare and processes.size > 1:
+        raise ValueError(
+            f"--compare is for one process, not {processes.size}: leave torchrun out, or --compare"
+        )
+    seed = settings.seed
     model = DLRM(settings.rows, settings.dim, memory=settings.memory, device=device, seed=seed)
+    loss_of = processes.spread(model, model.loss)
     optimizer = make_optimizer(settings.optimizer, settings.lr, model.parameters())
     attach(optimizer, model)
     make_folder(settings.out)
-    training, held = _read(settings).split(settings.held_out)
+    training, held = _read(settings, processes).split(settings.held_out)
     batches = ClickBatches(
-        training, settings.rows, batch=settings.batch, epochs=settings.epochs, seed=seed
+        training,
+        settings.rows,
+        batch=settings.batch,
+        epochs=settings.epochs,
+        seed=seed,
+        processes=processes,
     )
     plain = DLRM(settings.rows, settings.dim, plain=True) if settings.compare else None
     if plain:
         plain.load_state_dict(model.state_dict())
     report.forget_gpu_peak(device)
     with interrupt() as stop:
-        before = held_out_score(model, held)
-        outcome = train(model, optimizer, batches, stop=stop, label="training")
-        after = held_out_score(model, held)
+        before = held_out_score(model, held, processes)
+        outcome = train(
+            model,
+            optimizer,
+            batches,
+            loss_of=loss_of,
+            processes=processes,
+            stop=stop,
+            label="training",
+        )
+        after = held_out_score(model, held, processes)
         facts = {
-            **report.run_facts(settings, device, model.embeddings(), outcome),
+            **report.run_facts(settings, device, model.embeddings(), outcome, processes),
             "before": asdict(before),
             "after": asdict(after),
         }
@@ -98,7 +125,11 @@ def run(settings: Settings) -> int:
             f" {after.normalised_entropy:.4f} after; the share of clicks alone gives 1",
             *report.memory_lines(facts),
         ]
-        report.print_report(facts, report.save_model(settings.out, model, facts), lines)
+        if processes.size > 1:
+            paths = report.save_checkpoint(settings.out, model, optimizer, facts)
+        else:
+            paths = report.save_model(settings.out, model, facts)
+        report.print_report(facts, paths, lines)
         if (status := ended(outcome.finished)) or not plain:
             return status
         report.forget_gpu_peak(device)
@@ -119,12 +150,14 @@ def run(settings: Settings) -> int:
     return 0 if facts["plain_torch"]["same"] else DIFFERENT
 
 
-def _read(settings: Settings) -> Clicks:
+def _read(settings: Settings, processes: Processes) -> Clicks:
     """The clicks of a file, which is made up first where none was given."""
     file = settings.clicks or settings.out / "clicks.txt"
-    if not settings.clicks:
+    if not settings.clicks and processes.is_first:
         write_clicks(file, seed=settings.seed)
-    clicks = read_clicks(file, lines=settings.lines, label="reading")
+    processes.wait()
+    label = "reading" if processes.is_first else None
+    clicks = read_clicks(file, lines=settings.lines, label=label)
     share = 100 * clicks.clicked.mean()
     print(f"clicks     {share:.1f} % of {len(clicks):,} lines of {file}", flush=True)
     return clicks

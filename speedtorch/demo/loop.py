@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from speedtorch.demo.plain import RowOptimizer
+from speedtorch.demo.processes import ALONE, Processes
 from speedtorch.nn.prefetch import prefetch
 from speedtorch.ops.functions import synchronize
 
@@ -51,16 +52,21 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def loss(self, batch: Any) -> Tensor:
-        """Of a batch, a scalar."""
+        """Of a batch, a scalar; of a share of one, what it adds to that of the whole."""
         value: Tensor = self(batch)
         return value
 
 
-def _take_step(model: Model, optimizer: Optimizer, batch: Any) -> Tensor:
-    """The detached loss; nothing else of a step is left when the next one begins."""
+def _take_step(
+    loss_of: Callable[[Any], Tensor], optimizer: Optimizer, batch: Any, size: int
+) -> Tensor:
+    """The detached loss; nothing else of a step is left when the next one begins.
+
+    The losses of `size` processes add up to that of the batch; their gradients are averaged.
+    """
     optimizer.zero_grad()
-    loss = model.loss(batch)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss = loss_of(batch)
+    loss.backward(torch.full_like(loss, size))  # type: ignore[no-untyped-call]
     optimizer.step()
     return loss.detach()
 
@@ -76,6 +82,8 @@ def train(
     unit: str,
     last_rate: float = 1.0,
     ahead: bool = True,
+    loss_of: Callable[[Any], Tensor] | None = None,
+    processes: Processes = ALONE,
     stop: Callable[[], bool] = lambda: False,
     label: str | None = None,
     layout: str = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
@@ -92,8 +100,10 @@ def train(
         unit: what the outcome counts, for the speed.
         last_rate: to this share of its start the learning rate falls, in a straight line.
         ahead: bring the rows of the next batch during a step; not with torch's embeddings.
-        stop: asked after each step.
-        label: shows a progress bar of this name, with loss and speed.
+        loss_of: gives the loss of a batch; by default the model does.
+        processes: that train together, each on its share of every batch.
+        stop: asked after each step; one process that says so stops all.
+        label: shows a progress bar of this name, with loss and speed; the first process does.
         layout: of the bar.
 
     Raises:
@@ -102,11 +112,13 @@ def train(
     rates = [group["lr"] for group in optimizer.param_groups]
     done, recent, recent_examples = 0.0, torch.zeros(()), 0
     begin = time.perf_counter()
-    with tqdm(total=total, desc=label, disable=label is None, bar_format=layout) as bar:
+    hidden = label is None or not processes.is_first
+    with tqdm(total=total, desc=label, disable=hidden, bar_format=layout) as bar:
 
         def report() -> None:
             nonlocal recent, recent_examples
-            outcome.losses.append(recent.item() / recent_examples)
+            loss = processes.summed(recent.cpu().double()).item()
+            outcome.losses.append(loss / recent_examples)
             if not math.isfinite(outcome.losses[-1]):
                 raise ValueError(
                     f"the loss is {outcome.losses[-1]} after {outcome.steps} steps: choose a"
@@ -120,14 +132,14 @@ def train(
         for batch in prefetch(batches, model, ids=model.ids) if ahead else batches:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * max(last_rate, 1 - done / total)
-            loss = _take_step(model, optimizer, batch)
+            loss = _take_step(loss_of or model.loss, optimizer, batch, processes.size)
             recent = recent + (loss * len(batch) if model.averages else loss)
             recent_examples += len(batch)
             outcome.steps += 1
             done = track(batch)
             if outcome.steps % _STEPS_PER_REPORT == 0:
                 report()
-            if stop():
+            if processes.any(stop()):
                 break
         else:
             outcome.finished = True

@@ -14,6 +14,7 @@ from torch import nn
 
 from speedtorch.demo.evaluate import Rows, row_blocks
 from speedtorch.demo.loop import Outcome
+from speedtorch.demo.processes import ALONE, Processes
 from speedtorch.demo.settings import RunSettings
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import npy_header
@@ -28,6 +29,7 @@ __all__ = [
     "peak_host_bytes",
     "print_report",
     "run_facts",
+    "save_checkpoint",
     "save_model",
     "save_results",
     "size_text",
@@ -75,6 +77,27 @@ def save_model(folder: Path, model: nn.Module, facts: Mapping[str, Any]) -> list
     return paths
 
 
+def save_checkpoint(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]
+) -> list[Path]:
+    """Writes what all processes have of a model and its optimizer, and report.json after it.
+
+    Every process calls it, each with its share. torch.distributed.checkpoint.load reads it, into
+    {"model": ..., "optimizer": ...} with state dicts of one process or of any number of them. A
+    checkpoint that was there before cannot be read any more once this one has begun.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save  # nobody else needs it
+
+    paths = [folder / "checkpoint", folder / "report.json"]
+    (paths[0] / ".metadata").unlink(missing_ok=True)  # of other shares than those written now
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    save(states, checkpoint_id=paths[0])
+    if torch.distributed.get_rank() == 0:
+        with replace_files(paths[1:]) as (told,):
+            told.write(json_bytes(facts))
+    return paths
+
+
 def peak_host_bytes() -> int | None:
     """The most host memory that this process has held so far; None where nobody counts it."""
     try:
@@ -102,15 +125,24 @@ def size_text(count: int | None) -> str:
 
 
 def run_facts(
-    settings: RunSettings, device: torch.device, embeddings: Sequence[RowModule], outcome: Outcome
+    settings: RunSettings,
+    device: torch.device,
+    embeddings: Sequence[RowModule],
+    outcome: Outcome,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
-    """What is kept of every run: its settings, where it ran, what memory it took, what it did."""
+    """What is kept of every run: its settings, where it ran, what memory it took, what it did.
+
+    The tables are those of all processes, the peaks those of this one.
+    """
     choices = asdict(settings)
+    table_bytes = sum(embedding.table.nbytes for embedding in embeddings)
     return {
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in choices.items()},
         "device": str(device),
+        "processes": processes.size,
         "memory": embeddings[0].table.memory,
-        "table_bytes": sum(embedding.table.nbytes for embedding in embeddings),
+        "table_bytes": int(processes.summed(torch.tensor(table_bytes))),
         "peak_gpu_bytes": peak_gpu_bytes(device),
         "peak_host_bytes": peak_host_bytes(),
         "training": asdict(outcome),
@@ -135,11 +167,14 @@ def training_lines(
 def memory_lines(facts: Mapping[str, Any]) -> list[str]:
     """The lines of a report that tell what memory the run took."""
     gpu = facts["peak_gpu_bytes"]
+    several = "" if facts["processes"] == 1 else f", on {facts['processes']} processes"
+    first = ", by the first process" if several else ""
     return [
         f"tables     {size_text(facts['table_bytes'])}, {facts['memory']} memory, optimizer state"
-        " included",
+        f" included{several}",
         f"peak       {size_text(facts['peak_host_bytes'])} of host memory"
-        + ("" if gpu is None else f", {size_text(gpu)} on the GPU"),
+        + ("" if gpu is None else f", {size_text(gpu)} on the GPU")
+        + first,
     ]
 
 
