@@ -449,14 +449,21 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
   const bool managed = wanted == MemoryKind::kManaged;
   char* base = static_cast<char*>(managed ? allocate_managed(bytes) : map_pages(bytes));
   kind_of_block(base, bytes);  // forgets what lay here, pinned, before its storage left
-  fill_with_zeros(base, bytes);
+  Block made{.base = base, .bytes = bytes, .kind = managed ? wanted : MemoryKind::kPlain};
+  try {
+    fill_with_zeros(base, bytes, check_memory);
+  } catch (...) {
+    free_memory(made);
+    throw;
+  }
   if (wanted == MemoryKind::kRegistered) {
     if (const int error = register_pages(base, bytes, false); error != 0) {
       unmap_pages(base, bytes);
       throw std::runtime_error(registration_failure(bytes, error));
     }
   }
-  remember({.base = base, .bytes = bytes, .kind = wanted});
+  made.kind = wanted;
+  remember(std::move(made));
   return torch::stable::from_blob(base, sizes, strides, Device(torch::headeronly::DeviceType::CPU),
                                   ScalarType::Byte,
                                   [](void* data) { tensor_gone(static_cast<char*>(data)); });

@@ -2,9 +2,10 @@
 // again, in use by GPU work, and when it may go. The ops on it are in host_memory.cpp.
 //
 // Guarantees: exact size (pages aside); refused in numbers before the first page when the machine
-// has not enough; all or nothing. Memory goes only after the GPU work that used it is done,
-// unregistered strictly before it is unmapped; a captured CUDA graph that may use it keeps it until
-// let_captured_go(); no CUDA call once the process exits.
+// has not enough, and later when others take what is left meanwhile; all or nothing. Memory goes
+// only after the GPU work that used it is done, unregistered strictly before it is unmapped; a
+// captured CUDA graph that may use it keeps it until let_captured_go(); no CUDA call once the
+// process exits.
 #pragma once
 
 #include <cstdint>

@@ -10,12 +10,15 @@ namespace speedtorch {
 // it is that long. Throws std::bad_alloc with a message.
 void* map_pages(int64_t bytes);
 void unmap_pages(void* address, int64_t bytes);
-// Writes zeros in parallel, so that every page is there afterwards.
-void fill_with_zeros(void* address, int64_t bytes);
+// Writes zeros in parallel, so that every page is there afterwards. With `check_memory` it throws
+// as refuse_if_short does once the rest does not fit any more: processes that begin at the same
+// time all find the machine empty.
+void fill_with_zeros(void* address, int64_t bytes, bool check_memory);
 // Bytes that can still be had: the least of MemAvailable and the room under the cgroup's limits.
 int64_t available_bytes();
-// Throws (MemoryError in Python) with the numbers and the remedy if `bytes` are not there.
-void refuse_if_short(int64_t bytes);
+// Throws (MemoryError in Python) with the numbers and the remedy if `bytes`, without those `taken`
+// already, are not there.
+void refuse_if_short(int64_t bytes, int64_t taken = 0);
 
 // Pins with cudaHostRegister, all or nothing. Returns a cudaError_t; a failure leaves no error
 // behind for others to find.

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +316,58 @@ resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_IN
 print(json.dumps([table.numel(), table[:: 1 << 12].any().item(), table[-1].item()]))
 """
     assert lines_of(LIMIT, program) == [[size, False, 0]]
+
+
+@pytest.fixture
+def limited_group() -> Iterator[Path]:
+    """The folder of a group of processes that have 512 MiB of memory together."""
+    for root, limit in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
+        folder = Path(root, f"speedtorch_{os.getpid()}")
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        try:
+            with (folder / limit).open("r+") as file:
+                file.write(str(512 << 20))
+            yield folder
+            return
+        except FileNotFoundError:  # memory is not limited by groups of this kind
+            continue
+        finally:
+            folder.rmdir()
+    pytest.skip("this process may not limit the memory of others")
+
+
+def test_who_takes_memory_at_the_same_time_is_refused_before_it_ends(limited_group: Path) -> None:
+    program = f"""
+import threading
+import speedtorch
+
+both, taken, said = threading.Barrier(2), [], []
+
+def take():
+    both.wait()
+    try:
+        taken.append(speedtorch.empty(448 << 20, dtype=torch.uint8, memory="plain"))
+    except MemoryError as error:
+        said.append(str(error))
+
+open("{limited_group}/cgroup.procs", "w").write(str(os.getpid()))
+threads = [threading.Thread(target=take) for _ in range(2)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+# What was refused has left its room.
+room = speedtorch.memory.host_memory.available_bytes() >> 20
+print(json.dumps([len(taken), room, speedtorch.memory_stats()["plain"] >> 20, said]))
+taken.clear()  # Python takes memory, too, as it ends
+"""
+    ((taken, room, held, said),) = lines_of(program)
+    assert taken + len(said) == 2 and said and held == 448 * taken
+    assert all("469762048 bytes asked for, " in each for each in said)
+    assert room > (500 if not taken else 50)
