@@ -15,10 +15,12 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from speedtorch.memory.near_gpu import near_gpu
 from speedtorch.ops.functions import _ops
 from speedtorch.ops.shapes import check_dtype, check_span, row_shape
 
@@ -63,8 +65,9 @@ def empty(
         size: number of elements, or shape.
         dtype: any torch dtype of whole bytes.
         memory: "managed", "registered", "plain", or "auto": managed where every GPU can reach it,
-            registered where there is a GPU at all, plain otherwise. It goes once the tensor dies
-            and the GPU work that used it is done.
+            registered where there is a GPU at all, plain otherwise. All but plain memory lies near
+            the current GPU, as far as there is room. It goes once the tensor dies and the GPU work
+            that used it is done.
 
     Raises:
         MemoryError: the machine has too little (SPEEDTORCH_MEMORY_CHECK=0 tries all the same).
@@ -88,7 +91,8 @@ def empty(
     kind = default_kind() if memory == "auto" else memory
     made: Tensor
     try:
-        made = _ops.host_empty(nbytes, KIND_NAMES.index(kind), is_checked())
+        with nullcontext() if kind == "plain" else near_gpu():
+            made = _ops.host_empty(nbytes, KIND_NAMES.index(kind), is_checked())
     except RuntimeError as error:
         if (memory, kind) != ("auto", "registered"):
             raise
