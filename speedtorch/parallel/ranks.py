@@ -103,6 +103,12 @@ class Ranks:
         dist.broadcast_object_list(values, group=self._asking, group_src=0)
         return values[0]
 
+    def every(self, value: _Value) -> list[_Value]:
+        """What each rank says."""
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def summed(self, number: Tensor) -> Tensor:
         """The sum of a tensor of each rank."""
         return self._reduced(number, dist.ReduceOp.SUM)

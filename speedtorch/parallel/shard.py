@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from speedtorch.nn.row_module import RowModule
+from speedtorch.parallel import machine
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_rows import ShardedRows
-from speedtorch.step.row_store import Portion
+from speedtorch.step.row_store import Portion, waiting_bytes
 from speedtorch.table.row_blocks import rows_of_a_block
 from speedtorch.torch_internals import ignored_by_data_parallel
 
@@ -40,6 +41,8 @@ def shard(
             changed.
         NotImplementedError: A module has a capacity or scale_grad_by_freq; nothing has changed.
         ValueError: The model has no such module.
+        MemoryError: On all ranks: the rows of the ranks on some machine do not fit there together;
+            nothing has changed.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -60,13 +63,17 @@ def shard(
             )
         module.trained_rows.store.refuse_if_used()
     ranks = Ranks(process_group)
+    deals, portions, needed = [], [], waiting_bytes()
+    for module in modules:
+        unit = rows_of_a_block((module.embedding_dim,))
+        deals.append(DealtRows.of(module.num_embeddings, ranks.size, unit))
+        blocks = list(deals[-1].blocks(ranks.rank))
+        portions.append(Portion(module.num_embeddings, blocks, ranks.agreed))
+        needed += module.trained_rows.store.needed_bytes(portions[-1].size)
+    machine.refuse_if_short(ranks, needed)
     own = {id(module.weight) for module in modules}
     ignored_by_data_parallel(model, (n for n, each in model.named_parameters() if id(each) in own))
-    for number, module in enumerate(modules):
-        unit = rows_of_a_block((module.embedding_dim,))
-        dealt = DealtRows.of(module.num_embeddings, ranks.size, unit)
-        blocks = list(dealt.blocks(ranks.rank))
-        portion = Portion(module.num_embeddings, blocks, ranks.agreed)
+    for number, (module, dealt, portion) in enumerate(zip(modules, deals, portions, strict=True)):
         module.share_out(
             portion,
             partial(

@@ -27,13 +27,18 @@ from speedtorch.table.record_layout import lay_out
 from speedtorch.table.row_blocks import Share
 from speedtorch.table.shared_rows import SharedRows
 
-__all__ = ["Block", "Counted", "Draw", "Fields", "Portion", "RowStore"]
+__all__ = ["Block", "Counted", "Draw", "Fields", "Portion", "RowStore", "waiting_bytes"]
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
 
 # Tables that have yet to take their memory.
 _waiting: weakref.WeakSet[RowStore] = weakref.WeakSet()
+
+
+def waiting_bytes() -> int:
+    """Bytes of host memory that portions of tables have yet to take."""
+    return sum(each.needed_bytes(each.rows) for each in _waiting if each.is_portion)
 
 
 class Draw(NamedTuple):
@@ -242,17 +247,19 @@ class RowStore:
         table.be_held(self._holder)
         self._table, self._reached = table, None
 
-    def _needed_bytes(self) -> int:
-        return self.rows * lay_out({"weight": (self.row_shape, self.dtype)}).record_bytes
+    def needed_bytes(self, rows: int) -> int:
+        """Bytes of host memory that so many rows of the weight take."""
+        if self._memory not in host_memory.HOST_KINDS:
+            return 0
+        return rows * lay_out({"weight": (self.row_shape, self.dtype)}).record_bytes
 
     def _refuse_if_short(self) -> None:
         """Raises MemoryError if this table and those that wait for their memory do not fit."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        is_host = self._memory in host_memory.HOST_KINDS
-        if distributed or not is_host or not host_memory.is_checked():
+        needed, waiting = self.needed_bytes(self.rows), list(_waiting)
+        if distributed or not needed or not host_memory.is_checked():
             return
-        needed, waiting = self._needed_bytes(), list(_waiting)
-        others = sum(each._needed_bytes() for each in waiting)
+        others = sum(each.needed_bytes(each.rows) for each in waiting)
         if needed + others > (available := host_memory.available_bytes()):
             raise MemoryError(
                 f"{self.name}: a table of {self.rows:,} rows needs {needed:,} bytes of host memory,"

@@ -36,6 +36,12 @@ def test_modules_that_have_yet_to_take_their_memory_count() -> None:
 
 
 @pytest.mark.usefixtures("room_for_one")
+def test_tables_of_a_gpu_count_for_no_host_memory() -> None:
+    waiting = speedtorch.Embedding(ROWS, WIDTH, memory="cuda")
+    assert speedtorch.Embedding(ROWS, WIDTH).table.rows == waiting.num_embeddings
+
+
+@pytest.mark.usefixtures("room_for_one")
 def test_a_table_that_was_refused_counts_no_more() -> None:
     for _ in range(3):
         with pytest.raises(MemoryError, match="needs 64,000 bytes .* have yet to be used need 0"):
