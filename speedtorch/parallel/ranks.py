@@ -106,7 +106,7 @@ class Ranks:
     def every(self, value: _Value) -> list[_Value]:
         """What each rank says."""
         values = [value] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._asking)
         return values
 
     def summed(self, number: Tensor) -> Tensor:
