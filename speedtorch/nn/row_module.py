@@ -349,7 +349,9 @@ class RowModule(nn.Module):
             if names - set(active.parameters_to_ignore):
                 raise NotImplementedError(
                     f"{name}: DistributedDataParallel cannot average the gradients of rows that"
-                    " differ between processes; train on one GPU"
+                    " differ between processes: call speedtorch.shard() with the"
+                    f" {type(active.module).__name__} that it wraps, not only a part of that,"
+                    " before it is wrapped"
                 )
 
     # --------------------------------------------------------------------------------------------

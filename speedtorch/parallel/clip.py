@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def clip_grad_norm_(
 
     As torch.nn.utils.clip_grad_norm_, which it equals where no rows are shared out. All ranks call
     it; gradients of other parameters are taken to be the same on each, as DistributedDataParallel
-    makes them.
+    makes them, or shared out by fully_shard.
 
     Args:
         parameters: Those whose gradients are clipped.
@@ -59,19 +60,28 @@ def clip_grad_norm_(
     largest, device = norm_type == float("inf"), given[0].device
 
     def power_of(gradients: list[Tensor]) -> Tensor:
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(device)
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(device)
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # which powers fit into
         return norm if largest else norm**norm_type
 
-    total = power_of(whole)
+    parts = [power_of(gradients) for gradients in _apart(whole)]
     for ranks, gradients in own.items():
         part = power_of(gradients)
-        total = torch.maximum(total, ranks.most(part)) if largest else total + ranks.summed(part)
+        parts.append(ranks.most(part) if largest else ranks.summed(part))
+    total = reduce(torch.maximum if largest else torch.add, parts)
     norm = total if largest else total ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}, so"
             " that they cannot be clipped; pass error_if_nonfinite=False to multiply them by it"
         )
-    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    for parameters in _apart(given):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def _apart(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors of this rank, and those of fully_shard: torch computes with both, not at once."""
+    shared = [each for each in tensors if hasattr(each, "full_tensor")]
+    return [each for each in tensors if not hasattr(each, "full_tensor")], shared

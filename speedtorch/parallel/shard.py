@@ -11,6 +11,7 @@ from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel import machine
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.ranks import Ranks
+from speedtorch.parallel.row_parameters import row_parameters
 from speedtorch.parallel.sharded_rows import ShardedRows
 from speedtorch.step.row_store import Portion, waiting_bytes
 from speedtorch.table.row_blocks import rows_of_a_block
@@ -27,8 +28,9 @@ def shard(
     Every rank calls it once for its copy of the model, before the rows are used. Their first values
     are those of the whole model with the first rank's seeds. From then on every lookup is one of
     all ranks, in the same order, with an empty batch where a rank has none; the gradients of a row
-    go to the rank that owns it. A DistributedDataParallel that wraps this very model trains its
-    other parameters, and leaves the rows alone.
+    go to the rank that owns it. A DistributedDataParallel that wraps this very model, or a part of
+    it, trains the other parameters and leaves the rows alone; for fully_shard there is
+    row_parameters(), and for gradients that are scaled GradScaler.
 
     Args:
         model: Has a speedtorch Embedding, EmbeddingBag or collection, or several.
@@ -71,8 +73,10 @@ def shard(
         portions.append(Portion(module.num_embeddings, blocks, ranks.agreed))
         needed += module.trained_rows.store.needed_bytes(portions[-1].size)
     machine.refuse_if_short(ranks, needed)
-    own = {id(module.weight) for module in modules}
-    ignored_by_data_parallel(model, (n for n, each in model.named_parameters() if id(each) in own))
+    own = row_parameters(model)
+    for each in model.modules():  # DistributedDataParallel asks the one that it wraps
+        if names := [name for name, parameter in each.named_parameters() if parameter in own]:
+            ignored_by_data_parallel(each, names)
     for number, (module, dealt, portion) in enumerate(zip(modules, deals, portions, strict=True)):
         module.share_out(
             portion,

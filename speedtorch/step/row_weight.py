@@ -152,6 +152,12 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
     in_place = name in _OPERATORS or (name.endswith("_") and not name.startswith("__"))
     if weight is not None and in_place and not trains and _changed(name, args, kwargs, rows):
         return weight
+    if str(caller.f_globals.get("__name__")).startswith("torch.distributed.fsdp"):
+        raise NotImplementedError(
+            f"{rows.name}: FSDP cannot share out the rows of a table in host memory: give"
+            " fully_shard() ignored_params=row_parameters(model), of"
+            " speedtorch.parallel.row_parameters (FullyShardedDataParallel: ignored_states=)"
+        )
     if trains or is_elsewhere:
         raise RuntimeError(
             f"{rows.name}: {name}() of its weight would need all {rows.shape[0]:,} rows, of which a"
