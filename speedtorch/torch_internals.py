@@ -31,6 +31,7 @@ __all__ = [
     "LENT_BY_GRAD_SCALER",
     "METHODS_OF_MODULES",
     "TRUNCATED_NORMAL",
+    "UNSCALES",
     "TorchDispatchMode",
     "active_data_parallel",
     "as_plain",
@@ -212,6 +213,9 @@ def _codes_of(code: CodeType) -> Iterator[CodeType]:
 
 CLIPS_BY_NORM = frozenset(_codes_of(inspect.unwrap(nn.utils.clip_grad_norm_).__code__))
 """The code that asks for gradients in order to clip them by the norm of them all."""
+
+UNSCALES = torch.amp.GradScaler._unscale_grads_.__name__
+"""The method of a GradScaler that asks for gradients in order to divide them by its scale."""
 
 LENT_BY_GRAD_SCALER = ("grad_scale", "found_inf")
 """Attributes that a GradScaler gives an optimizer for one step."""

@@ -22,6 +22,7 @@ from speedtorch.torch_internals import (
     CLIPS_BY_NORM,
     GRADIENT_ASKED_TO_BE_ZERO,
     TRUNCATED_NORMAL,
+    UNSCALES,
     as_plain,
     tree_leaves,
     tree_map,
@@ -193,15 +194,10 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
     """The gradient of the held rows, or another one for them, that some code asks for or sets."""
     with as_plain():
         rows = _rows_of(args[0])
-        if rows.store.is_portion and caller in CLIPS_BY_NORM:
-            raise NotImplementedError(
-                f"{rows.name}: its gradient is that of one rank's rows, and so would be the norm"
-                " that all are clipped by: use clip_grad_norm_ of speedtorch.parallel.clip"
-            )
+        if rows.store.is_portion:
+            _refuse_portion(rows.name, caller)
         zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
-        if not zeroes:
-            rows.exchange.note_gradient_asked()
-        rows.shown.show(rows.exchange.now)
+        rows.show_gradient(zeroes=zeroes)
         if len(args) > 1 and func.__name__ == "__set__":
             func(*args)
             return rows.shown.note_gradient()
@@ -211,6 +207,20 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
         # A step of no row but the padding's has a gradient that norms cannot be taken of.
         is_empty = gradient is not None and gradient.shape[0] == 0
         return None if is_empty and not zeroes else gradient
+
+
+def _refuse_portion(name: str, caller: CodeType) -> None:
+    """Raises NotImplementedError for code that takes one rank's gradient for that of all rows."""
+    if caller in CLIPS_BY_NORM:
+        raise NotImplementedError(
+            f"{name}: its gradient is that of one rank's rows, and so would be the norm that all"
+            " are clipped by: use clip_grad_norm_ of speedtorch.parallel.clip"
+        )
+    if caller.co_name == UNSCALES:
+        raise NotImplementedError(
+            f"{name}: its gradient is that of one rank's rows, and each rank would skip other"
+            " steps: use GradScaler of speedtorch.parallel.grad_scaler"
+        )
 
 
 def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -249,6 +249,15 @@ class TrainedRows:
             self.parameter.grad = summed
             self.shown.note_gradient()
 
+    def show_gradient(self, *, zeroes: bool = False) -> None:
+        """Called before somebody else reads the parameter's gradient or sets it.
+
+        With `zeroes` a zero_grad() does.
+        """
+        if not zeroes:
+            self.exchange.note_gradient_asked()
+        self.shown.show(self.exchange.now)
+
     def adds_in_order(self) -> bool:
         """Whether gradients must be added up in torch's order."""
         return self.parameter.is_cpu or torch.are_deterministic_algorithms_enabled()

@@ -302,6 +302,30 @@ def test_lent_by_grad_scaler() -> None:
     assert lent == [set(torch_internals.LENT_BY_GRAD_SCALER)]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_unscales(fused: bool) -> None:
+    calls: list[float] = []
+
+    class Noted(torch.amp.GradScaler):
+        """Notes by what it is to multiply gradients, and finds none that is infinite."""
+
+    def unscale(scaler: Any, optimizer: Any, factor: Tensor, found: Tensor, _: bool) -> Any:
+        calls.append(float(factor))
+        return {found.device: found}
+
+    setattr(Noted, torch_internals.UNSCALES, unscale)
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], fused=fused)
+    scaler = Noted("cpu", init_scale=4.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert calls == [1.0 if fused else 0.25]
+    scaler.update()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert calls[1:] == [0.25]
+
+
 def test_attributes_without_hooks_and_step_without_hooks() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

@@ -1,0 +1,46 @@
+"""GradScaler: ranks that share rows out make or skip a step together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedtorch.parallel.sharded_rows import ranks_of
+from speedtorch.step.trained_rows import rows_held_by
+from speedtorch.torch_internals import as_plain
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """As torch.amp.GradScaler, also for rows that are shared out: no rank steps if one must not.
+
+    Each rank has the gradients of its own rows, so that ranks would skip different steps, and
+    their scales would part. Here they tell each other, once for each optimizer that holds such
+    rows, in unscale_() or else in step(): all ranks call these in the same order, also with an
+    empty batch. The arguments are torch's.
+
+    Example:
+        >>> from speedtorch.parallel.grad_scaler import GradScaler
+        >>> GradScaler("cpu", init_scale=8.0).get_scale()
+        8.0
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        held = rows_held_by(optimizer)
+        sharing = [(ranks, each) for each in held if (ranks := ranks_of(each)) is not None]
+        if not sharing:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        for rows in held:
+            rows.show_gradient()
+        with as_plain():  # else the weights would refuse a GradScaler
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        most = found_inf.clone()  # where no parameter has a gradient nothing was found
+        for each in found.values():
+            most = torch.maximum(most, each.to(most.device))
+        for ranks, rows in dict(sharing).items():
+            most = ranks.most(most.to(rows.exchange.device))
+        return {most.device: most}
