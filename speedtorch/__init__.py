@@ -14,6 +14,10 @@ from speedtorch.nn.prefetch import prefetch
 from speedtorch.nn.table_config import EmbeddingBagConfig, EmbeddingConfig
 from speedtorch.ops import *  # noqa: F403
 from speedtorch.optim.attach import attach, detach
+from speedtorch.parallel.clip import clip_grad_norm_
+from speedtorch.parallel.grad_scaler import GradScaler
+from speedtorch.parallel.row_parameters import row_parameters
+from speedtorch.parallel.shard import shard
 from speedtorch.table import HostTable
 from speedtorch.version import __version__ as __version__
 
@@ -24,9 +28,11 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "GradScaler",
     "HostTable",
     "attach",
     "calibrate",
+    "clip_grad_norm_",
     "detach",
     "explain",
     "get_num_sms",
@@ -37,7 +43,9 @@ __all__ = [
     "memory_stats",
     "pin_memory_",
     "prefetch",
+    "row_parameters",
     "set_num_sms",
+    "shard",
     "unpin_memory_",
     *legacy.__all__,
     *ops.__all__,

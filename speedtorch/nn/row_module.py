@@ -435,7 +435,8 @@ class RowModule(nn.Module):
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise NotImplementedError(
-            f"{type(self).__name__}: DataParallel would copy its rows to every GPU; use one GPU"
+            f"{type(self).__name__}: DataParallel would copy its rows to every GPU; use one GPU, or"
+            " speedtorch.shard() in processes that torchrun begins"
         )
 
 

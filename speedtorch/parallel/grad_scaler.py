@@ -22,8 +22,8 @@ class GradScaler(torch.amp.GradScaler):
     empty batch. The arguments are torch's.
 
     Example:
-        >>> from speedtorch.parallel.grad_scaler import GradScaler
-        >>> GradScaler("cpu", init_scale=8.0).get_scale()
+        >>> import speedtorch
+        >>> speedtorch.GradScaler("cpu", init_scale=8.0).get_scale()
         8.0
     """
 

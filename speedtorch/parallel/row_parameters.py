@@ -28,9 +28,8 @@ def row_parameters(model: nn.Module) -> set[nn.Parameter]:
 
     Example:
         >>> import speedtorch
-        >>> from speedtorch.parallel.row_parameters import row_parameters
         >>> model = nn.Sequential(speedtorch.Embedding(10, 4), nn.Linear(4, 2))
-        >>> row_parameters(model) == {model[0].weight}
+        >>> speedtorch.row_parameters(model) == {model[0].weight}
         True
     """
     return {each.weight for each in model.modules() if isinstance(each, RowModule)}

@@ -45,6 +45,17 @@ def shard(
         ValueError: The model has no such module.
         MemoryError: On all ranks: the rows of the ranks on some machine do not fit there together;
             nothing has changed.
+
+    Example:
+        Under torchrun, which begins a process for each GPU::
+
+            torch.distributed.init_process_group()
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            model = Recommender(device="cuda")
+            speedtorch.shard(model)
+            model = torch.nn.parallel.DistributedDataParallel(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            speedtorch.attach(optimizer, model)
     """
     if not dist.is_initialized():
         raise RuntimeError(

@@ -156,8 +156,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
     if str(caller.f_globals.get("__name__")).startswith("torch.distributed.fsdp"):
         raise NotImplementedError(
             f"{rows.name}: FSDP cannot share out the rows of a table in host memory: give"
-            " fully_shard() ignored_params=row_parameters(model), of"
-            " speedtorch.parallel.row_parameters (FullyShardedDataParallel: ignored_states=)"
+            " fully_shard() ignored_params=speedtorch.row_parameters(model)"
+            " (FullyShardedDataParallel: ignored_states=)"
         )
     if trains or is_elsewhere:
         raise RuntimeError(
@@ -214,12 +214,12 @@ def _refuse_portion(name: str, caller: CodeType) -> None:
     if caller in CLIPS_BY_NORM:
         raise NotImplementedError(
             f"{name}: its gradient is that of one rank's rows, and so would be the norm that all"
-            " are clipped by: use clip_grad_norm_ of speedtorch.parallel.clip"
+            " are clipped by: use speedtorch.clip_grad_norm_"
         )
     if caller.co_name == UNSCALES:
         raise NotImplementedError(
             f"{name}: its gradient is that of one rank's rows, and each rank would skip other"
-            " steps: use GradScaler of speedtorch.parallel.grad_scaler"
+            " steps: use speedtorch.GradScaler"
         )
 
 

@@ -1,0 +1,43 @@
+"""The example of docs/several_gpus.md runs as the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoint
+
+import speedtorch
+
+ROOT = Path(speedtorch.__file__).parents[1]
+PAGE = ROOT / "docs" / "several_gpus.md"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_example_trains_and_saves_all_rows(tmp_path: Path) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(program)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    hidden = {} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **hidden},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    torch.manual_seed(12345)
+    module = speedtorch.EmbeddingBag(100_000, 16, mode="sum")
+    first = module.table["weight"].clone()
+    state = {"model": {"items.weight": module.state_dict()["weight"]}}
+    checkpoint.load(state, checkpoint_id=tmp_path / "checkpoint")
+    module.load_state_dict({"weight": state["model"]["items.weight"]})
+    loaded = module.table["weight"]
+    assert bool(loaded.isfinite().all()) and not bool((loaded == first).all(1).any())
