@@ -154,7 +154,7 @@ def check_fully_shard_refused() -> None:
         shard(model)
         raises(
             NotImplementedError,
-            r"ignored_params=row_parameters\(model\)",
+            r"ignored_params=speedtorch.row_parameters\(model\)",
             lambda model=model: fully_shard(model),  # type: ignore[misc]
         )
     model = nn.Sequential(speedtorch.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 2))
@@ -265,7 +265,7 @@ def check_scalers_refused() -> None:
             scaler.scale(module(torch.tensor([1])).sum()).backward()
             raises(
                 NotImplementedError,
-                "Embedding: its gradient is that of one rank's rows, .* use GradScaler of",
+                "Embedding: its gradient is that of one rank's rows, .* use speedtorch.GradScaler",
                 lambda: scaler.step(optimizer),  # noqa: B023
             )
     for kind in (torch.amp.GradScaler, GradScaler):
