@@ -446,7 +446,7 @@ def check_clipping(sparse: bool) -> None:
     )
 
 
-def check_a_missing_lookup() -> None:
+def check_a_missing_lookup(sleeps: float) -> None:
     """A lookup that not all ranks make raises with the module's name, when the time is over."""
     module = module_of(CASES["Adam"])
     shard(module)
@@ -455,7 +455,7 @@ def check_a_missing_lookup() -> None:
         message = "Embedding: rows of other ranks did not come; all ranks make the same lookups"
         raises(RuntimeError, message, lambda: module(ids_here(2)))
     else:
-        time.sleep(6)
+        time.sleep(sleeps)
 
 
 def check_a_killed_rank(folder: str) -> None:

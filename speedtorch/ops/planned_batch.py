@@ -7,6 +7,7 @@ which rows it has in common with that one.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -24,6 +25,8 @@ _Made = TypeVar("_Made")
 
 # Places among the counts, of which those of the plan's status come first.
 _DISTINCT, _STATUS_FIELDS, _HELD, _ARRIVING, _LEAVING = 3, 8, 8, 10, 11
+
+_SOON = 1e-3  # seconds
 
 # Pinned memory and events of numbers that were read, by device and length: making new ones takes
 # longer than the copy.
@@ -49,6 +52,16 @@ class Numbers:
         self._memory.copy_(numbers, non_blocking=True)
         self._device = numbers.device
         self._event.record(torch.cuda.current_stream(self._device))
+
+    def have_come(self, seconds: float) -> bool:
+        """Waits for them, but no longer than this; whether they are there."""
+        event, begin = self._event, time.monotonic()
+        while event is not None and not event.query():  # type: ignore[no-untyped-call]
+            if (waited := time.monotonic() - begin) > seconds:
+                return False
+            if waited > _SOON:
+                time.sleep(_SOON)
+        return True
 
     def read(self) -> list[int]:
         """Waits for them."""

@@ -56,6 +56,8 @@ class Ranks:
         # Collectives of others, such as those of DistributedDataParallel, go their own way.
         self._giving, self._asking = _copy_of(group), _copy_of(group)
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
+        # NCCL ends the process when the time is over, and does not know who waits.
+        self._patience = 0.9 * timeout_of(group).total_seconds()
 
     def tell(self, name: str, number: int, counts: Tensor) -> Told:
         """Tells each rank how many of its rows this rank will ask for, without waiting.
@@ -74,8 +76,10 @@ class Ranks:
 
         Raises:
             IndexError: ids of a rank are bad; nothing was asked for.
-            RuntimeError: another rank asks for rows of another module, or is gone.
+            RuntimeError: another rank asks for rows of another module, or none in time, or is gone.
         """
+        if not told.counts.have_come(self._patience):
+            raise RuntimeError(_not_come(told.name, f"nothing for {self._patience:.0f} s"))
         every = told.counts.read()
         got, numbers, given = (every[k : k + self.size] for k in range(0, len(every), self.size))
         if numbers != [told.number] * self.size:
@@ -137,11 +141,15 @@ class Ranks:
         try:
             dist.all_to_all_single(out, sent.contiguous(), received, counts, group=group)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{name}: rows of other ranks did not come; all ranks make the same lookups in the"
-                f" same order, with an empty batch where they have none: {error}"
-            ) from error
+            raise RuntimeError(_not_come(name, str(error))) from error
         return out
+
+
+def _not_come(name: str, what: str) -> str:
+    return (
+        f"{name}: rows of other ranks did not come; all ranks make the same lookups in the same"
+        f" order, with an empty batch where they have none: {what}"
+    )
 
 
 def _copy_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
