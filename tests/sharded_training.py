@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import optimizer_cases
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
@@ -140,15 +141,23 @@ def share_of(values: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 WAYS = ["at once", "announced", "now and then", "prefetched"]
+# Every optimizer of torch that treats rows separately, once.
+OPTIMIZERS = {
+    name: Case(each.make, optimizer=dict(each.settings), uneven=True)
+    for name, each in optimizer_cases.CASES.items()
+    if each.make is not optim.SparseAdam  # which wants sparse gradients
+}
 
 
 def check_training(average: bool) -> None:
     """Every case gives the numbers of one process that has all rows and all batches."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for name, case in CASES.items():
+    every = [*((*each, WAYS) for each in CASES.items())]
+    every += ((*each, ["prefetched"]) for each in OPTIMIZERS.items())
+    for name, case, ways in every:
         whole = module_of(case)
         expected, plain = train(whole, case, range(ranks), ranks if average else 1, "announced")
-        for way in WAYS:
+        for way in ways:
             module = module_of(case)
             torch.manual_seed(rank)
             shard(nn.Sequential(module), average=average)
@@ -158,6 +167,32 @@ def check_training(average: bool) -> None:
                 assert torch.equal(module.table[entry], own), f"{name}, {way}: {entry}"
             assert len(plain.state_dict()["state"]) == len(optimizer.state_dict()["state"])
             assert all(map(torch.equal, found, expected)), f"{name}, {way}: outside of training"
+
+
+def check_repeated() -> None:
+    """Whatever the gradients, a second run has the bits of the first, and so has one that waits."""
+    rank, found = dist.get_rank(), []
+    case = CASES["RMSprop, two lookups, uneven"]
+    for way in ("at once", "announced", "prefetched"):
+        for _ in range(2):
+            module = module_of(case)
+            shard(module)
+            optimizer = optim.Adam(module.parameters(), lr=0.1)
+            speedtorch.attach(optimizer, module)
+            batches: Iterable[list[Tensor]] = batches_of(case, [rank])
+            if way == "prefetched":
+                batches = speedtorch.prefetch(batches, module, ids=lambda batch: batch)
+            for step, batch in enumerate(batches):
+                optimizer.zero_grad()
+                if way == "announced":
+                    module.announce(*batch)
+                looked_up = torch.cat([module(ids) for ids in batch])
+                random = torch.Generator().manual_seed(10 * step + rank)
+                looked_up.backward(torch.randn(looked_up.shape, generator=random).to(looked_up))
+                optimizer.step()
+            found.append(own_rows(module))
+    for each in found[1:]:
+        assert all(map(torch.equal, each, found[0]))
 
 
 def check_errors() -> None:

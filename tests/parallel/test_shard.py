@@ -17,6 +17,7 @@ from sharded_training import (
     check_data_parallel,
     check_errors,
     check_refusals,
+    check_repeated,
     check_saved_before,
     check_training,
     save_checkpoint,
@@ -31,6 +32,11 @@ RANKS = [(2, "gloo"), (3, "gloo"), pytest.param(2, "nccl", marks=NEEDS_GPUS)]
 def test_ranks_train_as_one_process_does(ranks: int, backend: str) -> None:
     # Sums are exact; so is what is divided by a power of two.
     in_processes(ranks, check_training, ranks == 2, backend=backend)
+
+
+@pytest.mark.parametrize(("ranks", "backend"), RANKS)
+def test_a_run_has_the_same_bits_every_time(ranks: int, backend: str) -> None:
+    in_processes(ranks, check_repeated, backend=backend)
 
 
 @pytest.mark.parametrize(("ranks", "backend"), RANKS)
