@@ -117,6 +117,7 @@ print(json.dumps(resident() - before))
 
 
 def test_a_tensor_pinned_in_place_is_pinned_for_torch_too() -> None:
+    torch.cuda.init()  # before that torch takes no tensor for pinned
     tensor = torch.ones(ROWS, WIDTH)
     address = tensor.data_ptr()
     assert pin_memory_(tensor).data_ptr() == address

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as checkpoint
 import speedtorch
 
 ROOT = Path(speedtorch.__file__).parents[1]
+PROCESSES = ["--nproc-per-node", "2"]
 PAGE = ROOT / "docs" / "several_gpus.md"
 
 
@@ -26,7 +27,7 @@ def test_the_example_trains_and_saves_all_rows(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     hidden = {} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *PROCESSES, "train.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **hidden},
         capture_output=True,
