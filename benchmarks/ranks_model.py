@@ -156,7 +156,7 @@ def sent(asked: Tensor, row_bytes: int) -> dict[str, Tensor]:
     others = 1 - torch.eye(len(asked), dtype=asked.dtype)
     rows = asked * others
     return {
-        "counts": 16 * others,  # which module, and how many rows
+        "counts": 8 * others,  # which module, and how many rows
         "ids": 8 * rows,
         "rows": row_bytes * rows.t(),
         "gradients": row_bytes * rows,

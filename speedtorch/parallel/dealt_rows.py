@@ -66,9 +66,11 @@ class DealtRows(NamedTuple):
 
     def numbers(self, ids: Tensor) -> Tensor:
         """The numbers of rows by their ids, int64 of the same shape; -1 of what is no row."""
-        block = ids.to(torch.int64).div(self.block, rounding_mode="floor")
+        ids = ids.to(torch.int64)
+        block = ids.div(self.block, rounding_mode="floor")
         turn = block.div(self.ranks, rounding_mode="floor")
-        seat = block - turn * self.ranks
-        rank = torch.where(turn % 2 == 1, self.ranks - 1 - seat, seat)
-        numbers = rank * self.room + turn * self.block + (ids - block * self.block)
-        return numbers.masked_fill_((ids < 0) | (ids >= self.rows), -1)
+        seat = torch.sub(block, turn, alpha=self.ranks)
+        rank = seat.sub_(turn & 1, alpha=self.ranks - 1).abs_()  # every other turn goes back
+        numbers = torch.sub(ids, block, alpha=self.block).add_(turn, alpha=self.block)
+        numbers.add_(rank, alpha=self.room)
+        return numbers.masked_fill_(ids.clamp(0, self.rows - 1) != ids, -1)

@@ -243,11 +243,10 @@ class Questions:
             ids = ids.pin_memory()  # nobody waits for it
         numbers = dealt.numbers(ids.to(device, non_blocking=True))
         batch, end = None, dealt.room * dealt.ranks
-        counts = torch.full_like(bounds[1:], -1)
         try:
             batch = PlannedBatch([numbers], end, device, name=name)
-        except IndexError:
-            pass  # which every rank is told
+        except IndexError:  # which every rank is told
+            counts = torch.full_like(bounds[1:], -1)
         else:
             unique, status = batch.parts.plan[0], batch.parts.plan[4]
             ends = torch.searchsorted(unique.masked_fill(unique < 0, end), bounds)

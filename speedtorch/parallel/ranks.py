@@ -18,6 +18,7 @@ __all__ = ["Asked", "Ranks", "Told"]
 
 
 _Value = TypeVar("_Value")
+_NUMBERED = 1 << 40  # more than any count, so that who asks and for how many are one number
 
 
 class Asked(NamedTuple):
@@ -67,9 +68,9 @@ class Ranks:
             number: of who asks: the same on all ranks.
             counts: `[size]` int64, on the device of the rows; -1 each where ids are bad.
         """
-        told = torch.stack([torch.full_like(counts, number), counts], 1)
+        told = counts + number * _NUMBERED
         others = self._exchanged(name, told, group=self._asking)
-        return Told(name, number, Numbers(torch.cat([counts, others.t().flatten()])))
+        return Told(name, number, Numbers(torch.cat([told, others])))
 
     def ask(self, told: Told, ids: Tensor) -> Asked:
         """Asks each rank for rows: `ids` there, those of each rank after another.
@@ -80,8 +81,9 @@ class Ranks:
         """
         if not told.counts.have_come(self._patience):
             raise RuntimeError(_not_come(told.name, f"nothing for {self._patience:.0f} s"))
-        every = told.counts.read()
-        got, numbers, given = (every[k : k + self.size] for k in range(0, len(every), self.size))
+        every = [divmod(each + 1, _NUMBERED) for each in told.counts.read()]
+        numbers = [number for number, _ in every[self.size :]]
+        got, given = ([n - 1 for _, n in part] for part in (every[: self.size], every[self.size :]))
         if numbers != [told.number] * self.size:
             others = [rank for rank, each in enumerate(numbers) if each != told.number]
             raise RuntimeError(
