@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn, optim
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import speedtorch
-from benchmarks import bench_embedding, bench_many_tables, bench_word2vec
+from benchmarks import bench_embedding, bench_many_tables, bench_word2vec, torchrec_ranks
 from benchmarks.harness import WARM_UPS, Measured, event, figure_of, forget, synchronize
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.training import loop_of, prefetched, step_figure
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.shard import shard
+
+Way: TypeAlias = Callable[[int], Measured]
+"""What each of a number of ranks does."""
 
 RANKS = 2
 EXPONENT = 1.05
@@ -30,28 +36,48 @@ TITLE = f"steps of {RANKS} ranks and of one, Adam, {SIZES.rows:,} x {bench_embed
 
 
 def measured() -> Measured:
-    """One process alone, then as many as there are GPUs to take."""
+    """One process alone, then as many as there are GPUs to take; a peer after all of ours.
+
+    Each of its tables has processes of its own: an error ends the figures of that table alone.
+    """
     for size in (1, RANKS):
         if DEVICE == "cuda" and torch.cuda.device_count() < size:
             yield "left out", f"{size} GPUs, of which this machine has {torch.cuda.device_count()}"
             return
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_rank, (size, folder), size)  # type: ignore[no-untyped-call]
-            yield from torch.load(Path(folder, "told"), weights_only=False)
+        yield from told_by(size, [large_steps, small_steps, many_tables])
+    for place in torchrec_ranks.places():
+        try:
+            yield from told_by(RANKS, [partial(torchrec_steps, place)])
+        except (ProcessExitedException, ProcessRaisedException) as failure:
+            yield f"TorchRec, {place.name}, failed", str(failure)
 
 
-def _rank(rank: int, size: int, folder: str) -> None:
+def told_by(size: int, ways: Sequence[Way]) -> Measured:
+    """What the first of a number of ranks measures, also if one of them ends before its time."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder, "told")
+        try:
+            mp.spawn(_rank, (size, told, ways), size)  # type: ignore[no-untyped-call]
+        finally:
+            if told.exists():
+                yield from torch.load(told, weights_only=False)
+
+
+def _rank(rank: int, size: int, path: Path, ways: Sequence[Way]) -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, f"file://{folder}/meet", rank=rank, world_size=size)
+    waits = datetime.timedelta(minutes=3)  # then a rank that others wait for in vain ends them
+    meeting = f"file://{path.parent}/meet"
+    dist.init_process_group(backend, meeting, timeout=waits, rank=rank, world_size=size)
     torch.manual_seed(rank)
     told: list[Any] = []
-    for way in (large_steps, small_steps, many_tables):
-        told += way(size)
+    for way in ways:
+        for each in way(size):
+            told.append(each)
+            if rank == 0:
+                torch.save(told, path)
         gc.collect()
-    if rank == 0:
-        torch.save(told, Path(folder, "told"))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -98,13 +124,23 @@ def not_waiting(times: list[tuple[Any, Any]]) -> list[float]:
     return steps[WARM_UPS:].tolist()
 
 
+def counts(size: int) -> list[int]:
+    """Ids of a step: as many on each GPU as on one alone, and as many in all."""
+    return sorted({SIZES.large_batch, SIZES.large_batch // size}, reverse=True)
+
+
+def batches(count: int) -> list[Tensor]:
+    """The ids of this rank's steps, `[count]` each."""
+    return [each[:count].clone() for each in bench_embedding.batches_of(EXPONENT, STEPS)]
+
+
 def large_steps(size: int) -> Measured:
-    """Many ids a step: as many on each GPU, and as many in all."""
+    """Many ids a step."""
     module = speedtorch.Embedding(SIZES.rows, bench_embedding.COLUMNS, device=DEVICE)
     shared(module, size)
     optimizer = optim.Adam(module.parameters(), fused=True)
     speedtorch.attach(optimizer, module)
-    for count in sorted({SIZES.large_batch, SIZES.large_batch // size}, reverse=True):
+    for count in counts(size):
         gradient = torch.randn(count, bench_embedding.COLUMNS, device=DEVICE)
 
         def backward(ids: Tensor, gradient: Tensor = gradient) -> None:
@@ -112,8 +148,7 @@ def large_steps(size: int) -> Measured:
 
         for ahead in (False, True):
             forget()
-            every = bench_embedding.batches_of(EXPONENT, STEPS)
-            ids = [each[:count].clone() for each in every]
+            ids = batches(count)
             loader = prefetched(module) if ahead else iter
             title = titled(size, f"{count:,} ids{', prefetch' * ahead}")
             told = {"ranks": size, "ids": count, "ahead": ahead}
@@ -126,6 +161,19 @@ def large_steps(size: int) -> Measured:
         if size > 1:
             told["ahead"] = "exchanges"
             yield figure_of("rows and gradients between GPUs", title, not_waiting(times), **told)
+
+
+def torchrec_steps(place: torchrec_ranks.Place, size: int) -> Measured:
+    """The same with TorchRec's table."""
+    gradient = torch.randn(SIZES.large_batch, bench_embedding.COLUMNS, device=DEVICE)
+    table = torchrec_ranks.Table(SIZES.rows, place, gradient)
+    for count in counts(size):
+        for ahead, loop in ((False, table.steps), (True, table.pipelined)):
+            forget()
+            what = f"TorchRec, row-wise, {place.name}, {count:,} ids{', pipelined' * ahead}"
+            told = {"kind": "TorchRec", "ranks": size, "ids": count, "ahead": ahead}
+            given = [table.batch(ids) for ids in batches(count)]
+            yield step_figure("large batches", titled(size, what), loop, given, **told)
 
 
 def small_steps(size: int) -> Measured:
