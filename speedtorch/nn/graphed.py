@@ -142,6 +142,11 @@ def _rows_of(modules: Iterable[nn.Module]) -> list[TrainedRows]:
         name = each.trained_rows.name
         if each.capacity is None:
             raise ValueError(f"graphed: build {name} with capacity=, the most rows of a step")
+        if each.lookups is not each.trained_rows:
+            raise NotImplementedError(
+                f"graphed: the rows of {name} are shared out among ranks, whose exchanges are in no"
+                " CUDA graph; train them step by step"
+            )
         if not each.trained_rows.parameter.is_cuda:
             raise ValueError(f"graphed: {name} holds its rows on the CPU, which has no CUDA graphs")
     if not found:

@@ -12,7 +12,12 @@ from torch import Tensor
 from speedtorch.ops.functions import plan_ids
 from speedtorch.ops.planned_batch import Parts
 
-__all__ = ["Changes", "FittedBatch", "too_many"]
+__all__ = ["Changes", "FittedBatch", "raises_at_once", "too_many"]
+
+
+def raises_at_once(device: torch.device) -> bool:
+    """Whether what is wrong with a batch is raised before its step begins; a GPU says it later."""
+    return device.type == "cpu"
 
 
 def too_many(name: str, named: int, capacity: int, so: str) -> RuntimeError:
@@ -97,11 +102,32 @@ class FittedBatch:
 
     def count(self) -> None:
         """Raises RuntimeError if the CPU holds the rows and too many are named; nobody waits."""
-        if self.device.type == "cpu" and not self._is_counted:
-            named = int(self.parts.plan[4][3]) - int((self.parts.plan[0] == self._padding).any())
-            if named > self.capacity:
+        if not self._is_counted and raises_at_once(self.device):
+            if (named := int(self._named())) > self.capacity:
                 raise too_many(self.parts.name, named, self.capacity, "nothing has changed")
             self._is_counted = True
+
+    def _named(self) -> Tensor:
+        """How many rows it names."""
+        unique, _, _, _, status = self.parts.plan
+        if self._padding < 0:  # -1 stands behind the distinct ids
+            return status[3]
+        return status[3] - (unique == self._padding).any().long()
+
+    def fault(self) -> Tensor:
+        """1 if no step can hold the batch, else 0: `[1]`, on the device."""
+        is_bad = (self.parts.plan[4][0] > 0) | (self._named() > self.capacity)
+        return is_bad.long().view(1)
+
+    def spoil(self, fault: Tensor) -> None:
+        """Lets no step hold the batch unless `fault`, as fault() gives it, is 0.
+
+        What is wrong with its own ids is said in any case; else the position of a bad id is -1.
+        """
+        status = self.parts.plan[4]
+        is_anothers = fault > self.fault()
+        status[:1].masked_fill_(is_anothers, 1)
+        status[1:2].masked_fill_(is_anothers, -1)
 
     def local(self, part: int, places: Tensor | None = None) -> Tensor:
         """The places of the rows that a part names, in the part's shape."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.planned_batch import PlannedBatch, SeenIds
+from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.ranks import Asked, Ranks, Told
 from speedtorch.step.exchange import Batch, Exchange
@@ -149,6 +150,10 @@ class Questions:
         self._was_looked_up = False
         self._planning = SideStream("planning")
         self._begins = torch.arange(dealt.ranks + 1) * dealt.room
+        self._agreement: Agreement | None = None
+        if exchange.capacity is not None:
+            self._agreement = Agreement(exchange, ranks)
+            exchange.begin_with(self._agreement)
 
     def of(self, ids: Tensor) -> Question:
         """The question of a lookup, which is asked now unless it was before.
@@ -156,6 +161,12 @@ class Questions:
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
         self._was_looked_up = True
+        if self._agreement is not None:
+            try:
+                self._agreement.check()
+            except (IndexError, RuntimeError):
+                self._told = []
+                raise
         for planned in self._told:
             self._pass_on(planned)
         for planned in (*self._told, *([] if self._due is None else [self._due])):
@@ -221,7 +232,11 @@ class Questions:
         """Announces to the exchange what other ranks ask for, once."""
         if not planned.is_asked:
             self._ask(planned)
-            self._exchange.announce(planned.ids)
+            try:
+                self._exchange.announce(planned.ids)
+            except (IndexError, RuntimeError):
+                self._told = []  # as the exchange has forgotten them
+                raise
 
     def _ask(self, planned: PlannedQuestions) -> None:
         """Asks the other ranks; raises what is wrong, and forgets what was announced so."""

@@ -28,9 +28,10 @@ def shard(
     Every rank calls it once for its copy of the model, before the rows are used. Their first values
     are those of the whole model with the first rank's seeds. From then on every lookup is one of
     all ranks, in the same order, with an empty batch where a rank has none; the gradients of a row
-    go to the rank that owns it. A DistributedDataParallel that wraps this very model, or a part of
-    it, trains the other parameters and leaves the rows alone; for fully_shard there is
-    row_parameters(), and for gradients that are scaled GradScaler.
+    go to the rank that owns it. A module's capacity is then the most distinct rows of a step that
+    one rank owns; what is wrong on one rank raises on all. A DistributedDataParallel that wraps
+    this very model, or a part of it, trains the other parameters and leaves the rows alone; for
+    fully_shard there is row_parameters(), and for gradients that are scaled GradScaler.
 
     Args:
         model: Has a speedtorch Embedding, EmbeddingBag or collection, or several.
@@ -41,7 +42,7 @@ def shard(
     Raises:
         RuntimeError: torch.distributed is not initialised, or rows have been used; nothing has
             changed.
-        NotImplementedError: A module has a capacity or scale_grad_by_freq; nothing has changed.
+        NotImplementedError: A module has scale_grad_by_freq; nothing has changed.
         ValueError: The model has no such module.
         MemoryError: On all ranks: the rows of the ranks on some machine do not fit there together;
             nothing has changed.
@@ -67,8 +68,6 @@ def shard(
         raise ValueError(f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag")
     for module in modules:
         name = module.trained_rows.name
-        if module.capacity is not None:
-            raise NotImplementedError(f"{name}: rows with a capacity cannot be sharded")
         if getattr(module, "scale_grad_by_freq", False):
             raise NotImplementedError(
                 f"{name}: scale_grad_by_freq would need the counts of all ranks; scale the"

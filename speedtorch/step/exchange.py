@@ -19,11 +19,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from speedtorch.ops.fitted_batch import FittedBatch
+from speedtorch.ops.fitted_batch import FittedBatch, raises_at_once
 from speedtorch.ops.functions import carry_rows, raises_later
 from speedtorch.ops.joint_batch import JointBatch
 from speedtorch.ops.planned_batch import PlannedBatch
-from speedtorch.step.fixed_blocks import FixedBlocks
+from speedtorch.step.fixed_blocks import FixedBlocks, of_another_rank
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
 from speedtorch.step.row_store import Block, Fields, RowStore
 from speedtorch.step.side_stream import SideStream
@@ -286,6 +286,13 @@ class Joint(Protocol):
         """Rows that arrived for the next batch go back."""
 
 
+class Others(Protocol):
+    """Other ranks, which make every lookup with this one."""
+
+    def agree(self, fault: Tensor) -> Tensor:
+        """The largest of the faults of all ranks: `[1]`, on the device; 0: none."""
+
+
 class Exchange:
     """Steps of one table: which rows are held now, and how others take their place.
 
@@ -321,6 +328,9 @@ class Exchange:
         if capacity is not None:
             self._fixed = FixedBlocks(name, store, capacity, padding)
             raises_later(weakref.WeakMethod(self.raise_faults))
+        self._others: Others | None = None
+        self._is_agreed = False
+        """Whether the others have been asked at this lookup."""
         self._told: tuple[Sequence[Tensor], Batch | None] = ((), None)
         """Ids that were announced for the step that the next lookup begins, and their plan."""
         self._call: tuple[OptimizerCall, int] | None = None
@@ -510,7 +520,7 @@ class Exchange:
         Gives where the rows of the ids, of any shape on either device, are. What was announced is
         held as well. Bad ids raise IndexError, and what is held did not change.
         """
-        found = self._hold([ids], announced=False)
+        found = self._hold_with_others([ids], announced=False)
         return found or self.now.part(len(self.now.batches) - 1, 0)
 
     def announce(self, parts: Sequence[Tensor]) -> None:
@@ -520,7 +530,51 @@ class Exchange:
         announced to before the first of them counts its rows. Bad ids raise IndexError, on a GPU at
         the next lookup.
         """
-        self._hold(parts, announced=True)
+        self._hold_with_others(parts, announced=True)
+
+    def begin_with(self, others: Others) -> None:
+        """Lets steps of blocks of a fixed size begin if they can on all ranks.
+
+        Every call of hold() and announce() is one of all ranks then, which asks once whether
+        something is wrong. Who finds it late does not raise it at lookups: the others do not know.
+        """
+        self._others = others
+
+    def _hold_with_others(self, parts: Sequence[Tensor], *, announced: bool) -> Placed | None:
+        """As _hold; what one rank cannot hold, none does."""
+        if self._others is None:
+            return self._hold(parts, announced=announced)
+        self._is_agreed, before = False, self.now
+        try:
+            found = self._hold(parts, announced=announced)
+        except Exception:
+            if not self._is_agreed:
+                self._ask_others(torch.ones(1, dtype=torch.int64, device=self.device))
+            raise
+        if not self._is_agreed:
+            fault = self._ask_others(torch.zeros(1, dtype=torch.int64, device=self.device))
+            # Rows that a step finds among its own are counted at once, on a GPU, too.
+            found_more = len(self.now.batches) > len(before.batches)
+            if raises_at_once(self.device) or (found_more and self.now.number == before.number):
+                self._raise_with_others(fault)
+        return found
+
+    def _ask_others(self, fault: Tensor) -> Tensor:
+        assert self._others is not None
+        self._is_agreed = True
+        return self._others.agree(fault)
+
+    def _raise_with_others(self, fault: Tensor) -> None:
+        """Raises RuntimeError if another rank has found something wrong."""
+        if int(fault):
+            self.forget_announced()
+            raise of_another_rank(self.name, "nothing has changed")
+
+    def forget_announced(self) -> None:
+        """Awaits no lookups that were announced."""
+        self._told = ((), None)
+        if self.now.announced:
+            self.now = self.now._replace(announced=False)
 
     def _hold(self, parts: Sequence[Tensor], *, announced: bool) -> Placed | None:
         """Holds rows, or remembers them; where the last part's are, if it was looked up before."""
@@ -589,7 +643,7 @@ class Exchange:
         """Raises what earlier steps did wrong; RuntimeError if a CUDA graph cannot hold this."""
         now, blocks = self.now, self._fixed
         if not self._captures():
-            return self.raise_faults()
+            return None if self._others is not None else self.raise_faults()
         if blocks is None:
             raise RuntimeError(
                 f"{self.name}: a CUDA graph cannot hold a lookup, because the number of rows"
@@ -623,6 +677,11 @@ class Exchange:
         self._told = ((), None)
         self._fixed.go_on()
         self.now = self.now._replace(over=True, announced=False)
+
+    @property
+    def capacity(self) -> int | None:
+        """The most rows of a step, if they are in blocks of a fixed size."""
+        return None if self._fixed is None else self._fixed.capacity
 
     def before_replay(self) -> None:
         """Called before a CUDA graph of a whole step of the rows is replayed."""
@@ -812,6 +871,11 @@ class Exchange:
         """Begins a step of a batch in blocks of a fixed size."""
         blocks, now, fields = self._fixed, self.now, self._shown.kept.fields
         assert blocks is not None
+        if self._others is not None:
+            fault = self._ask_others(batch.fault())
+            if raises_at_once(self.device):
+                self._raise_with_others(fault)
+            batch.spoil(fault)
         come: bool | None = now.coming is not None and now.coming.batch is batch
         if not come:
             self._drop_coming()

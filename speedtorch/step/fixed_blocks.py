@@ -16,9 +16,14 @@ from speedtorch.memory import empty
 from speedtorch.ops.fitted_batch import Changes, FittedBatch, too_many
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
-__all__ = ["FixedBlocks"]
+__all__ = ["FixedBlocks", "of_another_rank"]
 
 _BAD_IDS, _TOO_MANY = 1, 2  # kinds of fault; a third are plans of other tables, which are none here
+
+
+def of_another_rank(name: str, so: str) -> RuntimeError:
+    """The error of a step that is wrong on another rank, and what came of it here."""
+    return RuntimeError(f"{name}: another rank cannot hold its rows of a step, and says why: {so}")
 
 
 class FixedBlocks:
@@ -287,6 +292,8 @@ class FixedBlocks:
         if kind == _TOO_MANY:
             raise too_many(self._name, distinct, size, nothing)
         assert kind == _BAD_IDS
+        if position < 0:
+            raise of_another_rank(self._name, nothing)
         raise IndexError(
             f"{self._name}: id {bad_id} at position {position} is out of range for a table of"
             f" {rows} rows ({bad} of {count} ids are out of range); {nothing}"

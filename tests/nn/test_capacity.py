@@ -56,7 +56,7 @@ def ids(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-GOOD, OTHER, MANY = ids(1, 2, 3), ids(2, 5), ids(1, 6, 7, 8, 9)
+GOOD, OTHER, MANY = ids(1, 2, 3), ids(2, 5), ids(1, 6, 7, 8, 9, 6)
 """Three rows, two, and five, which no step of a capacity of four holds."""
 
 

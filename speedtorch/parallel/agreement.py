@@ -1,0 +1,62 @@
+"""Agreement: a step of rows of a capacity begins on all ranks, or on none.
+
+Only the rank that owns the rows finds that they are too many. On the CPU all ranks raise at once.
+On a GPU nobody waits: a step that is wrong on one rank moves no row on any, and all ranks raise at
+the next lookup, where each knows what all have agreed on at the last one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.fitted_batch import raises_at_once
+from speedtorch.ops.planned_batch import Numbers
+from speedtorch.parallel.ranks import Ranks
+from speedtorch.step.exchange import Exchange
+from speedtorch.step.fixed_blocks import of_another_rank
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """What ranks have agreed on at their last lookups.
+
+    Args:
+        exchange: of the rows that this rank owns, which asks by agree().
+        ranks: all who own some.
+    """
+
+    def __init__(self, exchange: Exchange, ranks: Ranks) -> None:
+        self._exchange, self._ranks = exchange, ranks
+        self._last: list[Numbers] = []
+        """What nobody has looked at."""
+
+    def agree(self, fault: Tensor) -> Tensor:
+        """As Others.agree."""
+        agreed = self._ranks.most(fault)
+        if not raises_at_once(agreed.device):
+            self._last.append(Numbers(agreed))
+        return agreed
+
+    def check(self) -> None:
+        """Raises on all ranks what was wrong at the last lookup, unless each has raised it since.
+
+        Raises RuntimeError, on the rank whose rows were wrong as its exchange does.
+        """
+        last, self._last = self._last, []
+        if not any(each.read()[0] for each in last):
+            return
+        error: IndexError | RuntimeError | None = None
+        device = self._exchange.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        try:
+            self._exchange.raise_faults()
+        except (IndexError, RuntimeError) as found:
+            error = found
+        is_new = torch.tensor([error is not None], device=device).long()
+        if int(self._ranks.most(is_new)):
+            self._exchange.forget_announced()
+            so = "its rows were looked up as zeros, and no table's were moved or changed"
+            raise error or of_another_rank(self._exchange.name, so)

@@ -1,0 +1,40 @@
+"""Rows of a capacity that are shared out train as those of one process without a capacity."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_processes import in_processes
+from sharded_capacity import (
+    check_a_bad_id,
+    check_late_faults,
+    check_rows_that_were_not_announced,
+    check_too_many_rows,
+)
+from sharded_training import FITS, FIXED, check_collections, check_training
+
+NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+RANKS = [(2, "gloo"), (3, "gloo"), pytest.param(2, "nccl", marks=NEEDS_GPUS)]
+
+
+@pytest.mark.parametrize(("ranks", "backend"), RANKS)
+def test_ranks_train_as_one_process_does(ranks: int, backend: str) -> None:
+    in_processes(ranks, check_training, ranks == 2, FIXED, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=NEEDS_GPUS)])
+def test_collections_train_as_in_one_process(backend: str) -> None:
+    in_processes(2, check_collections, FITS["capacity"], backend=backend)
+
+
+def check_faults() -> None:
+    """One after the other."""
+    check_too_many_rows()
+    check_a_bad_id()
+    check_rows_that_were_not_announced()
+    check_late_faults()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_one_rank_cannot_hold_raises_on_all(ranks: int) -> None:
+    in_processes(ranks, check_faults)

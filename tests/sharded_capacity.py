@@ -1,0 +1,173 @@
+"""Steps of a fixed size of rows that are shared out: what one rank cannot hold, none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from sharded_training import CASES, ROWS, WIDTH, ids_here, module_of, raises, share_of
+from torch import Tensor, nn, optim
+
+import speedtorch
+from speedtorch.nn.row_module import RowModule
+from speedtorch.ops import fitted_batch
+from speedtorch.parallel import agreement
+from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.shard import shard
+from speedtorch.step import exchange
+from speedtorch.table.row_blocks import rows_of_a_block
+
+TOO_MANY = "Embedding: a step names 5 distinct rows, capacity=4 fit"
+ANOTHERS = "Embedding: another rank cannot hold its rows of a step, and says why"
+NEW_ROWS = "all lookups of a step are announced before the first of them.* brings 1 new rows"
+
+
+class Training:
+    """Rows of a capacity of four on each rank, and their optimizer."""
+
+    def __init__(self) -> None:
+        self.module = module_of(CASES["Adam"], 4)
+        shard(nn.Sequential(self.module))
+        self.optimizer = optim.Adam(self.module.parameters(), lr=0.25)
+        speedtorch.attach(self.optimizer, self.module)
+        self.before = self.rows()
+
+    def rows(self) -> Tensor:
+        """Those of this rank, as they are now."""
+        self.module.flush()
+        return self.module.table["weight"].clone()
+
+    def learn(self, *parts: Tensor) -> Tensor:
+        """A step; gives what the last lookup has brought."""
+        for part in parts:
+            found: Tensor = self.module(part)
+            found.sum().backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found.detach()
+
+    def check_step(self, *ids: int) -> None:
+        """A step of these ids on all ranks changes their rows, and no others."""
+        self.learn(ids_here(*ids))
+        changed = torch.zeros(ROWS, dtype=torch.bool)
+        changed[list(ids)] = True
+        own = share_of(changed, dist.get_rank(), dist.get_world_size())
+        assert torch.equal((self.rows() != self.before).any(1), own)
+
+
+def owned(rank: int, *places: int) -> Tensor:
+    """Ids of rows of a rank."""
+    dealt = DealtRows.of(ROWS, dist.get_world_size(), rows_of_a_block((WIDTH,)))
+    rows = [row for there, _ in dealt.blocks(rank) for row in there]
+    return ids_here(*(rows[each] for each in places))
+
+
+def too_many() -> Tensor:
+    """No rank asks for more than three rows; five distinct ones are the second rank's."""
+    return owned(1, 0, 1, 2) if dist.get_rank() == 0 else owned(1, 2, 3, 4)
+
+
+def of_rank(own: int, message: str, others: str = ANOTHERS) -> str:
+    """What a rank says, and what the others do."""
+    return message if dist.get_rank() == own else others
+
+
+def announced(module: RowModule, ids: Tensor) -> None:
+    module.announce(ids)
+    module(ids)
+
+
+def prefetched(module: RowModule, ids: Tensor) -> None:
+    for _ in speedtorch.prefetch([ids], module, ids=lambda batch: batch):
+        module(ids)
+
+
+WAYS: list[Callable[[RowModule, Tensor], object]] = [RowModule.__call__, announced, prefetched]
+
+
+def check_too_many_rows() -> None:
+    """They raise on all ranks at once; nothing has changed, and the step after is one."""
+    for way in WAYS:
+        training = Training()
+        training.learn(ids_here(1, 2))
+        training.before = training.rows()
+        raises(
+            RuntimeError,
+            of_rank(1, TOO_MANY),
+            lambda way=way, t=training: way(t.module, too_many()),
+        )
+        assert torch.equal(training.rows(), training.before)
+        training.check_step(3, 4)
+
+
+def check_a_bad_id() -> None:
+    """It raises on all ranks."""
+    for way in WAYS:
+        training = Training()
+        ids = ids_here(1, ROWS) if dist.get_rank() == 1 else ids_here(1, 2)
+        message = of_rank(1, "id 41 at position 1 is out of range", r"an id on ranks \[1\] is out")
+        raises(IndexError, message, lambda way=way, t=training, ids=ids: way(t.module, ids))
+        assert torch.equal(training.rows(), training.before)
+        training.check_step(3, 4)
+
+
+def check_rows_that_were_not_announced() -> None:
+    """A lookup that brings new rows to one rank's step raises on all; the step goes on."""
+    training = Training()
+    first, second = owned(0, 1, 2), owned(1, 1, 2)
+    training.module.announce(first, second)
+    training.module(first).sum().backward()
+    message = of_rank(1, NEW_ROWS)
+    raises(RuntimeError, message, lambda: training.module(owned(1, 2, 3)))
+    training.module(second).sum().backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    changed = torch.zeros(ROWS, dtype=torch.bool)
+    changed[torch.cat([first, second]).cpu()] = True
+    own = share_of(changed, dist.get_rank(), dist.get_world_size())
+    assert torch.equal((training.rows() != training.before).any(1), own)
+
+
+@contextmanager
+def raised_late() -> Iterator[None]:
+    """The CPU raises what is wrong with a batch as late as a GPU does."""
+    with ExitStack() as stack:
+        for each in (fitted_batch, exchange, agreement):
+            stack.enter_context(patch.object(each, "raises_at_once", lambda device: False))
+        yield
+
+
+def check_late_faults() -> None:
+    """What is found late moves no row on any rank, and raises on all at the next lookup."""
+    rank, late = dist.get_rank(), of_rank(1, TOO_MANY)
+    with raised_late():
+        for way in WAYS:
+            training = Training()
+            training.learn(ids_here(1, 2))
+            training.before = training.rows()
+            way(training.module, too_many())
+            raises(RuntimeError, late, lambda t=training: t.module(ids_here(3)))
+            assert torch.equal(training.rows(), training.before)
+            training.check_step(3, 4)
+
+        training = Training()
+        assert not training.learn(too_many()).any()
+        raises(RuntimeError, late, training.module.flush)
+        assert torch.equal(training.rows(), training.before)
+        training.check_step(3, 4)  # all have raised it
+
+        training = Training()
+        training.learn(too_many())
+        if rank == 0:
+            raises(RuntimeError, ANOTHERS, training.module.flush)
+        raises(RuntimeError, of_rank(1, TOO_MANY), lambda: training.module(ids_here(3)))
+        training.check_step(3, 4)
+
+        training = Training()
+        training.learn(too_many())
+        with torch.no_grad():
+            raises(RuntimeError, late, lambda: training.module(ids_here(3)))
+        training.check_step(3, 4)
