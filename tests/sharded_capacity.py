@@ -8,13 +8,24 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from sharded_training import CASES, ROWS, WIDTH, ids_here, module_of, raises, share_of
+from rank_processes import own_device
+from sharded_training import (
+    CASES,
+    FIXED,
+    ROWS,
+    WIDTH,
+    check_training,
+    ids_here,
+    module_of,
+    raises,
+    share_of,
+)
 from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.nn.row_module import RowModule
 from speedtorch.ops import fitted_batch
-from speedtorch.parallel import agreement
+from speedtorch.parallel import agreement, fixed_questions
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.shard import shard
 from speedtorch.step import exchange
@@ -22,6 +33,7 @@ from speedtorch.table.row_blocks import rows_of_a_block
 
 TOO_MANY = "Embedding: a step names 5 distinct rows, capacity=4 fit"
 ANOTHERS = "Embedding: another rank cannot hold its rows of a step, and says why"
+FULL = "Embedding: ranks name more distinct rows of one of them in a step than its capacity"
 NEW_ROWS = "all lookups of a step are announced before the first of them.* brings 1 new rows"
 
 
@@ -101,6 +113,10 @@ def check_too_many_rows() -> None:
         )
         assert torch.equal(training.rows(), training.before)
         training.check_step(3, 4)
+    training = Training()
+    ids = owned(1, 0, 1, 2, 3, 4) if dist.get_rank() == 0 else ids_here()
+    raises(RuntimeError, FULL, lambda: training.module(ids))
+    training.check_step(3, 4)
 
 
 def check_a_bad_id() -> None:
@@ -123,6 +139,7 @@ def check_rows_that_were_not_announced() -> None:
     message = of_rank(1, NEW_ROWS)
     raises(RuntimeError, message, lambda: training.module(owned(1, 2, 3)))
     training.module(second).sum().backward()
+    training.module(first.clone()).sum().backward()  # rows that are held come in any lookup
     training.optimizer.step()
     training.optimizer.zero_grad()
     changed = torch.zeros(ROWS, dtype=torch.bool)
@@ -135,14 +152,14 @@ def check_rows_that_were_not_announced() -> None:
 def raised_late() -> Iterator[None]:
     """The CPU raises what is wrong with a batch as late as a GPU does."""
     with ExitStack() as stack:
-        for each in (fitted_batch, exchange, agreement):
+        for each in (fitted_batch, exchange, agreement, fixed_questions):
             stack.enter_context(patch.object(each, "raises_at_once", lambda device: False))
         yield
 
 
 def check_late_faults() -> None:
     """What is found late moves no row on any rank, and raises on all at the next lookup."""
-    rank, late = dist.get_rank(), of_rank(1, TOO_MANY)
+    rank, late = dist.get_rank(), of_rank(1, TOO_MANY, FULL)
     with raised_late():
         for way in WAYS:
             training = Training()
@@ -162,8 +179,8 @@ def check_late_faults() -> None:
         training = Training()
         training.learn(too_many())
         if rank == 0:
-            raises(RuntimeError, ANOTHERS, training.module.flush)
-        raises(RuntimeError, of_rank(1, TOO_MANY), lambda: training.module(ids_here(3)))
+            raises(RuntimeError, FULL, training.module.flush)
+        raises(RuntimeError, late, lambda: training.module(ids_here(3)))
         training.check_step(3, 4)
 
         training = Training()
@@ -171,3 +188,39 @@ def check_late_faults() -> None:
         with torch.no_grad():
             raises(RuntimeError, late, lambda: training.module(ids_here(3)))
         training.check_step(3, 4)
+
+        for way in WAYS:
+            training = Training()
+            way(training.module, ids_here(1, ROWS) if rank == 1 else ids_here(1, 2))
+            bad = of_rank(1, "id 41 at position 1 is out of range", "an id on some rank is out")
+            raises(IndexError, bad, lambda t=training: t.module(ids_here(3)))
+            assert torch.equal(training.rows(), training.before)
+            training.check_step(3, 4)
+
+        name = "Adam, two lookups, uneven"
+        check_training(dist.get_world_size() == 2, {name: FIXED[name]})
+
+
+def check_a_rank_without_rows() -> None:
+    """A table of fewer rows than ranks is looked up and trained."""
+    module = speedtorch.Embedding(1, WIDTH, capacity=4, device=own_device())
+    shard(nn.Sequential(module))
+    optimizer = optim.SGD(module.parameters(), lr=1.0)
+    speedtorch.attach(optimizer, module)
+    with torch.no_grad():
+        before = module(ids_here(0))
+    module(ids_here(0, 0) if dist.get_rank() else ids_here()).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        moved = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
+        assert torch.equal(module(ids_here(0)), before - moved)
+
+
+def check_a_capture() -> None:
+    """A CUDA graph refuses the lookup by name."""
+    training, ids = Training(), ids_here(1, 2)
+    training.learn(ids)
+    message = "Embedding: a CUDA graph cannot hold a lookup of rows that are shared out among ranks"
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        raises(RuntimeError, message, lambda: training.module(ids))
+    training.check_step(1, 2)

@@ -239,6 +239,7 @@ def graphed(
 
     Raises:
         ValueError: No module of ours, or one on the CPU or without a capacity.
+        NotImplementedError: Rows are shared out among ranks.
         RuntimeError: An optimizer whose steps a graph cannot repeat, by name.
 
     Example:

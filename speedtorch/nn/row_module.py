@@ -165,11 +165,14 @@ class RowModule(nn.Module):
     ) -> None:
         """Keeps a portion of the rows, and looks all of them up by what `lookups` makes of that.
 
-        It is given those rows, and where the padding's is among them, or None. Raises RuntimeError
-        if the rows have been used; nothing has changed then.
+        It is given those rows, and where the padding's is among them, or None; with a capacity, in
+        whose blocks not all places are of rows, the id behind the last is that of none. Raises
+        RuntimeError if the rows have been used; nothing has changed then.
         """
         store = self.trained_rows.store.shared_out(portion)
         padding = portion.place(self.padding_idx)
+        if self.capacity is not None and padding is None:
+            padding = store.rows
         self._end.detach()
         self._train(store, self.weight, padding)
         self.lookups = lookups(self.trained_rows, padding)

@@ -12,7 +12,10 @@ from torch import Tensor
 from speedtorch.ops.functions import plan_ids
 from speedtorch.ops.planned_batch import Parts
 
-__all__ = ["Changes", "FittedBatch", "raises_at_once", "too_many"]
+__all__ = ["BAD_IDS", "TOO_MANY", "Changes", "FittedBatch", "raises_at_once", "too_many"]
+
+BAD_IDS, TOO_MANY = 1, 2
+"""Why no step can hold a batch; those who hold rows together have more reasons."""
 
 
 def raises_at_once(device: torch.device) -> bool:
@@ -115,33 +118,39 @@ class FittedBatch:
         return status[3] - (unique == self._padding).any().long()
 
     def fault(self) -> Tensor:
-        """1 if no step can hold the batch, else 0: `[1]`, on the device."""
-        is_bad = (self.parts.plan[4][0] > 0) | (self._named() > self.capacity)
-        return is_bad.long().view(1)
+        """Why no step can hold the batch, or 0: `[1]`, on the device."""
+        are_too_many = (self._named() > self.capacity) * TOO_MANY
+        return torch.where(self.parts.plan[4][0] > 0, BAD_IDS, are_too_many).view(1)
 
     def spoil(self, fault: Tensor) -> None:
-        """Lets no step hold the batch unless `fault`, as fault() gives it, is 0.
+        """Lets no step hold the batch unless `fault`, as that of fault(), is 0.
 
-        What is wrong with its own ids is said in any case; else the position of a bad id is -1.
+        Unless its own is as large, the position of a bad id then says which: less than 0.
         """
         status = self.parts.plan[4]
         is_anothers = fault > self.fault()
         status[:1].masked_fill_(is_anothers, 1)
-        status[1:2].masked_fill_(is_anothers, -1)
+        status[1:2].copy_(torch.where(is_anothers, -fault, status[1:2]))
 
     def local(self, part: int, places: Tensor | None = None) -> Tensor:
         """The places of the rows that a part names, in the part's shape."""
         return self.parts.local(part, self._place if places is None else places)
 
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
-        """The gradients of a part's rows, added up: `[capacity, ...]`; see PlannedBatch.summed."""
+        """The gradients of a part's rows, added up: `[capacity, ...]`; see PlannedBatch.summed.
+
+        A padding stands behind the last row of the table here, and its gradients are zeros.
+        """
+        size, named = self.capacity, self.number
+        if self._padding >= 0:  # the sum that follows those of the rows
+            size, named = size + 1, self.parts.plan[4][3:4].where(named > 0, 0)
         summed: Tensor = torch.ops.speedtorch.sum_rows.counted(
             rows,
             self.parts.plan,
             self.parts.rows,
             self.parts.begin(part),
-            self.capacity,
-            self.number,
+            size,
+            named,
             source,
         )
-        return summed
+        return summed[: self.capacity]

@@ -14,7 +14,7 @@ from speedtorch.ops.fitted_batch import raises_at_once
 from speedtorch.ops.planned_batch import Numbers
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.step.exchange import Exchange
-from speedtorch.step.fixed_blocks import of_another_rank
+from speedtorch.step.fixed_blocks import of_ranks
 
 __all__ = ["Agreement"]
 
@@ -31,22 +31,31 @@ class Agreement:
         self._exchange, self._ranks = exchange, ranks
         self._last: list[Numbers] = []
         """What nobody has looked at."""
+        self._known: Tensor | None = None
+
+    def expect(self, fault: Tensor | None) -> None:
+        """Says what is wrong with the ids of the next lookup, `[1]` on the device, if anything."""
+        self._known = fault
 
     def agree(self, fault: Tensor) -> Tensor:
         """As Others.agree."""
+        if self._known is not None:
+            fault = torch.maximum(fault, self._known)
         agreed = self._ranks.most(fault)
         if not raises_at_once(agreed.device):
             self._last.append(Numbers(agreed))
         return agreed
 
-    def check(self) -> None:
+    def last(self) -> int:
+        """What was wrong at the last lookups, of which nobody has asked; 0: nothing."""
+        last, self._last = self._last, []
+        return max((each.read()[0] for each in last), default=0)
+
+    def settle(self, fault: int) -> None:
         """Raises on all ranks what was wrong at the last lookup, unless each has raised it since.
 
-        Raises RuntimeError, on the rank whose rows were wrong as its exchange does.
+        Raises IndexError or RuntimeError, on the rank whose rows were wrong as its exchange does.
         """
-        last, self._last = self._last, []
-        if not any(each.read()[0] for each in last):
-            return
         error: IndexError | RuntimeError | None = None
         device = self._exchange.device
         if device.type == "cuda":
@@ -59,4 +68,4 @@ class Agreement:
         if int(self._ranks.most(is_new)):
             self._exchange.forget_announced()
             so = "its rows were looked up as zeros, and no table's were moved or changed"
-            raise error or of_another_rank(self._exchange.name, so)
+            raise error or of_ranks(self._exchange.name, fault, so)

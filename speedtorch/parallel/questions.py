@@ -8,6 +8,7 @@ values: all ranks run the same code, and have other values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from torch import Tensor
 from speedtorch.ops.planned_batch import PlannedBatch, SeenIds
 from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.dealt_rows import DealtRows
-from speedtorch.parallel.ranks import Asked, Ranks, Told
+from speedtorch.parallel.fixed_questions import FixedQuestion
+from speedtorch.parallel.ranks import Asked, Ranks, Told, out_of_range
 from speedtorch.step.exchange import Batch, Exchange
 from speedtorch.step.side_stream import SideStream
+from speedtorch.step.trained_rows import Bags, summed
 
 __all__ = ["PlannedQuestions", "Question", "Questions"]
 
@@ -55,6 +58,10 @@ class Question:
         """Where the rows of the ids are among those that come."""
         return self.batch.local(0)
 
+    def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
+        """The gradient of a lookup's result, added up for each of the rows that come."""
+        return summed(gradient, self.batch, 0, bags)
+
     def ask(self, ranks: Ranks, dealt: DealtRows) -> None:
         """Asks the other ranks; IndexError on all of them if an id on one of them is bad."""
         assert self._ids is not None
@@ -63,7 +70,7 @@ class Question:
         try:
             self.asked = ranks.ask(self._told, unique.remainder(dealt.room))
         except IndexError as error:
-            raise _out_of_range(self._told.name, ids, numbers, dealt.rows) or error from None
+            raise out_of_range(self._told.name, ids, numbers, dealt.rows) or error from None
         self.batch.count()
         self._ids = None
 
@@ -77,22 +84,13 @@ class Question:
         return places.where(~is_padding, count), torch.cat([rows, rows[place].unsqueeze(0)])
 
 
-def _out_of_range(name: str, ids: Tensor, numbers: Tensor, rows: int) -> IndexError | None:
-    bad = (numbers.reshape(-1) < 0).nonzero()[:, 0]
-    if len(bad) == 0:
-        return None
-    position = int(bad[0])
-    return IndexError(
-        f"{name}: id {int(ids.reshape(-1)[position])} at position {position} is out of range for a"
-        f" table of {rows} rows ({len(bad)} of {ids.numel()} ids are out of range); no row was"
-        " moved"
-    )
+AnyQuestion: TypeAlias = Question | FixedQuestion
 
 
 class PlannedQuestions:
     """The questions of a batch, and the batch of the rows that this rank is asked for."""
 
-    def __init__(self, questions: Sequence[Question], after: PlannedQuestions | None) -> None:
+    def __init__(self, questions: Sequence[AnyQuestion], after: PlannedQuestions | None) -> None:
         self.questions = questions
         self.after = after
         self.own: Batch | None = None
@@ -126,6 +124,11 @@ class PlannedQuestions:
         """Of the rows of this rank that each of the lookups asks for."""
         return [each.asked.ids for each in self.questions]
 
+    @property
+    def faults(self) -> list[Tensor]:
+        """What is known to be wrong with blocks of the ids, `[1]` each, on the device."""
+        return [each.fault for each in self.questions if isinstance(each, FixedQuestion)]
+
 
 class Questions:
     """Asks for rows of a table, ahead where it is told to; every call is one of all ranks.
@@ -135,14 +138,17 @@ class Questions:
         dealt: who owns which.
         ranks: that own them.
         number: of the table, the same on all ranks.
+        none: for an exchange with a capacity the id of a row that is none, or of the padding's.
     """
 
     ahead = 3
     """Batches that are planned ahead: those of an Exchange, and one that is asked for."""
 
-    def __init__(self, exchange: Exchange, dealt: DealtRows, ranks: Ranks, number: int) -> None:
+    def __init__(
+        self, exchange: Exchange, dealt: DealtRows, ranks: Ranks, number: int, none: int | None
+    ) -> None:
         self._exchange, self._dealt, self._ranks = exchange, dealt, ranks
-        self._number = number
+        self._number, self._none = number, none
         self._told: list[PlannedQuestions] = []
         """Announced since the last lookup before."""
         self._due: PlannedQuestions | None = None
@@ -150,33 +156,73 @@ class Questions:
         self._was_looked_up = False
         self._planning = SideStream("planning")
         self._begins = torch.arange(dealt.ranks + 1) * dealt.room
+        self._latest: PlannedQuestions | None = None
+        """What was looked up last."""
         self._agreement: Agreement | None = None
         if exchange.capacity is not None:
             self._agreement = Agreement(exchange, ranks)
             exchange.begin_with(self._agreement)
 
-    def of(self, ids: Tensor) -> Question:
-        """The question of a lookup, which is asked now unless it was before.
+    def of(self, ids: Tensor) -> AnyQuestion:
+        """The question of a lookup of a step, which is asked now unless it was before.
 
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
         self._was_looked_up = True
-        if self._agreement is not None:
-            try:
-                self._agreement.check()
-            except (IndexError, RuntimeError):
-                self._told = []
-                raise
+        self._before_lookup()
         for planned in self._told:
             self._pass_on(planned)
+        planned, question = self._found(ids)
+        self._ask(planned)
+        self._latest = planned
+        self._expect([*self._told, planned])
+        return question
+
+    def _found(self, ids: Tensor) -> tuple[PlannedQuestions, AnyQuestion]:
+        """What was planned before, or is now."""
         for planned in (*self._told, *([] if self._due is None else [self._due])):
             for question in planned.questions:
                 if question.seen.are(ids):
-                    self._ask(planned)
-                    return question
-        planned = PlannedQuestions([self._question(ids, self._bounds())], None)
-        self._ask(planned)
-        return planned.questions[0]
+                    return planned, question
+        question = self._question(ids, self._bounds())
+        return PlannedQuestions([question], None), question
+
+    def of_no_step(self, ids: Tensor) -> AnyQuestion:
+        """The question of a lookup that trains nothing; of any number of rows.
+
+        Raises IndexError on all ranks if an id on one of them is out of range.
+        """
+        if self._agreement is None:
+            return self.of(ids)
+        self._before_lookup()
+        question = self._counted(*self._numbers_of(ids), self._bounds())
+        self._ask(PlannedQuestions([question], None))
+        return question
+
+    def _before_lookup(self) -> None:
+        """Raises what was found wrong at the last lookup; RuntimeError within a CUDA graph."""
+        if self._exchange.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self._exchange.name}: a CUDA graph cannot hold a lookup of rows that are shared"
+                " out among ranks; capture what comes after it"
+            )
+        latest, self._latest = self._latest, None
+        if self._agreement is None or not (fault := self._agreement.last()):
+            return
+        self._told = []
+        try:
+            self._agreement.settle(fault)
+        except IndexError:
+            for each in [] if latest is None else latest.questions:
+                if isinstance(each, FixedQuestion) and (own := each.bad_ids()) is not None:
+                    raise own from None
+            raise
+
+    def _expect(self, plans: Sequence[PlannedQuestions]) -> None:
+        """Tells who agrees with others what is known to be wrong with what may be held now."""
+        if self._agreement is not None:
+            faults = [fault for planned in plans for fault in planned.faults]
+            self._agreement.expect(torch.cat(faults).max().view(1))
 
     def announce(self, parts: Sequence[Tensor]) -> None:
         """As Exchange.announce."""
@@ -232,6 +278,7 @@ class Questions:
         """Announces to the exchange what other ranks ask for, once."""
         if not planned.is_asked:
             self._ask(planned)
+            self._expect(self._told)
             try:
                 self._exchange.announce(planned.ids)
             except (IndexError, RuntimeError):
@@ -252,11 +299,33 @@ class Questions:
             self._begins = self._begins.to(device)
         return self._begins
 
-    def _question(self, ids: Tensor, bounds: Tensor) -> Question:
-        name, device, dealt = self._exchange.name, self._exchange.device, self._dealt
+    def _numbers_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The ids, and the numbers of their rows on the device, towards which nobody waits."""
+        device = self._exchange.device
         if ids.is_cpu and device.type == "cuda":
-            ids = ids.pin_memory()  # nobody waits for it
-        numbers = dealt.numbers(ids.to(device, non_blocking=True))
+            ids = ids.pin_memory()
+        return ids, self._dealt.numbers(ids.to(device, non_blocking=True))
+
+    def _question(self, ids: Tensor, bounds: Tensor) -> AnyQuestion:
+        ids, numbers = self._numbers_of(ids)
+        capacity = self._exchange.capacity
+        if capacity is None:
+            return self._counted(ids, numbers, bounds)
+        assert self._none is not None
+        return FixedQuestion(
+            self._exchange.name,
+            ids,
+            numbers,
+            self._dealt,
+            bounds,
+            self._none,
+            self._ranks,
+            capacity,
+            self._number,
+        )
+
+    def _counted(self, ids: Tensor, numbers: Tensor, bounds: Tensor) -> Question:
+        name, device, dealt = self._exchange.name, self._exchange.device, self._dealt
         batch, end = None, dealt.room * dealt.ranks
         try:
             batch = PlannedBatch([numbers], end, device, name=name)

@@ -14,7 +14,7 @@ from torch import Tensor
 from speedtorch.ops.planned_batch import Numbers
 from speedtorch.torch_internals import timeout_of
 
-__all__ = ["Asked", "Ranks", "Told"]
+__all__ = ["Asked", "Ranks", "Told", "out_of_range"]
 
 
 _Value = TypeVar("_Value")
@@ -95,6 +95,10 @@ class Ranks:
         ids = ids[: sum(got)]
         return Asked(self._exchanged(told.name, ids, given, got, group=self._asking), given, got)
 
+    def exchanged(self, name: str, blocks: Tensor) -> Tensor:
+        """Tells each rank a block of as many numbers, `[size, n]`; gives what each has told."""
+        return self._exchanged(name, blocks, group=self._asking)
+
     def bring(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
         """Gives the rows that others have asked for, `[n, ...]`; gets those asked for by this."""
         return self._exchanged(name, rows, asked.got, asked.given, group=self._giving)
@@ -162,3 +166,16 @@ def _copy_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
         use_local_synchronization=True,
     )
     return made
+
+
+def out_of_range(name: str, ids: Tensor, numbers: Tensor, rows: int) -> IndexError | None:
+    """The error about ids, of which those that are no row have the number -1, if some are."""
+    bad = (numbers.reshape(-1) < 0).nonzero()[:, 0]
+    if len(bad) == 0:
+        return None
+    position = int(bad[0])
+    return IndexError(
+        f"{name}: id {int(ids.reshape(-1)[position])} at position {position} is out of range for a"
+        f" table of {rows} rows ({len(bad)} of {ids.numel()} ids are out of range); no row was"
+        " moved"
+    )

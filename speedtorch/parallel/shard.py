@@ -42,7 +42,8 @@ def shard(
     Raises:
         RuntimeError: torch.distributed is not initialised, or rows have been used; nothing has
             changed.
-        NotImplementedError: A module has scale_grad_by_freq; nothing has changed.
+        NotImplementedError: A module has scale_grad_by_freq, or all of a padding_idx, a max_norm
+            and a capacity; nothing has changed.
         ValueError: The model has no such module.
         MemoryError: On all ranks: the rows of the ranks on some machine do not fit there together;
             nothing has changed.
@@ -72,6 +73,12 @@ def shard(
             raise NotImplementedError(
                 f"{name}: scale_grad_by_freq would need the counts of all ranks; scale the"
                 " gradient of the lookup's result"
+            )
+        limits = (module.padding_idx, getattr(module, "max_norm", None), module.capacity)
+        if None not in limits:
+            raise NotImplementedError(
+                f"{name}: rows with a padding_idx, a max_norm and a capacity cannot be shared out,"
+                " as the padding's row fills blocks and would be shortened; leave one of them out"
             )
         module.trained_rows.store.refuse_if_used()
     ranks = Ranks(process_group)

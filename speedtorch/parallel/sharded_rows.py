@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import rows_at
-from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.parallel.dealt_rows import DealtRows
-from speedtorch.parallel.questions import Question, Questions
+from speedtorch.parallel.questions import AnyQuestion, Questions
 from speedtorch.parallel.ranks import Asked, Ranks
-from speedtorch.step.trained_rows import Bags, TrainedRows, summed
+from speedtorch.step.trained_rows import Bags, TrainedRows
 
 __all__ = ["ShardedRows", "ranks_of"]
 
@@ -64,7 +63,7 @@ class ShardedRows:
         self._divisor = ranks.size if average else 1
         self._sparse = sparse
         _ranks[rows] = ranks
-        self.exchange = Questions(rows.exchange, dealt, ranks, number)
+        self.exchange = Questions(rows.exchange, dealt, ranks, number, own_padding)
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
@@ -81,12 +80,12 @@ class ShardedRows:
         """As TrainedRows.summed."""
         question = self.exchange.of(ids)
         brought = self._brought(self._rows.summed(question.asked.ids), question.asked)
-        result: Tensor = _Spread.apply(brought, question.batch, bags)  # type: ignore[no-untyped-call]
+        result: Tensor = _Spread.apply(brought, question, bags)  # type: ignore[no-untyped-call]
         return result
 
     def read(self, ids: Tensor) -> Tensor:
         """As TrainedRows.read."""
-        question = self.exchange.of(ids)
+        question = self.exchange.of_no_step(ids)
         rows = self._given(self._rows.read(question.asked.ids), question)
         return torch.embedding(rows, question.places)
 
@@ -94,17 +93,17 @@ class ShardedRows:
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor]:
         """As TrainedRows.borrow."""
-        question = self.exchange.of(ids)
+        question = self.exchange.of_no_step(ids)
         places, held = self._rows.borrow(question.asked.ids, max_norm, norm_type)
         return self._operand(question, self._given(held[places], question))
 
-    def _operand(self, question: Question, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _operand(self, question: AnyQuestion, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Places and rows of a lookup, whose padding's row is the last."""
         if self._padding is None:
             return question.places, rows
         return question.with_padding(rows, self._padding)
 
-    def _given(self, rows: Tensor, question: Question) -> Tensor:
+    def _given(self, rows: Tensor, question: AnyQuestion) -> Tensor:
         return self._ranks.bring(self._rows.name, rows, question.asked)
 
     def _brought(self, rows: Tensor, asked: Asked) -> Tensor:
@@ -135,11 +134,11 @@ class _Spread(torch.autograd.Function):
     """Rows by the places that ids name, whose gradients are added up by the plan of the ids."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, batch: PlannedBatch, bags: Bags | None) -> Tensor:
-        ctx.batch, ctx.bags = batch, bags
-        places = batch.local(0)
+    def forward(ctx: Any, rows: Tensor, question: AnyQuestion, bags: Bags | None) -> Tensor:
+        ctx.question, ctx.bags = question, bags
+        places = question.places
         return rows_at(rows, places) if bags is None else bags.pool(rows, places)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return summed(gradient, ctx.batch, 0, ctx.bags), None, None
+        return ctx.question.summed(gradient, ctx.bags), None, None

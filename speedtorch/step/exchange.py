@@ -23,7 +23,7 @@ from speedtorch.ops.fitted_batch import FittedBatch, raises_at_once
 from speedtorch.ops.functions import carry_rows, raises_later
 from speedtorch.ops.joint_batch import JointBatch
 from speedtorch.ops.planned_batch import PlannedBatch
-from speedtorch.step.fixed_blocks import FixedBlocks, of_another_rank
+from speedtorch.step.fixed_blocks import REFUSED, FixedBlocks, of_ranks
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
 from speedtorch.step.row_store import Block, Fields, RowStore
 from speedtorch.step.side_stream import SideStream
@@ -315,6 +315,8 @@ class Exchange:
         self._store = store
         self._shown = shown
         self._padding = padding
+        self._named_rows = store.rows + (padding == store.rows)
+        """What ids may name: with a padding behind the last row that, too."""
         self._joint: Joint | None = None
         """With the tables of a loop whose rows are exchanged with those of this one."""
         self._is_idle = False
@@ -549,26 +551,28 @@ class Exchange:
             found = self._hold(parts, announced=announced)
         except Exception:
             if not self._is_agreed:
-                self._ask_others(torch.ones(1, dtype=torch.int64, device=self.device))
+                self._ask_others(REFUSED)
             raise
         if not self._is_agreed:
-            fault = self._ask_others(torch.zeros(1, dtype=torch.int64, device=self.device))
+            fault = self._ask_others(0)
             # Rows that a step finds among its own are counted at once, on a GPU, too.
             found_more = len(self.now.batches) > len(before.batches)
             if raises_at_once(self.device) or (found_more and self.now.number == before.number):
                 self._raise_with_others(fault)
         return found
 
-    def _ask_others(self, fault: Tensor) -> Tensor:
+    def _ask_others(self, fault: Tensor | int) -> Tensor:
         assert self._others is not None
         self._is_agreed = True
+        if isinstance(fault, int):
+            fault = torch.full((1,), fault, device=self.device)
         return self._others.agree(fault)
 
     def _raise_with_others(self, fault: Tensor) -> None:
-        """Raises RuntimeError if another rank has found something wrong."""
-        if int(fault):
+        """Raises what some rank has found wrong."""
+        if why := int(fault):
             self.forget_announced()
-            raise of_another_rank(self.name, "nothing has changed")
+            raise of_ranks(self.name, why, "nothing has changed")
 
     def forget_announced(self) -> None:
         """Awaits no lookups that were announced."""
@@ -912,12 +916,12 @@ class Exchange:
 
     def planned(self, parts: Sequence[Tensor], after: Batch | Tensor | None = None) -> PlannedBatch:
         """A batch of these ids whose rows can be counted; see PlannedBatch."""
-        rows, device, padding = self._store.rows, self.device, self._padding
+        rows, device, padding = self._named_rows, self.device, self._padding
         return PlannedBatch(parts, rows, device, padding, after=after, name=self.name)
 
     def _step_of(self, parts: Sequence[Tensor], after: Batch | None = None) -> Batch:
         """A batch of these ids for a step."""
-        rows, device, padding = self._store.rows, self.device, self._padding
+        rows, device, padding = self._named_rows, self.device, self._padding
         if self._fixed is None:  # not by planned(): this is every step's
             return PlannedBatch(parts, rows, device, padding, after=after, name=self.name)
         assert not isinstance(after, PlannedBatch)

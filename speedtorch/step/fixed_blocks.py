@@ -13,17 +13,31 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory import empty
-from speedtorch.ops.fitted_batch import Changes, FittedBatch, too_many
+from speedtorch.ops.fitted_batch import BAD_IDS, TOO_MANY, Changes, FittedBatch, too_many
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
-__all__ = ["FixedBlocks", "of_another_rank"]
+__all__ = ["OTHER_MODULE", "REFUSED", "FixedBlocks", "of_ranks"]
 
-_BAD_IDS, _TOO_MANY = 1, 2  # kinds of fault; a third are plans of other tables, which are none here
+OTHER_MODULE, REFUSED = 3, 4
+"""Why ranks that hold rows together cannot, beside what may be wrong with a batch."""
 
 
-def of_another_rank(name: str, so: str) -> RuntimeError:
-    """The error of a step that is wrong on another rank, and what came of it here."""
-    return RuntimeError(f"{name}: another rank cannot hold its rows of a step, and says why: {so}")
+def of_ranks(name: str, fault: int, so: str) -> IndexError | RuntimeError:
+    """The error about a step that is wrong on some rank, and what came of it on all."""
+    if fault == BAD_IDS:
+        return IndexError(f"{name}: an id on some rank is out of range; {so}")
+    why = "another rank cannot hold its rows of a step, and says why"
+    if fault == TOO_MANY:
+        why = (
+            "ranks name more distinct rows of one of them in a step than its capacity; use smaller"
+            " batches or a larger capacity"
+        )
+    if fault == OTHER_MODULE:
+        why = (
+            "other ranks look up rows of another module now; all ranks make the same lookups in"
+            " the same order, with an empty batch where they have none"
+        )
+    return RuntimeError(f"{name}: {why}: {so}")
 
 
 class FixedBlocks:
@@ -36,7 +50,8 @@ class FixedBlocks:
         name: what errors call it.
         store: all rows.
         capacity: rows of a block.
-        padding: id of the row that is never trained, or None.
+        padding: id of the row that is never trained, or None. That behind the last is of a row
+            that is none, whose weights are zeros.
     """
 
     def __init__(self, name: str, store: RowStore, capacity: int, padding: int | None) -> None:
@@ -187,7 +202,7 @@ class FixedBlocks:
 
     def fetch_padding(self) -> None:
         """Reads the padding's row."""
-        if self._padding is not None:
+        if self._padding is not None and self._padding < self._store.rows:
             self._store.read(self._padding_id, self.padded[-1:])
 
     def send(self, following: FittedBatch | None, *, foreseen: bool = False) -> None:
@@ -289,11 +304,11 @@ class FixedBlocks:
             f"its rows{since} were looked up as zeros and none of the table's was moved or changed;"
             " parameters of other layers were stepped, unless their optimizer is a fused one"
         )
-        if kind == _TOO_MANY:
+        if kind == TOO_MANY:
             raise too_many(self._name, distinct, size, nothing)
-        assert kind == _BAD_IDS
+        assert kind == BAD_IDS
         if position < 0:
-            raise of_another_rank(self._name, nothing)
+            raise of_ranks(self._name, -position, nothing)
         raise IndexError(
             f"{self._name}: id {bad_id} at position {position} is out of range for a table of"
             f" {rows} rows ({bad} of {count} ids are out of range); {nothing}"

@@ -57,7 +57,8 @@ class TrainedRows:
         name: what errors call it.
         store: the rows.
         parameter: holds the rows of a step; show_rows() makes it stand for the table.
-        padding: id of the row that is never trained, or None.
+        padding: id of the row that is never trained, or None; with a capacity that behind the last
+            may be one that is none, whose weights are zeros.
         capacity: the most rows of a step, or None for any number.
     """
 
@@ -73,7 +74,7 @@ class TrainedRows:
         self.store = store
         self.parameter = parameter
         self.shape = torch.Size((store.rows, *store.row_shape))
-        self._padding = padding
+        self._padding = None if padding == store.rows else padding
         self.shown = ShownRows(name, parameter)
         self.exchange = Exchange(name, store, self.shown, padding, capacity)
         self._sums = GradientSums()
@@ -336,7 +337,9 @@ class _SummedLookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.asker, ctx.batch, ctx.part, ctx.bags = asker, found.batch, found.part, bags
         ctx.number, ctx.token = asker.exchange.now.number, asker.exchange.token()
-        held = parameter.detach()
+        held, padded = parameter.detach(), asker.exchange.now.padded
+        if len(padded) > len(held):  # ids may name the padding's row
+            held = padded.detach()
         if bags is None:
             return rows_at(held, found.positions)
         return bags.pool(held, found.positions)

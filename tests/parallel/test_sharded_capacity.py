@@ -7,6 +7,8 @@ import torch
 from rank_processes import in_processes
 from sharded_capacity import (
     check_a_bad_id,
+    check_a_capture,
+    check_a_rank_without_rows,
     check_late_faults,
     check_rows_that_were_not_announced,
     check_too_many_rows,
@@ -27,14 +29,18 @@ def test_collections_train_as_in_one_process(backend: str) -> None:
     in_processes(2, check_collections, FITS["capacity"], backend=backend)
 
 
-def check_faults() -> None:
+def check_faults(backend: str) -> None:
     """One after the other."""
-    check_too_many_rows()
-    check_a_bad_id()
+    if backend == "nccl":
+        check_a_capture()
+    else:  # where it is raised at once
+        check_too_many_rows()
+        check_a_bad_id()
     check_rows_that_were_not_announced()
     check_late_faults()
+    check_a_rank_without_rows()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_one_rank_cannot_hold_raises_on_all(ranks: int) -> None:
-    in_processes(ranks, check_faults)
+@pytest.mark.parametrize(("ranks", "backend"), RANKS)
+def test_what_one_rank_cannot_hold_raises_on_all(ranks: int, backend: str) -> None:
+    in_processes(ranks, check_faults, backend, backend=backend)
