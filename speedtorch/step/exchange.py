@@ -522,7 +522,8 @@ class Exchange:
         Gives where the rows of the ids, of any shape on either device, are. What was announced is
         held as well. Bad ids raise IndexError, and what is held did not change.
         """
-        found = self._hold_with_others([ids], announced=False)
+        hold = self._hold if self._others is None else self._hold_with_others
+        found = hold([ids], announced=False)
         return found or self.now.part(len(self.now.batches) - 1, 0)
 
     def announce(self, parts: Sequence[Tensor]) -> None:
@@ -532,7 +533,8 @@ class Exchange:
         announced to before the first of them counts its rows. Bad ids raise IndexError, on a GPU at
         the next lookup.
         """
-        self._hold_with_others(parts, announced=True)
+        hold = self._hold if self._others is None else self._hold_with_others
+        hold(parts, announced=True)
 
     def begin_with(self, others: Others) -> None:
         """Lets steps of blocks of a fixed size begin if they can on all ranks.
@@ -544,8 +546,6 @@ class Exchange:
 
     def _hold_with_others(self, parts: Sequence[Tensor], *, announced: bool) -> Placed | None:
         """As _hold; what one rank cannot hold, none does."""
-        if self._others is None:
-            return self._hold(parts, announced=announced)
         self._is_agreed, before = False, self.now
         try:
             found = self._hold(parts, announced=announced)
