@@ -84,6 +84,9 @@ class Lookups(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Rows of no step, as the operand of a lookup."""
 
+    def gives_sparse(self, *, asked: bool) -> bool:
+        """Whether autograd makes a sparse gradient of that."""
+
 
 class RowModule(nn.Module):
     """What Embedding and EmbeddingBag share: the rows, and how they come and go.

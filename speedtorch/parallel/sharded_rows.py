@@ -17,7 +17,7 @@ from speedtorch.ops.functions import rows_at
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.questions import AnyQuestion, Questions
 from speedtorch.parallel.ranks import Asked, Ranks
-from speedtorch.step.trained_rows import Bags, TrainedRows
+from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
 
 __all__ = ["ShardedRows", "ranks_of"]
 
@@ -97,6 +97,10 @@ class ShardedRows:
         places, held = self._rows.borrow(question.asked.ids, max_norm, norm_type)
         return self._operand(question, self._given(held[places], question))
 
+    def gives_sparse(self, *, asked: bool) -> bool:
+        """Never: gradients go to their owners dense, and become sparse there."""
+        return False
+
     def _operand(self, question: AnyQuestion, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Places and rows of a lookup, whose padding's row is the last."""
         if self._padding is None:
@@ -123,8 +127,7 @@ class _Brought(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
+        check_once(gradient)
         if ctx.divisor != 1:
             gradient = gradient / ctx.divisor
         return ctx.ranks.give_back(ctx.name, gradient, ctx.asked), None, None, None, None
@@ -141,4 +144,5 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        check_once(gradient)
         return ctx.question.summed(gradient, ctx.bags), None, None

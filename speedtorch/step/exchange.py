@@ -69,7 +69,7 @@ class Placed(NamedTuple):
     positions: Tensor
     """Which held rows the ids name, in their shape; the padding is one after the last."""
     has_moved: bool
-    """Whether its rows had other positions when it was looked up first."""
+    """Whether its rows may have had other positions when it was looked up first."""
 
 
 class Step(NamedTuple):
@@ -524,7 +524,10 @@ class Exchange:
         """
         hold = self._hold if self._others is None else self._hold_with_others
         found = hold([ids], announced=False)
-        return found or self.now.part(len(self.now.batches) - 1, 0)
+        if found is None:  # not known again, or new: which of them nobody can tell
+            found = self.now.part(len(self.now.batches) - 1, 0)
+            found = found._replace(has_moved=self.now.moved > 0)
+        return found
 
     def announce(self, parts: Sequence[Tensor]) -> None:
         """Lets the next lookup bring the rows of all of these ids; those after it load nothing.

@@ -19,7 +19,15 @@ from speedtorch.torch_internals import (
     top_saved_tensors_hooks,
 )
 
-__all__ = ["Bags", "TrainedRows", "random_seed", "rows_held_by", "rows_of_parameter", "summed"]
+__all__ = [
+    "Bags",
+    "TrainedRows",
+    "check_once",
+    "random_seed",
+    "rows_held_by",
+    "rows_of_parameter",
+    "summed",
+]
 
 
 class Bags(NamedTuple):
@@ -319,7 +327,7 @@ class _RowsOfStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        _check_once(gradient)
+        check_once(gradient)
         ctx.token = None
         ctx.asker.add_gradient(gradient, ctx.ids, ctx.number)
         return None, None, None
@@ -346,7 +354,7 @@ class _SummedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        _check_once(gradient)
+        check_once(gradient)
         ctx.token = None
         asker, batch = ctx.asker, ctx.batch
         asker.add_gradient(summed(gradient, batch, ctx.part, ctx.bags), batch.ids, ctx.number)
@@ -365,7 +373,8 @@ def summed(gradient: Tensor, batch: Batch, part: int, bags: Bags | None) -> Tens
     return batch.summed(gradient, part, None if bags is None else bags.of_ids)
 
 
-def _check_once(gradient: Tensor) -> None:
+def check_once(gradient: Tensor) -> None:
+    """Raises NotImplementedError within a backward that is to be differentiated itself."""
     if torch.is_grad_enabled() and gradient.requires_grad:
         raise NotImplementedError(
             "gradients of gradients do not go through an Embedding's rows; use torch.nn"

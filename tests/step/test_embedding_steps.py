@@ -339,6 +339,19 @@ def test_a_checkpoint_that_cannot_find_its_positions_again_is_refused(make: type
     torch.testing.assert_close(module.weight.grad, expected.weight.grad[[1, 2, 8, 9]])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_checkpoint_that_makes_its_ids_anew_is_refused_too(device: str) -> None:
+    module = speedtorch.EmbeddingBag(ROWS, WIDTH, device=device)
+    ids = torch.tensor([[8, 9]], device=device)
+    total = torch.zeros((), device=device)
+    for less in (0, 7):  # a GPU's tensors are known again only if they are the same
+        total = total + checkpoint(
+            lambda less=less: module(ids - less).square().sum(), use_reentrant=False
+        )
+    with pytest.raises(RuntimeError, match=r"checkpoint computes a lookup again.*announce\(\)"):
+        total.backward()
+
+
 @pytest.mark.parametrize("make", [speedtorch.Embedding, speedtorch.EmbeddingBag])
 def test_a_checkpoint_of_the_last_lookup_is_none_that_is_refused(make: type) -> None:
     torch.manual_seed(0)
