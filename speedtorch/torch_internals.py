@@ -41,6 +41,7 @@ __all__ = [
     "current_backward",
     "forget_failed_backward",
     "gradient_hooks",
+    "group_like",
     "ignored_by_data_parallel",
     "is_batched",
     "is_forward_mode",
@@ -139,6 +140,31 @@ def timeout_of(group: Any) -> timedelta:
     """How long the collectives of a process group wait for the others."""
     backend = group._get_backend(group._device_types[0])
     return cast(timedelta, backend.options._timeout)
+
+
+def group_like(group: Any) -> Any:
+    """Another process group of the same ranks; all of these call it, and no others.
+
+    new_group() names such a group by the number of those that a process is in, which is not the
+    same on all ranks where some are in more groups: these would wait for each other in vain.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    names = c10d._world.pg_names.values()
+    number = sum(name.startswith(f"{group.group_name} copy ") for name in names)
+    ranks = c10d.get_process_group_ranks(group)
+    made, _ = c10d._new_process_group_helper(
+        group.size(),
+        group.rank(),
+        ranks,
+        c10d.Backend(c10d.get_backend_config(group)),
+        c10d._get_default_store(),
+        c10d.GroupName(f"{group.group_name} copy {number}"),
+        timeout=timeout_of(group),
+        device_id=group.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
 
 def ignored_by_data_parallel(module: nn.Module, names: Iterable[str]) -> None:

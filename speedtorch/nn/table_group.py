@@ -63,7 +63,16 @@ class TableGroup(RowModule):
 
     def ids_of(self, source: Source) -> TableIds:
         """Ids of the group's features as rows; see TableRanges."""
-        return self.ranges.ids_of(source, self.trained_rows.exchange.device)
+        is_alone = self.lookups is self.trained_rows
+        read = self.ranges.ids_of if is_alone else self.ranges.ids_of_rank
+        return read(source, self.trained_rows.exchange.device)
+
+    def announce(self, *ids: Tensor) -> None:
+        """As RowModule.announce; an error about bad ids has the feature and the table."""
+        try:
+            super().announce(*ids)
+        except IndexError as error:
+            raise self.ranges.explained(error) from None
 
     def flush(self) -> None:
         """As RowModule.flush; an error about bad ids has the feature and the table."""

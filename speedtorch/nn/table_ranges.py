@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ class TableRanges:
         self._ranges: dict[torch.device, Tensor] = {}
         self._means: dict[torch.device, Tensor] = {}
         self._known = _Known()
+        self._awaited: list[_Entry] = []
+        """Ids of this rank, for as long as somebody keeps their rows."""
 
     def range_of(self, name: str) -> slice:
         """The rows of a table."""
@@ -67,7 +70,27 @@ class TableRanges:
         if known is None:
             seen = [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
             known = self._made(source.read(device), device)
-            self._known.append((source.form, seen, place, known))
+            if device.type == "cpu" and (error := self._bad_id(known)) is not None:
+                raise error
+            self._known.append((source.form, seen, place, lambda: known))
+        return known
+
+    def ids_of_rank(self, source: Source, device: torch.device) -> TableIds:
+        """As `ids_of`, where other ranks look up theirs.
+
+        Ids of other tensors are never taken for these: on other ranks their values may differ. Nor
+        is what is planned ahead forgotten for others. Bad ids are found by the lookup, on all
+        ranks.
+        """
+        place = (device, False)
+        self._awaited = [each for each in self._awaited if each[-1]() is not None]
+        known = _find(self._awaited, source, place)
+        if known is None:
+            seen = [SeenIds(each, device, unread=True) for each in source.tensors]
+            # And of the values that they had, which NumPy may have changed.
+            seen += [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
+            known = self._made(source.read(device), device)
+            self._awaited.append((source.form, seen, place, _while_kept(known)))
         return known
 
     def _made(self, jagged: Jagged, device: torch.device) -> TableIds:
@@ -85,15 +108,12 @@ class TableRanges:
                     self._means[device] = torch.tensor(means, device=device)
                 lengths = lengths.where(self._means[device], 1)
             divisors = lengths.reshape(-1, 1).to(self.tables[0].dtype)
-        made = TableIds(rows, Bags(offsets, bags, len(means), all(means), divisors), jagged)
-        if device.type == "cpu" and (error := self._bad_id(made)) is not None:
-            raise error
-        return made
+        return TableIds(rows, Bags(offsets, bags, len(means), all(means), divisors), jagged)
 
     def explained(self, error: IndexError) -> IndexError:
         """An error about bad ids with the feature and the table, if the ids can still be found."""
-        for *_, ids in reversed(self._known):
-            if (named := self._bad_id(ids)) is not None:
+        for *_, made in reversed([*self._known, *self._awaited]):
+            if (ids := made()) is not None and (named := self._bad_id(ids)) is not None:
                 self._known.clear()
                 return named
         return error
@@ -120,7 +140,27 @@ _Place = tuple[torch.device, bool]
 """A device, and whether a CUDA graph is captured there."""
 
 
-class _Known(deque[tuple[Hashable, list[SeenIds], _Place, TableIds]]):
+_Entry = tuple[Hashable, list[SeenIds], _Place, Callable[[], TableIds | None]]
+"""The form of a source, its tensors, and what they were made, if that is still there."""
+
+
+def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds | None:
+    """What the tensors of a source were made, if they are known to be the same."""
+    for form, seen, where, made in reversed(entries):
+        # Of one form: as many; each was seen once or twice.
+        pairs = zip(seen, source.tensors * 2, strict=False)
+        if (form, where) == (source.form, place) and all(each.are(ids) for each, ids in pairs):
+            return made()
+    return None
+
+
+def _while_kept(ids: TableIds) -> Callable[[], TableIds | None]:
+    """Gives them for as long as somebody else keeps their rows."""
+    rows, bags, jagged = weakref.ref(ids.rows), ids.bags, ids.jagged
+    return lambda: None if (kept := rows()) is None else TableIds(kept, bags, jagged)
+
+
+class _Known(deque[_Entry]):
     """Ids that were made rows before; a copy of a module begins without."""
 
     def __init__(self, ids: Iterable[Any] = ()) -> None:
@@ -133,8 +173,4 @@ class _Known(deque[tuple[Hashable, list[SeenIds], _Place, TableIds]]):
         """What the tensors of a source were made, if they are known to be the same."""
         if any(captured != place[1] for _, _, (_, captured), _ in self):
             self.clear()  # of another capture, or of none
-        for form, seen, where, made in reversed(self):
-            pairs = zip(seen, source.tensors, strict=False)  # of one form: as many
-            if (form, where) == (source.form, place) and all(each.are(ids) for each, ids in pairs):
-                return made
-        return None
+        return _find(self, source, place)

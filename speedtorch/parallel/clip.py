@@ -66,8 +66,8 @@ def clip_grad_norm_(
         return norm if largest else norm**norm_type
 
     parts = [power_of(gradients) for gradients in _apart(whole)]
-    for ranks, gradients in own.items():
-        part = power_of(gradients)
+    for ranks in sorted(own, key=lambda each: each.name):  # whatever the order of the parameters
+        part = power_of(own[ranks])
         parts.append(ranks.most(part) if largest else ranks.summed(part))
     total = reduce(torch.maximum if largest else torch.add, parts)
     norm = total if largest else total ** (1.0 / norm_type)

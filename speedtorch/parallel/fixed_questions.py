@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.fitted_batch import BAD_IDS, TOO_MANY, FittedBatch, raises_at_once
-from speedtorch.ops.planned_batch import SeenIds
 from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Asked, Ranks, out_of_range
 from speedtorch.step.fixed_blocks import OTHER_MODULE, of_ranks
 from speedtorch.step.trained_rows import Bags, summed
@@ -25,7 +25,8 @@ class FixedQuestion:
 
     Args:
         name: of who asks, for errors.
-        ids: of the whole table, of any shape.
+        turn: of the lookup.
+        numbers: of the rows, `[...]` as the ids.
         dealt: who owns which rows.
         bounds: where the numbers of each rank begin, and where the last ones end, on the device.
         none: what each rank calls a row that is none: an id of its own rows, never trained.
@@ -36,7 +37,7 @@ class FixedQuestion:
     def __init__(
         self,
         name: str,
-        ids: Tensor,
+        turn: LookupTurn,
         numbers: Tensor,
         dealt: DealtRows,
         bounds: Tensor,
@@ -46,9 +47,9 @@ class FixedQuestion:
         number: int,
     ) -> None:
         device = numbers.device
-        self.seen = SeenIds(ids, device, unread=True)
+        self.turn = turn
         self._name, self._capacity, self._number = name, capacity, number
-        self._ids, self._numbers, self._dealt = ids, numbers, dealt
+        self._numbers, self._dealt = numbers, dealt
         count, end, size = numbers.numel(), dealt.room * dealt.ranks, dealt.ranks
         self._batch = FittedBatch([numbers.clamp(min=0)], max(end, 1), device, None, count)
         unique, status = self._batch.parts.plan[0], self._batch.parts.plan[4]
@@ -69,7 +70,7 @@ class FixedQuestion:
         """What is wrong on some rank, on the device: `[1]`; 0: nothing."""
         blocks = others[:, :-2].flatten()
         every = [capacity] * size
-        self.asked = Asked(blocks.masked_fill(blocks < 0, none), every, every)
+        self.asked = Asked(blocks.masked_fill(blocks < 0, none), every, every, [])
 
     def _of_entries(self, values: Tensor) -> Tensor:
         """What the distinct rows have, `[distinct, ...]`, where they are among the blocks."""
@@ -87,9 +88,16 @@ class FixedQuestion:
                 )
             raise of_ranks(self._name, fault, "nothing has changed")
 
+    def check_order(self) -> None:
+        """Raises RuntimeError: a lookup that is not the next may be another on other ranks."""
+        raise RuntimeError(
+            f"{self._name}: with a capacity ranks take lookups for those that come next: make them"
+            " in the order of announce() and of prefetch's ids"
+        )
+
     def bad_ids(self) -> IndexError | None:
         """The error about ids of this rank that are out of range, if some are."""
-        return out_of_range(self._name, self._ids, self._numbers, self._dealt.rows)
+        return out_of_range(self._name, self.turn.ids, self._numbers, self._dealt.rows)
 
     @property
     def places(self) -> Tensor:

@@ -41,6 +41,7 @@ class GradScaler(torch.amp.GradScaler):
         most = found_inf.clone()  # where no parameter has a gradient nothing was found
         for each in found.values():
             most = torch.maximum(most, each.to(most.device))
-        for ranks, rows in dict(sharing).items():
+        # Whatever the order of the parameters, which may have been those of a set.
+        for ranks, rows in sorted(dict(sharing).items(), key=lambda each: each[0].name):
             most = ranks.most(most.to(rows.exchange.device))
         return {most.device: most}

@@ -2,7 +2,8 @@
 
 Ids go to the owners of their rows, each distinct one once. Questions of a batch that is announced,
 or planned by a loop, are asked then; at the lookup they are known again by their tensors, never by
-values: all ranks run the same code, and have other values.
+values: all ranks run the same code, and have other values. Each serves one lookup, so that ranks
+which give several lookups one tensor, as an empty one, ask as those do that give each another.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from speedtorch.ops.planned_batch import PlannedBatch, SeenIds
+from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.fixed_questions import FixedQuestion
+from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Asked, Ranks, Told, out_of_range
 from speedtorch.step.exchange import Batch, Exchange
 from speedtorch.step.side_stream import SideStream
@@ -32,7 +34,7 @@ class Question:
     the other ranks' counts.
 
     Args:
-        ids: of the whole table, of any shape.
+        turn: of the lookup.
         numbers: of the rows, `[...]` as the ids.
         batch: of these numbers; None if some are known to be bad.
         told: what the ranks have told each other.
@@ -41,10 +43,10 @@ class Question:
     asked: Asked
 
     def __init__(
-        self, ids: Tensor, numbers: Tensor, batch: PlannedBatch | None, told: Told
+        self, turn: LookupTurn, numbers: Tensor, batch: PlannedBatch | None, told: Told
     ) -> None:
-        self.seen = SeenIds(ids, numbers.device, unread=True)
-        self._ids: tuple[Tensor, Tensor] | None = (ids, numbers)
+        self.turn = turn
+        self._numbers: Tensor | None = numbers
         self._batch, self._told = batch, told
 
     @property
@@ -64,15 +66,24 @@ class Question:
 
     def ask(self, ranks: Ranks, dealt: DealtRows) -> None:
         """Asks the other ranks; IndexError on all of them if an id on one of them is bad."""
-        assert self._ids is not None
-        ids, numbers = self._ids
+        assert self._numbers is not None
+        ids, numbers = self.turn.ids, self._numbers
         unique = numbers if self._batch is None else self._batch.parts.plan[0]
         try:
             self.asked = ranks.ask(self._told, unique.remainder(dealt.room))
         except IndexError as error:
             raise out_of_range(self._told.name, ids, numbers, dealt.rows) or error from None
         self.batch.count()
-        self._ids = None
+        self._numbers = None
+
+    def check_order(self) -> None:
+        """Raises RuntimeError if a lookup that is not the next may be another on other ranks."""
+        if self.asked.alike:
+            raise RuntimeError(
+                f"{self._told.name}: ranks {self.asked.alike} look up one tensor several times"
+                " where others have several, and cannot tell which is which; make lookups in the"
+                " order of announce() and of prefetch's ids, or give each a tensor of its own"
+            )
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """The places, and the rows with the padding's as the last, whose number is given."""
@@ -166,26 +177,37 @@ class Questions:
     def of(self, ids: Tensor) -> AnyQuestion:
         """The question of a lookup of a step, which is asked now unless it was before.
 
+        None was for a lookup without gradients, which may be of one of the planned tensors on some
+        ranks alone.
+
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
-        self._was_looked_up = True
         self._before_lookup()
-        for planned in self._told:
-            self._pass_on(planned)
-        planned, question = self._found(ids)
+        found = self._planned_for(ids) if torch.is_grad_enabled() else None
+        if found is None:
+            question = self._question(ids, self._bounds(), again=False)
+            found = PlannedQuestions([question], None), question, True
+        planned, question, is_next = found
         self._ask(planned)
+        if not is_next:
+            question.check_order()
+        question.turn.has_come = True
         self._latest = planned
         self._expect([*self._told, planned])
         return question
 
-    def _found(self, ids: Tensor) -> tuple[PlannedQuestions, AnyQuestion]:
-        """What was planned before, or is now."""
-        for planned in (*self._told, *([] if self._due is None else [self._due])):
-            for question in planned.questions:
-                if question.seen.are(ids):
-                    return planned, question
-        question = self._question(ids, self._bounds())
-        return PlannedQuestions([question], None), question
+    def _planned_for(self, ids: Tensor) -> tuple[PlannedQuestions, AnyQuestion, bool] | None:
+        """What was planned for a lookup, and whether that is the next."""
+        self._was_looked_up = True
+        for planned in self._told:
+            self._pass_on(planned)
+        for batches in (self._told, [] if self._due is None else [self._due]):
+            every = [(batch, each) for batch in batches for each in batch.questions]
+            waiting = [(batch, each) for batch, each in every if not each.turn.has_come]
+            for place, (batch, question) in enumerate(waiting):
+                if question.turn.is_of(ids):
+                    return batch, question, place == 0
+        return None
 
     def of_no_step(self, ids: Tensor) -> AnyQuestion:
         """The question of a lookup that trains nothing; of any number of rows.
@@ -195,7 +217,8 @@ class Questions:
         if self._agreement is None:
             return self.of(ids)
         self._before_lookup()
-        question = self._counted(*self._numbers_of(ids), self._bounds())
+        turn = LookupTurn(ids, self._exchange.device)
+        question = self._counted(turn, self._numbers_of(turn), self._bounds(), again=False)
         self._ask(PlannedQuestions([question], None))
         return question
 
@@ -228,8 +251,8 @@ class Questions:
         """As Exchange.announce."""
         if self._was_looked_up:
             self._told, self._was_looked_up = [], False
-        bounds = self._bounds()
-        planned = PlannedQuestions([self._question(part, bounds) for part in parts], None)
+        before = [each for planned in self._told for each in planned.questions]
+        planned = PlannedQuestions(self._questions(parts, self._bounds(), before), None)
         self._told.append(planned)
         if self._exchange.device.type == "cpu":  # nothing is gained by waiting later
             self._pass_on(planned)
@@ -240,7 +263,7 @@ class Questions:
         """As Exchange.plan_ahead; it plans the batch before this one, whose counts have come."""
         bounds = self._bounds()
         with self._planning.after_current(self._exchange.device):
-            planned = PlannedQuestions([self._question(part, bounds) for part in parts], after)
+            planned = PlannedQuestions(self._questions(parts, bounds), after)
         planned.planned_until(self._planning.end)
         if after is not None:
             self._plan(after)
@@ -299,22 +322,29 @@ class Questions:
             self._begins = self._begins.to(device)
         return self._begins
 
-    def _numbers_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The ids, and the numbers of their rows on the device, towards which nobody waits."""
-        device = self._exchange.device
-        if ids.is_cpu and device.type == "cuda":
-            ids = ids.pin_memory()
-        return ids, self._dealt.numbers(ids.to(device, non_blocking=True))
+    def _numbers_of(self, turn: LookupTurn) -> Tensor:
+        """The numbers of the rows, on the device."""
+        return self._dealt.numbers(turn.ids.to(self._exchange.device, non_blocking=True))
 
-    def _question(self, ids: Tensor, bounds: Tensor) -> AnyQuestion:
-        ids, numbers = self._numbers_of(ids)
-        capacity = self._exchange.capacity
+    def _questions(
+        self, parts: Sequence[Tensor], bounds: Tensor, before: Sequence[AnyQuestion] = ()
+    ) -> list[AnyQuestion]:
+        """Those of lookups, after others; ranks are told where they are of one tensor."""
+        made = [*before]
+        for ids in parts:
+            again = any(each.turn.is_of(ids) for each in made)
+            made.append(self._question(ids, bounds, again=again))
+        return made[len(before) :]
+
+    def _question(self, ids: Tensor, bounds: Tensor, *, again: bool) -> AnyQuestion:
+        turn = LookupTurn(ids, self._exchange.device)
+        numbers, capacity = self._numbers_of(turn), self._exchange.capacity
         if capacity is None:
-            return self._counted(ids, numbers, bounds)
+            return self._counted(turn, numbers, bounds, again=again)
         assert self._none is not None
         return FixedQuestion(
             self._exchange.name,
-            ids,
+            turn,
             numbers,
             self._dealt,
             bounds,
@@ -324,7 +354,9 @@ class Questions:
             self._number,
         )
 
-    def _counted(self, ids: Tensor, numbers: Tensor, bounds: Tensor) -> Question:
+    def _counted(
+        self, turn: LookupTurn, numbers: Tensor, bounds: Tensor, *, again: bool
+    ) -> Question:
         name, device, dealt = self._exchange.name, self._exchange.device, self._dealt
         batch, end = None, dealt.room * dealt.ranks
         try:
@@ -335,4 +367,5 @@ class Questions:
             unique, status = batch.parts.plan[0], batch.parts.plan[4]
             ends = torch.searchsorted(unique.masked_fill(unique < 0, end), bounds)
             counts = ends.diff().masked_fill_(status[0] > 0, -1)
-        return Question(ids, numbers, batch, self._ranks.tell(name, self._number, counts))
+        told = self._ranks.tell(name, self._number, counts, again=again)
+        return Question(turn, numbers, batch, told)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from speedtorch.ops.planned_batch import Numbers
-from speedtorch.torch_internals import timeout_of
+from speedtorch.torch_internals import group_like, timeout_of
 
 __all__ = ["Asked", "Ranks", "Told", "out_of_range"]
 
@@ -30,6 +30,8 @@ class Asked(NamedTuple):
     """How many of them each rank asks for."""
     got: list[int]
     """How many rows this rank has asked each for."""
+    alike: list[int]
+    """The ranks that ask for a tensor that they ask for before, if others do not."""
 
 
 class Told(NamedTuple):
@@ -55,20 +57,26 @@ class Ranks:
         group = group or dist.group.WORLD
         assert group is not None
         # Collectives of others, such as those of DistributedDataParallel, go their own way.
-        self._giving, self._asking = _copy_of(group), _copy_of(group)
+        self._giving, self._asking = group_like(group), group_like(group)
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
         # NCCL ends the process when the time is over, and does not know who waits.
         self._patience = 0.9 * timeout_of(group).total_seconds()
 
-    def tell(self, name: str, number: int, counts: Tensor) -> Told:
+    @property
+    def name(self) -> str:
+        """The same on all of them, and another for others."""
+        return str(self._giving.group_name)
+
+    def tell(self, name: str, number: int, counts: Tensor, *, again: bool) -> Told:
         """Tells each rank how many of its rows this rank will ask for, without waiting.
 
         Args:
             name: of who asks, for errors.
             number: of who asks: the same on all ranks.
             counts: `[size]` int64, on the device of the rows; -1 each where ids are bad.
+            again: whether the ids are those of a question before, of which others may know nothing.
         """
-        told = counts + number * _NUMBERED
+        told = counts + (2 * number + again) * _NUMBERED
         others = self._exchanged(name, told, group=self._asking)
         return Told(name, number, Numbers(torch.cat([told, others])))
 
@@ -82,7 +90,8 @@ class Ranks:
         if not told.counts.have_come(self._patience):
             raise RuntimeError(_not_come(told.name, f"nothing for {self._patience:.0f} s"))
         every = [divmod(each + 1, _NUMBERED) for each in told.counts.read()]
-        numbers = [number for number, _ in every[self.size :]]
+        numbers = [number // 2 for number, _ in every[self.size :]]
+        alike = [rank for rank, (number, _) in enumerate(every[self.size :]) if number % 2]
         got, given = ([n - 1 for _, n in part] for part in (every[: self.size], every[self.size :]))
         if numbers != [told.number] * self.size:
             others = [rank for rank, each in enumerate(numbers) if each != told.number]
@@ -93,7 +102,8 @@ class Ranks:
         if bad := [rank for rank, count in enumerate(given) if count < 0]:
             raise IndexError(f"{told.name}: an id on ranks {bad} is out of range; no row was moved")
         ids = ids[: sum(got)]
-        return Asked(self._exchanged(told.name, ids, given, got, group=self._asking), given, got)
+        come = self._exchanged(told.name, ids, given, got, group=self._asking)
+        return Asked(come, given, got, alike if len(alike) < self.size else [])
 
     def exchanged(self, name: str, blocks: Tensor) -> Tensor:
         """Tells each rank a block of as many numbers, `[size, n]`; gives what each has told."""
@@ -154,18 +164,9 @@ class Ranks:
 def _not_come(name: str, what: str) -> str:
     return (
         f"{name}: rows of other ranks did not come; all ranks make the same lookups in the same"
-        f" order, with an empty batch where they have none: {what}"
+        " order, with an empty batch where they have none, and go backward through the results of"
+        f" all or of none: {what}"
     )
-
-
-def _copy_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout_of(group),
-        dist.get_backend_config(group),
-        use_local_synchronization=True,
-    )
-    return made
 
 
 def out_of_range(name: str, ids: Tensor, numbers: Tensor, rows: int) -> IndexError | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import zip_longest
 
 import torch.distributed as dist
 from torch import nn
@@ -44,7 +45,8 @@ def shard(
             changed.
         NotImplementedError: A module has scale_grad_by_freq, or all of a padding_idx, a max_norm
             and a capacity; nothing has changed.
-        ValueError: The model has no such module.
+        ValueError: The model has no such module, this process is none of the group's, or, on all
+            ranks, a module is not the same on all of them; nothing has changed.
         MemoryError: On all ranks: the rows of the ranks on some machine do not fit there together;
             nothing has changed.
 
@@ -81,7 +83,10 @@ def shard(
                 " as the padding's row fills blocks and would be shortened; leave one of them out"
             )
         module.trained_rows.store.refuse_if_used()
+    if dist.get_rank(process_group) < 0:
+        raise ValueError("shard: this process is none of process_group; call it in those that are")
     ranks = Ranks(process_group)
+    _refuse_if_differing(ranks, modules)
     deals, portions, needed = [], [], waiting_bytes()
     for module in modules:
         unit = rows_of_a_block((module.embedding_dim,))
@@ -107,3 +112,20 @@ def shard(
                 sparse=bool(getattr(module, "sparse", False)),
             ),
         )
+
+
+def _refuse_if_differing(ranks: Ranks, modules: list[RowModule]) -> None:
+    """Raises ValueError on all ranks if they have not all the same modules."""
+    own = [
+        f"{each.trained_rows.name} of {each.num_embeddings} rows of {each.embedding_dim}"
+        f" {each.trained_rows.store.dtype}, padding_idx={each.padding_idx},"
+        f" capacity={each.capacity}"
+        for each in modules
+    ]
+    for rank, others in enumerate(ranks.every(own)):
+        for mine, theirs in zip_longest(own, others, fillvalue="nothing"):
+            if mine != theirs:
+                raise ValueError(
+                    f"shard: rank {rank} has {theirs} where rank {ranks.rank} has {mine}; build the"
+                    " same model on all ranks"
+                )

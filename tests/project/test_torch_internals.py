@@ -427,3 +427,21 @@ def test_timeout_of(tmp_path: Path) -> None:
         assert torch_internals.timeout_of(distributed.group.WORLD) == waits
     finally:
         distributed.destroy_process_group()
+
+
+def test_group_like(tmp_path: Path) -> None:
+    waits = timedelta(seconds=7)
+    meet = f"file://{tmp_path}/meet"
+    distributed.init_process_group("gloo", meet, timeout=waits, rank=0, world_size=1)
+    try:
+        every = distributed.group.WORLD
+        made = [torch_internals.group_like(every) for _ in range(2)]
+        names = [group.group_name for group in made]
+        assert names == [f"{every.group_name} copy {number}" for number in range(2)]
+        for group in made:
+            assert torch_internals.timeout_of(group) == waits
+            assert distributed.get_process_group_ranks(group) == [0]
+            distributed.all_reduce(numbers := torch.ones(2), group=group)
+            assert numbers.tolist() == [1.0, 1.0]
+    finally:
+        distributed.destroy_process_group()

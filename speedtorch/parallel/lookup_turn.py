@@ -1,0 +1,31 @@
+"""LookupTurn: how a lookup that was planned is known when it comes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.planned_batch import SeenIds
+
+__all__ = ["LookupTurn"]
+
+
+class LookupTurn:
+    """The turn of one lookup, known by its tensor and what that holds.
+
+    Args:
+        ids: of the whole table, of any shape.
+        device: where rows are held.
+    """
+
+    has_come = False
+
+    def __init__(self, ids: Tensor, device: torch.device) -> None:
+        # A copy of those on the CPU: nobody waits for it, and NumPy cannot have written to it.
+        copied = SeenIds(ids, device, unread=ids.is_cuda)
+        self._seen = [SeenIds(ids, device, unread=True), copied]
+        self.ids = copied.values
+
+    def is_of(self, ids: Tensor) -> bool:
+        """Whether it is one of this very tensor, which nobody has written to."""
+        return all(each.are(ids) for each in self._seen)

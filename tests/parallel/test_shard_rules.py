@@ -1,0 +1,77 @@
+"""Ranks make the same lookups, whatever tensors each of them gives; other mistakes are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from rank_processes import in_processes
+from sharded_rules import (
+    check_any_order_of_parameters,
+    check_bad_features,
+    check_checkpointed,
+    check_equal_features,
+    check_groups,
+    check_ids_written_by_numpy,
+    check_lookups_in_another_order,
+    check_one_tensor_for_several_lookups,
+    check_one_tensor_in_a_loop,
+    check_other_models,
+    check_sparse_padding,
+    check_twice_differentiated,
+)
+
+NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=NEEDS_GPUS)])
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_one_tensor_for_several_lookups,
+        check_one_tensor_in_a_loop,
+        check_ids_written_by_numpy,
+        check_equal_features,
+    ],
+)
+def test_a_lookup_is_never_taken_for_another(check: Callable[[], None], backend: str) -> None:
+    in_processes(2, check, backend=backend)
+
+
+def test_what_cannot_be_told_apart_raises_instead_of_giving_other_rows() -> None:
+    in_processes(2, check_lookups_in_another_order)
+
+
+@BACKENDS
+def test_a_bad_id_of_a_feature_on_one_rank_raises_on_all(backend: str) -> None:
+    in_processes(2, check_bad_features, backend=backend)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+@BACKENDS
+def test_gradients_of_gradients_are_refused(backend: str) -> None:
+    in_processes(2, check_twice_differentiated, backend=backend)
+
+
+@BACKENDS
+def test_sparse_gradients_go_beside_a_padding(backend: str) -> None:
+    in_processes(2, check_sparse_padding, backend=backend)
+
+
+@BACKENDS
+def test_lookups_may_be_computed_again_in_the_backward_pass(backend: str) -> None:
+    in_processes(2, check_checkpointed, backend=backend)
+
+
+def test_the_order_of_parameters_may_differ_where_rows_are_shared_out_one_by_one() -> None:
+    in_processes(2, check_any_order_of_parameters)
+
+
+def test_groups_of_some_ranks_go_beside_that_of_all() -> None:
+    in_processes(3, check_groups)
+
+
+def test_models_that_differ_are_refused() -> None:
+    in_processes(2, check_other_models)

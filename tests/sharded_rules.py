@@ -1,0 +1,262 @@
+"""What ranks that share rows out may do differently, and what must be refused on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from rank_processes import own_device
+from sharded_training import ROWS, WIDTH, made_collection, raises
+from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
+
+import speedtorch
+from speedtorch.nn.row_module import RowModule
+from speedtorch.parallel.clip import clip_grad_norm_
+from speedtorch.parallel.grad_scaler import GradScaler
+from speedtorch.parallel.shard import shard
+
+NOTHING = torch.empty(0, dtype=torch.int64)
+"""What the other ranks look up, again and again, where the first has ids."""
+
+
+def rows_module(**settings: object) -> speedtorch.Embedding:
+    torch.manual_seed(3)
+    return speedtorch.Embedding(ROWS, WIDTH, **settings).to(own_device())  # type: ignore[arg-type]
+
+
+def bags_module(**settings: object) -> speedtorch.EmbeddingBag:
+    torch.manual_seed(3)
+    return speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum", **settings).to(own_device())  # type: ignore[arg-type]
+
+
+def of_first(*ids: int) -> Tensor:
+    """Ids on the CPU, which a GPU is sent; in memory that it reaches where there is one."""
+    found = torch.tensor(ids) if dist.get_rank() == 0 else NOTHING
+    return found.pin_memory() if own_device().type == "cuda" and len(found) else found
+
+
+def assert_found(module: RowModule, whole: RowModule, ids: Tensor) -> Tensor:
+    found: Tensor = module(ids)
+    assert torch.equal(found, whole(ids))
+    return found
+
+
+def check_one_tensor_for_several_lookups() -> None:
+    """Announced together; and again in a step that announces nothing."""
+    module, whole = rows_module(), rows_module()
+    shard(module)
+    first, second = of_first(1, 2, 3), of_first(5, 6)
+    module.announce(first, second)
+    found = [assert_found(module, whole, ids) for ids in (first, second, first)]
+    torch.cat(found).sum().backward()
+    module.zero_grad()
+    assert_found(module, whole, of_first(7, 8)).sum().backward()
+
+
+def check_one_tensor_in_a_loop() -> None:
+    """The other ranks have run out of batches, and evaluate nothing."""
+    module, whole = rows_module(), rows_module()
+    shard(module)
+    batches = [of_first(1, number) for number in range(5)]
+    for batch in speedtorch.prefetch(batches, module, ids=lambda batch: [batch, batch]):
+        with torch.no_grad():
+            assert_found(module, whole, of_first(9, 8))
+        found = [assert_found(module, whole, ids) for ids in (batch, batch, of_first(3))]
+        torch.cat(found).sum().backward()
+        module.zero_grad()
+
+
+def check_lookups_in_another_order() -> None:
+    """Ranks that give them one tensor cannot know; those that can raise, and others wait."""
+    module = rows_module()
+    shard(module)
+    first, second = of_first(1, 2, 3), of_first(5, 6)
+    module.announce(first, second)
+    if dist.get_rank() == 0:
+        message = r"ranks \[1\] look up one tensor several times .* in the order of announce\(\)"
+        raises(RuntimeError, message, lambda: module(second))
+    shard(rows_module())  # those are still together
+
+
+def check_ids_written_by_numpy() -> None:
+    """What a tensor holds now is looked up, in a step that announces nothing and after announce."""
+    module, whole = rows_module(), rows_module()
+    shard(module)
+    values = torch.tensor([1, 2, 3]).numpy()
+    ids = torch.from_numpy(values)
+    module.announce(ids)
+    assert_found(module, whole, ids).sum().backward()
+    module.zero_grad()
+    values[:] = [4, 5, 6]
+    assert_found(module, whole, ids)
+    module.announce(ids)
+    values[:] = [7, 8, 9]
+    assert_found(module, whole, ids)
+
+
+def features(number: int) -> dict[str, Tensor]:
+    """Of made_collection(); empty bags on the other ranks, in tensors of their own."""
+    ids = torch.tensor([[number % 5], [number % 4]])
+    if dist.get_rank():
+        ids = ids[:, :0]
+    return {name: ids.clone().to(own_device()) for name in "abc"}
+
+
+def check_equal_features() -> None:
+    """Features of equal values are those of other lookups, as they are on other ranks."""
+    model, whole = made_collection(), made_collection()
+    shard(model)
+
+    def assert_pooled(given: dict[str, Tensor]) -> Tensor:
+        found = model(given).values()
+        assert torch.equal(found, whole(given).values())
+        return found
+
+    first, second = features(1), features(3)
+    model.announce(first, second)
+    (assert_pooled(second).sum() + assert_pooled(first).sum()).backward()
+    model.zero_grad()
+    assert_pooled(features(2)).sum().backward()
+    batches = [(features(number), features(number + 2)) for number in range(5)]
+    if dist.get_rank():  # the same of each, once this rank has run out of them
+        batches[2:] = [(batches[0][0], batches[0][0])] * 3
+    for batch in speedtorch.prefetch(batches, model, ids=list):
+        model.zero_grad()
+        with torch.no_grad():
+            for number in range(5):
+                assert_pooled(batches[2][0] if dist.get_rank() else features(number))
+        torch.cat([assert_pooled(given) for given in batch]).sum().backward()
+
+
+def check_bad_features() -> None:
+    """A bad id on one rank raises on all of them, at a lookup and ahead; the next step works."""
+    model = made_collection()
+    shard(model)
+    good, bad = ({name: torch.tensor([1, last]) for name in "abc"} for last in (2, 5))
+    bad["a"] = bad["c"] = good["a"]
+    if dist.get_rank() != 1:
+        bad = good
+    message = r"an id on ranks \[1\] is out of range"
+    if dist.get_rank() == 1:
+        message = "feature 'b': id 5 at position 1 is out of range for table 'b' of 5 rows"
+
+    def loop() -> None:
+        seen = 0
+        try:
+            for given in speedtorch.prefetch([good, bad, good], model, ids=lambda given: given):
+                model(given).values().sum().backward()
+                seen += 1
+        finally:
+            assert seen == 1
+
+    for call in (lambda: model(bad), lambda: (model.announce(bad), model(bad)), loop):
+        raises(IndexError, message, call)
+        model(good).values().sum().backward()
+        model.zero_grad()
+
+
+def check_twice_differentiated() -> None:
+    """A gradient that is to be differentiated itself is refused, on all ranks."""
+    for module in (rows_module(), bags_module(), made_collection()):
+        shard(module)
+        ids = torch.tensor([[1, 2]])
+        found = module(dict.fromkeys("abc", ids)).values() if len([*module.children()]) else None
+        looked_up = module(ids) if found is None else found
+        raises(
+            NotImplementedError,
+            "gradients of gradients do not go through an Embedding's rows",
+            lambda looked_up=looked_up: looked_up.square().sum().backward(create_graph=True),  # type: ignore[misc]
+        )
+
+
+def check_sparse_padding() -> None:
+    """Sparse gradients, of rows one of which is never trained."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    kinds: list[Callable[..., RowModule]] = [rows_module, bags_module]
+    for kind in kinds:
+        module, whole = (kind(sparse=True, padding_idx=5) for _ in range(2))
+        shard(module)
+        for each, of_ranks in ((module, [rank]), (whole, range(ranks))):
+            optimizer = optim.SparseAdam(list(each.parameters()))
+            speedtorch.attach(optimizer, each)
+            for step in range(3):
+                optimizer.zero_grad()
+                ids = torch.tensor([[[1, 5], [step, 2 + k]] for k in of_ranks]).view(-1, 2)
+                (each(ids).sum() / (ranks if each is whole else 1)).backward()
+                optimizer.step()
+        with torch.no_grad():
+            assert_found(module, whole, torch.arange(ROWS).view(-1, 1))
+
+
+def check_checkpointed() -> None:
+    """Lookups that are computed again within the backward pass are those of all ranks, too."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for reentrant in (False, True):
+        module, whole = rows_module(), rows_module()
+        shard(module)
+        for each, of_ranks in ((module, [rank]), (whole, range(ranks))):
+            optimizer = optim.SGD(each.parameters(), lr=0.25)
+            factor = torch.ones((), device=own_device(), requires_grad=True)
+
+            def loss(factor: Tensor, ids: Tensor, each: RowModule = each) -> Tensor:
+                return each(ids).square().sum() * factor
+
+            for _ in range(2):
+                optimizer.zero_grad()
+                batch = [torch.tensor([1, k, k + 2 * n]) for n in range(2) for k in of_ranks]
+                each.announce(*batch)
+                losses = [checkpoint(loss, factor, ids, use_reentrant=reentrant) for ids in batch]
+                (torch.stack(losses).sum() / (ranks if each is whole else 1)).backward()
+                optimizer.step()
+        with torch.no_grad():
+            every = torch.arange(ROWS)
+            torch.testing.assert_close(module(every), whole(every))
+
+
+def check_any_order_of_parameters() -> None:
+    """Whoever shares rows out with whom, ranks ask each other in one order."""
+    model = nn.ModuleList(rows_module() for _ in range(6))
+    for each in model:
+        shard(each)
+    parameters = list(model.parameters())
+    if dist.get_rank() == 1:
+        parameters.reverse()
+    optimizer = optim.SGD(parameters, lr=0.0)
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.stack([each(torch.tensor([1])).sum() for each in model]).sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(clip_grad_norm_(parameters, 1.0), torch.tensor(18.0).sqrt())
+
+
+def check_groups() -> None:
+    """Some ranks share rows out beside all of them; the others are told that they do not."""
+    some = dist.new_group([0, 1])
+    part, whole = rows_module(), rows_module()
+    if dist.get_rank() < 2:
+        shard(part, process_group=some)
+        assert_found(part, whole, torch.arange(ROWS))
+    else:
+        message = "this process is none of process_group"
+        raises(ValueError, message, lambda: shard(part, process_group=some))
+    other = dist.new_group([1, 2])  # of ranks that are in more groups and in fewer
+    if dist.get_rank() > 0:
+        again = rows_module()
+        shard(again, process_group=other)
+        assert_found(again, whole, torch.arange(ROWS))
+    every = rows_module()
+    shard(every)
+    assert_found(every, whole, torch.arange(ROWS))
+
+
+def check_other_models() -> None:
+    """Other rows, or more modules, on one rank raise on all, and nothing changes."""
+    rank = dist.get_rank()
+    rows = speedtorch.Embedding(ROWS + (rank == 1), WIDTH)
+    message = f"rank {1 - rank} has Embedding of {ROWS + (rank == 0)} rows of 3 torch.float32"
+    raises(ValueError, message, lambda: shard(rows))
+    more = nn.ModuleList(rows_module() for _ in range(1 + (rank == 1)))
+    message = f"rank {1 - rank} has .*nothing" if rank else "where rank 0 has nothing"
+    raises(ValueError, message, lambda: shard(more))
+    assert rows.table.rows == rows.num_embeddings
