@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -235,6 +236,9 @@ def check_groups() -> None:
     some = dist.new_group([0, 1])
     part, whole = rows_module(), rows_module()
     if dist.get_rank() < 2:
+        with mock.patch.object(type(dist.group.WORLD), "bound_device_id", torch.device("cuda", 0)):
+            message = "leave device_id out of torch.distributed.init_process_group"
+            raises(ValueError, message, lambda: shard(part, process_group=some))
         shard(part, process_group=some)
         assert_found(part, whole, torch.arange(ROWS))
     else:

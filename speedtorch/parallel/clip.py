@@ -46,6 +46,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     whole: list[Tensor] = []
     own: dict[Ranks, list[Tensor]] = {}
+    places: dict[Ranks, torch.device] = {}
     for parameter in given:
         rows = rows_of_parameter(parameter)
         ranks = None if rows is None else ranks_of(rows)
@@ -55,6 +56,8 @@ def clip_grad_norm_(
                 parameter.grad = gradient.coalesce()
                 gradient = sparse_values(parameter.grad)
             found.append(gradient)
+        if ranks is not None:
+            places[ranks] = parameter.device
     if not own:
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
     largest, device = norm_type == float("inf"), given[0].device
@@ -67,8 +70,8 @@ def clip_grad_norm_(
 
     parts = [power_of(gradients) for gradients in _apart(whole)]
     for ranks in sorted(own, key=lambda each: each.name):  # whatever the order of the parameters
-        part = power_of(own[ranks])
-        parts.append(ranks.most(part) if largest else ranks.summed(part))
+        part = power_of(own[ranks]).to(places[ranks])  # which those ranks send from
+        parts.append((ranks.most(part) if largest else ranks.summed(part)).to(device))
     total = reduce(torch.maximum if largest else torch.add, parts)
     norm = total if largest else total ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):

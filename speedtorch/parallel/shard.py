@@ -45,8 +45,9 @@ def shard(
             changed.
         NotImplementedError: A module has scale_grad_by_freq, or all of a padding_idx, a max_norm
             and a capacity; nothing has changed.
-        ValueError: The model has no such module, this process is none of the group's, or, on all
-            ranks, a module is not the same on all of them; nothing has changed.
+        ValueError: The model has no such module, this process is none of the group's or the group
+            cannot have communicators of its own, or, on all ranks, a module is not the same on all
+            of them; nothing has changed.
         MemoryError: On all ranks: the rows of the ranks on some machine do not fit there together;
             nothing has changed.
 
@@ -85,6 +86,13 @@ def shard(
         module.trained_rows.store.refuse_if_used()
     if dist.get_rank(process_group) < 0:
         raise ValueError("shard: this process is none of process_group; call it in those that are")
+    is_part = dist.get_world_size(process_group) < dist.get_world_size()
+    if is_part and dist.group.WORLD.bound_device_id is not None:  # type: ignore[union-attr]
+        raise ValueError(
+            "shard: process_group is a part of the processes, whose communicators NCCL would split"
+            " from that of all, and the others do not come: leave device_id out of"
+            " torch.distributed.init_process_group()"
+        )
     ranks = Ranks(process_group)
     _refuse_if_differing(ranks, modules)
     deals, portions, needed = [], [], waiting_bytes()
