@@ -19,8 +19,9 @@ from speedtorch.step.trained_rows import Bags
 
 __all__ = ["TableIds", "TableRanges"]
 
-# Batches whose ids have been made rows: those that prefetch has planned, and the one in training.
-_KEPT = 4
+# Lookups whose ids have been made rows: of each batch that prefetch has planned and of the one in
+# training four, if they have as many.
+_KEPT = 12
 
 
 class TableIds(NamedTuple):

@@ -22,6 +22,7 @@ from speedtorch import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
+from speedtorch.nn.table_ranges import TableRanges
 
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 ROWS = {"user": 20, "item": 30, "word": 25}
@@ -630,6 +631,19 @@ def test_a_group_of_its_own_is_another_parameter() -> None:
 def test_a_group_with_a_dot_is_refused() -> None:
     with pytest.raises(ValueError, match="a: group must be a name without dots, got 'x.y'"):
         EmbeddingCollection([EmbeddingConfig(9, 2, "a", group="x.y")])
+
+
+def test_features_that_are_planned_ahead_are_made_rows_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those of several lookups of a batch."""
+    tables, read = one(), []
+    make = TableRanges._made
+    monkeypatch.setattr(TableRanges, "_made", lambda *given: read.append(1) or make(*given))
+    batches = [[{"a": torch.tensor([k, 3 + j])} for j in range(3)] for k in range(5)]
+    for batch in speedtorch.prefetch(batches, tables, ids=lambda batch: batch):
+        sum(tables(each).values().sum() for each in batch).backward()
+    assert len(read) == 15
 
 
 def test_several_lookups_of_a_step_are_prefetched_as_a_list() -> None:
