@@ -26,6 +26,10 @@ class LookupTurn:
         self._seen = [SeenIds(ids, device, unread=True), copied]
         self.ids = copied.values
 
+    def come(self) -> None:
+        """Says that the lookup has come."""
+        self.has_come = True
+
     def is_of(self, ids: Tensor) -> bool:
         """Whether it is one of this very tensor, which nobody has written to."""
         return all(each.are(ids) for each in self._seen)

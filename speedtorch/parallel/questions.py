@@ -191,7 +191,7 @@ class Questions:
         self._ask(planned)
         if not is_next:
             question.check_order()
-        question.turn.has_come = True
+        question.turn.come()
         self._latest = planned
         self._expect([*self._told, planned])
         return question
