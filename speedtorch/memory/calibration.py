@@ -29,7 +29,13 @@ from speedtorch.memory.cost_model import forced_path, use_costs
 from speedtorch.ops.functions import _ops, pinned_gather, pinned_scatter
 from speedtorch.torch_internals import call_with_first_gpu
 
-__all__ = ["calibrate", "calibrate_once", "load_costs", "load_costs_with_first_gpu"]
+__all__ = [
+    "calibrate",
+    "calibrate_once",
+    "kept_link_gbps",
+    "load_costs",
+    "load_costs_with_first_gpu",
+]
 
 _log = logging.getLogger("speedtorch")
 
@@ -86,7 +92,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
     known = {"version": VERSION, "gpu": _gpu(), "torch": torch.__version__}
     figures: dict[str, Any] = known | {"costs": costs.tolist()}
     try:
-        _use(figures["costs"])
+        _use(_checked(figures["costs"]))
     except ValueError as error:
         raise RuntimeError(f"calibrate: {error}; measure again on an idle GPU") from error
     _store(figures)
@@ -138,9 +144,22 @@ def load_costs_with_first_gpu() -> None:
 
 def load_costs() -> bool:
     """Goes by the figures of this machine and its GPU, and says if there are any; never fails."""
-    gpu = _gpu()
+    costs = _kept_costs(_gpu())
+    if costs is not None:
+        _use(costs)
+    return costs is not None
+
+
+def kept_link_gbps(gpu: str) -> tuple[float, float] | tuple[None, None]:
+    """GB/s to a GPU of this name and back from it, as measured on this machine; never fails."""
+    costs = _kept_costs(gpu)
+    return (None, None) if costs is None else (costs[-2], costs[-1])
+
+
+def _kept_costs(gpu: str) -> list[float] | None:
+    """The costs in the file of a GPU; a file that is not to be believed is told, and none."""
     if (path := cache_file(gpu)) is None:
-        return False
+        return None
     try:
         with open_to_read(path) as (read, size):  # which may hold anything, and be no file at all
             if size > _MOST_FILE_BYTES:
@@ -149,20 +168,19 @@ def load_costs() -> bool:
             read(memoryview(text), 0)
         figures = json.loads(text)
         if figures["version"] != VERSION:
-            return False
+            return None
         if figures["gpu"] != gpu:
             raise ValueError(f"it was measured on {figures['gpu']!r:.80}, this GPU is {gpu!r}")
-        _use(figures["costs"])
+        return _checked(figures["costs"])
     except FileNotFoundError:
-        return False
+        return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _log.warning("%s is not used (%s); speedtorch.calibrate() writes it anew", path, error)
-        return False
-    return True
+        return None
 
 
-def _use(costs: Any) -> None:
-    """Lets the library go by costs; raises ValueError for what no machine can have."""
+def _checked(costs: Any) -> list[float]:
+    """The costs that a file tells; raises ValueError for what no machine can have."""
     most = len(_ops.costs())
     if not isinstance(costs, list) or len(costs) != most:
         raise ValueError(f"costs must be a list of {most} numbers")
@@ -172,7 +190,12 @@ def _use(costs: Any) -> None:
         # A comparison with NaN is false.
         if type(cost) not in (int, float) or not low <= cost <= high:
             raise ValueError(f"cost {at} must be from {low:g} to {high:g}, got {cost!s:.40}")
-    use_costs(torch.tensor(costs, dtype=torch.float64), calibrated=True)
+    return costs
+
+
+def _use(costs: list[float]) -> None:
+    # Whatever device is the default: this runs when torch first turns to it.
+    use_costs(torch.tensor(costs, dtype=torch.float64, device="cpu"), calibrated=True)
 
 
 def _steps() -> Iterator[Callable[[Tensor], None]]:

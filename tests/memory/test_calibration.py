@@ -104,6 +104,22 @@ def test_kept_costs_are_used() -> None:
     assert cost_model._calibrated
 
 
+def test_kept_costs_are_used_whatever_device_is_the_default() -> None:
+    written(figures([2.0] * 30))
+    with torch.device("meta"):
+        assert calibration.load_costs()
+    assert _ops.costs().tolist() == [2.0] * 30
+
+
+def test_the_kept_speed_of_the_link_is_told_and_nothing_is_used() -> None:
+    gpu, before = calibration._gpu(), _ops.costs()
+    assert calibration.kept_link_gbps(gpu) == (None, None)
+    written(figures([1.0] * 28 + [50.5, 40.0]))
+    assert calibration.kept_link_gbps(gpu) == (50.5, 40.0)
+    assert torch.equal(_ops.costs(), before)
+    assert not cost_model._calibrated
+
+
 def test_costs_are_read_when_torch_turns_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     queued: list[object] = []
     monkeypatch.setattr(calibration, "call_with_first_gpu", queued.append)
