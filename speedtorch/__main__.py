@@ -21,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser("python -m speedtorch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, what was built, GPU, memory in use")
+    about = commands.add_parser("info", help="versions, what was built, GPUs, links, host, memory")
+    about.add_argument("--json", action="store_true", help="for programs: a JSON object, in bytes")
     found = importlib.util.find_spec("speedtorch.demo") is not None
     demo = commands.add_parser("demo", help="see it work", add_help=found)
     if found:
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if chosen.command == "demo":
         return run_demo(chosen)
-    print(info())
+    print(info().as_json() if chosen.json else info())
     return 0
 
 

@@ -2,58 +2,139 @@
 
 from __future__ import annotations
 
+import json
+import os
 import platform
-from dataclasses import dataclass
-from pathlib import Path
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from speedtorch.memory.host_memory import default_kind, memory_stats
+from speedtorch.memory.calibration import kept_link_gbps
+from speedtorch.memory.host_memory import available_bytes, default_kind, memory_stats
+from speedtorch.memory.nvml import ask_driver
+from speedtorch.memory.sysfs import listed, pci_address, told
 from speedtorch.version import __version__
 
-__all__ = ["Info", "info"]
+__all__ = ["Gpu", "Host", "Info", "Link", "info"]
+
+# By GT/s of a lane.
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
+
+_MISSING = {
+    "cuda": "none: torch is built without it",
+    "to_gpu_gbps": "not measured here; speedtorch.calibrate() does",
+    "from_gpu_gbps": "not measured here; speedtorch.calibrate() does",
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A GPU's PCIe link."""
+
+    generation: int | None
+    """Of PCIe, now: a GPU at rest may have lowered it."""
+    width: int | None
+    """Lanes, now."""
+    max_generation: int | None
+    """What the GPU can do; what it is plugged into may do less."""
+    max_width: int | None
+    """Lanes that the GPU has."""
+    to_gpu_gbps: float | None
+    """10^9 bytes per second as `calibrate` measured them on this machine; None before it has."""
+    from_gpu_gbps: float | None
+    """The other direction."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that torch sees."""
+
+    index: int
+    """As in "cuda:0"."""
+    name: str
+    compute_capability: str
+    """As in "9.0"."""
+    memory_bytes: int
+    free_bytes: int | None
+    """What no process has taken, as the driver tells."""
+    torch_allocated_bytes: int
+    """In tensors of this process."""
+    torch_reserved_bytes: int
+    """Those, and what torch keeps for tensors to come."""
+    pci_address: str
+    """As in "0000:19:00.0"."""
+    numa_node: int | None
+    """The node of the host that it is near; -1: none."""
+    link: Link
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine around the GPUs."""
+
+    processors: int | None
+    usable_processors: int
+    """Those that this thread may run on."""
+    numa_nodes: int | None
+    memory_bytes: int
+    available_bytes: int | None
+    """What can still be had: the least of what the system and this process's cgroup leave."""
 
 
 @dataclass(frozen=True)
 class Info:
-    """Versions, what was built, the GPU and its link, and host memory in use; prints as a table."""
+    """Versions, what was built, the GPUs and their links, the host, and its memory in use.
+
+    None stands for what this system does not tell, as many containers do. Prints as a table, one
+    fact a line; `as_json` gives the same facts for programs.
+    """
 
     speedtorch: str
     python: str
     torch: str
+    cuda: str | None
+    """CUDA's version that torch is built with; None: without."""
+    driver: str | None
+    """Version of NVIDIA's driver."""
+    driver_cuda: str | None
+    """The newest CUDA that the driver runs."""
     library: str
     """Path of the library that holds the ops."""
     kernels: str
     """"CPU and CUDA", or "CPU" where nvcc was missing when the library was built."""
-    gpu: str
-    """Names of the GPUs that torch sees."""
-    link: str
-    """PCIe speed and width of the first GPU's link, as the system tells them."""
     default_memory: str
     """What `memory="auto"` means here."""
+    gpus: tuple[Gpu, ...]
+    host: Host
     host_bytes: dict[str, int]
-    """Bytes of host memory in use, by kind."""
+    """Bytes of host memory in use through speedtorch, by kind (`memory_stats`)."""
+
+    def as_json(self) -> str:
+        """The facts as a JSON object.
+
+        Its keys are the names of the fields of `Info`, in "host" those of `Host`, in each of the
+        list "gpus" those of `Gpu`, and in its "link" those of `Link`; they mean the same, in the
+        same units, and stay. What is None is null.
+
+        Example:
+            >>> json.loads(info().as_json())["speedtorch"] == __version__
+            True
+        """
+        return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        width = max(map(len, vars(self)))
-        return "\n".join(f"{n.replace('_', ' '):{width}}  {fact}" for n, fact in vars(self).items())
-
-
-def _link_of_first_gpu() -> str:
-    gpu: Any = torch.cuda.get_device_properties(0)  # its PCI fields are in no stub
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    folder = Path("/sys/bus/pci/devices", address)
-    try:
-        speed = (folder / "current_link_speed").read_text().strip()
-        width = (folder / "current_link_width").read_text().strip()
-    except OSError:
-        return "not told by this system"
-    return f"{speed} x{width}"
+        lines = list(_lines(asdict(self)))
+        width = max(len(label) for label, _ in lines)
+        return "\n".join(f"{label:{width}}  {fact}".rstrip() for label, fact in lines)
 
 
 def info() -> Info:
-    """Collects versions, build, GPU, link and memory in use; prints as a table.
+    """Collects versions, build, GPUs, links, host and memory in use; prints as a table.
+
+    Measures nothing, and takes no memory of a GPU.
 
     Example:
         >>> info().torch == torch.__version__
@@ -61,19 +142,108 @@ def info() -> Info:
     """
     from speedtorch import _C  # type: ignore[attr-defined]
 
-    ops = torch.ops.speedtorch
     with_gpu = torch.cuda.is_available()
-    with_kernels = ops.built_with_cuda()
-    gpus = range(torch.cuda.device_count() if with_gpu else 0)
+    with_kernels = torch.ops.speedtorch.built_with_cuda()
+    count = torch.cuda.device_count() if with_gpu else 0
+    gpus: list[Any] = [torch.cuda.get_device_properties(index) for index in range(count)]
+    driver = ask_driver([str(gpu.uuid) for gpu in gpus])
+    gbps = {name: kept_link_gbps(name) for name in {gpu.name for gpu in gpus}}
     without_nvcc = "CPU (built without nvcc, or with SPEEDTORCH_CUDA=0)"
     return Info(
         speedtorch=__version__,
         python=platform.python_version(),
         torch=torch.__version__,
+        cuda=torch.version.cuda,
+        driver=driver.version,
+        driver_cuda=driver.cuda,
         library=_C.__file__,
         kernels="CPU and CUDA" if with_kernels else without_nvcc,
-        gpu=", ".join(map(torch.cuda.get_device_name, gpus)) or "none",
-        link=_link_of_first_gpu() if with_gpu else "none",
         default_memory=default_kind(),
+        gpus=tuple(
+            _gpu(index, gpu, free, gbps[gpu.name])
+            for index, (gpu, free) in enumerate(zip(gpus, driver.free_bytes, strict=True))
+        ),
+        host=_host(),
         host_bytes=memory_stats(),
     )
+
+
+def _gpu(index: int, gpu: Any, free_bytes: int | None, gbps: tuple[Any, Any]) -> Gpu:
+    """Of torch's properties, whose PCI fields are in no stub."""
+    address = pci_address(gpu)
+    folder = f"bus/pci/devices/{address}"
+    return Gpu(
+        index=index,
+        name=gpu.name,
+        compute_capability=f"{gpu.major}.{gpu.minor}",
+        memory_bytes=gpu.total_memory,
+        free_bytes=free_bytes,
+        torch_allocated_bytes=torch.cuda.memory_allocated(index),
+        torch_reserved_bytes=torch.cuda.memory_reserved(index),
+        pci_address=address,
+        numa_node=_number(told(f"{folder}/numa_node")),
+        link=Link(
+            _generation(told(f"{folder}/current_link_speed")),
+            _width(told(f"{folder}/current_link_width")),
+            _generation(told(f"{folder}/max_link_speed")),
+            _width(told(f"{folder}/max_link_width")),
+            *gbps,
+        ),
+    )
+
+
+def _host() -> Host:
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = available_bytes()
+    return Host(
+        processors=os.cpu_count(),
+        usable_processors=len(os.sched_getaffinity(0)),
+        numa_nodes=len(listed("devices/system/node/online")) or None,
+        memory_bytes=memory_bytes,
+        # More than there is: neither the system nor a cgroup tells.
+        available_bytes=available if available <= memory_bytes else None,
+    )
+
+
+def _number(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _width(text: str) -> int | None:
+    """Lanes; 0 and 255 are Linux's "reserved" and "unknown" (pcie_link_width in linux/pci.h)."""
+    width = _number(text)
+    return None if width in (0, 255) else width
+
+
+def _generation(text: str) -> int | None:
+    """Of a lane's speed, as in "32.0 GT/s PCIe"; None for "Unknown"."""
+    speed = re.match(r"(\d+(\.\d+)?) GT/s", text)
+    return _GENERATIONS.get(float(speed[1])) if speed else None
+
+
+def _lines(facts: dict[str, Any], unit: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
+    """A label and a fact for each line; a group is its name alone, with its facts below it."""
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            if not indent:
+                yield "", ""
+            yield indent + name.replace("_", " "), ""
+            yield from _lines(value, "_bytes" if name.endswith("_bytes") else "", indent + "  ")
+        elif isinstance(value, tuple) and value:
+            yield from _lines({f"{name[:-1]} {index}": each for index, each in enumerate(value)})
+        else:
+            label = name.removesuffix("_bytes").removesuffix("_gbps").replace("_", " ")
+            yield indent + label, _in_words(name + unit, value)
+
+
+def _in_words(name: str, value: Any) -> str:
+    if value is None:
+        return _MISSING.get(name, "not told by this system")
+    if value == () or (name, value) == ("numa_node", -1):
+        return "none"
+    if name.endswith("_gbps"):
+        return f"{value:.1f} GB/s"
+    if not name.endswith("_bytes"):
+        return str(value)
+    power = min(max(value.bit_length() - 1, 0) // 10, 4)
+    return f"{value / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -12,14 +12,12 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 
-__all__ = ["near_gpu"]
+from speedtorch.memory.sysfs import listed, pci_address
 
-_SYSFS = Path("/sys")
+__all__ = ["near_gpu"]
 
 
 @contextmanager
@@ -45,20 +43,7 @@ def near_gpu() -> Iterator[None]:
 
 
 def _near_processors() -> set[int]:
-    if len(_listed("devices/system/node/has_cpu")) < 2 or not torch.cuda.is_available():
+    if len(listed("devices/system/node/has_cpu")) < 2 or not torch.cuda.is_available():
         return set()
-    return _listed(f"bus/pci/devices/{_pci_address()}/local_cpulist")
-
-
-def _pci_address() -> str:
-    """Of the current GPU, as sysfs names it."""
-    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-
-
-def _listed(name: str) -> set[int]:
-    """The numbers in a file such as "0-3,8"; none if there is no such file."""
-    file = _SYSFS / name
-    spans = file.read_text().strip().split(",") if file.exists() else []
-    ends = [[int(end) for end in span.split("-")] for span in spans if span]
-    return {number for each in ends for number in range(each[0], each[-1] + 1)}
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return listed(f"bus/pci/devices/{pci_address(gpu)}/local_cpulist")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import fields
 from pathlib import Path
@@ -38,17 +39,25 @@ def test_info_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.__version__ in capsys.readouterr().out
 
 
+def test_info_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["info", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["torch"] == torch.__version__
+    assert told["host"]["memory_bytes"] > 1 << 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["info"], "kernels"),
+        (["info", "--json"], '"gpus": ['),
         (["--help"], "demo"),
         (["demo", "--help"], "glove"),
         (["demo", "word2vec", "--help"], "--optimizer"),
         (["demo", "glove", "--help"], "--x-max"),
     ],
-    ids=["info", "help", "demos_help", "word2vec_help", "glove_help"],
+    ids=["info", "json", "help", "demos_help", "word2vec_help", "glove_help"],
 )
 def test_the_module_runs_as_a_command(arguments: list[str], expected: str) -> None:
     line = [warm_python(), "-m", "speedtorch", *arguments]

@@ -12,7 +12,7 @@ import torch
 from cuda_calls import PretendedDriver
 
 from speedtorch import empty
-from speedtorch.memory import near_gpu
+from speedtorch.memory import sysfs
 
 ADDRESS = "0001:0a:1f.0"
 FIRST = min(os.sched_getaffinity(0))
@@ -45,7 +45,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(f"{text}\n")
     gpus = {1: SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=31)}
-    monkeypatch.setattr(near_gpu, "_SYSFS", tmp_path)
+    monkeypatch.setattr(sysfs, "ROOT", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)

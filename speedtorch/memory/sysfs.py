@@ -1,0 +1,33 @@
+"""What Linux tells of processors, NUMA nodes and PCI devices in files below /sys.
+
+A file may be missing or unreadable, as in many containers: then the system does not tell.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+__all__ = ["listed", "pci_address", "told"]
+
+ROOT = Path("/sys")
+
+
+def told(name: str) -> str:
+    """The text of a file, empty where the system does not tell."""
+    try:
+        return (ROOT / name).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def listed(name: str) -> set[int]:
+    """The numbers in a file such as "0-3,8"; none where the system does not tell."""
+    spans = re.findall(r"(\d+)(?:-(\d+))?", told(name))
+    return {each for first, last in spans for each in range(int(first), int(last or first) + 1)}
+
+
+def pci_address(gpu: Any) -> str:
+    """Of a GPU with these properties (torch's), as in "0000:19:00.0"."""
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
