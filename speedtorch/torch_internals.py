@@ -51,6 +51,7 @@ __all__ = [
     "not_compiled",
     "of_another_dtype",
     "schema_name",
+    "set_versions",
     "sparse_indices",
     "sparse_values",
     "split_apart",
@@ -73,6 +74,9 @@ as_plain = torch._C.DisableTorchFunctionSubclass
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor, or what shares its memory, has been written to."""
+
+set_versions = torch._C._autograd._unsafe_set_version_counter
+"""Makes these the numbers of a tuple of tensors, for views of them too: tuples of both."""
 
 split_apart = torch.unsafe_split_with_sizes
 """Parts of a tensor, of these numbers of rows, in its memory; each counts versions by itself."""

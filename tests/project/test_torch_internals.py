@@ -96,6 +96,19 @@ def test_tensor_without_memory() -> None:
     assert made.layout == torch.strided and made.is_cpu and not made.is_meta
 
 
+def test_set_versions() -> None:
+    weight, other = nn.Parameter(torch.ones(3, 3)), torch.zeros(2)
+    saved = weight.t()
+    result = (saved * saved).sum()
+    torch_internals.set_versions((weight, other), (7, 1 << 31))
+    assert [torch_internals.version_of(each) for each in (weight, saved, other)] == [7, 7, 1 << 31]
+    with pytest.raises(RuntimeError, match="is at version 7; expected version 0"):
+        result.backward(retain_graph=True)
+    torch_internals.set_versions((weight,), (0,))
+    result.backward()
+    assert weight.grad is not None
+
+
 def test_split_apart() -> None:
     tensor = torch.arange(12.0).view(6, 2)
     parts = torch_internals.split_apart(tensor, [1, 0, 5])

@@ -1,0 +1,6 @@
+"""Layers on the fly: a module's tensors as one unit, in host memory or on the device."""
+
+from speedtorch.layers.slab import Memory, Slab
+from speedtorch.layers.unit import Unit
+
+__all__ = ["Memory", "Slab", "Unit"]

@@ -1,0 +1,313 @@
+"""Tensors packed one after another into one run of bytes, on the host and on a device.
+
+A slab is a layout, and two memories of that layout: a host slab, which is always there, and a
+device slab, whose storage is emptied and filled again and stays the same object all the while, so
+that views of it which autograd has saved are right again once it is filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, KeysView, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from speedtorch.memory import host_memory
+
+__all__ = ["Memory", "Slab"]
+
+# Where torch's own allocators begin a tensor at the finest (CUDA: 512, CPU: 64): as much as the
+# widest loads, cuBLAS and TMA descriptors ask for, and little beside a parameter's kilobytes.
+ALIGNMENT = 256
+# What tensors in common memory keep of their address: that of the widest element, complex128.
+_ELEMENT_ALIGNMENT = 16
+
+
+class Memory(Enum):
+    """The two memories of a slab."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is in a slab: bytes from the slab's begin on, in the bytes of a slot."""
+
+    begin: int
+    nbytes: int
+    slot: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def is_like(self, tensor: Tensor) -> bool:
+        return (
+            tensor.layout == torch.strided
+            and tensor.dtype == self.dtype
+            and tensor.shape == self.size
+            and tensor.stride() == self.stride
+        )
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's lowest element to its highest; 1 for none, which have an address too.
+
+    What lies between elements that are not dense counts as well.
+    """
+    if tensor.numel() == 0:
+        return 1
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    highest: int = sum((size - 1) * stride for size, stride in steps)
+    return (highest + 1) * tensor.itemsize
+
+
+def _up(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _check(name: str, tensor: object) -> None:
+    """Refuses what is more, or less, than elements in memory."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        kind = type(tensor)
+        raise TypeError(
+            f"{name}: expected a plain tensor, got {kind.__module__}.{kind.__qualname__}, whose"
+            " elements a copy of bytes may not be"
+        )
+    assert isinstance(tensor, Tensor)
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        what = "a quantized tensor" if tensor.is_quantized else f"layout {tensor.layout}"
+        raise ValueError(f"{name}: expected a dense tensor (torch.strided), got {what}")
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name}: it is on the meta device and has no elements; to_empty() first")
+    if tensor.is_inference():
+        raise ValueError(
+            f"{name}: it was made in torch.inference_mode(), where torch does not count changes;"
+            " clone() it outside"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{name}: a lazily conjugated or negated view; resolve_conj() first")
+
+
+def _slots(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[int, int]]]:
+    """The names of tensors that share memory together: `{name: (address, bytes)}` of each slot."""
+    owner: dict[str, str] = {name: name for name in tensors}
+    spans: dict[str, tuple[int, int]] = {}
+    for name, tensor in tensors.items():
+        start: int = tensor.untyped_storage().data_ptr()
+        start += int(tensor.storage_offset()) * tensor.itemsize
+        spans[name] = start, _extent(tensor)
+    # Tensors of one device in the order of their addresses: neighbours alone can overlap.
+    ranked = sorted(tensors, key=lambda name: (str(tensors[name].device), spans[name]))
+    first, end = "", 0
+    for name in ranked:
+        begin, nbytes = spans[name]
+        if tensors[name].numel() == 0:
+            continue
+        if first and tensors[name].device == tensors[first].device and begin < end:
+            owner[name], end = first, max(end, begin + nbytes)
+        else:
+            first, end = name, begin + nbytes
+    slots: dict[str, dict[str, tuple[int, int]]] = {}
+    for name in tensors:  # in the order of their first names
+        slots.setdefault(owner[name], {})[name] = spans[name]
+    yield from slots.values()
+
+
+class Slab:
+    """A layout of named tensors, its host memory, and its device memory while there is any.
+
+    Tensors of any dtype, shape and strides keep these; memory that several of them share is there
+    once. The bytes are not copied yet: `take` does that.
+
+    Args:
+        tensors: what is to be packed, in this order.
+        device: of the device slab; "cpu" is a second host memory.
+        before: a slab that fits them: what is there stays where it is, with its bytes on the host,
+            and the rest comes after it. The device slab has the same storage, empty.
+
+    Raises:
+        TypeError: one of them is a tensor of a class of its own.
+        ValueError: one of them is sparse, quantized, on the meta device, made in inference mode,
+            or a lazily conjugated view.
+        MemoryError: the host has too little memory.
+        RuntimeError: CUDA refused to register the host slab; the message says how many bytes, and
+            what to do.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], device: torch.device, before: Slab | None = None
+    ) -> None:
+        self._places: dict[str, _Place] = {} if before is None else dict(before._places)
+        self._slots: list[tuple[int, int]] = [] if before is None else list(before._slots)
+        end = self._slots[-1][1] if self._slots else 0
+        tensors = {name: each for name, each in tensors.items() if name not in self._places}
+        for name, tensor in tensors.items():
+            _check(name, tensor)
+        for slot in _slots(tensors):
+            lowest = min(start for start, _ in slot.values())
+            begin = _up(end)
+            shift = lowest % _ELEMENT_ALIGNMENT if len(slot) > 1 else 0
+            for name, (start, nbytes) in slot.items():
+                at = begin + shift + start - lowest
+                each = tensors[name]
+                place = _Place(
+                    at, nbytes, len(self._slots), tuple(each.shape), each.stride(), each.dtype
+                )
+                self._places[name] = place
+                end = max(end, at + nbytes)
+            self._slots.append((begin, end))
+        self.nbytes = _up(end)
+        """Of either memory."""
+        self.device = device
+        kind = "registered" if device.type == "cuda" else "plain"
+        self.host = host_memory.empty(self.nbytes, dtype=torch.uint8, memory=kind)
+        """`[nbytes]`, uint8."""
+        if before is not None:
+            self.host[: before.nbytes].copy_(before.host)
+        # A storage for each slot, so that a file of a view has the bytes of its slot alone.
+        bytes_of_host = self.host.numpy()
+        self._host_storages = [
+            torch.from_numpy(bytes_of_host[begin:end]).untyped_storage()
+            for begin, end in self._slots
+        ]
+        self._storage: torch.UntypedStorage = (
+            torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+            if before is None
+            else before._storage
+        )
+        self._is_filled = False
+        self._views: dict[tuple[str, Memory], Tensor] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the device slab takes now: all or none."""
+        return self._storage.nbytes()
+
+    def memory_of(self, name: str, tensor: Tensor) -> Memory | None:
+        """In which of the memories a tensor is the view of that name; None: it is no such view."""
+        place = self._places.get(name)
+        if place is None or not place.is_like(tensor):
+            return None
+        address = tensor.untyped_storage().data_ptr()
+        begin = tensor.storage_offset() * tensor.itemsize
+        if address == self._host_storages[place.slot].data_ptr():
+            return Memory.HOST if begin == place.begin - self._slots[place.slot][0] else None
+        if self.device_bytes and address == self._storage.data_ptr():
+            return Memory.DEVICE if begin == place.begin else None
+        return None
+
+    @property
+    def names(self) -> KeysView[str]:
+        """Of all tensors that have a place."""
+        return self._places.keys()
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether those with a place are like it, and memory is shared as in the layout.
+
+        Raises:
+            TypeError, ValueError: one of them cannot be packed, as when a slab is made.
+        """
+        is_outside = False
+        for name, tensor in tensors.items():
+            if self.memory_of(name, tensor) is None:
+                _check(name, tensor)
+                is_outside = True
+            if name in self._places and not self._places[name].is_like(tensor):
+                return False
+        if not is_outside:
+            return True
+        for slot in _slots(tensors):
+            placed = {
+                (place.slot, place.begin - slot[name][0]) if place else None
+                for name, place in ((name, self._places.get(name)) for name in slot)
+            }
+            if len(placed) > 1:
+                return False
+        return True
+
+    def view(self, name: str, memory: Memory) -> Tensor:
+        """The tensor of that name in one of the memories; the device slab must have been made."""
+        if (name, memory) not in self._views:
+            place = self._places[name]
+            storage, begin = self._storage, place.begin
+            if memory is Memory.HOST:
+                storage, begin = self._host_storages[place.slot], begin - self._slots[place.slot][0]
+            empty = torch.empty(0, dtype=place.dtype, device=storage.device)
+            self._views[name, memory] = empty.set_(
+                storage, begin // place.dtype.itemsize, place.size, place.stride
+            )
+        return self._views[name, memory]
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Copies a tensor that is like the one of that name from elsewhere to the host slab."""
+        if tensor.numel() == 0:
+            return
+        place = self._places[name]
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            tensor.untyped_storage(),
+            tensor.storage_offset() * tensor.itemsize,
+            (place.nbytes,),
+            (1,),
+        )
+        self.host[place.begin : place.begin + place.nbytes].copy_(source)
+
+    def fill(self) -> None:
+        """Gives the device slab its memory, of any content, unless it has that."""
+        if self.device_bytes != self.nbytes:
+            self._storage.resize_(self.nbytes)
+
+    def copy_to(
+        self, memory: Memory, changed: Collection[str], settled: Collection[str]
+    ) -> list[tuple[int, int]]:
+        """Copies what has changed in the other memory, in one piece unless something is in between.
+
+        What has not changed and lies between is copied too. A device slab that was just filled gets
+        all.
+
+        Args:
+            memory: that is written.
+            changed: names of tensors that must be copied.
+            settled: names of those that are current in `memory` alone, and must not be written.
+
+        Returns:
+            What was copied: bytes from, to.
+        """
+        must = {self._places[name].slot for name in changed}
+        if memory is Memory.DEVICE and not self._is_filled:
+            must = set(range(len(self._slots)))
+        spans = self._spans(must, {self._places[name].slot for name in settled})
+        for begin, end in spans:
+            host = self.host[begin:end]
+            device = torch.empty(0, dtype=torch.uint8, device=self.device).set_(
+                self._storage, begin, (end - begin,), (1,)
+            )
+            if memory is Memory.HOST:
+                host.copy_(device)
+            else:
+                device.copy_(host)
+        if memory is Memory.DEVICE:
+            self._is_filled = True
+        return spans
+
+    def empty(self) -> int:
+        """Frees the device slab's memory; returns how many bytes that were."""
+        self._is_filled = False
+        freed = self.device_bytes
+        if freed:
+            self._storage.resize_(0)
+        return freed
+
+    def _spans(self, must: Collection[int], barred: Collection[int]) -> list[tuple[int, int]]:
+        """The fewest spans with all slots that must be copied, and none that must not."""
+        spans: list[tuple[int, int]] = []
+        is_open = False
+        for number, (begin, end) in enumerate(self._slots):
+            if number in barred:
+                is_open = False
+            elif number in must:
+                spans[-1 if is_open else len(spans) :] = [(spans[-1][0] if is_open else begin, end)]
+                is_open = True
+        return spans

@@ -1,0 +1,159 @@
+"""Slab: layout, views of both memories, what is copied in which pieces, what is refused."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speedtorch.layers.slab import ALIGNMENT, Memory, Slab
+from speedtorch.memory.host_memory import memory_kind
+
+
+def several() -> dict[str, Tensor]:
+    """Tensors of many dtypes, shapes and strides; two of them share memory."""
+    base = torch.arange(40.0)
+    return {
+        "matrix": torch.randn(5, 3),
+        "transposed": torch.randn(4, 6).t(),
+        "bf16": torch.randn(3, dtype=torch.bfloat16),
+        "base": base,
+        "gaps": base[3::2],
+        "number": torch.tensor(7),
+        "none": torch.empty(0, 4),
+        "flags": torch.tensor([True, False, True]),
+        "complex": torch.randn(2, 2, dtype=torch.complex128),
+        "expanded": torch.randn(3, 1).expand(3, 5),
+    }
+
+
+def filled(tensors: dict[str, Tensor], device: str) -> Slab:
+    slab = Slab(tensors, torch.device(device))
+    for name, tensor in tensors.items():
+        slab.take(name, tensor)
+    return slab
+
+
+def test_views_of_both_memories_are_the_tensors(device: str) -> None:
+    tensors = several()
+    slab = filled(tensors, device)
+    slab.fill()
+    assert len(slab.copy_to(Memory.DEVICE, [], [])) == 1
+    for memory in Memory:
+        for name, tensor in tensors.items():
+            view = slab.view(name, memory)
+            assert torch.equal(view.cpu(), tensor), name
+            assert (view.stride(), view.dtype) == (tensor.stride(), tensor.dtype)
+            assert slab.memory_of(name, view) is memory
+            assert slab.memory_of(name, tensor) is None
+            assert name == "gaps" or view.storage_offset() * view.itemsize % ALIGNMENT == 0
+
+
+def test_memory_that_tensors_share_is_there_once() -> None:
+    tensors = several()
+    slab = filled(tensors, "cpu")
+    slab.view("gaps", Memory.HOST).fill_(-1.0)
+    assert slab.view("base", Memory.HOST)[:6].tolist() == [0.0, 1.0, 2.0, -1.0, 4.0, -1.0]
+    assert slab.nbytes == (len(tensors) - 1) * ALIGNMENT
+
+
+def test_neighbours_in_one_storage_are_apart() -> None:
+    base = torch.arange(8.0)
+    slab = filled({"low": base[:4], "high": base[4:]}, "cpu")
+    assert slab.nbytes == 2 * ALIGNMENT
+    assert slab.view("high", Memory.HOST).tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_views_of_the_device_live_through_its_being_emptied(device: str) -> None:
+    slab = filled({"weight": torch.arange(6.0).view(2, 3)}, device)
+    slab.fill()
+    slab.copy_to(Memory.DEVICE, [], [])
+    kept = slab.view("weight", Memory.DEVICE).t()
+    assert slab.empty() == slab.nbytes and slab.device_bytes == 0 and slab.empty() == 0
+    slab.view("weight", Memory.HOST).add_(1)
+    slab.fill()
+    slab.copy_to(Memory.DEVICE, [], [])
+    assert kept.tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
+
+
+def test_what_changed_is_copied_in_one_piece_around_what_must_not_be() -> None:
+    tensors = {name: torch.zeros(3) for name in "abcdef"}
+    slab = filled(tensors, "cpu")
+    slab.fill()
+    slab.copy_to(Memory.DEVICE, [], [])
+    line = ALIGNMENT
+    last = 3 * 4
+    assert slab.copy_to(Memory.HOST, [], []) == []
+    assert slab.copy_to(Memory.HOST, ["b", "e"], []) == [(line, 4 * line + last)]
+    assert slab.copy_to(Memory.HOST, ["b", "e"], ["c"]) == [
+        (line, line + last),
+        (4 * line, 4 * line + last),
+    ]
+
+
+def test_a_file_of_a_view_has_its_bytes_alone() -> None:
+    slab = filled({"small": torch.ones(4), "large": torch.ones(1 << 16)}, "cpu")
+    file = io.BytesIO()
+    torch.save(slab.view("small", Memory.HOST), file)
+    assert len(file.getvalue()) < 1 << 12
+
+
+def test_the_host_slab_is_reached_by_the_gpu(device: str) -> None:
+    slab = Slab({"weight": torch.ones(4)}, torch.device(device))
+    kind = "registered" if device == "cuda" else "plain"
+    assert memory_kind(slab.host) == memory_kind(slab.view("weight", Memory.HOST)) == kind
+
+
+def test_tensors_that_come_to_share_memory_need_another_layout() -> None:
+    tensors = {"a": torch.ones(4), "b": torch.ones(4)}
+    slab = filled(tensors, "cpu")
+    tensors = {name: slab.view(name, Memory.HOST) for name in tensors}
+    assert slab.fits(tensors) and slab.fits({"a": torch.zeros(4)})
+    assert not slab.fits({**tensors, "b": tensors["a"]}) and not slab.fits({"a": torch.ones(5)})
+    assert not slab.fits({**tensors, "c": tensors["a"][2:]})
+
+
+def test_a_slab_grows_around_what_is_there() -> None:
+    slab = filled({"a": torch.ones(4)}, "cpu")
+    slab.fill()
+    slab.copy_to(Memory.DEVICE, [], [])
+    kept = slab.view("a", Memory.DEVICE)
+    tensors = {"b": torch.zeros(3), "a": slab.view("a", Memory.HOST)}
+    assert slab.fits(tensors) and "b" not in slab.names
+    larger = Slab(tensors, torch.device("cpu"), slab)
+    assert set(larger.names) == {"a", "b"} and larger.nbytes == 2 * ALIGNMENT
+    assert larger.view("a", Memory.HOST).tolist() == [1.0] * 4
+    larger.view("a", Memory.HOST).fill_(2)
+    larger.fill()
+    larger.copy_to(Memory.DEVICE, [], [])
+    assert kept.tolist() == [2.0] * 4 and larger.memory_of("a", kept) is Memory.DEVICE
+
+
+class Subclass(Tensor):
+    """A tensor of a class of its own."""
+
+
+def in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind", "message"),
+    [
+        (torch.ones(2).as_subclass(Subclass), TypeError, "weight: expected a plain tensor, got"),
+        (nn.UninitializedParameter(), TypeError, "UninitializedParameter"),
+        (torch.ones(2, 2).to_sparse(), ValueError, "weight: expected a dense tensor"),
+        (torch.ones(2, device="meta"), ValueError, "to_empty"),
+        (in_inference_mode(), ValueError, "inference_mode"),
+        (torch.ones(2, dtype=torch.complex64).conj(), ValueError, "resolve_conj"),
+    ],
+    ids=["subclass", "lazy", "sparse", "meta", "inference", "conjugated"],
+)
+def test_what_is_more_than_elements_is_refused(
+    tensor: Tensor, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        Slab({"weight": tensor}, torch.device("cpu"))

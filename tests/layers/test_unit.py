@@ -1,0 +1,340 @@
+"""Unit: what moves, what stays the same object, what is written back, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+from unit_models import Layer, assert_equal, copies, tensors_of
+
+from speedtorch.layers import Memory, Unit
+from speedtorch.torch_internals import version_of
+
+
+def made(device: str, kind: type[Optimizer] = optim.Adam) -> tuple[Layer, Optimizer, Unit]:
+    torch.manual_seed(1)
+    layer = Layer()
+    optimizer = kind(layer.parameters())
+    return layer, optimizer, Unit(layer, optimizer, device=device, name="layer")
+
+
+def train(layer: nn.Module, optimizer: Optimizer, device: str, seed: int = 0) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    layer(x.to(device)).square().sum().backward()
+    optimizer.step()
+
+
+def test_objects_and_what_hangs_on_them_stay(device: str) -> None:
+    layer, optimizer, unit = made(device)
+    parameters, groups = list(layer.parameters()), optimizer.param_groups
+    calls: list[str] = []
+    parameters[0].register_hook(lambda gradient: calls.append("hook"))
+    unit.load()
+    train(layer, optimizer, device)
+    gradients = [each.grad for each in parameters]
+    states = [optimizer.state[each]["exp_avg"] for each in parameters if each in optimizer.state]
+    unit.evict()
+    unit.load()
+    assert all(a is b for a, b in zip(parameters, layer.parameters(), strict=True))
+    assert all(each.grad is g for each, g in zip(parameters, gradients, strict=True))
+    kept = [optimizer.state[each]["exp_avg"] for each in parameters if each in optimizer.state]
+    assert len(kept) == 8 and all(a is b for a, b in zip(states, kept, strict=True))
+    assert optimizer.param_groups is groups and layer.back.weight is layer.into.weight
+    assert [each.requires_grad for each in layer.frozen.parameters()] == [False, False]
+    train(layer, optimizer, device)
+    assert calls == ["hook", "hook"]
+
+
+def test_all_is_where_the_unit_is(device: str) -> None:
+    layer, optimizer, unit = made(device)
+    for memory in (Memory.DEVICE, Memory.HOST, Memory.DEVICE):
+        unit.load() if memory is Memory.DEVICE else unit.evict()
+        where = {each.device.type for each in tensors_of(layer, optimizer).values() if each.dim()}
+        assert unit.memory is memory
+        assert where == {device if memory is Memory.DEVICE else "cpu"}
+        train(layer, optimizer, device if memory is Memory.DEVICE else "cpu")
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_steps_stay_on_the_cpu_where_torch_wants_them_there(device: str, fused: bool) -> None:
+    layer = nn.Linear(3, 3)
+    optimizer = optim.Adam(layer.parameters(), fused=fused)
+    unit = Unit(layer, optimizer, device=device)
+    unit.load()
+    layer(torch.ones(3, device=device)).sum().backward()
+    optimizer.step()
+    step = optimizer.state[layer.weight]["step"]
+    address = step.data_ptr()
+    unit.evict()
+    assert step.device.type == "cpu" and (step.data_ptr() == address) == (not fused)
+    unit.load()
+    assert step.device.type == (device if fused else "cpu")
+    optimizer.step()
+    assert step.item() == 2
+
+
+def test_an_evicted_unit_is_ordinary_tensors(device: str) -> None:
+    layer, _, unit = made(device)
+    unit.load()
+    unit.evict()
+    x = torch.randn(5, 4)
+    assert layer(x).shape == (5, 4) and "Parameter" in repr(layer.into.weight)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    other = copy.deepcopy(layer)
+    for each in (loaded, other):
+        assert torch.equal(layer.eval()(x), each.eval()(x))
+        each(x).sum().backward()  # its guard knows no unit
+
+
+def test_an_evicted_unit_has_no_memory_on_the_device(device: str) -> None:
+    layer, optimizer, unit = made(device)
+    unit.load()
+    train(layer, optimizer, device)
+    loaded = unit.nbytes
+    assert unit.evict() == loaded and unit.evict() == 0
+    unit.load()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    assert unit.evict() == unit.nbytes > loaded
+    if device == "cuda":
+        assert before - torch.cuda.memory_allocated() >= unit.nbytes
+
+
+def written_back(unit: Unit) -> list[int]:
+    """Bytes of each piece that an eviction copies."""
+    copied: list[int] = []
+    slab = unit._slab
+    copy_to = slab.copy_to
+
+    def counted(*args: object) -> list[tuple[int, int]]:
+        spans = copy_to(*args)  # type: ignore[arg-type]
+        copied.extend(end - begin for begin, end in spans)
+        return spans
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slab, "copy_to", counted)
+        unit.evict()
+    return copied
+
+
+def test_what_has_not_changed_travels_one_way(device: str) -> None:
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    unit = Unit(layer, optimizer, device=device)
+    unit.load()
+    with torch.no_grad():
+        layer(torch.ones(8, device=device))
+    assert written_back(unit) == []
+    unit.load()
+    layer(torch.ones(8, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert written_back(unit) == [256 + 32]  # a weight and a bias; not the frozen ones
+    unit.load()
+    layer[1].weight.data.mul_(2)
+    twice = copies({"weight": layer[1].weight})
+    unit.touch()
+    assert len(written_back(unit)) == 1
+    assert_equal({"weight": layer[1].weight}, twice)
+
+
+def test_statistics_that_torch_does_not_count_are_written_back(device: str) -> None:
+    layer = nn.BatchNorm1d(3).requires_grad_(False)
+    unit = Unit(layer, device=device)
+    unit.load()
+    layer(torch.randn(4, 3, device=device))
+    mean = copies(dict(layer.named_buffers()))
+    unit.evict()
+    assert_equal(dict(layer.named_buffers()), mean)
+
+
+def test_an_optimizer_that_torch_does_not_see_change_data_is_written_back(device: str) -> None:
+    class Old(optim.SGD):
+        """Writes as optimizers did before torch 1.5."""
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            """Adds one to all."""
+            for group in self.param_groups:
+                for each in group["params"]:
+                    each.data.add_(1)
+
+    layer = nn.Linear(2, 2)
+    optimizer = Old(layer.parameters(), lr=0.1)
+    unit = Unit(layer, optimizer, device=device)
+    unit.load()
+    before = copies(dict(layer.named_parameters()))
+    optimizer.step()
+    unit.evict()
+    assert_equal(dict(layer.named_parameters()), {k: v + 1 for k, v in before.items()})
+
+
+def test_a_backward_after_load_is_right_and_before_is_refused_by_name(device: str) -> None:
+    results = []
+    for moves in (False, True):
+        layer, _, unit = made(device)
+        unit.load()
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)).to(device)
+        loss = layer(x).square().sum()
+        if moves:
+            unit.evict()
+            with pytest.raises(RuntimeError, match="unit 'layer': a backward reached it while it"):
+                loss.backward(retain_graph=True)
+            unit.load()
+        loss.backward()
+        results.append(
+            copies({str(k): p.grad for k, p in layer.named_parameters() if p.grad is not None})
+        )
+    assert_equal(*results)
+
+
+def test_a_graph_lives_through_an_eviction_that_brings_new_state(device: str) -> None:
+    layer, optimizer, unit = made(device)
+    unit.load()
+    train(layer, optimizer, device)
+    result = layer(torch.ones(6, 4, device=device)).sum()
+    unit.evict()  # the first that finds gradients and state
+    unit.load()
+    result.backward()
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_backward_through_what_has_changed_meanwhile_is_refused(device: str, where: str) -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    holder = nn.ParameterList([weight])
+    unit = Unit(holder, device=device)
+    unit.load()
+    x = torch.ones(3, device=device, requires_grad=True)
+    result = (x @ weight.t()).sum()
+    unit.evict()
+    if where == "device":
+        unit.load()
+    with torch.no_grad():
+        weight.add_(1)
+    for _ in range(2):
+        unit.load()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward(retain_graph=True)
+        unit.evict()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward(retain_graph=True)
+
+
+def test_no_count_of_one_memory_is_ever_one_of_the_other(device: str) -> None:
+    layer, optimizer, unit = made(device)
+    seen: dict[Memory, set[int]] = {memory: set() for memory in Memory}
+    for seed in range(3):
+        unit.load()
+        train(layer, optimizer, device, seed)
+        seen[Memory.DEVICE].add(version_of(layer.into.weight))
+        unit.evict()
+        seen[Memory.HOST].add(version_of(layer.into.weight))
+    assert len(seen[Memory.DEVICE]) == len(seen[Memory.HOST]) == 3
+    assert seen[Memory.DEVICE].isdisjoint(seen[Memory.HOST])
+
+
+def test_what_the_user_replaces_is_found_again(device: str) -> None:
+    layer, optimizer, unit = made(device)
+    unit.load()
+    train(layer, optimizer, device)
+    state = copy.deepcopy(optimizer.state_dict())
+    unit.evict()
+    layer.norm.running_mean = torch.full((4,), 3.0)
+    layer.narrow.weight.data = torch.ones(4, 4, dtype=torch.bfloat16)
+    optimizer.load_state_dict(state)
+    expected = copies(tensors_of(layer, optimizer))
+    unit.load()
+    assert_equal(tensors_of(layer, optimizer), expected)
+    unit.evict()
+    assert_equal(tensors_of(layer, optimizer), expected)
+
+
+def test_tensors_tied_within_a_loaded_unit_stay_tied(device: str) -> None:
+    layer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    unit = Unit(layer, device=device)
+    unit.load()
+    layer[1].weight.data = layer[0].weight.data
+    for move in (unit.evict, unit.load):
+        move()
+        with torch.no_grad():
+            layer[0].weight.add_(1)
+        assert torch.equal(layer[0].weight, layer[1].weight)
+
+
+def test_moves_in_inference_mode_leave_ordinary_tensors(device: str) -> None:
+    layer, optimizer, unit = made(device)
+    with torch.inference_mode():
+        unit.load()
+        layer.eval()(torch.ones(2, 4, device=device))
+        unit.evict()
+        unit.load()
+    train(layer.train(), optimizer, device)
+
+
+def test_a_tensor_of_two_units_is_refused_by_name() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight = one.weight
+    unit = Unit(one, device="cpu", name="one")
+    with pytest.raises(ValueError, match="'other': weight is weight of unit 'one' as well"):
+        Unit(other, device="cpu", name="other")
+    unit.close()
+    both = Unit(nn.ModuleList([one, other]), device="cpu")
+    both.load()
+    assert other.weight is one.weight
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (([],), TypeError, "module: expected an nn.Module, got list"),
+        ((nn.Linear(1, 1), "adam"), TypeError, "optimizer: expected .* got str"),
+        ((nn.LazyLinear(1),), TypeError, "weight: expected a plain tensor"),
+    ],
+    ids=["module", "optimizer", "lazy"],
+)
+def test_what_is_no_module_or_optimizer_is_refused(
+    arguments: tuple[object, ...], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        Unit(*arguments, device="cpu")  # type: ignore[arg-type]
+
+
+def test_the_meta_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="device: expected one with memory"):
+        Unit(nn.Linear(1, 1), device="meta")
+
+
+def test_an_optimizer_of_whole_models_is_refused_by_name() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = optim.LBFGS(layer.parameters(), max_iter=3)
+    unit = Unit(layer, optimizer, device="cpu", name="layer")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = layer(torch.ones(2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match="unit 'layer': LBFGS keeps a list of tensors as '.+' of weight"
+    ):
+        unit.load()
+
+
+def test_sparse_gradients_are_refused_by_name_and_nothing_moves(device: str) -> None:
+    layer = nn.Embedding(3, 2, sparse=True)
+    unit = Unit(layer, device=device)
+    unit.load()
+    layer(torch.tensor([1], device=device)).sum().backward()
+    with pytest.raises(ValueError, match="the gradient of weight: expected a dense tensor"):
+        unit.evict()
+    assert unit.memory is Memory.DEVICE and layer.weight.device.type == device
+    layer.weight.grad = None
+    assert unit.evict() == unit.nbytes

@@ -1,0 +1,193 @@
+"""Training with units that come and go in any order is that of a model which stays, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from interrupts import Lines, first_of_each, out_of_memory, source_files
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+from unit_models import Layer, assert_equal, copies, tensors_of
+
+from speedtorch.layers import Memory, Unit
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD-momentum": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "Adam-single": partial(optim.Adam, foreach=False),
+    "Adam-foreach": partial(optim.Adam, foreach=True),
+    "Adam-fused": partial(optim.Adam, fused=True),
+    "AdamW-amsgrad": partial(optim.AdamW, amsgrad=True, weight_decay=0.1),
+    "Adagrad": partial(optim.Adagrad, lr=0.1),
+    "Adagrad-fused": partial(optim.Adagrad, lr=0.1, fused=True),
+    "RMSprop-centered": partial(optim.RMSprop, momentum=0.5, centered=True),
+    "Adadelta": optim.Adadelta,
+    "Adamax": optim.Adamax,
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "ASGD": optim.ASGD,
+    "Rprop": optim.Rprop,
+}
+PACKAGE = source_files("layers/*.py")
+
+
+class Model(nn.Module):
+    """Two layers that may be units, and a head that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Layer(), Layer(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.second(self.first(x)))
+        return y
+
+
+def model(device: str, make: Callable[..., Optimizer]) -> tuple[Model, Optimizer]:
+    torch.manual_seed(5)
+    made = Model().to(device)
+    return made, make(made.parameters())
+
+
+def batch(step: int, device: str) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(device)
+
+
+def train(
+    made: Model, optimizer: Optimizer, device: str, before: Callable[[str], None], steps: int = 6
+) -> list[Tensor]:
+    """Trains, freezing a part for a while, and returns the losses; says what comes next."""
+    losses = []
+    for step in range(steps):
+        made.second.into.weight.requires_grad_(step not in (2, 3))
+        if step % 3 != 2:  # else gradients add up
+            before("zero_grad")
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        before("forward")
+        loss = made(batch(step, device)).square().mean()
+        before("backward")
+        loss.backward()
+        before("step")
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
+def keep(_: str) -> None:
+    """The model that stays."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors of a few elements, for which several threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("seed", range(2))
+def test_training_is_that_of_a_model_that_stays(device: str, kind: str, seed: int) -> None:
+    expected, whole = model(device, OPTIMIZERS[kind])
+    losses = train(expected, whole, device, keep)
+    made, optimizer = model(device, OPTIMIZERS[kind])
+    units = [
+        Unit(layer, optimizer, device=device, name=name)
+        for name, layer in (("first", made.first), ("second", made.second))
+    ]
+    choices = random.Random(f"{kind} {seed}")
+
+    def before(what: str) -> None:
+        for unit in choices.choices(units, k=choices.randrange(5)):
+            choices.choice([unit.load, unit.evict])()
+        if what != "zero_grad":
+            for unit in units:
+                unit.load()
+
+    found = train(made, optimizer, device, before)
+    assert all(torch.equal(a, b) for a, b in zip(found, losses, strict=True))
+    assert_equal(tensors_of(made, optimizer), tensors_of(expected, whole))
+    for unit in units:
+        unit.evict()
+    assert_equal(tensors_of(made, optimizer), tensors_of(expected, whole))
+
+
+class Small(nn.Module):
+    """A parameter, another one that has a part of its memory, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(4.0))
+        self.low = nn.Parameter(self.weight.data[:2])
+        self.calls = nn.Buffer(torch.zeros(1))
+
+    def forward(self) -> Tensor:
+        self.calls.add_(1)
+        return self.weight.square().sum() + self.low.sum()
+
+
+Prepared = tuple[Small, Optimizer, Unit]
+
+
+def small_step(small: Small, optimizer: Optimizer) -> None:
+    small().backward()
+    optimizer.step()
+
+
+def prepare(move: str) -> Prepared:
+    """A unit before a move: all as it was, with new state and gradients, or with new buffers."""
+    small = Small()
+    optimizer = optim.SGD(small.parameters(), lr=0.1, momentum=0.9)
+    unit = Unit(small, optimizer, device="cpu", name="small")
+    unit.load()
+    small_step(small, optimizer)
+    if move == "evict-new":
+        return small, optimizer, unit
+    unit.evict()
+    if move == "load-new":
+        optimizer.load_state_dict(optimizer.state_dict())
+        small.calls = torch.ones(1)
+    if move == "evict":
+        unit.load()
+        small_step(small, optimizer)
+    return small, optimizer, unit
+
+
+def do(prepared: Prepared, move: str) -> None:
+    getattr(prepared[2], move.removesuffix("-new"))()
+
+
+@pytest.mark.parametrize("follows", ["step", "load", "evict"])
+@pytest.mark.parametrize("move", ["load", "evict", "load-new", "evict-new"])
+def test_an_error_at_any_line_leaves_all_whole(move: str, follows: str) -> None:
+    small, optimizer, _ = prepare(move)
+    values = copies(tensors_of(small, optimizer))
+    small_step(small, optimizer)
+    stepped = copies(tensors_of(small, optimizer))
+    prepared = prepare(move)
+    with Lines(PACKAGE) as counted:
+        do(prepared, move)
+    assert counted.seen is not None
+    last = {len(counted.seen) + 1 - each for each in first_of_each(counted.seen[::-1])}
+    for number in sorted(last | set(first_of_each(counted.seen))):
+        prepared = small, optimizer, unit = prepare(move)
+        with Lines(PACKAGE, number, (KeyboardInterrupt, out_of_memory)[number % 2]) as lines:
+            do(prepared, move)
+        assert lines.came_out, lines.where
+        assert_equal(tensors_of(small, optimizer), values)
+        if follows == "step":  # what changes between two moves is not lost
+            small_step(small, optimizer)
+        else:
+            do(prepared, follows)
+            assert_equal(tensors_of(small, optimizer), values)
+            small_step(small, optimizer)
+        for again in (unit.load, unit.evict, unit.load):
+            again()
+            assert_equal(tensors_of(small, optimizer), stepped)
+        assert unit.evict() == unit.nbytes and unit.memory is Memory.HOST
+        small_step(small, optimizer)
+        assert small.weight[:2].equal(small.low)
