@@ -33,9 +33,9 @@ def ask_driver(uuids: Sequence[str]) -> Driver:
     untold = Driver(free_bytes=[None] * len(uuids))
     try:
         nvml = CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return untold
-    if nvml.nvmlInit_v2() != 0:
+        if nvml.nvmlInit_v2() != 0:
+            return untold
+    except (OSError, AttributeError):  # none, or one from before these calls
         return untold
     try:
         text, number = create_string_buffer(80), c_int()
@@ -45,6 +45,8 @@ def ask_driver(uuids: Sequence[str]) -> Driver:
         if nvml.nvmlSystemGetCudaDriverVersion_v2(byref(number)) == 0:
             cuda = f"{number.value // 1000}.{number.value % 1000 // 10}"
         return Driver(version, cuda, [_free_bytes(nvml, uuid) for uuid in uuids])
+    except AttributeError:
+        return untold
     finally:
         nvml.nvmlShutdown()
 

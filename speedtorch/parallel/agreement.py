@@ -49,7 +49,8 @@ class Agreement:
     def last(self) -> int:
         """What was wrong at the last lookups, of which nobody has asked; 0: nothing."""
         last, self._last = self._last, []
-        return max((each.read()[0] for each in last), default=0)
+        name = self._exchange.name
+        return max((self._ranks.read(name, each)[0] for each in last), default=0)
 
     def settle(self, fault: int) -> None:
         """Raises on all ranks what was wrong at the last lookup, unless each has raised it since.

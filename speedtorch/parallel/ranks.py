@@ -87,9 +87,7 @@ class Ranks:
             IndexError: ids of a rank are bad; nothing was asked for.
             RuntimeError: another rank asks for rows of another module, or none in time, or is gone.
         """
-        if not told.counts.have_come(self._patience):
-            raise RuntimeError(_not_come(told.name, f"nothing for {self._patience:.0f} s"))
-        every = [divmod(each + 1, _NUMBERED) for each in told.counts.read()]
+        every = [divmod(each + 1, _NUMBERED) for each in self.read(told.name, told.counts)]
         numbers = [number // 2 for number, _ in every[self.size :]]
         alike = [rank for rank, (number, _) in enumerate(every[self.size :]) if number % 2]
         got, given = ([n - 1 for _, n in part] for part in (every[: self.size], every[self.size :]))
@@ -104,6 +102,12 @@ class Ranks:
         ids = ids[: sum(got)]
         come = self._exchanged(told.name, ids, given, got, group=self._asking)
         return Asked(come, given, got, alike if len(alike) < self.size else [])
+
+    def read(self, name: str, numbers: Numbers) -> list[int]:
+        """Numbers that need the other ranks; RuntimeError if these do not come in time."""
+        if not numbers.have_come(self._patience):
+            raise RuntimeError(_not_come(name, f"nothing for {self._patience:.0f} s"))
+        return numbers.read()
 
     def exchanged(self, name: str, blocks: Tensor) -> Tensor:
         """Tells each rank a block of as many numbers, `[size, n]`; gives what each has told."""

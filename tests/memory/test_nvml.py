@@ -85,3 +85,19 @@ def test_without_a_driver_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(nvml, "CDLL", missing)
     assert ask_driver([]) == (None, None, [])
     assert ask_driver(["whole"]) == (None, None, [None])
+
+
+@pytest.mark.parametrize("missing", ["nvmlInit_v2", "nvmlSystemGetCudaDriverVersion_v2"])
+def test_a_driver_from_before_a_call_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    class Older(Pretended):
+        def __getattr__(self, name: str) -> Any:
+            if name == missing:
+                raise AttributeError(name)
+            return super().__getattr__(name)
+
+    library = Older()
+    monkeypatch.setattr(nvml, "CDLL", lambda name: library)
+    assert ask_driver(["whole"]) == Driver(free_bytes=[None])
+    assert library.users == 0

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
+from rank_backends import BACKENDS, RANKS
 from rank_processes import exit_codes, in_processes
 from sharded_training import (
     check_a_killed_rank,
@@ -23,23 +23,19 @@ from sharded_training import (
     save_checkpoint,
 )
 
-NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-BACKENDS = pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=NEEDS_GPUS)])
-RANKS = [(2, "gloo"), (3, "gloo"), pytest.param(2, "nccl", marks=NEEDS_GPUS)]
 
-
-@pytest.mark.parametrize(("ranks", "backend"), RANKS)
+@RANKS
 def test_ranks_train_as_one_process_does(ranks: int, backend: str) -> None:
     # Sums are exact; so is what is divided by a power of two.
     in_processes(ranks, check_training, ranks == 2, backend=backend)
 
 
-@pytest.mark.parametrize(("ranks", "backend"), RANKS)
+@RANKS
 def test_a_run_has_the_same_bits_every_time(ranks: int, backend: str) -> None:
     in_processes(ranks, check_repeated, backend=backend)
 
 
-@pytest.mark.parametrize(("ranks", "backend"), RANKS)
+@RANKS
 def test_what_one_rank_does_wrong_raises_on_all(ranks: int, backend: str) -> None:
     in_processes(ranks, check_errors, backend=backend)
 

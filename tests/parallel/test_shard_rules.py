@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
+from rank_backends import BACKENDS
 from rank_processes import in_processes
 from sharded_rules import (
     check_any_order_of_parameters,
@@ -21,9 +21,6 @@ from sharded_rules import (
     check_sparse_padding,
     check_twice_differentiated,
 )
-
-NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-BACKENDS = pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=NEEDS_GPUS)])
 
 
 @BACKENDS

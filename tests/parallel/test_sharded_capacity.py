@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+from rank_backends import BACKENDS, RANKS
 from rank_processes import in_processes
 from sharded_capacity import (
     check_a_bad_id,
@@ -15,16 +14,13 @@ from sharded_capacity import (
 )
 from sharded_training import FITS, FIXED, check_collections, check_training
 
-NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-RANKS = [(2, "gloo"), (3, "gloo"), pytest.param(2, "nccl", marks=NEEDS_GPUS)]
 
-
-@pytest.mark.parametrize(("ranks", "backend"), RANKS)
+@RANKS
 def test_ranks_train_as_one_process_does(ranks: int, backend: str) -> None:
     in_processes(ranks, check_training, ranks == 2, FIXED, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=NEEDS_GPUS)])
+@BACKENDS
 def test_collections_train_as_in_one_process(backend: str) -> None:
     in_processes(2, check_collections, FITS["capacity"], backend=backend)
 
@@ -41,6 +37,6 @@ def check_faults(backend: str) -> None:
     check_a_rank_without_rows()
 
 
-@pytest.mark.parametrize(("ranks", "backend"), RANKS)
+@RANKS
 def test_what_one_rank_cannot_hold_raises_on_all(ranks: int, backend: str) -> None:
     in_processes(ranks, check_faults, backend, backend=backend)

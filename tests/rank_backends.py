@@ -1,0 +1,13 @@
+"""How many ranks a test runs on, and by which backend of torch.distributed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+_BY_NCCL = pytest.param("nccl", marks=NEEDS_GPUS)
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", _BY_NCCL])
+RANKS = pytest.mark.parametrize(
+    ("ranks", "backend"), [(2, "gloo"), (3, "gloo"), pytest.param(2, "nccl", marks=NEEDS_GPUS)]
+)
