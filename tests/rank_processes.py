@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import faulthandler
+import os
 import queue
+import signal
 import tempfile
 import time
 import traceback
@@ -27,6 +30,7 @@ def own_device() -> torch.device:
 
 def begin(rank: int, size: int, folder: str, timeout: float, backend: str) -> None:
     """Makes this process one of the ranks."""
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -84,6 +88,9 @@ class Ranks:
                 said.append(error)
                 give_up = min(give_up, time.monotonic() + 5)  # others wait for this one
         if said:
+            for rank in waiting:  # says where it is
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.5 if waiting else 0)
             self.end()
             raise AssertionError("\n".join(dict.fromkeys(said)))
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import own_device
 from sharded_training import ROWS, WIDTH, factors, raises, share_of
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -47,6 +49,7 @@ class Scored(nn.Module):
         self.rows = speedtorch.Embedding(ROWS, WIDTH)
         self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 2))
         self.through = through
+        self.to(own_device())
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         found = self.rows(ids)
@@ -87,6 +90,12 @@ def loss_of(model: nn.Module, step: int, ranks: Sequence[int], **more: Any) -> T
     return torch.stack(losses).sum()
 
 
+def shared_out(module: nn.Module, ignored: set[nn.Parameter] | None = None) -> None:
+    """fully_shard, on the device where ranks train."""
+    mesh = init_device_mesh(own_device().type, (dist.get_world_size(),))
+    fully_shard(module, mesh=mesh, ignored_params=ignored)
+
+
 def check_fully_shard(through: bool, scaled: bool) -> None:
     """fully_shard trains the dense layers, and each rank its rows.
 
@@ -96,15 +105,17 @@ def check_fully_shard(through: bool, scaled: bool) -> None:
     model, whole = Scored(through=through), Scored(through=through)
     shard(model)
     weights = row_parameters(model)
-    fully_shard(model.layers[0])
-    fully_shard(model, ignored_params=weights)
+    shared_out(model.layers[0])
+    shared_out(model, weights)
     assert weights == {model.rows.weight}
     assert all(isinstance(each, DTensor) for each in model.layers.parameters())
     for each, of_ranks in ((model, [rank]), (whole, range(ranks))):
-        groups = [[each.rows.weight], each.layers.parameters()] if scaled else [each.parameters()]
-        made = [optim.AdamW(group, lr=0.1) for group in groups]
+        # torch steps parameters of a group together on a GPU, but none with those of fully_shard.
+        groups = [{"params": [each.rows.weight]}, {"params": each.layers.parameters()}]
+        apart = [[group] for group in groups] if scaled else [groups]
+        made = [optim.AdamW(some, lr=0.1) for some in apart]
         speedtorch.attach(made[0], each)
-        scaler = GradScaler("cpu", init_scale=4.0, enabled=scaled)
+        scaler = GradScaler(own_device().type, init_scale=4.0, enabled=scaled)
         for step in range(STEPS):
             each.zero_grad()
             batch = [ids_of(step, k) for k in of_ranks]
@@ -134,7 +145,7 @@ def check_fully_shard_clipped() -> None:
     for norm_type in (2.0, float("inf")):
         model, whole = Scored(through=True), Scored(through=True)
         shard(model)
-        fully_shard(model, ignored_params=row_parameters(model))
+        shared_out(model, row_parameters(model))
         model(ids[rank])[1].sum().backward()
         torch.stack([whole(each)[1].sum() for each in ids]).mean().backward()
         found = clip_grad_norm_(model.parameters(), 0.25, norm_type)
@@ -155,7 +166,7 @@ def check_fully_shard_refused() -> None:
         raises(
             NotImplementedError,
             r"ignored_params=speedtorch.row_parameters\(model\)",
-            lambda model=model: fully_shard(model),  # type: ignore[misc]
+            lambda model=model: shared_out(model),  # type: ignore[misc]
         )
     model = nn.Sequential(speedtorch.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 2))
     shard(model)

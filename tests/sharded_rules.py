@@ -158,6 +158,42 @@ def check_bad_features() -> None:
         model.zero_grad()
 
 
+def check_other_tensors_after_an_error() -> None:
+    """What was planned before an error is asked anew: some ranks may look up other tensors."""
+    wholes = [rows_module(), rows_module()]
+    first, second = model = nn.ModuleList([rows_module(), rows_module()])
+    shard(model)
+    rank = dist.get_rank()
+    good = torch.tensor([1, 2 + rank])
+    bad = torch.tensor([1, ROWS]) if rank == 1 else good
+
+    def looked_up(ids: Tensor, *, again: bool) -> None:
+        """Again: by the same tensor on some ranks, and by another where a bad id was."""
+        for module, whole in zip(model, wholes, strict=True):
+            given = ids.clone() if again and rank == 1 else ids
+            assert_found(module, whole, given).sum().backward()
+        model.zero_grad()
+
+    def announced() -> None:
+        first.announce(good)
+        second.announce(bad)
+        second(bad)
+
+    raises(IndexError, "out of range", announced)
+    looked_up(good, again=True)
+    batches = [(good, good), (good, bad), (good, good)]
+    plans = speedtorch.prefetch(
+        batches, model, ids=lambda batch: {first: batch[0], second: batch[1]}
+    )
+    seen = 0
+    for ids, others in plans:
+        if seen == 1:
+            raises(IndexError, "out of range", lambda others=others: second(others))  # type: ignore[misc]
+        looked_up(ids, again=seen == 1)
+        seen += 1
+    assert seen == 3
+
+
 def check_twice_differentiated() -> None:
     """A gradient that is to be differentiated itself is refused, on all ranks."""
     for module in (rows_module(), bags_module(), made_collection()):

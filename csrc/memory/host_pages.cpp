@@ -155,7 +155,7 @@ void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
   }
   try {
     while (fill_piece()) {
-      if (check_memory) refuse_if_short(bytes, next);
+      if (check_memory && next < bytes) refuse_if_short(bytes, next);
     }
   } catch (...) {
     next = bytes;

@@ -44,6 +44,8 @@ class Agreement:
         agreed = self._ranks.most(fault)
         if not raises_at_once(agreed.device):
             self._last.append(Numbers(agreed))
+        elif int(agreed):
+            self._ranks.count_fault()
         return agreed
 
     def last(self) -> int:
@@ -67,6 +69,6 @@ class Agreement:
             error = found
         is_new = torch.tensor([error is not None], device=device).long()
         if int(self._ranks.most(is_new)):
-            self._exchange.forget_announced()
+            self._ranks.count_fault()
             so = "its rows were looked up as zeros, and no table's were moved or changed"
             raise error or of_ranks(self._exchange.name, fault, so)

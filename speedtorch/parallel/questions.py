@@ -165,6 +165,7 @@ class Questions:
         self._due: PlannedQuestions | None = None
         """Of the batch that a loop gives."""
         self._was_looked_up = False
+        self._faults = ranks.faults
         self._planning = SideStream("planning")
         self._begins = torch.arange(dealt.ranks + 1) * dealt.room
         self._latest: PlannedQuestions | None = None
@@ -222,6 +223,16 @@ class Questions:
         self._ask(PlannedQuestions([question], None))
         return question
 
+    def _forget_after_faults(self) -> None:
+        """Forgets what was planned before an error on all ranks.
+
+        Some of them may then look up the same tensors, and those whose ids were bad others.
+        """
+        if self._faults != self._ranks.faults:
+            self._faults = self._ranks.faults
+            self._told, self._due = [], None
+            self._exchange.forget_announced()
+
     def _before_lookup(self) -> None:
         """Raises what was found wrong at the last lookup; RuntimeError within a CUDA graph."""
         if self._exchange.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -229,6 +240,7 @@ class Questions:
                 f"{self._exchange.name}: a CUDA graph cannot hold a lookup of rows that are shared"
                 " out among ranks; capture what comes after it"
             )
+        self._forget_after_faults()
         latest, self._latest = self._latest, None
         if self._agreement is None or not (fault := self._agreement.last()):
             return
@@ -249,6 +261,7 @@ class Questions:
 
     def announce(self, parts: Sequence[Tensor]) -> None:
         """As Exchange.announce."""
+        self._forget_after_faults()
         if self._was_looked_up:
             self._told, self._was_looked_up = [], False
         before = [each for planned in self._told for each in planned.questions]
@@ -271,6 +284,7 @@ class Questions:
 
     def expect(self, batch: PlannedQuestions | None) -> None:
         """As Exchange.expect."""
+        self._forget_after_faults()
         self._due = batch
         if batch is not None:
             self._plan(batch)
@@ -305,14 +319,14 @@ class Questions:
             try:
                 self._exchange.announce(planned.ids)
             except (IndexError, RuntimeError):
-                self._told = []  # as the exchange has forgotten them
+                self._ranks.count_fault()
                 raise
 
     def _ask(self, planned: PlannedQuestions) -> None:
-        """Asks the other ranks; raises what is wrong, and forgets what was announced so."""
+        """Asks the other ranks; raises what is wrong."""
         if not planned.ask(self._ranks, self._dealt):
-            self._told = [each for each in self._told if each is not planned]
             assert planned.error is not None
+            self._ranks.count_fault()
             raise planned.error
         planned.join()
 

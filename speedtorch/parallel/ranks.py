@@ -5,6 +5,8 @@ Every call is one of all ranks. What cannot be agreed on raises on every rank.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -49,23 +51,41 @@ class Ranks:
     What they ask goes beside what they give: rows of a step wait for the step before, and questions
     of later steps wait for no rows.
 
-    Args:
-        group: of torch.distributed; None: all processes.
+    Attributes:
+        numbers: Gives each table another, the same on all ranks.
+        faults: Errors that all ranks have raised.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        group = group or dist.group.WORLD
-        assert group is not None
+    faults = 0
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.numbers = itertools.count()
         # Collectives of others, such as those of DistributedDataParallel, go their own way.
         self._giving, self._asking = group_like(group), group_like(group)
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
         # NCCL ends the process when the time is over, and does not know who waits.
         self._patience = 0.9 * timeout_of(group).total_seconds()
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> Ranks:
+        """Those of a group of torch.distributed, by default all processes.
+
+        All models have the same: on a GPU each communicator takes memory that is never given back.
+        """
+        group = group or dist.group.WORLD
+        assert group is not None
+        if group not in _ranks:
+            _ranks[group] = cls(group)
+        return _ranks[group]
+
     @property
     def name(self) -> str:
         """The same on all of them, and another for others."""
         return str(self._giving.group_name)
+
+    def count_fault(self) -> None:
+        """Says that all ranks raise an error."""
+        self.faults += 1
 
     def tell(self, name: str, number: int, counts: Tensor, *, again: bool) -> Told:
         """Tells each rank how many of its rows this rank will ask for, without waiting.
@@ -163,6 +183,9 @@ class Ranks:
         except RuntimeError as error:
             raise RuntimeError(_not_come(name, str(error))) from error
         return out
+
+
+_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
 
 
 def _not_come(name: str, what: str) -> str:

@@ -16,9 +16,10 @@ def row_parameters(model: nn.Module) -> set[nn.Parameter]:
     `torch.distributed.fsdp.fully_shard(model, ignored_params=row_parameters(model))`. The rows
     themselves are for shard(): unless they are shared out, each process trains rows of its own.
 
-    Where an optimizer steps its parameters together (foreach, which torch chooses on a GPU, or
-    fused), torch does not take those of fully_shard and others at once. The same is so for a
-    GradScaler. Give the rows an optimizer of their own then.
+    Where an optimizer steps a group's parameters together (foreach, which torch chooses on a GPU,
+    or fused), torch does not take those of fully_shard and others at once: give the rows a
+    parameter group of their own. A GradScaler goes through all of an optimizer's gradients: with
+    one give the rows an optimizer of their own.
 
     Args:
         model: Of any kind; the rows may be shared out or not.

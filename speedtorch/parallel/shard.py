@@ -93,7 +93,7 @@ def shard(
             " from that of all, and the others do not come: leave device_id out of"
             " torch.distributed.init_process_group()"
         )
-    ranks = Ranks(process_group)
+    ranks = Ranks.of(process_group)
     _refuse_if_differing(ranks, modules)
     deals, portions, needed = [], [], waiting_bytes()
     for module in modules:
@@ -107,14 +107,14 @@ def shard(
     for each in model.modules():  # DistributedDataParallel asks the one that it wraps
         if names := [name for name, parameter in each.named_parameters() if parameter in own]:
             ignored_by_data_parallel(each, names)
-    for number, (module, dealt, portion) in enumerate(zip(modules, deals, portions, strict=True)):
+    for module, dealt, portion in zip(modules, deals, portions, strict=True):
         module.share_out(
             portion,
             partial(
                 ShardedRows,
                 dealt=dealt,
                 ranks=ranks,
-                number=number,
+                number=next(ranks.numbers),
                 padding=module.padding_idx,
                 average=average,
                 sparse=bool(getattr(module, "sparse", False)),

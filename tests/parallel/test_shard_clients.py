@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rank_backends import BACKENDS
 from rank_processes import in_processes
 from sharded_clients import (
     MAKES,
@@ -24,16 +25,19 @@ from sharded_clients import (
     [(False, False), (True, False), (False, True)],
     ids=["exact", "through dense layers", "scaled"],
 )
-def test_fully_shard_trains_the_dense_part(through: bool, scaled: bool) -> None:
-    in_processes(2, check_fully_shard, through, scaled)
+@BACKENDS
+def test_fully_shard_trains_the_dense_part(through: bool, scaled: bool, backend: str) -> None:
+    in_processes(2, check_fully_shard, through, scaled, backend=backend)
 
 
-def test_rows_are_clipped_by_the_norm_of_what_fully_shard_shares_out_too() -> None:
-    in_processes(2, check_fully_shard_clipped)
+@BACKENDS
+def test_rows_are_clipped_by_the_norm_of_what_fully_shard_shares_out_too(backend: str) -> None:
+    in_processes(2, check_fully_shard_clipped, backend=backend)
 
 
-def test_fully_shard_of_rows_says_how_to_leave_them_alone() -> None:
-    in_processes(2, check_fully_shard_refused)
+@BACKENDS
+def test_fully_shard_of_rows_says_how_to_leave_them_alone(backend: str) -> None:
+    in_processes(2, check_fully_shard_refused, backend=backend)
 
 
 def test_row_parameters_are_those_of_every_module() -> None:

@@ -18,6 +18,7 @@ from sharded_rules import (
     check_one_tensor_for_several_lookups,
     check_one_tensor_in_a_loop,
     check_other_models,
+    check_other_tensors_after_an_error,
     check_sparse_padding,
     check_twice_differentiated,
 )
@@ -44,6 +45,11 @@ def test_what_cannot_be_told_apart_raises_instead_of_giving_other_rows() -> None
 @BACKENDS
 def test_a_bad_id_of_a_feature_on_one_rank_raises_on_all(backend: str) -> None:
     in_processes(2, check_bad_features, backend=backend)
+
+
+@BACKENDS
+def test_ranks_may_look_up_other_tensors_after_an_error(backend: str) -> None:
+    in_processes(2, check_other_tensors_after_an_error, backend=backend)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
