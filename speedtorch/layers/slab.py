@@ -7,7 +7,9 @@ that views of it which autograd has saved are right again once it is filled.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, KeysView, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.memory import host_memory
+from speedtorch.step.side_stream import SideStream
 
 __all__ = ["Memory", "Slab"]
 
@@ -116,11 +119,21 @@ def _slots(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[int, int]]
     yield from slots.values()
 
 
+def _gone(coming: SideStream, device: torch.device) -> None:
+    """What comes to lie where a slab was that nobody has emptied is copied after its last use."""
+    with coming.after_current(device):
+        pass
+
+
 class Slab:
     """A layout of named tensors, its host memory, and its device memory while there is any.
 
     Tensors of any dtype, shape and strides keep these; memory that several of them share is there
     once. The bytes are not copied yet: `take` does that.
+
+    On a GPU copies go beside the current stream, both ways at once, and the device slab's memory is
+    of the stream that brings it: what is used there, or freed, waits for what comes before by
+    `join`, `wait` and `empty`.
 
     Args:
         tensors: what is to be packed, in this order.
@@ -179,6 +192,11 @@ class Slab:
             else before._storage
         )
         self._is_filled = False
+        self._coming, self._leaving = SideStream("layers coming"), SideStream("layers leaving")
+        if before is not None:
+            before.wait()
+        if device.type == "cuda":
+            weakref.finalize(self, _gone, self._coming, device).atexit = False
         self._views: dict[tuple[str, Memory], Tensor] = {}
 
     @property
@@ -257,10 +275,29 @@ class Slab:
     def fill(self) -> None:
         """Gives the device slab its memory, of any content, unless it has that."""
         if self.device_bytes != self.nbytes:
-            self._storage.resize_(self.nbytes)
+            # Torch gives it what the same stream had before, in whose order it is used again.
+            with self._coming.after(self.device):
+                self._storage.resize_(self.nbytes)
+
+    def join(self) -> None:
+        """What the current stream gets from now on begins when the device slab has its bytes."""
+        self._coming.join()
+
+    def wait(self) -> None:
+        """Waits until the host slab has its bytes."""
+        self._leaving.finish()
+
+    @property
+    def is_home(self) -> bool:
+        """Whether nobody need wait for the host slab."""
+        return self._leaving.is_done
 
     def copy_to(
-        self, memory: Memory, changed: Collection[str], settled: Collection[str]
+        self,
+        memory: Memory,
+        changed: Collection[str],
+        settled: Collection[str],
+        after: torch.cuda.Event | None = None,
     ) -> list[tuple[int, int]]:
         """Copies what has changed in the other memory, in one piece unless something is in between.
 
@@ -271,6 +308,8 @@ class Slab:
             memory: that is written.
             changed: names of tensors that must be copied.
             settled: names of those that are current in `memory` alone, and must not be written.
+            after: what must be done before the device slab is read; None: all that the current
+                stream has by now.
 
         Returns:
             What was copied: bytes from, to.
@@ -279,26 +318,44 @@ class Slab:
         if memory is Memory.DEVICE and not self._is_filled:
             must = set(range(len(self._slots)))
         spans = self._spans(must, {self._places[name].slot for name in settled})
-        for begin, end in spans:
-            host = self.host[begin:end]
-            device = torch.empty(0, dtype=torch.uint8, device=self.device).set_(
-                self._storage, begin, (end - begin,), (1,)
-            )
-            if memory is Memory.HOST:
-                host.copy_(device)
-            else:
-                device.copy_(host)
+        if not spans:
+            return spans
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
+        whole.set_(self._storage, 0, (self.nbytes,), (1,))
         if memory is Memory.DEVICE:
+            # It may have been written to by the current stream if it was filled before.
+            turn = self._coming.after_current if self._is_filled else self._coming.after
+            with turn(self.device):
+                for begin, end in spans:
+                    whole[begin:end].copy_(self.host[begin:end], non_blocking=True)
             self._is_filled = True
+        else:
+            if after is None:
+                self.join()
+            with self._beside(self._leaving, after, self._coming.end):
+                for begin, end in spans:
+                    self.host[begin:end].copy_(whole[begin:end], non_blocking=True)
         return spans
 
-    def empty(self) -> int:
-        """Frees the device slab's memory; returns how many bytes that were."""
+    def empty(self, after: torch.cuda.Event | None = None) -> int:
+        """Frees the device slab's memory; returns how many bytes that were.
+
+        What comes to lie there is copied after `after`; None: after all that the current stream has
+        by now.
+        """
         self._is_filled = False
         freed = self.device_bytes
         if freed:
-            self._storage.resize_(0)
+            with self._beside(self._coming, after):
+                self._storage.resize_(0)
         return freed
+
+    def _beside(
+        self, stream: SideStream, after: torch.cuda.Event | None, *more: torch.cuda.Event | None
+    ) -> AbstractContextManager[None]:
+        if after is None:
+            return stream.after_current(self.device)
+        return stream.after(self.device, after, *more)
 
     def _spans(self, must: Collection[int], barred: Collection[int]) -> list[tuple[int, int]]:
         """The fewest spans with all slots that must be copied, and none that must not."""

@@ -1,64 +1,36 @@
 """A module's parameters and buffers, with gradients and optimizer state, as one that moves.
 
-**What is where.** A unit's tensors are views of one slab, either of its host memory or of its
-device memory; what is of neither yet (a gradient, state of the first step) joins at the next move.
-The objects stay: a move assigns their `data`.
-
-**What autograd has saved.** It keeps views of the device slab, which are right again once the slab
-has been filled with the same bytes, and have no memory before. Torch compares the version of a
-tensor with the one at which it was saved, so each memory has a count of its own: a tensor that
-moves takes the count of the memory that it comes to, one further if its elements have changed
-since it was there. A graph of an evicted unit is refused by that, and is right after `load()`, as
-is one whose unit has changed on the host.
-
-**Errors at any line.** First all is copied, then the tensors are let see the copy one by one, and
-only then the memory that they have left goes: each is whole all the while, and another call
-completes the move.
+A unit has three packs: parameters and buffers, their gradients, and what the optimizer keeps of
+them. So a forward brings no state to the device, and a unit whose step is done no gradients.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from speedtorch.layers.slab import Memory, Slab
-from speedtorch.torch_internals import set_versions, tree_leaves, version_of
+from speedtorch.layers.pack import Member, Members, Pack
+from speedtorch.layers.slab import Memory
+from speedtorch.torch_internals import tree_leaves
 
 __all__ = ["Unit"]
-
-# Versions are 32 bits; those of the host are the upper half, so that none means both memories.
-_HOST_VERSIONS = 1 << 31
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
 """All that live: a tensor belongs to one of them at most."""
 
 
-@dataclass(frozen=True)
-class _Member:
-    """One tensor of a unit.
-
-    Attributes:
-        tensor: the object.
-        is_written: it may have changed although its version has not.
-    """
-
-    tensor: Tensor
-    is_written: bool
-
-
 class _Guard:
-    """Names the unit whose backward is reached while it is not where its forward ran.
+    """Knows of a module's forward, and names the unit whose backward is reached elsewhere.
 
-    It is a forward hook of the unit's module. Copies of the module, and files of it, get a guard of
-    no unit.
+    It is a forward hook of the unit's module, and of those in it that have buffers. Copies of a
+    module, and files of it, get a guard of no unit.
     """
 
     def __init__(self, unit: Unit | None = None) -> None:
@@ -66,7 +38,10 @@ class _Guard:
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         unit = None if self._unit is None else self._unit()
-        if unit is None or unit.memory is None:
+        if unit is None:
+            return
+        unit.note_use()
+        if unit.memory is None or module is not unit.module:
             return
         before = partial(self._before_backward, unit.memory)
         for each in tree_leaves(output):
@@ -78,20 +53,18 @@ class _Guard:
 
     def _before_backward(self, memory: Memory, gradients: object) -> None:
         unit = None if self._unit is None else self._unit()
-        if unit is not None and unit.memory is not memory:
+        if unit is None:
+            return
+        unit.note_use()
+        if unit.memory is not memory and memory is Memory.DEVICE and unit.on_backward is not None:
+            unit.on_backward()
+        if unit.memory is not memory:
             there = {Memory.HOST: "evicted", Memory.DEVICE: "loaded", None: "half moved"}
             raise RuntimeError(
                 f"unit {unit.name!r}: a backward reached it while it is {there[unit.memory]}, and"
                 f" its forward ran while it was {there[memory]}:"
                 f" {'load' if memory is Memory.DEVICE else 'evict'}() it before the backward"
             )
-
-
-@contextmanager
-def _plain_tensors() -> Iterator[None]:
-    """What is made within is an ordinary tensor without a graph, whatever mode the caller is in."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 class Unit:
@@ -102,9 +75,12 @@ class Unit:
     of `optimizer.state` move along, those that are made later as well. Tensors without dimensions
     that torch keeps on the CPU (`step`) stay there. Tied tensors are there once, and stay tied.
 
-    Written back is what may have changed: buffers, what a step of the optimizer has changed, and
-    whatever torch has counted a change of. Torch counts none of `parameter.data`: say `touch()`
-    after such a change, unless a step of the optimizer follows or does it.
+    Written back is what may have changed: gradients, buffers if a module that has some has been
+    called, what a step of the optimizer has changed, and whatever torch has counted a change of.
+    Torch counts none of `parameter.data`: say `touch()` after such a change, unless a step of the
+    optimizer follows or does it.
+
+    On a GPU load() and write_back() go beside the current stream.
 
     A view of a loaded unit's tensor that you keep (`parameter.detach()`) has no memory while the
     unit is evicted: do not use it then. What autograd keeps it does not use then: a backward raises
@@ -123,6 +99,10 @@ class Unit:
         ValueError: a parameter or buffer belongs to another unit; a tensor is sparse, quantized, on
             the meta device or made in inference mode; the device is "meta".
         MemoryError: the host has too little memory.
+
+    Attributes:
+        on_backward: called where a backward reaches a unit that was loaded in its forward and is
+            evicted now; it may load it.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -152,17 +132,22 @@ class Unit:
         if self.device.type == "meta":
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
         self.module, self.optimizer, self.name = module, optimizer, name
-        self.memory: Memory | None = None
-        """Where it is; None after an error within a move, until another completes it."""
-        self._is_touched = self._is_stepped = False
-        self._versions: dict[str, tuple[int, int]] = {}
-        """The last version of each tensor on the host and on the device."""
+        self.on_backward: Callable[[], None] | None = None
+        # All that it has may have been changed before.
+        self._is_touched = self._is_stepped = self._is_used = True
+        self._own, self._gradients, self._state = (Pack(self.device) for _ in range(3))
         self._check_alone()
-        with _plain_tensors():
-            self._slab = Slab({}, self.device)
         _units.add(self)
         self.evict()
-        self._hooks = [module.register_forward_hook(_Guard(self))]
+        guard = _Guard(self)
+        self._watched = weakref.WeakSet(
+            each for each in module.modules() if each is module or [*each.buffers(recurse=False)]
+        )
+        self._hooks: list[RemovableHandle] = [
+            # Also after a forward that has failed half-way.
+            each.register_forward_hook(guard, always_call=True)
+            for each in self._watched
+        ]
         if optimizer is not None:
             method = weakref.WeakMethod(self._after_step)
 
@@ -174,11 +159,34 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the host slab, and of the device slab of a loaded unit."""
-        return self._slab.nbytes
+        """Bytes of its host memory, and on the device if all of it is there."""
+        return sum(pack.nbytes for pack in self._packs)
 
-    def load(self) -> None:
-        """Brings the unit to the device, where it stays if it is there.
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of its device memory now, without what came to it there since it was loaded."""
+        return sum(pack.device_bytes for pack in self._packs)
+
+    @property
+    def memory(self) -> Memory | None:
+        """Where its parameters are; None after an error in a move, until another completes it."""
+        return self._own.memory
+
+    @property
+    def is_home(self) -> bool:
+        """Whether evict() would wait for no copy that write_back() has begun."""
+        return all(pack.is_home for pack in self._packs)
+
+    @property
+    def _packs(self) -> tuple[Pack, Pack, Pack]:
+        return self._own, self._gradients, self._state
+
+    def load(self, *, state: bool = True, join: bool = True) -> int:
+        """Brings the unit to the device, where it stays if it is there; returns the bytes copied.
+
+        Args:
+            state: bring the optimizer's state as well, which a forward and a backward do not need.
+            join: let the current stream wait; otherwise call join() before the unit is used.
 
         Raises:
             RuntimeError: what torch raises where the device has too little memory
@@ -186,46 +194,73 @@ class Unit:
             TypeError, ValueError, MemoryError: as when the unit was made, for a tensor that came to
                 it since.
         """
-        members = self._members()
-        memories = {self._slab.memory_of(name, each.tensor) for name, each in members.items()}
-        if self.memory is Memory.DEVICE and Memory.HOST not in memories:
-            return
-        if None in memories:  # it came to the unit on the host, and has no place yet
-            self.evict()
-        if not self._slab.device_bytes:  # all is on the host, and all is copied
-            self._is_touched = self._is_stepped = False
-        with _plain_tensors():
-            self._slab.fill()
-            self._move(members, Memory.DEVICE)
-        self.memory = Memory.DEVICE
+        if not self.device_bytes:  # all is on the host, and all is copied
+            self._is_touched = self._is_stepped = self._is_used = False
+        packs = [(self._own, self._own_members()), (self._gradients, self._gradient_members())]
+        if state:
+            packs.append((self._state, self._state_members()))
+        copied, begun = 0, []
+        try:
+            for pack, members in packs:
+                if pack.memory is Memory.HOST:
+                    begun.append((pack, members))
+                copied += pack.load(members)
+        except RuntimeError:
+            for pack, members in begun:
+                pack.evict(members)
+            raise
+        if join:
+            self.join()
+        return copied
 
-    def evict(self) -> int:
-        """Brings the unit to the host, and what is new of it; returns the device slab's bytes.
+    def join(self) -> None:
+        """What the current stream gets from now on begins when the unit is on the device."""
+        for pack in self._packs:
+            pack.join()
+
+    def write_back(self, after: torch.cuda.Event | None = None) -> int:
+        """Begins to copy what is new on the device to the host; returns the bytes.
+
+        The unit stays there. evict() then waits for these copies, and makes no others unless the
+        unit is changed meanwhile. Gradients are left to evict().
+
+        Args:
+            after: the end of its last use; None: after all that the current stream has by now.
+        """
+        copied = self._own.write_back(self._own_members(), after)
+        copied += self._state.write_back(self._state_members(), after)
+        self._is_touched = self._is_stepped = self._is_used = False
+        return copied
+
+    def evict(self, after: torch.cuda.Event | None = None) -> int:
+        """Brings the unit to the host, and what is new of it; returns the bytes of device memory.
 
         These are free then. 0 if it was on the host.
+
+        Args:
+            after: as of write_back().
 
         Raises:
             TypeError, ValueError: as when the unit was made, for a tensor that came to it since;
                 the unit is where it was.
             MemoryError: the host has too little for what came to it since, which is where it was.
         """
-        members = self._members()
-        tensors = {name: each.tensor for name, each in members.items()}
-        left = self._slab
-        with _plain_tensors():
-            if not left.fits(tensors):
-                self._slab = Slab(tensors, self.device)
-            elif not tensors.keys() <= left.names:
-                self._grow(members)
-            self._move(members, Memory.HOST)
-        self.memory = Memory.HOST
-        self._is_touched = self._is_stepped = False
-        # Whose tensors have all left both.
-        return left.empty() + (0 if self._slab is left else self._slab.empty())
+        parts = [
+            (self._gradients, self._gradient_members()),
+            (self._state, self._state_members()),
+            (self._own, self._own_members()),
+        ]
+        freed = sum(pack.evict(members, after) for pack, members in parts)
+        self._is_touched = self._is_stepped = self._is_used = False
+        return freed
 
     def touch(self) -> None:
         """Says that any of its tensors may have changed without torch's counting it."""
         self._is_touched = True
+
+    def note_use(self) -> None:
+        """Says that its module runs, forward or backward."""
+        self._is_used = True
 
     def _after_step(self) -> None:
         self._is_stepped = True
@@ -236,59 +271,6 @@ class Unit:
         for each in self._hooks:
             each.remove()
         _units.discard(self)
-
-    def _grow(self, members: dict[str, _Member]) -> None:
-        """Brings all to the host that has a place, and makes a larger slab around that."""
-        left = self._slab
-        held = {name: each for name, each in members.items() if name in left.names}
-        self._move(held, Memory.HOST)
-        tensors = {name: each.tensor for name, each in members.items()}
-        self._slab = Slab(tensors, self.device, left)
-        for name, each in held.items():
-            # The memory that it leaves stays as it is: versions do so, too.
-            each.tensor.data = self._slab.view(name, Memory.HOST)
-
-    def _move(self, members: dict[str, _Member], memory: Memory) -> None:
-        """Lets all tensors be in a memory, where what they are elsewhere is copied to first."""
-        slab, at = self._slab, {}
-        for name, each in members.items():
-            at[name] = slab.memory_of(name, each.tensor)
-        leaving = {name: each.tensor for name, each in members.items() if at[name] is not memory}
-        if not leaving:
-            return
-        self.memory = None
-        new = {
-            name
-            for name, tensor in leaving.items()
-            if at[name] is None or version_of(tensor) not in self._versions[name]
-        }
-        copied = {name for name in leaving if members[name].is_written} | new
-        slab.copy_to(
-            memory,
-            [name for name in copied if at[name] is not None],
-            [name for name in members if at[name] is memory],
-        )
-        for name, tensor in leaving.items():
-            if at[name] is None:
-                slab.take(name, tensor)
-        versions = []
-        for name, tensor in leaving.items():
-            if name in new:
-                self._count(name, version_of(tensor), at[name])
-            versions.append(self._versions[name][memory is Memory.DEVICE])
-        set_versions(tuple(leaving.values()), tuple(versions))
-        for name, tensor in leaving.items():
-            tensor.data = slab.view(name, memory)
-
-    def _count(self, name: str, version: int, left: Memory | None) -> None:
-        """Notes that a tensor's elements have changed, at this version, in the memory it leaves."""
-        host, device = self._versions.get(name, (_HOST_VERSIONS, 0))
-        # Graphs of the memory that it leaves are right if they have saved these very elements.
-        if version >= _HOST_VERSIONS:
-            host, device = max(host, version + (left is not Memory.HOST)), device + 1
-        else:
-            host, device = host + 1, max(device, version + (left is not Memory.DEVICE))
-        self._versions[name] = host, device
 
     def _check_alone(self) -> None:
         """ValueError if a parameter or buffer belongs to another unit."""
@@ -302,24 +284,37 @@ class Unit:
                         " both modules (nn.ModuleList), or close() the other"
                     )
 
-    def _members(self) -> dict[str, _Member]:
-        """All tensors that are the unit's now by name, those that are not trained first."""
+    def _own_members(self) -> Members:
+        """Parameters and buffers, those that are not trained first."""
+        frozen: dict[str, Member] = {}
+        others: dict[str, Member] = {}
         is_written = self._is_touched or self._is_stepped
-        frozen: dict[str, _Member] = {}
-        others: dict[str, _Member] = {}
         for name, each in self.module.named_parameters():
             if each.requires_grad:
-                others[name] = _Member(each, is_written)
+                others[name] = Member(each, is_written)
             else:
-                frozen[name] = _Member(each, self._is_touched)
-            if each.grad is not None:
-                others[f"the gradient of {name}"] = _Member(each.grad, True)
-            for key, value in self._state_of(name, each):
-                others[f"{key} of {name}"] = _Member(value, is_written)
+                frozen[name] = Member(each, self._is_touched)
         for name, buffer in self.module.named_buffers():
             # Torch's batch norm changes its statistics and counts no version.
-            others[name] = _Member(buffer, True)
+            others[name] = Member(buffer, is_written or self._is_used)
         return frozen | others
+
+    def _gradient_members(self) -> Members:
+        """Gradients, of which torch counts not all changes."""
+        return {
+            f"the gradient of {name}": Member(each.grad, True)
+            for name, each in self.module.named_parameters()
+            if each.grad is not None
+        }
+
+    def _state_members(self) -> Members:
+        """What the optimizer keeps of the parameters and needs where these are."""
+        is_written = self._is_touched or self._is_stepped
+        return {
+            f"{key} of {name}": Member(value, is_written)
+            for name, each in self.module.named_parameters()
+            for key, value in self._state_of(name, each)
+        }
 
     def _state_of(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What an optimizer keeps of a parameter and needs where the parameter is."""
@@ -327,7 +322,8 @@ class Unit:
             return
         for key, value in self.optimizer.state[parameter].items():
             if isinstance(value, Tensor):
-                if not self._stays(parameter, key, value):
+                placed = self._state.has_place(f"{key} of {name}", value)
+                if placed or not self._stays(parameter, key, value):
                     yield key, value
             elif any(isinstance(each, Tensor) for each in tree_leaves(value)):
                 raise TypeError(
@@ -338,7 +334,7 @@ class Unit:
 
     def _stays(self, parameter: Tensor, key: str, value: Tensor) -> bool:
         """Whether it is a number on the CPU, where torch wants it whatever device steps."""
-        if value.dim() or value.device.type != "cpu" or (parameter.dim() == 0 and key != "step"):
+        if value.dim() or value.device.type != "cpu" or key != "step":
             return False
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
 import torch
@@ -25,15 +25,30 @@ class SideStream:
         self._purpose = purpose
         self.end: torch.cuda.Event | None = None
 
-    @contextmanager
-    def after_current(self, device: torch.device) -> Iterator[None]:
+    def after_current(self, device: torch.device) -> AbstractContextManager[None]:
         """What is queued within begins when the current stream has done what it has by now."""
+        return self._after(device, None)
+
+    def after(
+        self, device: torch.device, *ends: torch.cuda.Event | None
+    ) -> AbstractContextManager[None]:
+        """What is queued within begins after these events, whatever the current stream does."""
+        return self._after(device, ends)
+
+    @contextmanager
+    def _after(
+        self, device: torch.device, ends: Sequence[torch.cuda.Event | None] | None
+    ) -> Iterator[None]:
         if device.type != "cuda":
             yield
             return
         stream = _stream(device, self._purpose)
         current, current_device = torch.cuda.current_stream(device), torch.cuda.current_device()
-        stream.wait_stream(current)
+        if ends is None:
+            stream.wait_stream(current)
+        for end in ends or ():
+            if end is not None:
+                stream.wait_event(end)
         # torch.cuda.stream() asks for the device three times, which takes longer than a launch.
         try:
             torch.cuda.set_stream(stream)
@@ -49,6 +64,17 @@ class SideStream:
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(_stream(tensor.device, self._purpose))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its last work is done."""
+        return self.end is None or bool(self.end.query())  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """Waits for its last work."""
+        if self.end is not None:
+            self.end.synchronize()
+            self.end = None
 
     def join(self) -> None:
         """What the current stream gets from now on begins when the side stream is done."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from unit_models import Layer, assert_equal, copies, tensors_of
 
-from speedtorch.layers import Memory, Unit
+from speedtorch.layers import Memory, Slab, Unit
 from speedtorch.torch_internals import version_of
 
 
@@ -110,16 +110,15 @@ def test_an_evicted_unit_has_no_memory_on_the_device(device: str) -> None:
 def written_back(unit: Unit) -> list[int]:
     """Bytes of each piece that an eviction copies."""
     copied: list[int] = []
-    slab = unit._slab
-    copy_to = slab.copy_to
+    copy_to = Slab.copy_to
 
-    def counted(*args: object) -> list[tuple[int, int]]:
-        spans = copy_to(*args)  # type: ignore[arg-type]
+    def counted(slab: Slab, *args: object) -> list[tuple[int, int]]:
+        spans = copy_to(slab, *args)  # type: ignore[arg-type]
         copied.extend(end - begin for begin, end in spans)
         return spans
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slab, "copy_to", counted)
+        patch.setattr(Slab, "copy_to", counted)
         unit.evict()
     return copied
 

@@ -1,0 +1,235 @@
+"""Named tensors that move together between the two memories of a slab.
+
+**What is where.** The tensors are views of one slab, either of its host memory or of its device
+memory; what is of neither yet (a gradient, state of the first step) joins at the next move. The
+objects stay: a move assigns their `data`.
+
+**What autograd has saved.** It keeps views of the device slab, which are right again once the slab
+has been filled with the same bytes, and have no memory before. Torch compares the version of a
+tensor with the one at which it was saved, so each memory has a count of its own: a tensor that
+moves takes the count of the memory that it comes to, one further if its elements have changed
+since it was there. A graph of evicted tensors is refused by that, and is right after `load()`, as
+is one whose tensors have changed on the host.
+
+**Errors at any line.** First all is copied, then the tensors are let see the copy one by one, and
+only then the memory that they have left goes: each is whole all the while, and another call
+completes the move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speedtorch.layers.slab import Memory, Slab
+from speedtorch.torch_internals import set_versions, version_of
+
+__all__ = ["Member", "Pack"]
+
+# Versions are 32 bits; those of the host are the upper half, so that none means both memories.
+_HOST_VERSIONS = 1 << 31
+
+
+@dataclass(frozen=True)
+class Member:
+    """One tensor of a pack.
+
+    Attributes:
+        tensor: the object.
+        is_written: it may have changed although its version has not, since it was last copied.
+    """
+
+    tensor: Tensor
+    is_written: bool
+
+
+Members = Mapping[str, Member]
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """What is made within is an ordinary tensor without a graph, whatever mode the caller is in."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Pack:
+    """Tensors in host memory, or on the device; on the host at first.
+
+    Whoever moves them says each time which they are now, by names that stay.
+
+    Args:
+        device: where they are when loaded; "cpu" is another part of host memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory: Memory | None = Memory.HOST
+        """Where they are; None after an error within a move, until another completes it."""
+        self._versions: dict[str, tuple[int, int]] = {}
+        """The last version of each tensor on the host and on the device."""
+        with _plain_tensors():
+            self._slab = Slab({}, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host slab, and of the device slab while they are loaded."""
+        return self._slab.nbytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device slab now: all or none."""
+        return self._slab.device_bytes
+
+    @property
+    def is_home(self) -> bool:
+        """Whether evict() would wait for no copy that write_back() has begun."""
+        return self._slab.is_home
+
+    def has_place(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor is the one of that name in one of the memories."""
+        return self._slab.memory_of(name, tensor) is not None
+
+    def join(self) -> None:
+        """What the current stream gets from now on begins when what was loaded is there."""
+        self._slab.join()
+
+    def load(self, members: Members) -> int:
+        """Brings all to the device, beside the current stream, which must join(); bytes copied.
+
+        What came to them there stays where it is.
+
+        Raises:
+            RuntimeError: what torch raises where the device has too little memory
+                (torch.OutOfMemoryError); all is where it was.
+            TypeError, ValueError, MemoryError: as of evict(), for a tensor that came on the host.
+        """
+        slab = self._slab
+        at = {name: slab.memory_of(name, each.tensor) for name, each in members.items()}
+        others = [members[name].tensor.device for name, memory in at.items() if memory is None]
+        is_there = all(device == slab.device for device in others)
+        if Memory.HOST not in at.values() and is_there:
+            self.memory = Memory.DEVICE
+            return 0
+        if others:
+            self.evict(members)
+        with _plain_tensors():
+            self._slab.fill()
+            copied = self._move(members, Memory.DEVICE)
+        self.memory = Memory.DEVICE
+        return copied
+
+    def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> int:
+        """Begins to copy what is new on the device to the host, where evict() finds it; its bytes.
+
+        What came to them since they were loaded is left out. As the host is told now that it has
+        all, is_written is of what changes from now on.
+
+        Args:
+            members: all of them.
+            after: as of Slab.copy_to.
+        """
+        slab = self._slab
+        there = {
+            name: each
+            for name, each in members.items()
+            if slab.memory_of(name, each.tensor) is Memory.DEVICE
+        }
+        new = {n for n, each in there.items() if version_of(each.tensor) not in self._versions[n]}
+        changed = new | {name for name, each in there.items() if each.is_written}
+        if not changed:
+            return 0
+        settled = [
+            name
+            for name, each in members.items()
+            if name not in there and slab.memory_of(name, each.tensor) is Memory.HOST
+        ]
+        with _plain_tensors():
+            spans = slab.copy_to(Memory.HOST, changed, settled, after)
+        for name in new:
+            self._count(name, version_of(there[name].tensor), Memory.DEVICE)
+        return sum(end - begin for begin, end in spans)
+
+    def evict(self, members: Members, after: torch.cuda.Event | None = None) -> int:
+        """Brings all to the host, and what is new of it; returns the device slab's bytes.
+
+        These are free then. 0 if all was on the host.
+
+        Args:
+            members: all of them.
+            after: the end of their last use; None: after all that the current stream has by now.
+
+        Raises:
+            TypeError, ValueError: a tensor that came to them cannot be packed; all is where it was.
+            MemoryError: the host has too little for what came to them; all is where it was.
+        """
+        tensors = {name: each.tensor for name, each in members.items()}
+        left = self._slab
+        with _plain_tensors():
+            if not left.fits(tensors):
+                self._slab = Slab(tensors, left.device)
+            elif not tensors.keys() <= left.names:
+                self._grow(members)
+            self._move(members, Memory.HOST)
+        self.memory = Memory.HOST
+        # Whose tensors have all left both.
+        return left.empty(after) + (0 if self._slab is left else self._slab.empty(after))
+
+    def _grow(self, members: Members) -> None:
+        """Brings all to the host that has a place, and makes a larger slab around that."""
+        left = self._slab
+        held = {name: each for name, each in members.items() if name in left.names}
+        self._move(held, Memory.HOST)
+        tensors = {name: each.tensor for name, each in members.items()}
+        self._slab = Slab(tensors, left.device, left)
+        for name, each in held.items():
+            # The memory that it leaves stays as it is: versions do so, too.
+            each.tensor.data = self._slab.view(name, Memory.HOST)
+
+    def _move(self, members: Members, memory: Memory) -> int:
+        """Lets all tensors be in a memory, where what they are elsewhere is copied to first."""
+        slab, at = self._slab, {}
+        for name, each in members.items():
+            at[name] = slab.memory_of(name, each.tensor)
+        leaving = {name: each.tensor for name, each in members.items() if at[name] is not memory}
+        if not leaving:
+            return 0
+        self.memory = None
+        new = {
+            name
+            for name, tensor in leaving.items()
+            if at[name] is None or version_of(tensor) not in self._versions[name]
+        }
+        copied = {name for name in leaving if members[name].is_written} | new
+        spans = slab.copy_to(
+            memory,
+            [name for name in copied if at[name] is not None],
+            [name for name in members if at[name] is memory],
+        )
+        for name, tensor in leaving.items():
+            if at[name] is None:
+                slab.take(name, tensor)
+        if memory is Memory.HOST:
+            slab.wait()
+        versions = []
+        for name, tensor in leaving.items():
+            if name in new:
+                self._count(name, version_of(tensor), at[name])
+            versions.append(self._versions[name][memory is Memory.DEVICE])
+        set_versions(tuple(leaving.values()), tuple(versions))
+        for name, tensor in leaving.items():
+            tensor.data = slab.view(name, memory)
+        return sum(end - begin for begin, end in spans)
+
+    def _count(self, name: str, version: int, left: Memory | None) -> None:
+        """Notes that a tensor's elements have changed, at this version, in the memory it leaves."""
+        host, device = self._versions.get(name, (_HOST_VERSIONS, 0))
+        # Graphs of the memory that it leaves are right if they have saved these very elements.
+        if version >= _HOST_VERSIONS:
+            host, device = max(host, version + (left is not Memory.HOST)), device + 1
+        else:
+            host, device = host + 1, max(device, version + (left is not Memory.DEVICE))
+        self._versions[name] = host, device
