@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.calibration import kept_link_gbps
 from speedtorch.memory.host_memory import available_bytes, default_kind, memory_stats
 from speedtorch.memory.nvml import ask_driver
@@ -245,5 +246,4 @@ def _in_words(name: str, value: Any) -> str:
         return f"{value:.1f} GB/s"
     if not name.endswith("_bytes"):
         return str(value)
-    power = min(max(value.bit_length() - 1, 0) // 10, 4)
-    return f"{value / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    return text_of(value)

@@ -56,6 +56,7 @@ __all__ = [
     "sparse_values",
     "split_apart",
     "step_without_hooks",
+    "storage_uses",
     "tensor_without_memory",
     "timeout_of",
     "top_saved_tensors_hooks",
@@ -283,3 +284,9 @@ def step_without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
     """The step of a class without torch's wrapper, which calls every hook."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects have a storage."""
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses

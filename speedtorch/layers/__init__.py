@@ -2,6 +2,8 @@
 
 from speedtorch.layers.pack import Pack
 from speedtorch.layers.slab import Memory, Slab
+from speedtorch.layers.swap_report import Freed, SwapReport
+from speedtorch.layers.swapper import Swapper
 from speedtorch.layers.unit import Unit
 
-__all__ = ["Memory", "Pack", "Slab", "Unit"]
+__all__ = ["Freed", "Memory", "Pack", "Slab", "SwapReport", "Swapper", "Unit"]

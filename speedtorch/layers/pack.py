@@ -18,6 +18,7 @@ completes the move.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.layers.slab import Memory, Slab
+from speedtorch.layers.traffic import Traffic
 from speedtorch.torch_internals import set_versions, version_of
 
 __all__ = ["Member", "Pack"]
@@ -64,15 +66,18 @@ class Pack:
 
     Args:
         device: where they are when loaded; "cpu" is another part of host memory.
+        traffic: counts what is copied.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, traffic: Traffic | None = None) -> None:
         self.memory: Memory | None = Memory.HOST
         """Where they are; None after an error within a move, until another completes it."""
+        self._held: dict[weakref.ref[Tensor], str] = {}
+        """Views that keep a device slab which evict() has left to them, with names."""
         self._versions: dict[str, tuple[int, int]] = {}
         """The last version of each tensor on the host and on the device."""
         with _plain_tensors():
-            self._slab = Slab({}, device)
+            self._slab = Slab({}, device, traffic=traffic)
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +90,11 @@ class Pack:
         return self._slab.device_bytes
 
     @property
+    def is_held(self) -> bool:
+        """Whether somebody else has a view of the device slab: a graph, or a user."""
+        return self._slab.is_held
+
+    @property
     def is_home(self) -> bool:
         """Whether evict() would wait for no copy that write_back() has begun."""
         return self._slab.is_home
@@ -93,9 +103,26 @@ class Pack:
         """Whether a tensor is the one of that name in one of the memories."""
         return self._slab.memory_of(name, tensor) is not None
 
+    def wait(self) -> None:
+        """Waits for the copies that write_back() has begun."""
+        self._slab.wait()
+
+    def held_by(self) -> list[str]:
+        """Views that keep device memory which all else has left, as text."""
+        self._held = {view: text for view, text in self._held.items() if view() is not None}
+        return list(self._held.values())
+
     def join(self) -> None:
         """What the current stream gets from now on begins when what was loaded is there."""
         self._slab.join()
+
+    def on_host(self, members: Members) -> dict[int, Tensor]:
+        """What the host has of those on the device, by their address there; see write_back()."""
+        return {
+            each.tensor.data_ptr(): self._slab.view(name, Memory.HOST)
+            for name, each in members.items()
+            if self._slab.memory_of(name, each.tensor) is Memory.DEVICE
+        }
 
     def load(self, members: Members) -> int:
         """Brings all to the device, beside the current stream, which must join(); bytes copied.
@@ -121,6 +148,24 @@ class Pack:
             copied = self._move(members, Memory.DEVICE)
         self.memory = Memory.DEVICE
         return copied
+
+    def new_bytes(self, members: Members) -> int:
+        """Bytes on the device that evict() would copy now."""
+        return sum(
+            each.tensor.nbytes
+            for name, each in members.items()
+            if self._slab.memory_of(name, each.tensor) is not Memory.HOST
+            and (each.is_written or version_of(each.tensor) not in self._versions.get(name, ()))
+        )
+
+    def other_bytes(self, members: Members) -> int:
+        """Bytes on the device that came to them since they were loaded."""
+        return sum(
+            each.tensor.nbytes
+            for name, each in members.items()
+            if self._slab.memory_of(name, each.tensor) is None
+            and each.tensor.device == self._slab.device
+        )
 
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> int:
         """Begins to copy what is new on the device to the host, where evict() finds it; its bytes.
@@ -153,14 +198,19 @@ class Pack:
             self._count(name, version_of(there[name].tensor), Memory.DEVICE)
         return sum(end - begin for begin, end in spans)
 
-    def evict(self, members: Members, after: torch.cuda.Event | None = None) -> int:
-        """Brings all to the host, and what is new of it; returns the device slab's bytes.
+    def evict(
+        self, members: Members, after: torch.cuda.Event | None = None, *, search: bool = True
+    ) -> int:
+        """Brings all to the host, and what is new of it; returns the device bytes that are free.
 
-        These are free then. 0 if all was on the host.
+        0 if all was on the host. Views that Python programs keep of the device slab keep its memory
+        as well; see held_by().
 
         Args:
             members: all of them.
             after: the end of their last use; None: after all that the current stream has by now.
+            search: look for such views if there may be some, among all objects; otherwise they have
+                no memory from now on, as what autograd has saved has none until the next load.
 
         Raises:
             TypeError, ValueError: a tensor that came to them cannot be packed; all is where it was.
@@ -170,13 +220,23 @@ class Pack:
         left = self._slab
         with _plain_tensors():
             if not left.fits(tensors):
-                self._slab = Slab(tensors, left.device)
+                self._slab = Slab(tensors, left.device, traffic=left.traffic)
             elif not tensors.keys() <= left.names:
                 self._grow(members)
             self._move(members, Memory.HOST)
         self.memory = Memory.HOST
         # Whose tensors have all left both.
-        return left.empty(after) + (0 if self._slab is left else self._slab.empty(after))
+        held = {}
+        if search and left.device_bytes and left.is_held:
+            held = left.held_by(list(tensors.values()))
+        self._held |= held
+        freed = 0
+        for slab in (left,) if self._slab is left else (left, self._slab):
+            if held and slab.shares(left):
+                slab.leave()
+            else:
+                freed += slab.empty(after)
+        return freed
 
     def _grow(self, members: Members) -> None:
         """Brings all to the host that has a place, and makes a larger slab around that."""
@@ -184,7 +244,7 @@ class Pack:
         held = {name: each for name, each in members.items() if name in left.names}
         self._move(held, Memory.HOST)
         tensors = {name: each.tensor for name, each in members.items()}
-        self._slab = Slab(tensors, left.device, left)
+        self._slab = Slab(tensors, left.device, left, left.traffic)
         for name, each in held.items():
             # The memory that it leaves stays as it is: versions do so, too.
             each.tensor.data = self._slab.view(name, Memory.HOST)

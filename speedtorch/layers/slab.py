@@ -7,8 +7,9 @@ that views of it which autograd has saved are right again once it is filled.
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Collection, Iterator, KeysView, Mapping
+from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -16,8 +17,10 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from speedtorch.layers.traffic import Traffic
 from speedtorch.memory import host_memory
 from speedtorch.step.side_stream import SideStream
+from speedtorch.torch_internals import storage_uses
 
 __all__ = ["Memory", "Slab"]
 
@@ -140,6 +143,7 @@ class Slab:
         device: of the device slab; "cpu" is a second host memory.
         before: a slab that fits them: what is there stays where it is, with its bytes on the host,
             and the rest comes after it. The device slab has the same storage, empty.
+        traffic: counts what is copied.
 
     Raises:
         TypeError: one of them is a tensor of a class of its own.
@@ -151,8 +155,13 @@ class Slab:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], device: torch.device, before: Slab | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        before: Slab | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
+        self.traffic = traffic or Traffic()
         self._places: dict[str, _Place] = {} if before is None else dict(before._places)
         self._slots: list[tuple[int, int]] = [] if before is None else list(before._slots)
         end = self._slots[-1][1] if self._slots else 0
@@ -322,19 +331,21 @@ class Slab:
             return spans
         whole = torch.empty(0, dtype=torch.uint8, device=self.device)
         whole.set_(self._storage, 0, (self.nbytes,), (1,))
-        if memory is Memory.DEVICE:
-            # It may have been written to by the current stream if it was filled before.
-            turn = self._coming.after_current if self._is_filled else self._coming.after
-            with turn(self.device):
-                for begin, end in spans:
-                    whole[begin:end].copy_(self.host[begin:end], non_blocking=True)
-            self._is_filled = True
+        comes = memory is Memory.DEVICE
+        if comes and not self._is_filled:  # nobody has used it since
+            turn = self._coming.after(self.device)
+        elif comes:
+            turn = self._coming.after_current(self.device)
         else:
             if after is None:
                 self.join()
-            with self._beside(self._leaving, after, self._coming.end):
-                for begin, end in spans:
-                    self.host[begin:end].copy_(whole[begin:end], non_blocking=True)
+            turn = self._beside(self._leaving, after, self._coming.end)
+        target, source = (whole, self.host) if comes else (self.host, whole)
+        with turn, self.traffic.timed(self.device, comes=comes) as count:
+            for begin, end in spans:
+                target[begin:end].copy_(source[begin:end], non_blocking=True)
+                count(end - begin)
+        self._is_filled = self._is_filled or comes
         return spans
 
     def empty(self, after: torch.cuda.Event | None = None) -> int:
@@ -349,6 +360,43 @@ class Slab:
             with self._beside(self._coming, after):
                 self._storage.resize_(0)
         return freed
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody else has a view of the device slab: a graph, or a user."""
+        views = sum(memory is Memory.DEVICE for _, memory in self._views)
+        return storage_uses(self._storage) > views + 1
+
+    def held_by(self, members: Sequence[Tensor]) -> dict[weakref.ref[Tensor], str]:
+        """Which tensors of Python programs but these are views of the device slab, with names.
+
+        It looks at all objects that there are.
+        """
+        own = {id(view) for view in [*self._views.values(), *members]}
+        found = [
+            each
+            for each in gc.get_objects()
+            if type(each) in (Tensor, nn.Parameter)
+            and id(each) not in own
+            and each.layout == torch.strided
+            and each.untyped_storage()._cdata == self._storage._cdata
+        ]
+        return {weakref.ref(each): self._described(each) for each in found}
+
+    def _described(self, tensor: Tensor) -> str:
+        begin = tensor.storage_offset() * tensor.itemsize
+        of = [n for n, p in self._places.items() if p.begin <= begin < p.begin + max(1, p.nbytes)]
+        return f"a {list(tensor.shape)} {str(tensor.dtype)[6:]} view of {of[0] if of else 'it'}"
+
+    def shares(self, other: Slab) -> bool:
+        """Whether the device slabs are one."""
+        return self._storage is other._storage
+
+    def leave(self) -> None:
+        """Leaves the device slab to those who have views of it; the next one is another."""
+        self._storage = torch.empty(0, dtype=torch.uint8, device=self.device).untyped_storage()
+        self._views = {key: v for key, v in self._views.items() if key[1] is Memory.HOST}
+        self._is_filled = False
 
     def _beside(
         self, stream: SideStream, after: torch.cuda.Event | None, *more: torch.cuda.Event | None

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.pack import Member, Members, Pack
 from speedtorch.layers.slab import Memory
+from speedtorch.layers.traffic import Traffic
 from speedtorch.torch_internals import tree_leaves
 
 __all__ = ["Unit"]
@@ -46,6 +47,7 @@ class _Guard:
         before = partial(self._before_backward, unit.memory)
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.grad_fn is not None:
+                unit.note_graph()
                 each.grad_fn.register_prehook(before)
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
@@ -67,6 +69,29 @@ class _Guard:
             )
 
 
+class _Saved:
+    """Gives state_dict() the tensors on the host, which stay readable when a unit leaves."""
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self._unit = None if unit is None else weakref.ref(unit)
+
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+    ) -> None:
+        unit = None if self._unit is None else self._unit()
+        if unit is None or unit.memory is Memory.HOST:
+            return
+        on_host = unit.on_host()
+        for name, each in state.items():
+            if name.startswith(prefix) and type(each) is Tensor and not each.requires_grad:
+                found = on_host.get(each.data_ptr())
+                if found is not None and found.shape == each.shape and found.dtype == each.dtype:
+                    state[name] = found.detach()
+
+    def __reduce__(self) -> tuple[type[_Saved], tuple[()]]:
+        return _Saved, ()
+
+
 class Unit:
     """A module and what an optimizer keeps of it: in host memory, or on the device.
 
@@ -82,9 +107,9 @@ class Unit:
 
     On a GPU load() and write_back() go beside the current stream.
 
-    A view of a loaded unit's tensor that you keep (`parameter.detach()`) has no memory while the
-    unit is evicted: do not use it then. What autograd keeps it does not use then: a backward raises
-    RuntimeError.
+    A view of a loaded unit's tensor that you keep (`parameter.detach()`) keeps the device memory of
+    the whole unit, and the values there; evict() names it. What autograd keeps has no memory while
+    the unit is evicted: a backward raises RuntimeError then.
 
     Args:
         module: whose parameters and buffers these are. Of modules that share a parameter make one
@@ -92,6 +117,7 @@ class Unit:
         optimizer: any of torch's that keeps tensors for each parameter by itself.
         device: where it is when loaded; "cpu" is another part of host memory.
         name: what errors call it.
+        traffic: counts what is copied.
 
     Raises:
         TypeError: an argument is none of these; a tensor is of a class of its own; the optimizer
@@ -101,6 +127,9 @@ class Unit:
         MemoryError: the host has too little memory.
 
     Attributes:
+        uses: how often its module has run, and the optimizer stepped it.
+        has_graph: whether a graph may need its memory, as far as is known.
+        was_stepped: whether it was stepped when it was on the device last.
         on_backward: called where a backward reaches a unit that was loaded in its forward and is
             evicted now; it may load it.
 
@@ -120,6 +149,7 @@ class Unit:
         *,
         device: torch.device | str,
         name: str = "unit",
+        traffic: Traffic | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
@@ -132,10 +162,12 @@ class Unit:
         if self.device.type == "meta":
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
         self.module, self.optimizer, self.name = module, optimizer, name
+        self.uses = 0
+        self.has_graph = self.was_stepped = self._steps_are_told = False
         self.on_backward: Callable[[], None] | None = None
         # All that it has may have been changed before.
         self._is_touched = self._is_stepped = self._is_used = True
-        self._own, self._gradients, self._state = (Pack(self.device) for _ in range(3))
+        self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
         self._check_alone()
         _units.add(self)
         self.evict()
@@ -148,6 +180,8 @@ class Unit:
             each.register_forward_hook(guard, always_call=True)
             for each in self._watched
         ]
+        saved = module.register_state_dict_post_hook(_Saved(self))  # type: ignore[no-untyped-call]
+        self._hooks.append(saved)
         if optimizer is not None:
             method = weakref.WeakMethod(self._after_step)
 
@@ -177,6 +211,13 @@ class Unit:
         """Whether evict() would wait for no copy that write_back() has begun."""
         return all(pack.is_home for pack in self._packs)
 
+    def _parts(self) -> list[tuple[Pack, Members]]:
+        return [
+            (self._gradients, self._gradient_members()),
+            (self._state, self._state_members()),
+            (self._own, self._own_members()),
+        ]
+
     @property
     def _packs(self) -> tuple[Pack, Pack, Pack]:
         return self._own, self._gradients, self._state
@@ -195,6 +236,7 @@ class Unit:
                 it since.
         """
         if not self.device_bytes:  # all is on the host, and all is copied
+            self.was_stepped = False
             self._is_touched = self._is_stepped = self._is_used = False
         packs = [(self._own, self._own_members()), (self._gradients, self._gradient_members())]
         if state:
@@ -232,27 +274,47 @@ class Unit:
         self._is_touched = self._is_stepped = self._is_used = False
         return copied
 
-    def evict(self, after: torch.cuda.Event | None = None) -> int:
+    def evict(self, after: torch.cuda.Event | None = None, *, search: bool = True) -> int:
         """Brings the unit to the host, and what is new of it; returns the bytes of device memory.
 
-        These are free then. 0 if it was on the host.
+        These are free then. 0 if it was on the host. Memory that views keep is not; see held_by().
 
         Args:
             after: as of write_back().
+            search: as of Pack.evict.
 
         Raises:
             TypeError, ValueError: as when the unit was made, for a tensor that came to it since;
                 the unit is where it was.
             MemoryError: the host has too little for what came to it since, which is where it was.
         """
-        parts = [
-            (self._gradients, self._gradient_members()),
-            (self._state, self._state_members()),
-            (self._own, self._own_members()),
-        ]
-        freed = sum(pack.evict(members, after) for pack, members in parts)
+        parts = self._parts()
+        freed = sum(pack.evict(members, after, search=search) for pack, members in parts)
         self._is_touched = self._is_stepped = self._is_used = False
+        self.has_graph = self.has_graph and any(pack.is_held for pack in self._packs)
         return freed
+
+    def held_by(self) -> list[str]:
+        """Views that somebody keeps, and with them device memory that it has left, as text."""
+        return [each for pack in self._packs for each in pack.held_by()]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a graph, or a user, has views of its device memory."""
+        return any(pack.device_bytes and pack.is_held for pack in self._packs)
+
+    def missing_bytes(self, *, state: bool) -> int:
+        """Bytes of device memory that load() would take."""
+        packs = self._packs if state else self._packs[:2]
+        return sum(pack.nbytes for pack in packs if not pack.device_bytes)
+
+    def new_bytes(self) -> int:
+        """Bytes on the device that evict() would copy now."""
+        return sum(pack.new_bytes(members) for pack, members in self._parts())
+
+    def other_bytes(self) -> int:
+        """Bytes of gradients and state that came to it on the device since it was loaded."""
+        return sum(pack.other_bytes(members) for pack, members in self._parts())
 
     def touch(self) -> None:
         """Says that any of its tensors may have changed without torch's counting it."""
@@ -261,9 +323,43 @@ class Unit:
     def note_use(self) -> None:
         """Says that its module runs, forward or backward."""
         self._is_used = True
+        self.uses += 1
+
+    def note_graph(self) -> None:
+        """Says that a graph may need its memory."""
+        self.has_graph = True
+
+    def tell_steps(self) -> None:
+        """Promises note_step(); otherwise each step of the optimizer may have changed the unit."""
+        self._steps_are_told = True
+
+    def wait(self) -> None:
+        """Waits for the copies that write_back() has begun."""
+        for pack in self._packs:
+            pack.wait()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether an optimizer's step would change it."""
+        return any(each.grad is not None for each in self.module.parameters())
+
+    def on_host(self) -> dict[int, Tensor]:
+        """Its parameters and buffers on the host by their addresses on the device."""
+        self.write_back()
+        self.wait()
+        return self._own.on_host(self._own_members())
+
+    def note_step(self) -> None:
+        """Says that the optimizer has stepped it."""
+        self._is_stepped = self.was_stepped = True
+        self.uses += 1
+        for each in self.module.parameters():
+            if not each.requires_grad and each.grad is not None:  # frozen since its backward
+                self._is_touched = True
 
     def _after_step(self) -> None:
-        self._is_stepped = True
+        if not self._steps_are_told:
+            self.note_step()
 
     def close(self) -> None:
         """Evicts the unit, whose tensors are free to be another's then."""

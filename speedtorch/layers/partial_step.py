@@ -1,0 +1,63 @@
+"""PartialStep: an optimizer's step, of some parameters after others.
+
+Each part is stepped by a twin of the optimizer, which has the same state and the groups' settings,
+and of the parameters those alone. The optimizer's own groups are never changed, so that an error
+leaves them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedtorch.torch_internals import step_without_hooks
+
+__all__ = ["PartialStep"]
+
+
+class PartialStep:
+    """One step of an optimizer, without its hooks.
+
+    What a step changes besides parameters and their state, as a count in a group, is changed by
+    each part alike, and is the optimizer's once by `settle`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._last: Optimizer | None = None
+
+    def twin(self, parameters: Collection[Tensor]) -> Optimizer:
+        """The optimizer of these parameters alone."""
+        optimizer, wanted = self._optimizer, {id(each) for each in parameters}
+        made: Optimizer = object.__new__(type(optimizer))
+        made.__dict__.update(optimizer.__dict__)
+        made.param_groups = [
+            {**group, "params": [each for each in group["params"] if id(each) in wanted]}
+            for group in optimizer.param_groups
+        ]
+        self._last = made
+        return made
+
+    def step(self, parameters: Collection[Tensor]) -> None:
+        """Steps these alone."""
+        step_without_hooks(type(self._optimizer))(self.twin(parameters))
+
+    def settle(self) -> None:
+        """Gives the optimizer what the last part has changed of it."""
+        if (made := self._last) is None:
+            return
+        for name, value in made.__dict__.items():
+            if name != "param_groups":
+                _assign(self._optimizer.__dict__, name, value)
+        for group, changed in zip(self._optimizer.param_groups, made.param_groups, strict=True):
+            for name, value in changed.items():
+                if name != "params":
+                    _assign(group, name, value)
+
+
+def _assign(settings: dict[str, Any], name: str, value: object) -> None:
+    if name not in settings or settings[name] is not value:
+        settings[name] = value

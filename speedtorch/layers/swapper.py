@@ -1,0 +1,460 @@
+"""Swapper: units of a model come to the device when they are used, and leave when others do."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.slab import Memory
+from speedtorch.layers.swap_report import Freed, SwapReport
+from speedtorch.layers.traffic import Traffic
+from speedtorch.layers.unit import Unit
+from speedtorch.memory.byte_count import bytes_of, text_of
+
+__all__ = ["Swapper"]
+
+
+class _Use:
+    """Units that stay on the device for as long as somebody holds this."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.units = frozenset(units)
+
+
+class Swapper:
+    """Keeps units of a model in host memory, and on the device while they are used.
+
+    A unit is a module with its parameters, buffers and gradients, and what the optimizer keeps of
+    them. It comes to the device in one piece each, and what has changed of it goes back when its
+    memory is needed for another: the one that was used longest ago leaves. Parameter objects,
+    hooks, param_groups and schedulers stay as they are, and numbers are those of a model that stays
+    on the device. An evicted unit is ordinary CPU tensors.
+
+    `optimizer.step()` steps unit by unit those that have gradients, and brings them for it; what
+    belongs to no unit is stepped as ever. Use a unit's tensors within `use` alone: outside it may
+    leave at any call of the swapper.
+
+    Args:
+        modules: a module, whose children are the units, or the units. Modules that share a
+            parameter must be one unit (nn.ModuleList).
+        optimizer: any of torch's that keeps tensors for each parameter by itself; None: nothing is
+            trained.
+        device: where units are used.
+        budget: the most device memory that units take, in bytes or as "12GiB"; None: as much as
+            there is. Units that are used at once need more together: they must fit.
+
+    Raises:
+        TypeError: an argument is of the wrong kind, the optimizer keeps tensors within lists or
+            dicts, as LBFGS does, or a tensor is of a class of its own.
+        ValueError: there is no unit, two of them share a tensor, one of them is in another, the
+            budget is no number of bytes, or a tensor is sparse, quantized, on the meta device or
+            made in inference mode.
+        MemoryError: the host has too little memory.
+
+    Example:
+        >>> import torch, speedtorch
+        >>> experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(8))
+        >>> optimizer = torch.optim.Adam(experts.parameters())
+        >>> swapper = speedtorch.Swapper(experts, optimizer, device="cpu", budget="4KiB")
+        >>> for number in (3, 5):
+        ...     with swapper.use(experts[number]):
+        ...         experts[number](torch.ones(4)).sum().backward()
+        ...         swapper.step()
+        ...         optimizer.zero_grad()
+        >>> swapper.report().misses
+        2
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module | Iterable[nn.Module],
+        optimizer: Optimizer | None = None,
+        *,
+        device: torch.device | str = "cuda",
+        budget: int | str | None = None,
+    ) -> None:
+        named = _named(modules)
+        self.optimizer = optimizer
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.budget = None if budget is None else bytes_of("budget", budget)
+        self._traffic = Traffic()
+        self._units: dict[nn.Module, Unit] = {}
+        self._uses_so_far = count()
+        self._last_use: dict[Unit, int] = {}
+        """Which of the uses its last one was, of each."""
+        self._uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+        """Those of now, which their callers hold."""
+        self._wanted: dict[Unit, bool] = {}
+        """What is to come, and whether with its state."""
+        self._awaited: set[Unit] = set()
+        """What has come and was not used yet."""
+        self._left: dict[Unit, tuple[torch.cuda.Event, int]] = {}
+        """Where the last use ended, and the unit's count of uses then."""
+        self._others: dict[Unit, int] = {}
+        """Bytes on the device that came to a unit there, when it was used last."""
+        self._hits = self._misses = 0
+        self._waited = 0.0
+        try:
+            for name, module in named:
+                unit = Unit(module, optimizer, device=self.device, name=name, traffic=self._traffic)
+                self._units[module] = unit
+                self._last_use[unit] = next(self._uses_so_far)
+                unit.tell_steps()
+        except BaseException:
+            self.close()
+            raise
+        self._undo_step: Callable[[], None] | None = None
+        if optimizer is not None:
+            self._undo_step = _steps_by(optimizer, self._step_units)
+
+    # --------------------------------------------------------------------------------------------
+    # Units come and go
+
+    @contextmanager
+    def use(self, *modules: nn.Module) -> Iterator[None]:
+        """Brings units to the device, where they stay within.
+
+        Args:
+            *modules: of the units, or modules that have units within.
+
+        Raises:
+            ValueError: one of them is no unit and has none.
+            RuntimeError: the budget, or the device's memory (torch.OutOfMemoryError), is too small
+                for all that is in use; nothing has changed but which units are there.
+        """
+        with self._using(self._named_units(modules), state=False):
+            yield
+
+    @contextmanager
+    def _using(self, units: list[Unit], *, state: bool) -> Iterator[None]:
+        use = _Use(units)
+        try:
+            self._uses.add(use)
+            for unit in units:
+                self._enter(unit, state=state)
+            yield
+        finally:
+            self._uses.discard(use)
+            for unit in units:
+                self._leave(unit)
+            self._advance()
+
+    @property
+    def _recent(self) -> list[Unit]:
+        """All, the one that was used longest ago first."""
+        return sorted(self._last_use, key=self._last_use.__getitem__)
+
+    def _is_used(self, unit: Unit) -> bool:
+        return any(unit in use.units for use in self._uses)
+
+    def prefetch(self, *modules: nn.Module, state: bool | None = None) -> None:
+        """Lets units come while others are used; it does not wait.
+
+        Those that were used longest ago leave for them, and none that is in use or was prefetched.
+        What finds no room yet comes at a later call of the swapper.
+
+        Args:
+            *modules: as of `use`.
+            state: bring the optimizer's state as well; None: if the unit was stepped when it was
+                there last.
+        """
+        for unit in self._named_units(modules):
+            self._wanted[unit] = unit.was_stepped if state is None else state
+        self._advance()
+
+    def evict(self, *modules: nn.Module) -> Freed:
+        """Lets units leave the device, and waits until they have.
+
+        Args:
+            *modules: as of `use`; none: all units that are not in use.
+
+        Returns:
+            The bytes of device memory that are free now, with `held_by`: views of units' tensors
+            that somebody keeps, and that keep a unit's device memory and the values there.
+
+        Raises:
+            ValueError: one of them is no unit and has none.
+            RuntimeError: one of them is in use; nothing has changed.
+        """
+        units = self._named_units(modules) if modules else self._recent
+        if modules and (used := [each.name for each in units if self._is_used(each)]):
+            raise RuntimeError(f"units {used} are in use; evict them after `use`")
+        freed, held = 0, []
+        for unit in [each for each in units if not self._is_used(each)]:
+            freed += self._send_home(unit, search=True)
+            held += [f"{unit.name}: {each}" for each in unit.held_by()]
+        return Freed(freed, held)
+
+    def flush(self) -> None:
+        """Writes what has changed on the device to host memory, and waits; units stay there.
+
+        Gradients stay on the device alone until their unit leaves.
+        """
+        for unit in self._recent:
+            unit.write_back(self._end_of_use(unit))
+        for unit in self._recent:
+            unit.wait()
+
+    def close(self) -> None:
+        """Lets all units leave for good: modules and optimizer are as before, on the CPU."""
+        if self._undo_step is not None:
+            self._undo_step()
+        for unit in self._units.values():
+            unit.close()
+        self._units.clear()
+        self._last_use.clear()
+
+    def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
+        found: dict[Unit, None] = {}
+        for module in modules:
+            own = [self._units[each] for each in module.modules() if each in self._units]
+            if not own:
+                names = ", ".join(each.name for each in self._recent)
+                raise ValueError(
+                    f"{type(module).__name__} is no unit and has none; the units are {names}"
+                )
+            found |= dict.fromkeys(own)
+        return list(found)
+
+    def _enter(self, unit: Unit, *, state: bool) -> None:
+        self._wanted.pop(unit, None)
+        is_there = unit.memory is Memory.DEVICE and not unit.missing_bytes(state=state)
+        self._hits += is_there
+        self._misses += not is_there
+        self._bring(unit, state=state, waits=True)
+        self._awaited.discard(unit)
+        unit.join()
+
+    def _leave(self, unit: Unit) -> None:
+        if self._is_used(unit):
+            return
+        if self.device.type == "cuda":
+            end = torch.cuda.current_stream(self.device).record_event()
+            self._left[unit] = end, unit.uses
+        self._others[unit] = unit.other_bytes()
+        self._last_use[unit] = next(self._uses_so_far)
+
+    def _advance(self) -> None:
+        """Lets come what is wanted, as far as there is room without waiting."""
+        while self._wanted:
+            unit, state = next(iter(self._wanted.items()))
+            if not self._bring(unit, state=state, waits=False):
+                return
+            self._wanted.pop(unit, None)
+            self._awaited.add(unit)
+
+    def _bring(self, unit: Unit, *, state: bool, waits: bool) -> bool:
+        """Loads a unit; False if there is no room now, and nobody is to wait."""
+        while self._makes_room(unit, unit.missing_bytes(state=state), waits=waits):
+            try:
+                unit.load(state=state, join=False)
+            except torch.OutOfMemoryError:  # of a GPU that others use, too
+                if (victim := self._victim(unit)) is None or not waits:
+                    if waits:
+                        raise
+                    return False
+                self._send_home(victim)
+            else:
+                return True
+        return False
+
+    def _makes_room(self, unit: Unit, missing: int, *, waits: bool) -> bool:
+        """Lets others leave until there is room for so many bytes; whether there is."""
+        if self.budget is None or not missing:
+            return True
+        left = set()
+        while (over := self._taken() + missing - self.budget) > 0:
+            if (victim := self._victim(unit, awaited=waits)) is None:
+                if not waits:
+                    return False
+                used = [each.name for each in self._recent if self._is_used(each)]
+                raise RuntimeError(
+                    f"budget: {text_of(self.budget)} are {text_of(over)} too little for the units"
+                    f" that are used at once, {used}; give more, or use fewer at once"
+                )
+            if not waits and not self._is_ready_to_leave(victim, over):
+                return False
+            if victim in left:
+                raise RuntimeError(f"unit {victim.name!r} could not leave the device")
+            left.add(victim)
+            self._send_home(victim)
+        return True
+
+    def _is_ready_to_leave(self, victim: Unit, over: int) -> bool:
+        """Begins to write back as many units as must leave; whether the first has done so."""
+        for unit in self._leaving(awaited=False):
+            unit.write_back(self._end_of_use(unit))
+            over -= self._bytes_of(unit)
+            if over <= 0:
+                break
+        return victim.is_home
+
+    def _victim(self, unit: Unit, *, awaited: bool = True) -> Unit | None:
+        return next((each for each in self._leaving(awaited=awaited) if each is not unit), None)
+
+    def _leaving(self, *, awaited: bool) -> Iterator[Unit]:
+        """What may leave, in the order in which it does; last what has come for a use to come."""
+        there = [u for u in self._recent if not self._is_used(u) and self._bytes_of(u)]
+        yield from (each for each in there if each not in self._awaited)
+        if awaited:
+            yield from (each for each in reversed(there) if each in self._awaited)
+
+    def _send_home(self, unit: Unit, *, search: bool = False) -> int:
+        begin, waits = time.perf_counter(), bool(unit.new_bytes()) or not unit.is_home
+        # What a graph may need has no memory meanwhile; other views keep it.
+        freed = unit.evict(self._end_of_use(unit), search=search or not unit.has_graph)
+        if waits:
+            self._waited += time.perf_counter() - begin
+        self._awaited.discard(unit)
+        freed += self._others.pop(unit, 0)
+        return freed
+
+    def _end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
+        """Where its last use ended on the device; None: nobody knows."""
+        end, uses = self._left.get(unit, (None, -1))
+        return end if uses == unit.uses else None
+
+    def _bytes_of(self, unit: Unit) -> int:
+        return unit.device_bytes + self._others.get(unit, 0)
+
+    def _taken(self) -> int:
+        return sum(self._bytes_of(unit) for unit in self._recent)
+
+    # --------------------------------------------------------------------------------------------
+    # Steps
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps the optimizer, as `optimizer.step()` does: unit by unit.
+
+        Raises:
+            RuntimeError: there is no optimizer, or no room for a unit and its state.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("step: the swapper was made without an optimizer")
+        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+
+    def _step_units(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Steps all units, before the step of what is left; gives what that is called with."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
+        step, of_units = PartialStep(optimizer), set()
+        in_groups = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        waiting = [unit for unit in self._recent if unit.has_gradients]
+        waiting.sort(key=lambda unit: unit.memory is not Memory.DEVICE)
+        for unit in self._recent:
+            of_units |= {id(each) for each in unit.module.parameters()}
+        for place, unit in enumerate(waiting):
+            parameters = [each for each in unit.module.parameters() if id(each) in in_groups]
+            with self._using([unit], state=True):
+                for later in waiting[place + 1 : place + 2]:
+                    self._wanted.setdefault(later, True)
+                    self._advance()
+                try:
+                    step.step(parameters)
+                finally:
+                    unit.note_step()
+        others = [
+            each
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if id(each) not in of_units
+        ]
+        return (step.twin(others), *args[1:]), kwargs, step.settle
+
+    # --------------------------------------------------------------------------------------------
+
+    def report(self) -> SwapReport:
+        """What is where, and what has travelled so far; waits for copies that are on their way."""
+        there = [unit for unit in self._recent if self._bytes_of(unit)]
+        return SwapReport(
+            units=len(self._recent),
+            resident=tuple(unit.name for unit in there),
+            in_use=tuple(unit.name for unit in there if self._is_used(unit)),
+            resident_bytes=self._taken(),
+            budget_bytes=self.budget,
+            host_bytes=sum(unit.nbytes for unit in self._recent),
+            new_bytes=sum(unit.new_bytes() for unit in there),
+            hits=self._hits,
+            misses=self._misses,
+            seconds_waited=self._waited,
+            bytes_in=self._traffic.bytes_in,
+            bytes_out=self._traffic.bytes_out,
+            gbps_in=self._traffic.gbps(comes=True),
+            gbps_out=self._traffic.gbps(comes=False),
+            held_by=tuple(
+                f"{unit.name}: {each}" for unit in self._recent for each in unit.held_by()
+            ),
+        )
+
+
+def _named(modules: object) -> list[tuple[str, nn.Module]]:
+    """The units and what they are called."""
+    if isinstance(modules, nn.Module):
+        named = list(modules.named_children())
+        what = f"{type(modules).__name__} has no modules within"
+    elif isinstance(modules, Iterable):
+        named = [(str(number), each) for number, each in enumerate(modules)]
+        what = "modules: there are none"
+    else:
+        raise TypeError(f"modules: expected an nn.Module or several, got {type(modules).__name__}")
+    if not named:
+        raise ValueError(f"{what}, and so no units")
+    for name, each in named:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"modules: expected nn.Modules, got {type(each).__name__} as {name}")
+    names: dict[nn.Module, str] = {}
+    for name, each in named:
+        for part in each.modules():
+            if part in names:
+                raise ValueError(f"modules: {name} and {names[part]} have a module in common")
+        names |= dict.fromkeys(each.modules(), name)
+    return named
+
+
+def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:
+    """Lets an optimizer's step() be one of units first; gives what undoes that.
+
+    Hooks of the step are called once, before and after all of it: ours is the last of those before.
+    """
+    original = optimizer.step
+
+    @wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        settle: list[Callable[[], None]] = []
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            args, kwargs, done = units(optimizer, args, kwargs)
+            settle.append(done)
+            return args, kwargs
+
+        hook = optimizer.register_step_pre_hook(before)
+        try:
+            result = original(*args, **kwargs)
+            for each in settle:
+                each()
+            return result
+        finally:
+            hook.remove()
+
+    optimizer.step = step  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if vars(optimizer).get("step") is step:
+            optimizer.step = original  # type: ignore[method-assign]
+
+    return undo

@@ -1,0 +1,38 @@
+"""Numbers of bytes as people write them, as "12GiB"."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["bytes_of", "text_of"]
+
+_UNITS = {
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+
+
+def bytes_of(name: str, given: int | str) -> int:
+    """A number of bytes, or a text of one.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is no number of bytes, or not more than 0.
+    """
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise TypeError(f"{name}: expected bytes or a text as '12GiB', got {type(given).__name__}")
+    if isinstance(given, str):
+        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b)\s*", given.lower())
+        if parts is None or parts[2] not in _UNITS:
+            raise ValueError(f"{name}: expected bytes as '12GiB' or '500MB', got {given!r}")
+        given = int(float(parts[1]) * _UNITS[parts[2]])
+    if given <= 0:
+        raise ValueError(f"{name}: expected more than 0 bytes, got {given}")
+    return given
+
+
+def text_of(count: int) -> str:
+    """A number of bytes in the unit that suits it."""
+    power = max(0, min(4, (count.bit_length() - 1) // 10))
+    return f"{count / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
