@@ -23,8 +23,11 @@ class Freed(int):
     def __new__(cls, count: int, held_by: Iterable[str] = ()) -> Freed:
         """An int with names."""
         made = super().__new__(cls, count)
-        made.held_by = tuple(held_by)
+        made._name(held_by)
         return made
+
+    def _name(self, held_by: Iterable[str]) -> None:
+        self.held_by = tuple(held_by)
 
     def __repr__(self) -> str:
         held = f", held by {'; '.join(self.held_by)}" if self.held_by else ""

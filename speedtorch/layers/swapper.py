@@ -27,8 +27,9 @@ __all__ = ["Swapper"]
 class _Use:
     """Units that stay on the device for as long as somebody holds this."""
 
-    def __init__(self, units: Iterable[Unit]) -> None:
+    def __init__(self, units: Iterable[Unit], *, state: bool) -> None:
         self.units = frozenset(units)
+        self.state = state
 
 
 class Swapper:
@@ -104,6 +105,7 @@ class Swapper:
         """Where the last use ended, and the unit's count of uses then."""
         self._others: dict[Unit, int] = {}
         """Bytes on the device that came to a unit there, when it was used last."""
+        self._undo: list[Callable[[], None]] = []
         self._hits = self._misses = 0
         self._waited = 0.0
         try:
@@ -115,9 +117,10 @@ class Swapper:
         except BaseException:
             self.close()
             raise
-        self._undo_step: Callable[[], None] | None = None
         if optimizer is not None:
-            self._undo_step = _steps_by(optimizer, self._step_units)
+            self._undo.append(_steps_by(optimizer, self._step_units))
+            saved = optimizer.register_state_dict_post_hook(self._saved_state)
+            self._undo.append(saved.remove)
 
     # --------------------------------------------------------------------------------------------
     # Units come and go
@@ -139,7 +142,7 @@ class Swapper:
 
     @contextmanager
     def _using(self, units: list[Unit], *, state: bool) -> Iterator[None]:
-        use = _Use(units)
+        use = _Use(units, state=state)
         try:
             self._uses.add(use)
             for unit in units:
@@ -149,6 +152,7 @@ class Swapper:
             self._uses.discard(use)
             for unit in units:
                 self._leave(unit)
+            self._makes_room(None, 0, waits=False)
             self._advance()
 
     @property
@@ -156,8 +160,8 @@ class Swapper:
         """All, the one that was used longest ago first."""
         return sorted(self._last_use, key=self._last_use.__getitem__)
 
-    def _is_used(self, unit: Unit) -> bool:
-        return any(unit in use.units for use in self._uses)
+    def _is_used(self, unit: Unit, *, state: bool = False) -> bool:
+        return any(unit in use.units and use.state >= state for use in self._uses)
 
     def prefetch(self, *modules: nn.Module, state: bool | None = None) -> None:
         """Lets units come while others are used; it does not wait.
@@ -209,8 +213,8 @@ class Swapper:
 
     def close(self) -> None:
         """Lets all units leave for good: modules and optimizer are as before, on the CPU."""
-        if self._undo_step is not None:
-            self._undo_step()
+        for undo in self._undo:
+            undo()
         for unit in self._units.values():
             unit.close()
         self._units.clear()
@@ -270,15 +274,17 @@ class Swapper:
                 return True
         return False
 
-    def _makes_room(self, unit: Unit, missing: int, *, waits: bool) -> bool:
+    def _makes_room(self, unit: Unit | None, missing: int, *, waits: bool) -> bool:
         """Lets others leave until there is room for so many bytes; whether there is."""
-        if self.budget is None or not missing:
+        if self.budget is None or (unit is not None and not missing):
             return True
         left = set()
         while (over := self._taken() + missing - self.budget) > 0:
             if (victim := self._victim(unit, awaited=waits)) is None:
                 if not waits:
                     return False
+                if self._sends_state_home():
+                    continue
                 used = [each.name for each in self._recent if self._is_used(each)]
                 raise RuntimeError(
                     f"budget: {text_of(self.budget)} are {text_of(over)} too little for the units"
@@ -301,7 +307,15 @@ class Swapper:
                 break
         return victim.is_home
 
-    def _victim(self, unit: Unit, *, awaited: bool = True) -> Unit | None:
+    def _sends_state_home(self) -> bool:
+        """Lets the state of a unit leave that is in use, but not stepped; whether there was one."""
+        for unit in self._recent:
+            if unit.state_bytes and not self._is_used(unit, state=True):
+                unit.evict_state(self._end_of_use(unit))
+                return True
+        return False
+
+    def _victim(self, unit: Unit | None, *, awaited: bool = True) -> Unit | None:
         return next((each for each in self._leaving(awaited=awaited) if each is not unit), None)
 
     def _leaving(self, *, awaited: bool) -> Iterator[Unit]:
@@ -377,6 +391,27 @@ class Swapper:
         return (step.twin(others), *args[1:]), kwargs, step.settle
 
     # --------------------------------------------------------------------------------------------
+
+    def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Gives state_dict() what the host has, which stays readable when units leave."""
+        on_host: dict[int, torch.Tensor] = {}
+        for unit in self._recent:
+            on_host |= unit.state_on_host()
+
+        def found(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            host = on_host.get(value.data_ptr())
+            is_like = host is not None and (host.shape, host.dtype) == (value.shape, value.dtype)
+            return host if is_like else value
+
+        of_parameters = {
+            number: {key: found(value) for key, value in of_one.items()}
+            if isinstance(of_one, dict)
+            else of_one
+            for number, of_one in saved["state"].items()
+        }
+        return {**saved, "state": of_parameters}
 
     def report(self) -> SwapReport:
         """What is where, and what has travelled so far; waits for copies that are on their way."""

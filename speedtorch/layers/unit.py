@@ -167,6 +167,8 @@ class Unit:
         self.on_backward: Callable[[], None] | None = None
         # All that it has may have been changed before.
         self._is_touched = self._is_stepped = self._is_used = True
+        self._stepped: set[str] = set()
+        """Parameters that a step may have changed."""
         self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
         self._check_alone()
         _units.add(self)
@@ -237,7 +239,7 @@ class Unit:
         """
         if not self.device_bytes:  # all is on the host, and all is copied
             self.was_stepped = False
-            self._is_touched = self._is_stepped = self._is_used = False
+            self._note_copied()
         packs = [(self._own, self._own_members()), (self._gradients, self._gradient_members())]
         if state:
             packs.append((self._state, self._state_members()))
@@ -271,7 +273,7 @@ class Unit:
         """
         copied = self._own.write_back(self._own_members(), after)
         copied += self._state.write_back(self._state_members(), after)
-        self._is_touched = self._is_stepped = self._is_used = False
+        self._note_copied()
         return copied
 
     def evict(self, after: torch.cuda.Event | None = None, *, search: bool = True) -> int:
@@ -290,9 +292,21 @@ class Unit:
         """
         parts = self._parts()
         freed = sum(pack.evict(members, after, search=search) for pack, members in parts)
-        self._is_touched = self._is_stepped = self._is_used = False
+        self._note_copied()
         self.has_graph = self.has_graph and any(pack.is_held for pack in self._packs)
         return freed
+
+    def evict_state(self, after: torch.cuda.Event | None = None) -> int:
+        """Brings the optimizer's state to the host alone; returns the bytes that are free then.
+
+        The unit can be used, and not be stepped.
+        """
+        return self._state.evict(self._state_members(), after, search=False)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of device memory of the optimizer's state."""
+        return self._state.device_bytes
 
     def held_by(self) -> list[str]:
         """Views that somebody keeps, and with them device memory that it has left, as text."""
@@ -315,6 +329,11 @@ class Unit:
     def other_bytes(self) -> int:
         """Bytes of gradients and state that came to it on the device since it was loaded."""
         return sum(pack.other_bytes(members) for pack, members in self._parts())
+
+    def _note_copied(self) -> None:
+        """Notes that nothing has changed since it was copied."""
+        self._is_touched = self._is_stepped = self._is_used = False
+        self._stepped = set()
 
     def touch(self) -> None:
         """Says that any of its tensors may have changed without torch's counting it."""
@@ -349,13 +368,23 @@ class Unit:
         self.wait()
         return self._own.on_host(self._own_members())
 
+    def state_on_host(self) -> dict[int, Tensor]:
+        """The optimizer's state on the host by its addresses on the device."""
+        if not self._state.device_bytes:
+            return {}
+        self.write_back()
+        self.wait()
+        return self._state.on_host(self._state_members())
+
     def note_step(self) -> None:
         """Says that the optimizer has stepped it."""
         self._is_stepped = self.was_stepped = True
         self.uses += 1
-        for each in self.module.parameters():
-            if not each.requires_grad and each.grad is not None:  # frozen since its backward
-                self._is_touched = True
+        self._stepped |= {
+            name
+            for name, each in self.module.named_parameters()
+            if each.requires_grad or each.grad is not None
+        }
 
     def _after_step(self) -> None:
         if not self._steps_are_told:
@@ -384,12 +413,10 @@ class Unit:
         """Parameters and buffers, those that are not trained first."""
         frozen: dict[str, Member] = {}
         others: dict[str, Member] = {}
-        is_written = self._is_touched or self._is_stepped
         for name, each in self.module.named_parameters():
-            if each.requires_grad:
-                others[name] = Member(each, is_written)
-            else:
-                frozen[name] = Member(each, self._is_touched)
+            kind = others if each.requires_grad else frozen
+            kind[name] = Member(each, self._is_touched or name in self._stepped)
+        is_written = self._is_touched or self._is_stepped
         for name, buffer in self.module.named_buffers():
             # Torch's batch norm changes its statistics and counts no version.
             others[name] = Member(buffer, is_written or self._is_used)

@@ -40,7 +40,7 @@ LAYERS = OPTIMIZERS.keys() - {"Muon"}
 """Kinds of runs whose units have tensors of all kinds; others have matrices alone."""
 OPTIMIZERS["Adam of matrices"] = optim.Adam
 UNITS = 4
-BUDGETS = ["14KiB", "24KiB", None]
+BUDGETS = ["20KiB", "36KiB", None]
 PACKAGE = source_files("layers/*.py")
 
 unit = st.integers(0, UNITS - 1)

@@ -102,7 +102,7 @@ def test_includes_go_down(file: Path) -> None:
 # What torch's objects show of ours, what autograd keeps for a node, and what Python keeps of errors
 # and finalisers.
 NOT_OURS = {"grad", "data", "state", "param_groups", "load_state_dict", "atexit"}
-NOT_OURS |= {"args", "filename", "strerror"}
+NOT_OURS |= {"args", "filename", "strerror", "step"}
 
 
 def assigned(node: ast.AST) -> Iterator[ast.Attribute]:
