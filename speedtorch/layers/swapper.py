@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from speedtorch.layers.auto import Auto
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.slab import Memory
 from speedtorch.layers.swap_report import Freed, SwapReport
@@ -24,11 +25,11 @@ from speedtorch.memory.byte_count import bytes_of, text_of
 __all__ = ["Swapper"]
 
 
-class _Use:
+class Use:
     """Units that stay on the device for as long as somebody holds this."""
 
     def __init__(self, units: Iterable[Unit], *, state: bool) -> None:
-        self.units = frozenset(units)
+        self.units = tuple(units)
         self.state = state
 
 
@@ -95,7 +96,7 @@ class Swapper:
         self._uses_so_far = count()
         self._last_use: dict[Unit, int] = {}
         """Which of the uses its last one was, of each."""
-        self._uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         """Those of now, which their callers hold."""
         self._wanted: dict[Unit, bool] = {}
         """What is to come, and whether with its state."""
@@ -105,6 +106,7 @@ class Swapper:
         """Where the last use ended, and the unit's count of uses then."""
         self._others: dict[Unit, int] = {}
         """Bytes on the device that came to a unit there, when it was used last."""
+        self._auto: Auto | None = None
         self._undo: list[Callable[[], None]] = []
         self._hits = self._misses = 0
         self._waited = 0.0
@@ -142,18 +144,37 @@ class Swapper:
 
     @contextmanager
     def _using(self, units: list[Unit], *, state: bool) -> Iterator[None]:
-        use = _Use(units, state=state)
+        use = self.begin_use(units, state=state)
         try:
-            self._uses.add(use)
-            for unit in units:
-                self._enter(unit, state=state)
+            self.fill_use(use)
             yield
         finally:
-            self._uses.discard(use)
-            for unit in units:
-                self._leave(unit)
-            self._makes_room(None, 0, waits=False)
-            self._advance()
+            self.end_use(use)
+
+    def begin_use(self, units: Iterable[Unit], *, state: bool = False) -> Use:
+        """Units do not leave, unless end_use() is called or nobody holds what this returns."""
+        use = Use(units, state=state)
+        self._uses.add(use)
+        return use
+
+    def fill_use(self, use: Use) -> None:
+        """Brings its units."""
+        for unit in use.units:
+            self._enter(unit, state=use.state)
+
+    def end_use(self, use: Use) -> None:
+        """Units may leave."""
+        self._uses.discard(use)
+        for unit in use.units:
+            self._leave(unit)
+        self._makes_room(None, 0, waits=False)
+        self._advance()
+
+    def plan(self, wanted: dict[Unit, bool]) -> None:
+        """Lets these come as by prefetch(), with state or without, and no others."""
+        self._wanted = wanted
+        self._awaited &= wanted.keys()
+        self._advance()
 
     @property
     def _recent(self) -> list[Unit]:
@@ -213,6 +234,8 @@ class Swapper:
 
     def close(self) -> None:
         """Lets all units leave for good: modules and optimizer are as before, on the CPU."""
+        if self._auto is not None:
+            self._auto.remove()
         for undo in self._undo:
             undo()
         for unit in self._units.values():
@@ -378,10 +401,7 @@ class Swapper:
                 for later in waiting[place + 1 : place + 2]:
                     self._wanted.setdefault(later, True)
                     self._advance()
-                try:
-                    step.step(parameters)
-                finally:
-                    unit.note_step()
+                self._step(unit, step, parameters)
         others = [
             each
             for group in optimizer.param_groups
@@ -391,6 +411,46 @@ class Swapper:
         return (step.twin(others), *args[1:]), kwargs, step.settle
 
     # --------------------------------------------------------------------------------------------
+
+    def step_unit(self, unit: Unit) -> None:
+        """Steps a unit alone, without the hooks of the optimizer's step."""
+        assert self.optimizer is not None
+        with self._using([unit], state=True):
+            self._step(unit, PartialStep(self.optimizer), list(unit.module.parameters()))
+
+    def _step(self, unit: Unit, step: PartialStep, parameters: list[nn.Parameter]) -> None:
+        try:
+            step.step(parameters)
+        finally:
+            unit.note_step()
+
+    def auto(self, *, step: bool = False, ahead: int = 1) -> Auto:
+        """Brings units as forward and backward reach them, and the next ones in the order seen.
+
+        A unit may leave between its forward and its backward, which brings it again. The backward
+        pass is over once it returns; a graph goes backward once.
+
+        Args:
+            step: step each unit in the backward pass, as soon as its gradients are complete, and
+                drop them (`grad = None`): each backward() is a step, and a later optimizer.step()
+                is one of what belongs to no unit.
+            ahead: calls ahead that units are brought.
+
+        Returns:
+            What ends that by remove(), or as a context manager.
+
+        Raises:
+            RuntimeError: step is asked for, and there is no optimizer.
+            ValueError: ahead is negative.
+        """
+        if step and self.optimizer is None:
+            raise RuntimeError("auto: the swapper was made without an optimizer, and cannot step")
+        if ahead < 0:
+            raise ValueError(f"auto: ahead: expected 0 calls or more, got {ahead}")
+        if self._auto is not None:
+            self._auto.remove()
+        self._auto = Auto(self, list(self._units.values()), steps=step, ahead=ahead)
+        return self._auto
 
     def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Gives state_dict() what the host has, which stays readable when units leave."""

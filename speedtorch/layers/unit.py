@@ -58,8 +58,8 @@ class _Guard:
         if unit is None:
             return
         unit.note_use()
-        if unit.memory is not memory and memory is Memory.DEVICE and unit.on_backward is not None:
-            unit.on_backward()
+        if memory is Memory.DEVICE:
+            unit.reach_backward()
         if unit.memory is not memory:
             there = {Memory.HOST: "evicted", Memory.DEVICE: "loaded", None: "half moved"}
             raise RuntimeError(
@@ -128,10 +128,9 @@ class Unit:
 
     Attributes:
         uses: how often its module has run, and the optimizer stepped it.
+        open_results: results with a graph that no backward has reached.
         has_graph: whether a graph may need its memory, as far as is known.
         was_stepped: whether it was stepped when it was on the device last.
-        on_backward: called where a backward reaches a unit that was loaded in its forward and is
-            evicted now; it may load it.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -162,9 +161,9 @@ class Unit:
         if self.device.type == "meta":
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
         self.module, self.optimizer, self.name = module, optimizer, name
-        self.uses = 0
+        self.uses = self.open_results = 0
         self.has_graph = self.was_stepped = self._steps_are_told = False
-        self.on_backward: Callable[[], None] | None = None
+        self._in_backward: Callable[[], None] | None = None
         # All that it has may have been changed before.
         self._is_touched = self._is_stepped = self._is_used = True
         self._stepped: set[str] = set()
@@ -344,9 +343,27 @@ class Unit:
         self._is_used = True
         self.uses += 1
 
+    def call_in_backward(self, call: Callable[[], None] | None) -> None:
+        """What is called where a backward reaches a unit that was loaded in its forward.
+
+        It may load the unit. None: nothing is.
+        """
+        self._in_backward = call
+
+    def reach_backward(self) -> None:
+        """A backward reaches a result of it."""
+        self.open_results -= 1
+        if self._in_backward is not None:
+            self._in_backward()
+
     def note_graph(self) -> None:
-        """Says that a graph may need its memory."""
+        """Says that a result of its module has a graph, which may need its memory."""
         self.has_graph = True
+        self.open_results += 1
+
+    def forget_results(self) -> None:
+        """Says that no backward is to come."""
+        self.open_results = 0
 
     def tell_steps(self) -> None:
         """Promises note_step(); otherwise each step of the optimizer may have changed the unit."""

@@ -1,0 +1,182 @@
+"""Auto: units come as forward and backward reach them, and the next one in the order seen before.
+
+**Order.** What follows two successive calls is taken to be what followed them last.
+
+**Backward.** Autograd runs what was computed last first. So where it reaches the result of another
+unit, it is through with the one before, whose gradients are complete, unless that was called more
+than once; and it is through with all where it ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from speedtorch.layers.unit import Unit
+from speedtorch.torch_internals import current_backward
+
+if TYPE_CHECKING:
+    from speedtorch.layers.swapper import Swapper, Use
+
+__all__ = ["Auto"]
+
+
+class _Reached(NamedTuple):
+    """A call of a unit, forward or backward."""
+
+    unit: Unit
+    backward: bool
+
+
+class _Hook:
+    """A module's hook; in copies of the module, and files of it, it does nothing."""
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *_: Any) -> None:
+        if self._call is not None:
+            self._call()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+class Auto:
+    """Brings a Swapper's units as they are called; `remove()` ends that.
+
+    Args:
+        swapper: whose units.
+        steps: step each unit in backward, once its gradients are complete, and drop these.
+        ahead: calls ahead that units are brought.
+    """
+
+    def __init__(self, swapper: Swapper, units: list[Unit], *, steps: bool, ahead: int) -> None:
+        self._swapper, self._steps, self._ahead = swapper, steps, ahead
+        self._units = units
+        self._forward: dict[Unit, Use] = {}
+        self._backward: tuple[Unit, Use] | None = None
+        self._in_backward = -1
+        self._next: dict[tuple[_Reached | None, _Reached], _Reached] = {}
+        self._before: _Reached | None = None
+        self._last: _Reached | None = None
+        self._hooks: list[RemovableHandle] = []
+        own = weakref.ref(self)
+
+        def hook(method: Callable[[Auto, Unit], None], unit: Unit) -> Callable[[], None]:
+            def call() -> None:
+                if (auto := own()) is not None:
+                    method(auto, unit)
+
+            return call
+
+        for unit in units:
+            begins, ends = hook(Auto._begins, unit), hook(Auto._ends, unit)
+            module: nn.Module = unit.module
+            self._hooks += [
+                module.register_forward_pre_hook(_Hook(begins), prepend=True),
+                module.register_forward_hook(_Hook(ends), always_call=True),
+            ]
+            unit.call_in_backward(hook(Auto._reaches, unit))
+
+    def remove(self) -> None:
+        """Brings units no longer by itself."""
+        for each in self._hooks:
+            each.remove()
+        for unit in self._units:
+            unit.call_in_backward(None)
+        self._forward.clear()
+        self._backward = None
+
+    def __enter__(self) -> Auto:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    # --------------------------------------------------------------------------------------------
+    # Hooks
+
+    def _begins(self, unit: Unit) -> None:
+        """The forward of a unit begins, within a backward if that computes it again."""
+        if self._backward is not None and current_backward() == -1:
+            self._backward = None  # of a backward that has failed
+            self._forget_results()
+        use = self._swapper.begin_use([unit])
+        self._forward[unit] = use
+        self._swapper.fill_use(use)
+        self._note(_Reached(unit, backward=False))
+
+    def _ends(self, unit: Unit) -> None:
+        if (use := self._forward.pop(unit, None)) is not None:
+            self._swapper.end_use(use)
+
+    def _reaches(self, unit: Unit) -> None:
+        """Backward reaches a result of a unit."""
+        graph = current_backward()
+        if graph != self._in_backward:
+            self._in_backward = graph
+            torch.autograd.Variable._execution_engine.queue_callback(self._through)
+        if self._backward is not None and self._backward[0] is unit:
+            return
+        self._leave_backward()
+        use = self._swapper.begin_use([unit])
+        self._backward = unit, use
+        self._swapper.fill_use(use)
+        self._note(_Reached(unit, backward=True))
+
+    def _leave_backward(self) -> None:
+        """Backward is through with the unit that it has reached last."""
+        if self._backward is None:
+            return
+        (unit, use), self._backward = self._backward, None
+        if self._steps and unit.open_results <= 0:
+            self._step(unit)
+        self._swapper.end_use(use)
+
+    def _through(self) -> None:
+        """Backward has ended."""
+        self._leave_backward()
+        self._in_backward = -1
+        self._forget_results()
+        if self._steps:
+            for unit in self._units:
+                if unit.has_gradients:
+                    self._step(unit)
+
+    def _forget_results(self) -> None:
+        for unit in self._units:
+            unit.forget_results()
+
+    def _step(self, unit: Unit) -> None:
+        self._swapper.step_unit(unit)
+        for each in unit.module.parameters():
+            each.grad = None
+
+    # --------------------------------------------------------------------------------------------
+    # Order
+
+    def _note(self, reached: _Reached) -> None:
+        """Remembers what came after what, and asks for what is to come."""
+        if self._last is not None:
+            self._next[self._before, self._last] = reached
+        self._before, self._last = self._last, reached
+        wanted: dict[Unit, bool] = {}
+        for each in self._expected():
+            wanted.setdefault(each.unit, each.backward and self._steps)
+        wanted.pop(reached.unit, None)
+        self._swapper.plan(wanted)
+
+    def _expected(self) -> Iterator[_Reached]:
+        before, last = self._before, self._last
+        for _ in range(self._ahead):
+            assert last is not None
+            if (found := self._next.get((before, last))) is None:
+                return
+            yield found
+            before, last = last, found

@@ -1,0 +1,169 @@
+"""auto: units come as forward and backward reach them, with the bits of a model that stays."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_swapper_programs import OPTIMIZERS
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+from unit_models import Layer, assert_equal, tensors_of
+
+from speedtorch.layers import Swapper
+
+LAYERS, STEPS = 5, 4
+WAYS = ["forth", "twice", "checkpointed", "some frozen", "skipped"]
+
+
+class Model(nn.Module):
+    """Layers, called one after another in one of several ways, and a head that is no unit."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(4, 2)
+        if way == "some frozen":
+            self.layers[1].requires_grad_(False)
+            self.layers[0].requires_grad_(False)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        layers = list(self.layers)
+        if self.way == "twice":
+            layers.append(layers[1])
+        if self.way == "skipped":
+            layers.pop(step % LAYERS)
+        for layer in layers:
+            if self.way == "checkpointed":
+                x = checkpoint(layer, x, use_reentrant=bool(step % 2))
+            else:
+                x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def pair(way: str, kind: str, device: str) -> list[tuple[Model, Optimizer]]:
+    torch.manual_seed(2)
+    whole = Model(way)
+    made = copy.deepcopy(whole)
+    whole.to(device)
+    made.head.to(device)
+    return [(each, OPTIMIZERS[kind](each.parameters())) for each in (made, whole)]
+
+
+def train(model: Model, optimizer: Optimizer, device: str, *, drops: bool) -> list[Tensor]:
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(device)
+        x.requires_grad_(model.way == "checkpointed")
+        loss = model(x, step).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if drops:
+            optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(x, step + 1).cpu())
+        model.train()
+    return losses
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["optimizer steps", "backward steps"])
+@pytest.mark.parametrize("budget", ["12KiB", "24KiB", None])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_trains_as_one_that_stays(
+    device: str, way: str, budget: str | None, steps: bool
+) -> None:
+    (made, optimizer), (whole, other) = pair(way, "Adam", device)
+    swapper = Swapper(made.layers, optimizer, device=device, budget=budget)
+    with swapper.auto(step=steps):
+        found = train(made, optimizer, device, drops=True)
+    expected = train(whole, other, device, drops=True)
+    assert all(map(torch.equal, found, expected))
+    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+    report = swapper.report()
+    assert not report.in_use
+    each = report.host_bytes / LAYERS
+    if budget == "12KiB":  # of the 9.5 KiB of a unit
+        assert report.bytes_in > STEPS * LAYERS * each
+        assert report.resident_bytes <= 12 << 10
+    if budget is None:
+        assert report.bytes_in <= 2 * LAYERS * each
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW-fused", "Adafactor", "NAdam"])
+def test_steps_in_backward_are_those_of_any_optimizer(device: str, kind: str) -> None:
+    (made, optimizer), (whole, other) = pair("twice", kind, device)
+    swapper = Swapper(made.layers, optimizer, device=device, budget="24KiB")
+    with swapper.auto(step=True):
+        found = train(made, optimizer, device, drops=True)
+    expected = train(whole, other, device, drops=True)
+    assert all(map(torch.equal, found, expected))
+    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+
+
+def test_the_next_unit_is_there_when_it_is_called(device: str) -> None:
+    (made, optimizer), _ = pair("forth", "SGD", device)
+    swapper = Swapper(made.layers, optimizer, device=device, budget="24KiB")
+    with swapper.auto():
+        train(made, optimizer, device, drops=True)
+        before = swapper.report()
+        x = torch.ones(6, 4, device=device)
+        made(x, 0).sum().backward()
+        after = swapper.report()
+    assert after.hits - before.hits == 2 * LAYERS
+    assert after.misses == before.misses
+
+
+def failing(model: Model, place: int) -> Callable[[], None]:
+    """Lets a layer's forward fail once it has begun."""
+    layer = model.layers[place].frozen
+
+    def fail(*_: object) -> None:
+        raise ValueError("no")
+
+    return layer.register_forward_hook(fail).remove
+
+
+def test_units_may_leave_after_a_forward_or_a_backward_has_failed(device: str) -> None:
+    (made, optimizer), (whole, other) = pair("forth", "SGD", device)
+    swapper = Swapper(made.layers, optimizer, device=device, budget="20KiB")
+    x = torch.ones(6, 4, device=device)
+    with swapper.auto():
+        for model in (made, whole):
+            done = failing(model, 3)
+            with pytest.raises(ValueError, match="no"):
+                model(x, 0)
+            done()
+        for model in (made, whole):
+            result = model(x, 0)
+            handle = model.layers[2].register_full_backward_hook(lambda *_: 1 / 0)
+            handle.remove()
+            result.register_hook(lambda gradient: gradient * float("nan"))
+            result.sum().backward()
+            model.zero_grad()
+        assert not swapper.report().in_use
+        found = train(made, optimizer, device, drops=True)
+    expected = train(whole, other, device, drops=True)
+    assert all(torch.equal(a, b) or a.isnan().all() for a, b in zip(found, expected, strict=True))
+
+
+def test_a_step_in_backward_needs_an_optimizer() -> None:
+    swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
+    with pytest.raises(RuntimeError, match="made without an optimizer"):
+        swapper.auto(step=True)
+    with pytest.raises(ValueError, match="ahead: expected 0 calls or more, got -1"):
+        swapper.auto(ahead=-1)
+
+
+def test_copies_of_a_model_have_no_swapper(device: str) -> None:
+    (made, optimizer), _ = pair("forth", "SGD", device)
+    with Swapper(made.layers, optimizer, device=device).auto():
+        other = copy.deepcopy(made)
+    other.to(device)(torch.ones(6, 4, device=device), 0).sum().backward()
+    assert optim.SGD(other.parameters(), lr=0.1).step() is None
