@@ -19,9 +19,9 @@ completes the move.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,26 +30,23 @@ from speedtorch.layers.slab import Memory, Slab
 from speedtorch.layers.traffic import Traffic
 from speedtorch.torch_internals import set_versions, version_of
 
-__all__ = ["Member", "Pack"]
+__all__ = ["Members", "Pack"]
 
 # Versions are 32 bits; those of the host are the upper half, so that none means both memories.
 _HOST_VERSIONS = 1 << 31
 
 
-@dataclass(frozen=True)
-class Member:
-    """One tensor of a pack.
+class Members(NamedTuple):
+    """The tensors of a pack by names that stay.
 
     Attributes:
-        tensor: the object.
-        is_written: it may have changed although its version has not, since it was last copied.
+        tensors: the objects.
+        written: names of those that may have changed although their versions have not, since they
+            were last copied.
     """
 
-    tensor: Tensor
-    is_written: bool
-
-
-Members = Mapping[str, Member]
+    tensors: dict[str, Tensor]
+    written: Collection[str]
 
 
 @contextmanager
@@ -101,7 +98,7 @@ class Pack:
 
     def has_place(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor is the one of that name in one of the memories."""
-        return self._slab.memory_of(name, tensor) is not None
+        return self._slab.where({name: tensor})[name] is not None
 
     def wait(self) -> None:
         """Waits for the copies that write_back() has begun."""
@@ -118,10 +115,11 @@ class Pack:
 
     def on_host(self, members: Members) -> dict[int, Tensor]:
         """What the host has of those on the device, by their address there; see write_back()."""
+        tensors = members.tensors
         return {
-            each.tensor.data_ptr(): self._slab.view(name, Memory.HOST)
-            for name, each in members.items()
-            if self._slab.memory_of(name, each.tensor) is Memory.DEVICE
+            tensors[name].data_ptr(): self._slab.view(name, Memory.HOST)
+            for name, memory in self._slab.where(tensors).items()
+            if memory is Memory.DEVICE
         }
 
     def load(self, members: Members) -> int:
@@ -134,68 +132,62 @@ class Pack:
                 (torch.OutOfMemoryError); all is where it was.
             TypeError, ValueError, MemoryError: as of evict(), for a tensor that came on the host.
         """
-        slab = self._slab
-        at = {name: slab.memory_of(name, each.tensor) for name, each in members.items()}
-        others = [members[name].tensor.device for name, memory in at.items() if memory is None]
-        is_there = all(device == slab.device for device in others)
+        slab, tensors = self._slab, members.tensors
+        at = slab.where(tensors)
+        others = [name for name, memory in at.items() if memory is None]
+        is_there = all(tensors[name].device == slab.device for name in others)
         if Memory.HOST not in at.values() and is_there:
             self.memory = Memory.DEVICE
             return 0
         if others:
             self.evict(members)
+            at = self._slab.where(tensors)
         with _plain_tensors():
             self._slab.fill()
-            copied = self._move(members, Memory.DEVICE)
+            copied = self._move(members, at, Memory.DEVICE)
         self.memory = Memory.DEVICE
         return copied
 
     def new_bytes(self, members: Members) -> int:
         """Bytes on the device that evict() would copy now."""
+        at = self._slab.where(members.tensors)
         return sum(
-            each.tensor.nbytes
-            for name, each in members.items()
-            if self._slab.memory_of(name, each.tensor) is not Memory.HOST
-            and (each.is_written or version_of(each.tensor) not in self._versions.get(name, ()))
+            tensor.nbytes
+            for name, tensor in members.tensors.items()
+            if at[name] is not Memory.HOST
+            and (name in members.written or version_of(tensor) not in self._versions.get(name, ()))
         )
 
     def other_bytes(self, members: Members) -> int:
         """Bytes on the device that came to them since they were loaded."""
-        return sum(
-            each.tensor.nbytes
-            for name, each in members.items()
-            if self._slab.memory_of(name, each.tensor) is None
-            and each.tensor.device == self._slab.device
-        )
+        at = self._slab.where(members.tensors)
+        others = [tensor for name, tensor in members.tensors.items() if at[name] is None]
+        return sum(each.nbytes for each in others if each.device == self._slab.device)
 
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> int:
         """Begins to copy what is new on the device to the host, where evict() finds it; its bytes.
 
         What came to them since they were loaded is left out. As the host is told now that it has
-        all, is_written is of what changes from now on.
+        all, `written` is of what changes from now on.
 
         Args:
             members: all of them.
             after: as of Slab.copy_to.
         """
-        slab = self._slab
-        there = {
-            name: each
-            for name, each in members.items()
-            if slab.memory_of(name, each.tensor) is Memory.DEVICE
-        }
-        new = {n for n, each in there.items() if version_of(each.tensor) not in self._versions[n]}
-        changed = new | {name for name, each in there.items() if each.is_written}
+        slab, tensors = self._slab, members.tensors
+        if not slab.device_bytes:
+            return 0
+        at = slab.where(tensors)
+        there = {n: version_of(t) for n, t in tensors.items() if at[n] is Memory.DEVICE}
+        new = {name for name, version in there.items() if version not in self._versions[name]}
+        changed = new.union(name for name in members.written if name in there)
         if not changed:
             return 0
-        settled = [
-            name
-            for name, each in members.items()
-            if name not in there and slab.memory_of(name, each.tensor) is Memory.HOST
-        ]
+        settled = [name for name, memory in at.items() if memory is Memory.HOST]
         with _plain_tensors():
             spans = slab.copy_to(Memory.HOST, changed, settled, after)
         for name in new:
-            self._count(name, version_of(there[name].tensor), Memory.DEVICE)
+            self._count(name, there[name], Memory.DEVICE)
         return sum(end - begin for begin, end in spans)
 
     def evict(
@@ -216,14 +208,16 @@ class Pack:
             TypeError, ValueError: a tensor that came to them cannot be packed; all is where it was.
             MemoryError: the host has too little for what came to them; all is where it was.
         """
-        tensors = {name: each.tensor for name, each in members.items()}
-        left = self._slab
+        tensors, left = members.tensors, self._slab
+        at = left.where(tensors)
         with _plain_tensors():
-            if not left.fits(tensors):
-                self._slab = Slab(tensors, left.device, traffic=left.traffic)
-            elif not tensors.keys() <= left.names:
-                self._grow(members)
-            self._move(members, Memory.HOST)
+            if None in at.values():
+                if not left.fits(tensors, at):
+                    self._slab = Slab(tensors, left.device, traffic=left.traffic)
+                elif not tensors.keys() <= left.names:
+                    self._grow(members, at)
+                at = self._slab.where(tensors)
+            self._move(members, at, Memory.HOST)
         self.memory = Memory.HOST
         # Whose tensors have all left both.
         held = {}
@@ -238,50 +232,42 @@ class Pack:
                 freed += slab.empty(after)
         return freed
 
-    def _grow(self, members: Members) -> None:
+    def _grow(self, members: Members, at: Mapping[str, Memory | None]) -> None:
         """Brings all to the host that has a place, and makes a larger slab around that."""
-        left = self._slab
-        held = {name: each for name, each in members.items() if name in left.names}
-        self._move(held, Memory.HOST)
-        tensors = {name: each.tensor for name, each in members.items()}
+        left, tensors = self._slab, members.tensors
+        held = {name: each for name, each in tensors.items() if name in left.names}
+        self._move(Members(held, members.written), at, Memory.HOST)
         self._slab = Slab(tensors, left.device, left, left.traffic)
-        for name, each in held.items():
+        for name, tensor in held.items():
             # The memory that it leaves stays as it is: versions do so, too.
-            each.tensor.data = self._slab.view(name, Memory.HOST)
+            tensor.data = self._slab.view(name, Memory.HOST)
 
-    def _move(self, members: Members, memory: Memory) -> int:
+    def _move(self, members: Members, at: Mapping[str, Memory | None], memory: Memory) -> int:
         """Lets all tensors be in a memory, where what they are elsewhere is copied to first."""
-        slab, at = self._slab, {}
-        for name, each in members.items():
-            at[name] = slab.memory_of(name, each.tensor)
-        leaving = {name: each.tensor for name, each in members.items() if at[name] is not memory}
+        slab, known = self._slab, self._versions
+        leaving, settled = members.tensors, [name for name in at if at[name] is memory]
+        if settled:
+            leaving = {name: each for name, each in leaving.items() if at[name] is not memory}
         if not leaving:
             return 0
         self.memory = None
-        new = {
-            name
-            for name, tensor in leaving.items()
-            if at[name] is None or version_of(tensor) not in self._versions[name]
-        }
-        copied = {name for name in leaving if members[name].is_written} | new
-        spans = slab.copy_to(
-            memory,
-            [name for name in copied if at[name] is not None],
-            [name for name in members if at[name] is memory],
-        )
-        for name, tensor in leaving.items():
-            if at[name] is None:
-                slab.take(name, tensor)
+        elsewhere = [name for name in leaving if at[name] is None]
+        new = {n for n, each in leaving.items() if version_of(each) not in known.get(n, ())}
+        new.update(elsewhere)
+        changed = new.union(members.written)
+        changed.intersection_update(leaving)
+        spans = slab.copy_to(memory, changed.difference(elsewhere), settled)
+        for name in elsewhere:
+            slab.take(name, leaving[name])
         if memory is Memory.HOST:
             slab.wait()
-        versions = []
-        for name, tensor in leaving.items():
-            if name in new:
-                self._count(name, version_of(tensor), at[name])
-            versions.append(self._versions[name][memory is Memory.DEVICE])
-        set_versions(tuple(leaving.values()), tuple(versions))
-        for name, tensor in leaving.items():
-            tensor.data = slab.view(name, memory)
+        for name in new:
+            self._count(name, version_of(leaving[name]), at[name])
+        comes = memory is Memory.DEVICE
+        set_versions(tuple(leaving.values()), tuple([known[name][comes] for name in leaving]))
+        views = slab.views(memory, leaving)
+        for tensor, view in zip(leaving.values(), views, strict=True):
+            tensor.data = view
         return sum(end - begin for begin, end in spans)
 
     def _count(self, name: str, version: int, left: Memory | None) -> None:

@@ -8,8 +8,9 @@ that views of it which autograd has saved are right again once it is filled.
 from __future__ import annotations
 
 import gc
+import math
 import weakref
-from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -48,6 +49,11 @@ class _Place:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.size)
 
     def is_like(self, tensor: Tensor) -> bool:
         return (
@@ -206,18 +212,38 @@ class Slab:
             before.wait()
         if device.type == "cuda":
             weakref.finalize(self, _gone, self._coming, device).atexit = False
-        self._views: dict[tuple[str, Memory], Tensor] = {}
+        self._host_views: dict[str, Tensor] = {}
+        self._device_views: dict[str, Tensor] = {}
 
     @property
     def device_bytes(self) -> int:
         """Bytes that the device slab takes now: all or none."""
         return self._storage.nbytes()
 
-    def memory_of(self, name: str, tensor: Tensor) -> Memory | None:
-        """In which of the memories a tensor is the view of that name; None: it is no such view."""
-        place = self._places.get(name)
-        if place is None or not place.is_like(tensor):
-            return None
+    def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
+        """In which of the memories each is the view of that name; None: it is no such view."""
+        host, device = self.host.data_ptr(), self._storage.data_ptr() if self.device_bytes else None
+        found: dict[str, Memory | None] = {}
+        for name, tensor in tensors.items():
+            memory, place = None, self._places.get(name)
+            if place is not None and tensor.layout is torch.strided:
+                address = tensor.data_ptr() - place.begin
+                if address == host:
+                    memory = Memory.HOST
+                elif address == device:
+                    memory = Memory.DEVICE
+                elif not place.numel:  # torch gives tensors without elements no address
+                    memory = self._memory_of_none(place, tensor)
+                if not (
+                    tensor.dtype is place.dtype
+                    and tensor.shape == place.size
+                    and tensor.stride() == place.stride
+                ):
+                    memory = None
+            found[name] = memory
+        return found
+
+    def _memory_of_none(self, place: _Place, tensor: Tensor) -> Memory | None:
         address = tensor.untyped_storage().data_ptr()
         begin = tensor.storage_offset() * tensor.itemsize
         if address == self._host_storages[place.slot].data_ptr():
@@ -231,21 +257,21 @@ class Slab:
         """Of all tensors that have a place."""
         return self._places.keys()
 
-    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+    def fits(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
         """Whether those with a place are like it, and memory is shared as in the layout.
+
+        Args:
+            tensors: by name.
+            at: where() they are.
 
         Raises:
             TypeError, ValueError: one of them cannot be packed, as when a slab is made.
         """
-        is_outside = False
         for name, tensor in tensors.items():
-            if self.memory_of(name, tensor) is None:
+            if at[name] is None:
                 _check(name, tensor)
-                is_outside = True
-            if name in self._places and not self._places[name].is_like(tensor):
-                return False
-        if not is_outside:
-            return True
+                if name in self._places and not self._places[name].is_like(tensor):
+                    return False
         for slot in _slots(tensors):
             placed = {
                 (place.slot, place.begin - slot[name][0]) if place else None
@@ -257,16 +283,23 @@ class Slab:
 
     def view(self, name: str, memory: Memory) -> Tensor:
         """The tensor of that name in one of the memories; the device slab must have been made."""
-        if (name, memory) not in self._views:
-            place = self._places[name]
-            storage, begin = self._storage, place.begin
-            if memory is Memory.HOST:
-                storage, begin = self._host_storages[place.slot], begin - self._slots[place.slot][0]
-            empty = torch.empty(0, dtype=place.dtype, device=storage.device)
-            self._views[name, memory] = empty.set_(
-                storage, begin // place.dtype.itemsize, place.size, place.stride
-            )
-        return self._views[name, memory]
+        return self.views(memory, [name])[0]
+
+    def views(self, memory: Memory, names: Iterable[str]) -> list[Tensor]:
+        """As view(), of each."""
+        made = self._host_views if memory is Memory.HOST else self._device_views
+        for name in names:
+            if name not in made:
+                place = self._places[name]
+                storage, begin = self._storage, place.begin
+                if memory is Memory.HOST:
+                    storage = self._host_storages[place.slot]
+                    begin -= self._slots[place.slot][0]
+                empty = torch.empty(0, dtype=place.dtype, device=storage.device)
+                made[name] = empty.set_(
+                    storage, begin // place.dtype.itemsize, place.size, place.stride
+                )
+        return [made[name] for name in names]
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Copies a tensor that is like the one of that name from elsewhere to the host slab."""
@@ -323,10 +356,14 @@ class Slab:
         Returns:
             What was copied: bytes from, to.
         """
-        must = {self._places[name].slot for name in changed}
-        if memory is Memory.DEVICE and not self._is_filled:
-            must = set(range(len(self._slots)))
-        spans = self._spans(must, {self._places[name].slot for name in settled})
+        is_new = memory is Memory.DEVICE and not self._is_filled
+        if not settled and (is_new or len(changed) == len(self._places)):
+            spans = [(0, self.nbytes)] if self.nbytes else []
+        else:
+            must = {self._places[name].slot for name in changed}
+            if is_new:
+                must = set(range(len(self._slots)))
+            spans = self._spans(must, {self._places[name].slot for name in settled})
         if not spans:
             return spans
         whole = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -364,15 +401,14 @@ class Slab:
     @property
     def is_held(self) -> bool:
         """Whether somebody else has a view of the device slab: a graph, or a user."""
-        views = sum(memory is Memory.DEVICE for _, memory in self._views)
-        return storage_uses(self._storage) > views + 1
+        return storage_uses(self._storage) > len(self._device_views) + 1
 
     def held_by(self, members: Sequence[Tensor]) -> dict[weakref.ref[Tensor], str]:
         """Which tensors of Python programs but these are views of the device slab, with names.
 
         It looks at all objects that there are.
         """
-        own = {id(view) for view in [*self._views.values(), *members]}
+        own = {id(view) for view in [*self._device_views.values(), *members]}
         found = [
             each
             for each in gc.get_objects()
@@ -395,7 +431,7 @@ class Slab:
     def leave(self) -> None:
         """Leaves the device slab to those who have views of it; the next one is another."""
         self._storage = torch.empty(0, dtype=torch.uint8, device=self.device).untyped_storage()
-        self._views = {key: v for key, v in self._views.items() if key[1] is Memory.HOST}
+        self._device_views = {}
         self._is_filled = False
 
     def _beside(

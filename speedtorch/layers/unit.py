@@ -9,19 +9,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from speedtorch.layers.pack import Member, Members, Pack
+from speedtorch.layers.pack import Members, Pack
+from speedtorch.layers.roster import Roster
 from speedtorch.layers.slab import Memory
 from speedtorch.layers.traffic import Traffic
 from speedtorch.torch_internals import tree_leaves
 
 __all__ = ["Unit"]
+
+_Part: TypeAlias = tuple[Pack, Members]
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
 """All that live: a tensor belongs to one of them at most."""
@@ -166,6 +169,7 @@ class Unit:
         self._in_backward: Callable[[], None] | None = None
         # All that it has may have been changed before.
         self._is_touched = self._is_stepped = self._is_used = True
+        self._roster: Roster | None = None
         self._stepped: set[str] = set()
         """Parameters that a step may have changed."""
         self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
@@ -212,12 +216,19 @@ class Unit:
         """Whether evict() would wait for no copy that write_back() has begun."""
         return all(pack.is_home for pack in self._packs)
 
-    def _parts(self) -> list[tuple[Pack, Members]]:
-        return [
-            (self._gradients, self._gradient_members()),
-            (self._state, self._state_members()),
-            (self._own, self._own_members()),
-        ]
+    def _parts(self) -> tuple[_Part, _Part, _Part]:
+        """Its packs and what is in them now: what the optimizer keeps, gradients, its own."""
+        found = self._found
+        # Torch's batch norm changes its statistics and counts no version.
+        buffers = found.buffers if self._is_stepped or self._is_used else ()
+        written = found.own.keys() if self._is_touched else self._stepped.union(buffers)
+        state = found.state.keys() if self._is_touched or self._is_stepped else ()
+        return (
+            (self._state, Members(found.state, state)),
+            # Torch counts not all changes of gradients.
+            (self._gradients, Members(found.gradients, found.gradients.keys())),
+            (self._own, Members(found.own, written)),
+        )
 
     @property
     def _packs(self) -> tuple[Pack, Pack, Pack]:
@@ -239,9 +250,8 @@ class Unit:
         if not self.device_bytes:  # all is on the host, and all is copied
             self.was_stepped = False
             self._note_copied()
-        packs = [(self._own, self._own_members()), (self._gradients, self._gradient_members())]
-        if state:
-            packs.append((self._state, self._state_members()))
+        of_state, *others = self._parts()
+        packs = [*reversed(others), of_state] if state else others[::-1]
         copied, begun = 0, []
         try:
             for pack, members in packs:
@@ -270,8 +280,8 @@ class Unit:
         Args:
             after: the end of its last use; None: after all that the current stream has by now.
         """
-        copied = self._own.write_back(self._own_members(), after)
-        copied += self._state.write_back(self._state_members(), after)
+        of_state, _, of_own = self._parts()
+        copied = sum(pack.write_back(members, after) for pack, members in (of_own, of_state))
         self._note_copied()
         return copied
 
@@ -300,7 +310,8 @@ class Unit:
 
         The unit can be used, and not be stepped.
         """
-        return self._state.evict(self._state_members(), after, search=False)
+        pack, members = self._parts()[0]
+        return pack.evict(members, after, search=False)
 
     @property
     def state_bytes(self) -> int:
@@ -377,13 +388,14 @@ class Unit:
     @property
     def has_gradients(self) -> bool:
         """Whether an optimizer's step would change it."""
-        return any(each.grad is not None for each in self.module.parameters())
+        return any(each.grad is not None for each in self._parameters.values())
 
     def on_host(self) -> dict[int, Tensor]:
         """Its parameters and buffers on the host by their addresses on the device."""
         self.write_back()
         self.wait()
-        return self._own.on_host(self._own_members())
+        pack, members = self._parts()[2]
+        return pack.on_host(members)
 
     def state_on_host(self) -> dict[int, Tensor]:
         """The optimizer's state on the host by its addresses on the device."""
@@ -391,7 +403,8 @@ class Unit:
             return {}
         self.write_back()
         self.wait()
-        return self._state.on_host(self._state_members())
+        pack, members = self._parts()[0]
+        return pack.on_host(members)
 
     def note_step(self) -> None:
         """Says that the optimizer has stepped it."""
@@ -399,7 +412,7 @@ class Unit:
         self.uses += 1
         self._stepped |= {
             name
-            for name, each in self.module.named_parameters()
+            for name, each in self._parameters.items()
             if each.requires_grad or each.grad is not None
         }
 
@@ -426,51 +439,31 @@ class Unit:
                         " both modules (nn.ModuleList), or close() the other"
                     )
 
-    def _own_members(self) -> Members:
-        """Parameters and buffers, those that are not trained first."""
-        frozen: dict[str, Member] = {}
-        others: dict[str, Member] = {}
-        for name, each in self.module.named_parameters():
-            kind = others if each.requires_grad else frozen
-            kind[name] = Member(each, self._is_touched or name in self._stepped)
-        is_written = self._is_touched or self._is_stepped
-        for name, buffer in self.module.named_buffers():
-            # Torch's batch norm changes its statistics and counts no version.
-            others[name] = Member(buffer, is_written or self._is_used)
-        return frozen | others
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        if self._roster is not None and self._roster.is_current():
+            return self._roster.parameters
+        return dict(self.module.named_parameters())
 
-    def _gradient_members(self) -> Members:
-        """Gradients, of which torch counts not all changes."""
-        return {
-            f"the gradient of {name}": Member(each.grad, True)
-            for name, each in self.module.named_parameters()
-            if each.grad is not None
-        }
+    @property
+    def _found(self) -> Roster:
+        """Its tensors as they are now."""
+        if self._roster is None or not self._roster.is_current():
+            self._roster = Roster(self.module, self.optimizer, self._is_of_state)
+        return self._roster
 
-    def _state_members(self) -> Members:
-        """What the optimizer keeps of the parameters and needs where these are."""
-        is_written = self._is_touched or self._is_stepped
-        return {
-            f"{key} of {name}": Member(value, is_written)
-            for name, each in self.module.named_parameters()
-            for key, value in self._state_of(name, each)
-        }
-
-    def _state_of(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What an optimizer keeps of a parameter and needs where the parameter is."""
-        if self.optimizer is None or parameter not in self.optimizer.state:
-            return
-        for key, value in self.optimizer.state[parameter].items():
-            if isinstance(value, Tensor):
-                placed = self._state.has_place(f"{key} of {name}", value)
-                if placed or not self._stays(parameter, key, value):
-                    yield key, value
-            elif any(isinstance(each, Tensor) for each in tree_leaves(value)):
-                raise TypeError(
-                    f"unit {self.name!r}: {type(self.optimizer).__name__} keeps a"
-                    f" {type(value).__name__} of tensors as {key!r} of {name}; it must keep single"
-                    " tensors, each of one parameter"
-                )
+    def _is_of_state(self, name: str, parameter: Tensor, key: str, value: Any) -> bool:
+        """Whether something that the optimizer keeps of a parameter moves with it."""
+        if isinstance(value, Tensor):
+            placed = self._state.has_place(f"{key} of {name}", value)
+            return placed or not self._stays(parameter, key, value)
+        if any(isinstance(each, Tensor) for each in tree_leaves(value)):
+            raise TypeError(
+                f"unit {self.name!r}: {type(self.optimizer).__name__} keeps a"
+                f" {type(value).__name__} of tensors as {key!r} of {name}; it must keep single"
+                " tensors, each of one parameter"
+            )
+        return False
 
     def _stays(self, parameter: Tensor, key: str, value: Tensor) -> bool:
         """Whether it is a number on the CPU, where torch wants it whatever device steps."""

@@ -36,6 +36,10 @@ def filled(tensors: dict[str, Tensor], device: str) -> Slab:
     return slab
 
 
+def fits(slab: Slab, tensors: dict[str, Tensor]) -> bool:
+    return slab.fits(tensors, slab.where(tensors))
+
+
 def test_views_of_both_memories_are_the_tensors(device: str) -> None:
     tensors = several()
     slab = filled(tensors, device)
@@ -46,8 +50,8 @@ def test_views_of_both_memories_are_the_tensors(device: str) -> None:
             view = slab.view(name, memory)
             assert torch.equal(view.cpu(), tensor), name
             assert (view.stride(), view.dtype) == (tensor.stride(), tensor.dtype)
-            assert slab.memory_of(name, view) is memory
-            assert slab.memory_of(name, tensor) is None
+            assert slab.where({name: view}) == {name: memory}
+            assert slab.where({name: tensor}) == {name: None}
             assert name == "gaps" or view.storage_offset() * view.itemsize % ALIGNMENT == 0
 
 
@@ -110,9 +114,9 @@ def test_tensors_that_come_to_share_memory_need_another_layout() -> None:
     tensors = {"a": torch.ones(4), "b": torch.ones(4)}
     slab = filled(tensors, "cpu")
     tensors = {name: slab.view(name, Memory.HOST) for name in tensors}
-    assert slab.fits(tensors) and slab.fits({"a": torch.zeros(4)})
-    assert not slab.fits({**tensors, "b": tensors["a"]}) and not slab.fits({"a": torch.ones(5)})
-    assert not slab.fits({**tensors, "c": tensors["a"][2:]})
+    assert fits(slab, tensors) and fits(slab, {"a": torch.zeros(4)})
+    assert not fits(slab, {**tensors, "b": tensors["a"]}) and not fits(slab, {"a": torch.ones(5)})
+    assert not fits(slab, {**tensors, "c": tensors["a"][2:]})
 
 
 def test_a_slab_grows_around_what_is_there() -> None:
@@ -121,14 +125,14 @@ def test_a_slab_grows_around_what_is_there() -> None:
     slab.copy_to(Memory.DEVICE, [], [])
     kept = slab.view("a", Memory.DEVICE)
     tensors = {"b": torch.zeros(3), "a": slab.view("a", Memory.HOST)}
-    assert slab.fits(tensors) and "b" not in slab.names
+    assert fits(slab, tensors) and "b" not in slab.names
     larger = Slab(tensors, torch.device("cpu"), slab)
     assert set(larger.names) == {"a", "b"} and larger.nbytes == 2 * ALIGNMENT
     assert larger.view("a", Memory.HOST).tolist() == [1.0] * 4
     larger.view("a", Memory.HOST).fill_(2)
     larger.fill()
     larger.copy_to(Memory.DEVICE, [], [])
-    assert kept.tolist() == [2.0] * 4 and larger.memory_of("a", kept) is Memory.DEVICE
+    assert kept.tolist() == [2.0] * 4 and larger.where({"a": kept}) == {"a": Memory.DEVICE}
 
 
 class Subclass(Tensor):

@@ -1,0 +1,85 @@
+"""Roster: the tensors of a module and of what an optimizer keeps of it, looked up once.
+
+Going through a module's names takes longer than everything else that a move does for a tensor. So
+what was found is kept for as long as each of it is where it was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["Roster"]
+
+
+class Roster:
+    """The tensors by name, as they are when it is made.
+
+    Args:
+        module: whose parameters, buffers and gradients these are.
+        optimizer: whose state of the parameters.
+        is_of_state: says of a parameter's name, the parameter, a key and a value of the optimizer's
+            state whether it counts.
+
+    Attributes:
+        own: parameters and buffers, those that are not trained first.
+        parameters: the parameters among them.
+        buffers: the buffers among them.
+        gradients: of the parameters that have one.
+        state: what the optimizer keeps of each parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        is_of_state: Callable[[str, Tensor, str, Any], bool],
+    ) -> None:
+        self._optimizer = optimizer
+        self.parameters = dict(module.named_parameters())
+        self.buffers = dict(module.named_buffers())
+        frozen = {name: each for name, each in self.parameters.items() if not each.requires_grad}
+        self.own: dict[str, Tensor] = {**frozen, **self.parameters, **self.buffers}
+        self.gradients: dict[str, Tensor] = {}
+        self.state: dict[str, Tensor] = {}
+        self._of_parameters: list[tuple[Tensor, bool, Tensor | None, dict[str, Any] | None]] = []
+        self._empty: list[dict[str, Any]] = []
+        self._kept: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        for part in module.modules():
+            for of_part in (part._parameters, part._buffers, part._modules):
+                self._keep(of_part)
+        for name, each in self.parameters.items():
+            if each.grad is not None:
+                self.gradients[f"the gradient of {name}"] = each.grad
+            kept = None if optimizer is None else optimizer.state.get(each)
+            self._of_parameters.append((each, each.requires_grad, each.grad, kept))
+            if kept is not None:
+                self._keep(kept)
+                for key, value in kept.items():
+                    if is_of_state(name, each, key, value):
+                        self.state[f"{key} of {name}"] = value
+
+    def _keep(self, entries: dict[str, Any]) -> None:
+        if entries:
+            self._kept.append((entries, tuple(entries.values())))
+        else:
+            self._empty.append(entries)
+
+    def is_current(self) -> bool:
+        """Whether all is where it was found, and nothing else."""
+        if any(self._empty):
+            return False
+        for entries, values in self._kept:
+            if len(entries) != len(values) or not all(map(is_, entries.values(), values)):
+                return False
+        state = None if self._optimizer is None else self._optimizer.state
+        for each, is_trained, gradient, kept in self._of_parameters:
+            if each.grad is not gradient or each.requires_grad is not is_trained:
+                return False
+            if state is not None and state.get(each) is not kept:
+                return False
+        return True
