@@ -133,6 +133,9 @@ class Pack:
             TypeError, ValueError, MemoryError: as of evict(), for a tensor that came on the host.
         """
         slab, tensors = self._slab, members.tensors
+        if not tensors:
+            self.memory = Memory.DEVICE
+            return 0
         at = slab.where(tensors)
         others = [name for name, memory in at.items() if memory is None]
         is_there = all(tensors[name].device == slab.device for name in others)
@@ -209,6 +212,9 @@ class Pack:
             MemoryError: the host has too little for what came to them; all is where it was.
         """
         tensors, left = members.tensors, self._slab
+        if not tensors and not left.device_bytes:
+            self.memory = Memory.HOST
+            return 0
         at = left.where(tensors)
         with _plain_tensors():
             if None in at.values():
