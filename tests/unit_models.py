@@ -28,7 +28,8 @@ class Layer(nn.Module):
 
 def tensors_of(layer: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """All that a step reads and writes."""
-    found = dict(layer.state_dict())
+    found: dict[str, Tensor] = dict(layer.named_parameters(remove_duplicate=False))
+    found |= layer.named_buffers()
     for name, parameter in layer.named_parameters():
         if parameter.grad is not None:
             found[f"gradient of {name}"] = parameter.grad

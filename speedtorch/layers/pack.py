@@ -146,7 +146,6 @@ class Pack:
             self.evict(members)
             at = self._slab.where(tensors)
         with _plain_tensors():
-            self._slab.fill()
             copied = self._move(members, at, Memory.DEVICE)
         self.memory = Memory.DEVICE
         return copied
@@ -256,7 +255,6 @@ class Pack:
             leaving = {name: each for name, each in leaving.items() if at[name] is not memory}
         if not leaving:
             return 0
-        self.memory = None
         elsewhere = [name for name in leaving if at[name] is None]
         new = {n for n, each in leaving.items() if version_of(each) not in known.get(n, ())}
         new.update(elsewhere)
@@ -267,6 +265,7 @@ class Pack:
             slab.take(name, leaving[name])
         if memory is Memory.HOST:
             slab.wait()
+        self.memory = None
         for name in new:
             self._count(name, version_of(leaving[name]), at[name])
         comes = memory is Memory.DEVICE

@@ -214,6 +214,8 @@ class Slab:
             weakref.finalize(self, _gone, self._coming, device).atexit = False
         self._host_views: dict[str, Tensor] = {}
         self._device_views: dict[str, Tensor] = {}
+        self._whole: Tensor | None = None
+        """The bytes of the device slab."""
 
     @property
     def device_bytes(self) -> int:
@@ -314,13 +316,6 @@ class Slab:
         )
         self.host[place.begin : place.begin + place.nbytes].copy_(source)
 
-    def fill(self) -> None:
-        """Gives the device slab its memory, of any content, unless it has that."""
-        if self.device_bytes != self.nbytes:
-            # Torch gives it what the same stream had before, in whose order it is used again.
-            with self._coming.after(self.device):
-                self._storage.resize_(self.nbytes)
-
     def join(self) -> None:
         """What the current stream gets from now on begins when the device slab has its bytes."""
         self._coming.join()
@@ -343,8 +338,8 @@ class Slab:
     ) -> list[tuple[int, int]]:
         """Copies what has changed in the other memory, in one piece unless something is in between.
 
-        What has not changed and lies between is copied too. A device slab that was just filled gets
-        all.
+        What has not changed and lies between is copied too. A device slab without memory is given
+        that, and gets all.
 
         Args:
             memory: that is written.
@@ -366,8 +361,6 @@ class Slab:
             spans = self._spans(must, {self._places[name].slot for name in settled})
         if not spans:
             return spans
-        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
-        whole.set_(self._storage, 0, (self.nbytes,), (1,))
         comes = memory is Memory.DEVICE
         if comes and not self._is_filled:  # nobody has used it since
             turn = self._coming.after(self.device)
@@ -377,11 +370,18 @@ class Slab:
             if after is None:
                 self.join()
             turn = self._beside(self._leaving, after, self._coming.end)
-        target, source = (whole, self.host) if comes else (self.host, whole)
-        with turn, self.traffic.timed(self.device, comes=comes) as count:
-            for begin, end in spans:
-                target[begin:end].copy_(source[begin:end], non_blocking=True)
-                count(end - begin)
+        with turn:
+            if self.device_bytes != self.nbytes:
+                # Torch gives it what the same stream had before, in whose order it is used again.
+                self._storage.resize_(self.nbytes)
+            if self._whole is None:
+                empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+                self._whole = empty.set_(self._storage, 0, (self.nbytes,), (1,))
+            target, source = (self._whole, self.host) if comes else (self.host, self._whole)
+            with self.traffic.timed(self.device, comes=comes) as count:
+                for begin, end in spans:
+                    target[begin:end].copy_(source[begin:end], non_blocking=True)
+                    count(end - begin)
         self._is_filled = self._is_filled or comes
         return spans
 
@@ -401,14 +401,15 @@ class Slab:
     @property
     def is_held(self) -> bool:
         """Whether somebody else has a view of the device slab: a graph, or a user."""
-        return storage_uses(self._storage) > len(self._device_views) + 1
+        own = len(self._device_views) + (self._whole is not None)
+        return storage_uses(self._storage) > own + 1
 
     def held_by(self, members: Sequence[Tensor]) -> dict[weakref.ref[Tensor], str]:
         """Which tensors of Python programs but these are views of the device slab, with names.
 
         It looks at all objects that there are.
         """
-        own = {id(view) for view in [*self._device_views.values(), *members]}
+        own = {id(view) for view in [self._whole, *self._device_views.values(), *members]}
         found = [
             each
             for each in gc.get_objects()
@@ -431,7 +432,7 @@ class Slab:
     def leave(self) -> None:
         """Leaves the device slab to those who have views of it; the next one is another."""
         self._storage = torch.empty(0, dtype=torch.uint8, device=self.device).untyped_storage()
-        self._device_views = {}
+        self._device_views, self._whole = {}, None
         self._is_filled = False
 
     def _beside(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from itertools import count
+from types import MethodType
 from typing import Any
 
 import torch
@@ -529,7 +530,7 @@ def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], N
     original = optimizer.step
 
     @wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         settle: list[Callable[[], None]] = []
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -546,10 +547,11 @@ def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], N
         finally:
             hook.remove()
 
-    optimizer.step = step  # type: ignore[method-assign]
+    ours = MethodType(step, optimizer)  # schedulers look for its function
+    optimizer.step = ours  # type: ignore[method-assign]
 
     def undo() -> None:
-        if vars(optimizer).get("step") is step:
+        if vars(optimizer).get("step") is ours:
             optimizer.step = original  # type: ignore[method-assign]
 
     return undo

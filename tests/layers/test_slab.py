@@ -43,8 +43,8 @@ def fits(slab: Slab, tensors: dict[str, Tensor]) -> bool:
 def test_views_of_both_memories_are_the_tensors(device: str) -> None:
     tensors = several()
     slab = filled(tensors, device)
-    slab.fill()
     assert len(slab.copy_to(Memory.DEVICE, [], [])) == 1
+    slab.join()
     for memory in Memory:
         for name, tensor in tensors.items():
             view = slab.view(name, memory)
@@ -72,12 +72,10 @@ def test_neighbours_in_one_storage_are_apart() -> None:
 
 def test_views_of_the_device_live_through_its_being_emptied(device: str) -> None:
     slab = filled({"weight": torch.arange(6.0).view(2, 3)}, device)
-    slab.fill()
     slab.copy_to(Memory.DEVICE, [], [])
     kept = slab.view("weight", Memory.DEVICE).t()
     assert slab.empty() == slab.nbytes and slab.device_bytes == 0 and slab.empty() == 0
     slab.view("weight", Memory.HOST).add_(1)
-    slab.fill()
     slab.copy_to(Memory.DEVICE, [], [])
     assert kept.tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
 
@@ -85,7 +83,6 @@ def test_views_of_the_device_live_through_its_being_emptied(device: str) -> None
 def test_what_changed_is_copied_in_one_piece_around_what_must_not_be() -> None:
     tensors = {name: torch.zeros(3) for name in "abcdef"}
     slab = filled(tensors, "cpu")
-    slab.fill()
     slab.copy_to(Memory.DEVICE, [], [])
     line = ALIGNMENT
     last = 3 * 4
@@ -121,7 +118,6 @@ def test_tensors_that_come_to_share_memory_need_another_layout() -> None:
 
 def test_a_slab_grows_around_what_is_there() -> None:
     slab = filled({"a": torch.ones(4)}, "cpu")
-    slab.fill()
     slab.copy_to(Memory.DEVICE, [], [])
     kept = slab.view("a", Memory.DEVICE)
     tensors = {"b": torch.zeros(3), "a": slab.view("a", Memory.HOST)}
@@ -130,7 +126,6 @@ def test_a_slab_grows_around_what_is_there() -> None:
     assert set(larger.names) == {"a", "b"} and larger.nbytes == 2 * ALIGNMENT
     assert larger.view("a", Memory.HOST).tolist() == [1.0] * 4
     larger.view("a", Memory.HOST).fill_(2)
-    larger.fill()
     larger.copy_to(Memory.DEVICE, [], [])
     assert kept.tolist() == [2.0] * 4 and larger.where({"a": kept}) == {"a": Memory.DEVICE}
 

@@ -1,0 +1,266 @@
+"""What else a training loop has: scalers, clipping, schedulers, hooks, files, compiled units."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+from unit_models import Layer, assert_equal, tensors_of
+
+from speedtorch.layers import Swapper
+
+UNITS = 3
+
+
+class Model(nn.Module):
+    """Layers that are units and a head that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(UNITS))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+Pair = list[tuple[Model, Optimizer, Swapper | None]]
+
+
+def pair(device: str, **settings: Any) -> Pair:
+    """A model with a swapper whose units leave all the time, and one without."""
+    torch.manual_seed(4)
+    whole = Model()
+    made = copy.deepcopy(whole)
+    whole.to(device)
+    made.head.to(device)
+    optimizers = [optim.AdamW(each.parameters(), lr=0.01, **settings) for each in (made, whole)]
+    swapper = Swapper(made.layers, optimizers[0], device=device, budget="12KiB")
+    swapper.auto()
+    return [(made, optimizers[0], swapper), (whole, optimizers[1], None)]
+
+
+def assert_same(models: Pair) -> None:
+    (made, optimizer, swapper), (whole, other, _) = models
+    assert swapper is not None
+    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+    swapper.evict()
+    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+
+
+def batch(step: int, device: str) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(device)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_a_grad_scaler_skips_the_steps_of_units(device: str, fused: bool) -> None:
+    models = pair(device, fused=fused)
+    for model, optimizer, _ in models:
+        scaler = torch.amp.GradScaler(device, init_scale=8.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(batch(step, device)).square().mean()
+            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+            if step > 1:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(
+                    [each for each in model.head.parameters() if each.grad is not None], 0.1
+                )
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4.0
+    assert_same(models)
+
+
+def test_schedulers_and_hooks_of_a_step_are_called_once(device: str) -> None:
+    models = pair(device)
+    calls: list[str] = []
+    for model, optimizer, swapper in models:
+        schedule = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+
+        def clip(optimizer: Optimizer, *_: object, swaps: bool = swapper is not None) -> None:
+            calls.append(f"before {swaps} {len(optimizer.param_groups[0]['params'])}")
+            for group in optimizer.param_groups:
+                for each in group["params"]:
+                    if each.grad is not None:
+                        each.grad.clamp_(-0.01, 0.01)
+
+        optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step, device)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+    every = len(list(models[0][0].parameters()))
+    assert len(calls) == 12 and calls[:6] == [f"before True {every}", "after"] * 3
+    assert_same(models)
+
+
+def test_a_closure_is_called_once_and_gives_its_loss(device: str) -> None:
+    models = pair(device)
+    losses = []
+    for model, optimizer, swapper in models:
+
+        def closure(model: Model = model, optimizer: Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(0, device)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            step = optimizer.step if swapper is None else swapper.step
+            losses.append(float(step(closure)))  # type: ignore[arg-type]
+    assert losses[:2] == losses[2:]
+    assert_same(models)
+
+
+def test_what_an_optimizer_counts_for_itself_is_counted_once(device: str) -> None:
+    class Counting(optim.SGD):
+        """Keeps a number in each group, and one of its own, and divides by them."""
+
+        steps = 0
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            """Goes down by less and less."""
+            self.steps += 1
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+                for each in group["params"]:
+                    if each.grad is not None:
+                        factor = -group["lr"] / (group["count"] * self.steps)
+                        each.data.add_(each.grad, alpha=factor)
+
+    models = pair(device)
+    for place, (model, _, swapper) in enumerate(models):
+        if swapper is not None:
+            swapper.close()
+            model.head.to(device)
+        optimizer = Counting(model.parameters(), lr=0.5)
+        if swapper is not None:
+            swapper = Swapper(model.layers, optimizer, device=device, budget="8KiB")
+            swapper.auto()
+        models[place] = model, optimizer, swapper
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step, device)).square().mean().backward()
+            optimizer.step()
+        assert optimizer.steps == 3 and optimizer.param_groups[0]["count"] == 3
+    assert_same(models)
+
+
+def files(folder: Path) -> dict[str, tuple[Callable[[Any], None], Callable[[Any], Any]]]:
+    """How others write what state_dict() gives, and read it into another's."""
+    from safetensors.torch import load_file, save_file
+
+    def save(state: Any) -> None:
+        torch.save(state, folder / "torch.pt")
+
+    def save_tensors(state: Any) -> None:
+        save_file(dict(state["model"]), folder / "tensors")
+
+    return {
+        "torch": (save, lambda _: torch.load(folder / "torch.pt", map_location="cpu")),
+        "safetensors": (save_tensors, lambda _: {"model": load_file(folder / "tensors")}),
+        "checkpoint": (
+            lambda state: dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True),
+            lambda state: dcp.load(state, checkpoint_id=folder / "dcp", no_dist=True) or state,
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "checkpoint"])
+def test_state_is_saved_and_read_by_others_at_any_moment(
+    device: str, kind: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(4)
+    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(UNITS))
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    swapper = Swapper(model, optimizer, device=device)
+    with swapper.use(*model):
+        x = batch(0, device)
+        for layer in model:
+            x = layer(x)
+        x.square().mean().backward()
+        optimizer.step()
+    swapper.evict(model[1])
+    save, load = files(tmp_path)[kind]
+    held = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    save(state)
+    assert held == (torch.cuda.max_memory_allocated() if device == "cuda" else 0)
+    assert {each.device.type for each in state["model"].values()} == {"cpu"}
+    expected = tensors_of(model, optimizer)
+    expected = {name: each.detach().cpu().clone() for name, each in expected.items()}
+    swapper.evict()  # what was given stays readable
+    assert torch.equal(state["model"]["0.0.weight"], expected["0.0.weight"])
+    other = copy.deepcopy(model)
+    for each in other.parameters():
+        each.data.zero_()
+    again = optim.AdamW(other.parameters(), lr=0.01)
+    other_swapper = Swapper(other, again, device=device)
+    with other_swapper.use(other[0]), torch.no_grad():
+        found = load({"model": other.state_dict(), "optimizer": copy.deepcopy(state["optimizer"])})
+        other.load_state_dict(found["model"])
+        if "optimizer" in found:
+            again.load_state_dict(found["optimizer"])
+    found_now = tensors_of(other, again)
+    names = [name for name in found_now if "gradient" not in name]
+    assert ("optimizer" in found) == any("exp_avg" in name for name in names)
+    assert_equal({n: found_now[n] for n in names}, {n: expected[n] for n in names})
+
+
+def test_a_compiled_unit_is_used_as_it_is(device: str) -> None:
+    models = pair(device)
+    calls = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        nonlocal calls
+        calls += 1
+        return graph.forward
+
+    (made, optimizer, swapper), (whole, other, _) = models
+    assert swapper is not None
+    swapper.close()
+    made.head.to(device)
+    swapper = Swapper(made.layers, optimizer, device=device)
+    compiled = [torch.compile(each, backend=backend) for each in made.layers]
+    for step in range(3):
+        x = batch(step, device)
+        y = whole(x)
+        with swapper.use(made.layers):
+            for layer in compiled:
+                x = layer(x)
+            found = made.head(x)
+            torch.testing.assert_close(found, y)
+            for each in (optimizer, other):
+                each.zero_grad()
+            found.square().mean().backward()
+            y.square().mean().backward()
+            optimizer.step()
+            other.step()
+        swapper.evict()
+    assert calls <= 3 * UNITS
+
+
+def test_a_file_of_a_whole_model_is_one_of_the_model_alone(device: str) -> None:
+    (made, _, swapper), _ = pair(device)
+    assert swapper is not None
+    made(batch(0, device)).sum().backward()
+    swapper.evict()
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False).to(device)
+    assert loaded(batch(1, device)).shape == (6, 2)
