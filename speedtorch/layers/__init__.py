@@ -1,9 +1,10 @@
 """Layers on the fly: a module's tensors as one unit, in host memory or on the device."""
 
+from speedtorch.layers.host_init import host_init
 from speedtorch.layers.pack import Pack
 from speedtorch.layers.slab import Memory, Slab
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.swapper import Swapper
 from speedtorch.layers.unit import Unit
 
-__all__ = ["Freed", "Memory", "Pack", "Slab", "SwapReport", "Swapper", "Unit"]
+__all__ = ["Freed", "Memory", "Pack", "Slab", "SwapReport", "Swapper", "Unit", "host_init"]

@@ -18,8 +18,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from speedtorch.layers.host_slab import copy_spans, host_bytes
 from speedtorch.layers.traffic import Traffic
-from speedtorch.memory import host_memory
 from speedtorch.step.side_stream import SideStream
 from speedtorch.torch_internals import storage_uses
 
@@ -93,7 +93,10 @@ def _check(name: str, tensor: object) -> None:
         what = "a quantized tensor" if tensor.is_quantized else f"layout {tensor.layout}"
         raise ValueError(f"{name}: expected a dense tensor (torch.strided), got {what}")
     if tensor.device.type == "meta":
-        raise ValueError(f"{name}: it is on the meta device and has no elements; to_empty() first")
+        raise ValueError(
+            f"{name}: it is on the meta device and has no elements; to_empty(device='cpu') or"
+            " load_state_dict(..., assign=True) first"
+        )
     if tensor.is_inference():
         raise ValueError(
             f"{name}: it was made in torch.inference_mode(), where torch does not count changes;"
@@ -156,8 +159,6 @@ class Slab:
         ValueError: one of them is sparse, quantized, on the meta device, made in inference mode,
             or a lazily conjugated view.
         MemoryError: the host has too little memory.
-        RuntimeError: CUDA refused to register the host slab; the message says how many bytes, and
-            what to do.
     """
 
     def __init__(
@@ -190,8 +191,7 @@ class Slab:
         self.nbytes = _up(end)
         """Of either memory."""
         self.device = device
-        kind = "registered" if device.type == "cuda" else "plain"
-        self.host = host_memory.empty(self.nbytes, dtype=torch.uint8, memory=kind)
+        self.host = host_bytes(self.nbytes, device)
         """`[nbytes]`, uint8."""
         if before is not None:
             self.host[: before.nbytes].copy_(before.host)
@@ -377,11 +377,9 @@ class Slab:
             if self._whole is None:
                 empty = torch.empty(0, dtype=torch.uint8, device=self.device)
                 self._whole = empty.set_(self._storage, 0, (self.nbytes,), (1,))
-            target, source = (self._whole, self.host) if comes else (self.host, self._whole)
             with self.traffic.timed(self.device, comes=comes) as count:
-                for begin, end in spans:
-                    target[begin:end].copy_(source[begin:end], non_blocking=True)
-                    count(end - begin)
+                copy_spans(self.host, self._whole, spans, comes=comes)
+                count(sum(end - begin for begin, end in spans))
         self._is_filled = self._is_filled or comes
         return spans
 

@@ -1,0 +1,121 @@
+"""The host memory of a slab, and how its bytes reach a device: at once, or in small steps.
+
+Where CUDA does not pin so much, bytes go through two small pinned buffers, one of which the CPU
+fills or empties while the other travels; and without these as torch copies pageable memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from speedtorch.memory import host_memory
+
+__all__ = ["copy_spans", "host_bytes"]
+
+STAGE_BYTES = 32 << 20  # of each buffer: 0.6 ms of the link
+
+
+def host_bytes(count: int, device: torch.device) -> Tensor:
+    """Bytes `[count]` that a device reaches at the link's speed; warns once if CUDA pins no more.
+
+    Raises MemoryError if the host has too little.
+    """
+    if device.type != "cuda":
+        return host_memory.empty(count, dtype=torch.uint8, memory="plain")
+    try:
+        return host_memory.empty(count, dtype=torch.uint8, memory="registered")
+    except MemoryError:
+        raise
+    except RuntimeError as error:
+        _warn_once(str(error))
+        return host_memory.empty(count, dtype=torch.uint8, memory="plain")
+
+
+@cache
+def _warn_once(why: str) -> None:
+    warnings.warn(
+        f"units are in host memory that is not pinned, and come and go more slowly: {why}",
+        stacklevel=2,
+    )
+
+
+def copy_spans(
+    host: Tensor, other: Tensor, spans: Sequence[tuple[int, int]], *, comes: bool
+) -> None:
+    """Copies ranges of bytes between tensors `[bytes]` of uint8 on the current stream.
+
+    Nobody waits if `host` is pinned. `comes`: from the host; else to it.
+    """
+    is_direct = other.is_cpu or host_memory.memory_kind(host) != "plain"
+    stage = None if is_direct else _stage(other.device)
+    for begin, end in spans:
+        of_host, of_other = host[begin:end], other[begin:end]
+        if stage is not None:
+            (stage.fill if comes else stage.drain)(of_host, of_other)
+        elif comes:
+            of_other.copy_(of_host, non_blocking=True)
+        else:
+            of_host.copy_(of_other, non_blocking=is_direct)
+
+
+class Stage:
+    """Two small pinned buffers between host memory that is not pinned and a device."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._buffers = [host_bytes(nbytes, device) for _ in range(2)]
+        self._ends: list[torch.cuda.Event | None] = [None, None]
+        self._device, self._size = device, nbytes
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is of any use."""
+        return all(host_memory.memory_kind(each) != "plain" for each in self._buffers)
+
+    def fill(self, host: Tensor, other: Tensor) -> None:
+        """Copies bytes to the device, in the order of the current stream."""
+        for number, (part, to) in enumerate(self._parts(host, other)):
+            buffer = self._free(number % 2)[: len(part)]
+            buffer.copy_(part)
+            to.copy_(buffer, non_blocking=True)
+            self._mark(number % 2)
+
+    def drain(self, host: Tensor, other: Tensor) -> None:
+        """Copies bytes to the host, and waits until they are there."""
+        late: tuple[int, Tensor] | None = None
+        for number, (to, part) in enumerate(self._parts(host, other)):
+            self._free(number % 2)[: len(part)].copy_(part, non_blocking=True)
+            self._mark(number % 2)
+            if late is not None:
+                self._take(*late)
+            late = number % 2, to
+        if late is not None:
+            self._take(*late)
+
+    def _parts(self, host: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        starts = range(0, len(host), self._size)
+        return ((host[at : at + self._size], other[at : at + self._size]) for at in starts)
+
+    def _take(self, at: int, to: Tensor) -> None:
+        to.copy_(self._free(at)[: len(to)])
+
+    def _free(self, at: int) -> Tensor:
+        """A buffer, once nothing is under way from it or to it."""
+        if (end := self._ends[at]) is not None:
+            end.synchronize()
+            self._ends[at] = None
+        return self._buffers[at]
+
+    def _mark(self, at: int) -> None:
+        if self._device.type == "cuda":
+            self._ends[at] = torch.cuda.current_stream(self._device).record_event()
+
+
+@cache
+def _stage(device: torch.device) -> Stage | None:
+    stage = Stage(device, STAGE_BYTES)
+    return stage if stage.is_pinned else None

@@ -1,0 +1,71 @@
+"""host_init: whatever a module's code asks for, it is built in host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+
+from speedtorch.layers import Swapper, host_init
+
+
+class Asking(nn.Module):
+    """Asks for a GPU in all the ways that there are."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, device=device)
+        self.moved = nn.Linear(3, 3).to(device)
+        self.register_buffer("made", torch.arange(4, device=torch.device(device)))
+        self.register_buffer("sent", torch.ones(2).to(device, torch.float64))
+        self.register_buffer("like", torch.empty_like(self.made, device=device))
+        self.register_buffer("narrow", torch.ones(2).to(torch.float16))
+
+
+def test_nothing_is_made_on_a_gpu_or_sent_there() -> None:
+    with host_init():
+        module = Asking("cuda")
+        module.moved.cuda()
+    devices = {each.device.type for each in [*module.parameters(), *module.buffers()]}
+    assert devices == {"cpu"}
+    assert module.get_buffer("sent").dtype == torch.float64
+    assert module.get_buffer("narrow").dtype == torch.float16
+    assert module.get_buffer("made").tolist() == [0, 1, 2, 3]
+
+
+def test_values_are_those_of_the_cpu() -> None:
+    made = []
+    for within in (False, True):
+        torch.manual_seed(3)
+        if within:
+            with host_init():
+                made.append(nn.Linear(3, 3, device="cuda").weight)
+        else:
+            made.append(nn.Linear(3, 3).weight)
+    assert torch.equal(*made)
+
+
+def test_a_model_of_the_meta_device_takes_its_values_from_a_file(
+    device: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(3)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    with host_init(), torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert model[0].weight.is_meta
+    with pytest.raises(ValueError, match=r"0.weight|weight: it is on the meta device.*assign=True"):
+        Swapper(model, device=device)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    swapper = Swapper(model, optimizer, device=device)
+    x = torch.ones(2, 4)
+    with swapper.use(model[0], model[1]):
+        found = model(x.to(device))
+        found.sum().backward()
+        swapper.step()
+    torch.testing.assert_close(found.cpu(), whole(x))

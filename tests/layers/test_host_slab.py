@@ -1,0 +1,66 @@
+"""Host slabs: pinned, through small buffers, or as torch copies; the bytes are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from torch import nn, optim
+
+from speedtorch.layers import Unit, host_slab
+from speedtorch.layers.host_slab import Stage, host_bytes
+from speedtorch.memory import host_memory
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 99, 100, 101, 200, 1234])
+def test_bytes_go_through_small_buffers_unchanged(device: str, nbytes: int) -> None:
+    stage = Stage(torch.device(device), 100)
+    random = torch.Generator().manual_seed(nbytes)
+    given = torch.randint(256, (nbytes,), generator=random, dtype=torch.uint8)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    back = torch.empty(nbytes, dtype=torch.uint8)
+    for _ in range(2):
+        stage.fill(given, there)
+        assert torch.equal(there.cpu(), given)
+        stage.drain(back, there)
+        assert torch.equal(back, given)
+        given += 1
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("pinned", [0, 2])
+def test_what_cannot_be_pinned_moves_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, pinned: int
+) -> None:
+    made = []
+
+    def empty(size: int, *, dtype: torch.dtype, memory: str) -> torch.Tensor:
+        """Pins as many buffers, and no slab."""
+        if memory == "registered":
+            made.append(size)
+            if size != 1000 or made.count(1000) > pinned:
+                raise RuntimeError("no more pages")
+        return real(size, dtype=dtype, memory=memory)
+
+    real = host_memory.empty
+    monkeypatch.setattr(host_memory, "empty", empty)
+    monkeypatch.setattr(host_slab, "STAGE_BYTES", 1000)
+    for each in (host_slab._stage, host_slab._warn_once):
+        each.cache_clear()
+    with pytest.warns(UserWarning, match="not pinned, and come and go more slowly: no more pages"):
+        layer = nn.Linear(30, 30)
+        before = layer.weight.detach().clone()
+        optimizer = optim.SGD(layer.parameters(), lr=1.0)
+        unit = Unit(layer, optimizer, device="cuda")
+    assert (host_slab._stage(unit.device) is not None) == bool(pinned)
+    unit.load()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    unit.evict()
+    assert torch.equal(layer.weight.detach(), before - 1)
+    for each in (host_slab._stage, host_slab._warn_once):
+        each.cache_clear()
+
+
+def test_bytes_on_the_cpu_need_no_pins() -> None:
+    assert host_memory.memory_kind(host_bytes(10, torch.device("cpu"))) == "plain"
