@@ -10,8 +10,8 @@ than once; and it is through with all where it ends.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -20,10 +20,29 @@ from torch.utils.hooks import RemovableHandle
 from speedtorch.layers.unit import Unit
 from speedtorch.torch_internals import current_backward
 
-if TYPE_CHECKING:
-    from speedtorch.layers.swapper import Swapper, Use
-
 __all__ = ["Auto"]
+
+
+_Use = TypeVar("_Use")
+
+
+class Swaps(Protocol[_Use]):
+    """What a Swapper does for it."""
+
+    def begin_use(self, units: Iterable[Unit]) -> _Use:
+        """Units do not leave."""
+
+    def fill_use(self, use: _Use) -> None:
+        """They come."""
+
+    def end_use(self, use: _Use) -> None:
+        """They may leave."""
+
+    def plan(self, wanted: dict[Unit, bool]) -> None:
+        """These are to come, with state or without."""
+
+    def step_unit(self, unit: Unit) -> None:
+        """The optimizer steps a unit alone."""
 
 
 class _Reached(NamedTuple):
@@ -47,7 +66,7 @@ class _Hook:
         return _Hook, ()
 
 
-class Auto:
+class Auto(Generic[_Use]):
     """Brings a Swapper's units as they are called; `remove()` ends that.
 
     Args:
@@ -56,11 +75,11 @@ class Auto:
         ahead: calls ahead that units are brought.
     """
 
-    def __init__(self, swapper: Swapper, units: list[Unit], *, steps: bool, ahead: int) -> None:
+    def __init__(self, swapper: Swaps[_Use], units: list[Unit], *, steps: bool, ahead: int) -> None:
         self._swapper, self._steps, self._ahead = swapper, steps, ahead
         self._units = units
-        self._forward: dict[Unit, Use] = {}
-        self._backward: tuple[Unit, Use] | None = None
+        self._forward: dict[Unit, _Use] = {}
+        self._backward: tuple[Unit, _Use] | None = None
         self._in_backward = -1
         self._next: dict[tuple[_Reached | None, _Reached], _Reached] = {}
         self._before: _Reached | None = None
@@ -68,7 +87,7 @@ class Auto:
         self._hooks: list[RemovableHandle] = []
         own = weakref.ref(self)
 
-        def hook(method: Callable[[Auto, Unit], None], unit: Unit) -> Callable[[], None]:
+        def hook(method: Callable[[Auto[Any], Unit], None], unit: Unit) -> Callable[[], None]:
             def call() -> None:
                 if (auto := own()) is not None:
                     method(auto, unit)
@@ -93,7 +112,7 @@ class Auto:
         self._forward.clear()
         self._backward = None
 
-    def __enter__(self) -> Auto:
+    def __enter__(self) -> Auto[_Use]:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -107,7 +107,7 @@ class Swapper:
         """Where the last use ended, and the unit's count of uses then."""
         self._others: dict[Unit, int] = {}
         """Bytes on the device that came to a unit there, when it was used last."""
-        self._auto: Auto | None = None
+        self._auto: Auto[Use] | None = None
         self._undo: list[Callable[[], None]] = []
         self._hits = self._misses = 0
         self._waited = 0.0
@@ -425,7 +425,7 @@ class Swapper:
         finally:
             unit.note_step()
 
-    def auto(self, *, step: bool = False, ahead: int = 1) -> Auto:
+    def auto(self, *, step: bool = False, ahead: int = 1) -> Auto[Use]:
         """Brings units as forward and backward reach them, and the next ones in the order seen.
 
         A unit may leave between its forward and its backward, which brings it again. The backward
