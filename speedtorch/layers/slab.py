@@ -370,14 +370,14 @@ class Slab:
             if after is None:
                 self.join()
             turn = self._beside(self._leaving, after, self._coming.end)
-        with turn:
+        with turn as stream:
             if self.device_bytes != self.nbytes:
                 # Torch gives it what the same stream had before, in whose order it is used again.
                 self._storage.resize_(self.nbytes)
             if self._whole is None:
                 empty = torch.empty(0, dtype=torch.uint8, device=self.device)
                 self._whole = empty.set_(self._storage, 0, (self.nbytes,), (1,))
-            with self.traffic.timed(self.device, comes=comes) as count:
+            with self.traffic.timed(stream, comes=comes) as count:
                 copy_spans(self.host, self._whole, spans, comes=comes)
                 count(sum(end - begin for begin, end in spans))
         self._is_filled = self._is_filled or comes
@@ -435,7 +435,7 @@ class Slab:
 
     def _beside(
         self, stream: SideStream, after: torch.cuda.Event | None, *more: torch.cuda.Event | None
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[torch.cuda.Stream | None]:
         if after is None:
             return stream.after_current(self.device)
         return stream.after(self.device, after, *more)

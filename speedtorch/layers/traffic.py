@@ -27,22 +27,27 @@ class Traffic:
         self._open: list[tuple[bool, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def timed(self, device: torch.device, *, comes: bool) -> Iterator[Callable[[int], None]]:
-        """What is queued within on the current stream is a copy; gives what counts its bytes."""
+    def timed(
+        self, stream: torch.cuda.Stream | None, *, comes: bool
+    ) -> Iterator[Callable[[int], None]]:
+        """What is queued within on a stream is a copy; gives what counts its bytes.
+
+        Without a stream it is done at once.
+        """
 
         def count(copied: int) -> None:
             self.bytes_in += copied if comes else 0
             self.bytes_out += 0 if comes else copied
 
-        if device.type != "cuda":
+        if stream is None:
             begin = time.perf_counter()
             yield count
             self._seconds[comes] += time.perf_counter() - begin
             return
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
+        start.record(stream)
         yield count
-        end.record()
+        end.record(stream)
         self._open.append((comes, start, end))
         while len(self._open) > _KEPT and self._open[0][2].query():  # type: ignore[no-untyped-call]
             self._close(*self._open.pop(0))

@@ -25,22 +25,24 @@ class SideStream:
         self._purpose = purpose
         self.end: torch.cuda.Event | None = None
 
-    def after_current(self, device: torch.device) -> AbstractContextManager[None]:
+    def after_current(
+        self, device: torch.device
+    ) -> AbstractContextManager[torch.cuda.Stream | None]:
         """What is queued within begins when the current stream has done what it has by now."""
         return self._after(device, None)
 
     def after(
         self, device: torch.device, *ends: torch.cuda.Event | None
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[torch.cuda.Stream | None]:
         """What is queued within begins after these events, whatever the current stream does."""
         return self._after(device, ends)
 
     @contextmanager
     def _after(
         self, device: torch.device, ends: Sequence[torch.cuda.Event | None] | None
-    ) -> Iterator[None]:
+    ) -> Iterator[torch.cuda.Stream | None]:
         if device.type != "cuda":
-            yield
+            yield None
             return
         stream = _stream(device, self._purpose)
         current, current_device = torch.cuda.current_stream(device), torch.cuda.current_device()
@@ -52,7 +54,7 @@ class SideStream:
         # torch.cuda.stream() asks for the device three times, which takes longer than a launch.
         try:
             torch.cuda.set_stream(stream)
-            yield
+            yield stream
         finally:
             self.end = stream.record_event()
             torch.cuda.set_stream(current)
