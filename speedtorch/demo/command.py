@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from types import ModuleType
 
-from speedtorch.demo import dlrm_run, glove_run, ncf, word2vec
+from speedtorch.demo import dlrm_run, experts, glove_run, ncf, word2vec
 from speedtorch.demo.session import STOPPED
 from speedtorch.demo.settings import add_arguments
 
@@ -19,6 +19,7 @@ _DEMOS: dict[str, ModuleType] = {
     "glove": glove_run,
     "ncf": ncf,
     "dlrm": dlrm_run,
+    "experts": experts,
 }
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 
 import torch
 
-from speedtorch.demo.settings import RunSettings
+from speedtorch.demo.settings import CommonSettings
 
 __all__ = ["DIFFERENT", "STOPPED", "choose_device", "ended", "interrupt", "make_folder"]
 
@@ -21,13 +21,14 @@ STOPPED = 130
 DIFFERENT = 1
 
 
-def choose_device(settings: RunSettings) -> torch.device:
+def choose_device(settings: CommonSettings) -> torch.device:
     """The device asked for; "auto" is a GPU if torch has one and our library has its kernels.
 
     Raises ValueError if there is no such device, for memory that only a GPU reaches where there is
     none, and for a seed that not every generator takes.
     """
-    name, memory, seed = settings.device, settings.memory, settings.seed
+    name, seed = settings.device, settings.seed
+    memory = getattr(settings, "memory", "auto")
     usable = torch.cuda.is_available() and torch.ops.speedtorch.built_with_cuda()
     if name == "cuda" and not usable:
         reason = "torch sees no GPU" if not torch.cuda.is_available() else "built without nvcc"

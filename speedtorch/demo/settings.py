@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "CommonSettings",
     "RunSettings",
     "add_arguments",
     "check_least",
@@ -61,16 +62,22 @@ _MEMORY = ("auto", "managed", "registered", "plain", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """What every demonstration is asked: where, how, and by which chance."""
+class CommonSettings:
+    """What every demonstration is asked: where, and by which chance."""
 
     out: Path
     seed: int = option(0, "of all that is random", type=int)
     device: str = option("auto", "what trains", choices=("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(CommonSettings):
+    """What a demonstration with tables is asked as well."""
+
     memory: str = option("auto", "where the tables are", choices=_MEMORY)
 
 
-def add_arguments(parser: ArgumentParser, settings: type[RunSettings]) -> None:
+def add_arguments(parser: ArgumentParser, settings: type[CommonSettings]) -> None:
     """Gives a parser one option for each of the settings, those of every demonstration last."""
     shared = {each.name for each in fields(RunSettings)}
     for each in sorted(fields(settings), key=lambda each: each.name in shared):
