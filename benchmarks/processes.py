@@ -25,6 +25,7 @@ STEMS = (
     "word2vec",
     "many_tables",
     "ranks",
+    "layers",
     "overlap",
     "headline",
 )

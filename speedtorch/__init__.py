@@ -2,6 +2,8 @@
 
 from speedtorch import legacy, ops
 from speedtorch.info import info
+from speedtorch.layers.host_init import host_init
+from speedtorch.layers.swapper import Swapper
 from speedtorch.legacy import *  # noqa: F403
 from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
 from speedtorch.memory.calibration import calibrate, load_costs_with_first_gpu
@@ -30,6 +32,7 @@ __all__ = [
     "EmbeddingConfig",
     "GradScaler",
     "HostTable",
+    "Swapper",
     "attach",
     "calibrate",
     "clip_grad_norm_",
@@ -38,6 +41,7 @@ __all__ = [
     "get_num_sms",
     "graphed",
     "empty",
+    "host_init",
     "info",
     "memory_kind",
     "memory_stats",

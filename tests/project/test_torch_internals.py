@@ -192,6 +192,14 @@ def test_is_tracing() -> None:
     assert found == [False, True]
 
 
+def test_storage_uses() -> None:
+    tensor = torch.zeros(4)
+    storage = tensor.untyped_storage()
+    before = torch_internals.storage_uses(storage)
+    views = [tensor[1:], tensor.detach()]
+    assert torch_internals.storage_uses(storage) == before + len(views)
+
+
 def test_is_transformed_and_is_batched() -> None:
     found = []
 

@@ -1,0 +1,39 @@
+"""The experts: what they learn, and `demo experts` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from speedtorch.__main__ import main
+
+SMALL = ["--experts", "6", "--resident", "3", "--width", "8", "--batch", "32", "--steps", "120"]
+
+
+def test_a_run_learns_and_is_that_of_experts_that_all_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    command = ["demo", "experts", *SMALL, "--out", str(tmp_path), "--device", device, "--compare"]
+    assert main(command) == 0
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert told["plain"]["identical"] and told["training"]["steps"] == 120
+    losses = told["training"]["losses"]
+    assert losses[-1] < 0.8 * losses[0]
+    units = told["units"]
+    assert units["misses"] > 20 and units["bytes_in"] > 10 * units["host_bytes"]
+    assert units["resident_bytes"] <= units["budget_bytes"]
+    saved = load_file(tmp_path / "model.safetensors")
+    assert len(saved) == 6 * 4 and saved["experts.5.2.weight"].shape == (8, 32)
+    said = capsys.readouterr().out
+    assert "bit for bit" in said and "found their unit there" in said
+
+
+def test_more_experts_than_find_room_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["demo", "experts", *SMALL, "--out", str(tmp_path), "--active", "4"]
+    assert main(command) == 2
+    assert "active is 4; it must be at most 3" in capsys.readouterr().err

@@ -1,0 +1,29 @@
+"""The example of docs/layers.md runs, and what it saves is read by torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn, optim
+
+import speedtorch
+
+PAGE = Path(speedtorch.__file__).parents[1] / "docs" / "layers.md"
+
+
+def test_the_example_trains_and_saves(tmp_path: Path) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "found their unit there" in done.stdout
+    saved = torch.load(tmp_path / "layers.pt", map_location="cpu")
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    layers.load_state_dict(saved["model"])
+    optimizer = optim.AdamW([*layers.parameters(), *nn.Linear(64, 1).parameters()])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert all(float(optimizer.state[each]["step"]) == 5 for each in layers.parameters())
