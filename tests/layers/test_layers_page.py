@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn, optim
 
@@ -15,6 +16,7 @@ import speedtorch
 PAGE = Path(speedtorch.__file__).parents[1] / "docs" / "layers.md"
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_saves(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     command = [sys.executable, "-c", program]

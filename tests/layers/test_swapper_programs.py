@@ -168,6 +168,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @settings(max_examples=24)
 @pytest.mark.parametrize("kind", [*sorted(LAYERS), "Muon"])
 @given(program=st.lists(CALLS, max_size=14), budget=st.sampled_from(BUDGETS))
@@ -197,6 +198,7 @@ def trained(kind: str = "Adam of matrices") -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [("evaluate", 0, 2), ("prefetch", 0, 1), ("evict", 3, 3), ("evict all",), ("flush",)],
@@ -225,6 +227,7 @@ def test_an_error_at_any_line_changes_no_number(call: tuple[Any, ...]) -> None:
         assert run.swapper is not None and not run.swapper.report().in_use
 
 
+@pytest.mark.slow
 def test_an_error_at_any_line_of_a_step_leaves_each_unit_before_it_or_after() -> None:
     run = trained()
     before = copies(run.tensors())
