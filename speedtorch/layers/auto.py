@@ -15,8 +15,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.unit import Unit
 from speedtorch.torch_internals import current_backward
 
@@ -41,7 +43,7 @@ class Swaps(Protocol[_Use]):
     def plan(self, wanted: dict[Unit, bool]) -> None:
         """These are to come, with state or without."""
 
-    def step_unit(self, unit: Unit) -> None:
+    def step_unit(self, unit: Unit, step: PartialStep) -> None:
         """The optimizer steps a unit alone."""
 
 
@@ -71,16 +73,29 @@ class Auto(Generic[_Use]):
 
     Args:
         swapper: whose units.
+        optimizer: of the units.
         steps: step each unit in backward, once its gradients are complete, and drop these.
         ahead: calls ahead that units are brought.
     """
 
-    def __init__(self, swapper: Swaps[_Use], units: list[Unit], *, steps: bool, ahead: int) -> None:
-        self._swapper, self._steps, self._ahead = swapper, steps, ahead
+    def __init__(
+        self,
+        swapper: Swaps[_Use],
+        units: list[Unit],
+        optimizer: Optimizer | None,
+        *,
+        steps: bool,
+        ahead: int,
+    ) -> None:
+        self._swapper, self._ahead = swapper, ahead
         self._units = units
-        self._forward: dict[Unit, _Use] = {}
+        self._optimizer = optimizer if steps else None
+        self._part: PartialStep | None = None
+        """The step of the backward of now."""
+        self._forward: dict[Unit, list[_Use]] = {}
         self._backward: tuple[Unit, _Use] | None = None
-        self._in_backward = -1
+        self._graphs: list[int] = []
+        """Backwards that are under way, one within another."""
         self._next: dict[tuple[_Reached | None, _Reached], _Reached] = {}
         self._before: _Reached | None = None
         self._last: _Reached | None = None
@@ -123,24 +138,34 @@ class Auto(Generic[_Use]):
 
     def _begins(self, unit: Unit) -> None:
         """The forward of a unit begins, within a backward if that computes it again."""
-        if self._backward is not None and current_backward() == -1:
-            self._backward = None  # of a backward that has failed
-            self._forget_results()
+        self.end_failed()
+        self._enter_backward()
         use = self._swapper.begin_use([unit])
-        self._forward[unit] = use
+        self._forward.setdefault(unit, []).append(use)
         self._swapper.fill_use(use)
         self._note(_Reached(unit, backward=False))
 
     def _ends(self, unit: Unit) -> None:
-        if (use := self._forward.pop(unit, None)) is not None:
-            self._swapper.end_use(use)
+        if uses := self._forward.get(unit):
+            self._swapper.end_use(uses.pop())
+
+    def _enter_backward(self) -> None:
+        """Notes the backward of now, if there is one, and that it is to end."""
+        graph = current_backward()
+        if graph != -1 and graph not in self._graphs:
+            self._graphs.append(graph)
+            torch.autograd.Variable._execution_engine.queue_callback(self._through)
+
+    def end_failed(self) -> None:
+        """Forgets a backward, and forwards, that have failed."""
+        if current_backward() == -1 and (self._graphs or self._backward is not None):
+            self._backward, self._part = None, None
+            self._graphs.clear()
+            self._forget_results()
 
     def _reaches(self, unit: Unit) -> None:
         """Backward reaches a result of a unit."""
-        graph = current_backward()
-        if graph != self._in_backward:
-            self._in_backward = graph
-            torch.autograd.Variable._execution_engine.queue_callback(self._through)
+        self._enter_backward()
         if self._backward is not None and self._backward[0] is unit:
             return
         self._leave_backward()
@@ -154,28 +179,37 @@ class Auto(Generic[_Use]):
         if self._backward is None:
             return
         (unit, use), self._backward = self._backward, None
-        if self._steps and unit.open_results <= 0:
+        # A backward within another knows nothing of what that will reach.
+        if len(self._graphs) == 1 and unit.open_results <= 0:
             self._step(unit)
         self._swapper.end_use(use)
 
     def _through(self) -> None:
-        """Backward has ended."""
+        """A backward has ended."""
         self._leave_backward()
-        self._in_backward = -1
+        del self._graphs[-1:]
+        if self._graphs:
+            return
         self._forget_results()
-        if self._steps:
-            for unit in self._units:
-                if unit.has_gradients:
-                    self._step(unit)
+        for unit in self._units:
+            if self._optimizer is not None and unit.has_gradients:
+                self._step(unit)
+        if self._part is not None:
+            self._part.settle()
+            self._part = None
+
+    def _step(self, unit: Unit) -> None:
+        if self._optimizer is None or not unit.has_gradients:
+            return
+        if self._part is None:
+            self._part = PartialStep(self._optimizer)
+        self._swapper.step_unit(unit, self._part)
+        for each in unit.module.parameters():
+            each.grad = None
 
     def _forget_results(self) -> None:
         for unit in self._units:
             unit.forget_results()
-
-    def _step(self, unit: Unit) -> None:
-        self._swapper.step_unit(unit)
-        for each in unit.module.parameters():
-            each.grad = None
 
     # --------------------------------------------------------------------------------------------
     # Order
@@ -187,7 +221,7 @@ class Auto(Generic[_Use]):
         self._before, self._last = self._last, reached
         wanted: dict[Unit, bool] = {}
         for each in self._expected():
-            wanted.setdefault(each.unit, each.backward and self._steps)
+            wanted.setdefault(each.unit, each.backward and self._optimizer is not None)
         wanted.pop(reached.unit, None)
         self._swapper.plan(wanted)
 

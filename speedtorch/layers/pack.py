@@ -71,6 +71,8 @@ class Pack:
         """Where they are; None after an error within a move, until another completes it."""
         self._held: dict[weakref.ref[Tensor], str] = {}
         """Views that keep a device slab which evict() has left to them, with names."""
+        self._placed: dict[str, weakref.ref[Tensor]] = {}
+        """Who has the place of each name."""
         self._versions: dict[str, tuple[int, int]] = {}
         """The last version of each tensor on the host and on the device."""
         with _plain_tensors():
@@ -99,6 +101,10 @@ class Pack:
     def has_place(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor is the one of that name in one of the memories."""
         return self._slab.where({name: tensor})[name] is not None
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Whether a tensor has memory of the device slab."""
+        return self._slab.has(tensor)
 
     def wait(self) -> None:
         """Waits for the copies that write_back() has begun."""
@@ -217,7 +223,7 @@ class Pack:
         at = left.where(tensors)
         with _plain_tensors():
             if None in at.values():
-                if not left.fits(tensors, at):
+                if not left.fits(tensors, at) or self._is_replaced(tensors, at):
                     self._slab = Slab(tensors, left.device, traffic=left.traffic)
                 elif not tensors.keys() <= left.names:
                     self._grow(members, at)
@@ -236,6 +242,16 @@ class Pack:
             else:
                 freed += slab.empty(after)
         return freed
+
+    def _is_replaced(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
+        """Whether the place of a tensor that has come is that of another, which lives there."""
+        for name, memory in at.items():
+            former = self._placed[name]() if memory is None and name in self._placed else None
+            if former is None or former is tensors[name]:
+                continue
+            if self._slab.where({name: former})[name] is not None:
+                return True
+        return False
 
     def _grow(self, members: Members, at: Mapping[str, Memory | None]) -> None:
         """Brings all to the host that has a place, and makes a larger slab around that."""
@@ -273,6 +289,7 @@ class Pack:
         views = slab.views(memory, leaving)
         for tensor, view in zip(leaving.values(), views, strict=True):
             tensor.data = view
+        self._placed.update((name, weakref.ref(leaving[name])) for name in elsewhere)
         return sum(end - begin for begin, end in spans)
 
     def _count(self, name: str, version: int, left: Memory | None) -> None:

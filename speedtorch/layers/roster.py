@@ -53,10 +53,13 @@ class Roster:
             for of_part in (part._parameters, part._buffers, part._modules):
                 self._keep(of_part)
         for name, each in self.parameters.items():
-            if each.grad is not None:
+            if each.is_leaf and each.grad is not None:
+                if each.grad.is_conj() or each.grad.is_neg():  # as torch makes some
+                    each.grad = each.grad.resolve_conj().resolve_neg()
                 self.gradients[f"the gradient of {name}"] = each.grad
             kept = None if optimizer is None else optimizer.state.get(each)
-            self._of_parameters.append((each, each.requires_grad, each.grad, kept))
+            gradient = each.grad if each.is_leaf else None
+            self._of_parameters.append((each, each.requires_grad, gradient, kept))
             if kept is not None:
                 self._keep(kept)
                 for key, value in kept.items():
@@ -78,7 +81,7 @@ class Roster:
                 return False
         state = None if self._optimizer is None else self._optimizer.state
         for each, is_trained, gradient, kept in self._of_parameters:
-            if each.grad is not gradient or each.requires_grad is not is_trained:
+            if (each.is_leaf and each.grad is not gradient) or each.requires_grad is not is_trained:
                 return False
             if state is not None and state.get(each) is not kept:
                 return False

@@ -396,6 +396,11 @@ class Slab:
                 self._storage.resize_(0)
         return freed
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor has memory of the device slab."""
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        return is_plain and tensor.untyped_storage()._cdata == self._storage._cdata
+
     @property
     def is_held(self) -> bool:
         """Whether somebody else has a view of the device slab: a graph, or a user."""

@@ -109,6 +109,7 @@ class Swapper:
         """Bytes on the device that came to a unit there, when it was used last."""
         self._auto: Auto[Use] | None = None
         self._undo: list[Callable[[], None]] = []
+        self._is_closed = False
         self._hits = self._misses = 0
         self._waited = 0.0
         try:
@@ -185,6 +186,11 @@ class Swapper:
     def _is_used(self, unit: Unit, *, state: bool = False) -> bool:
         return any(unit in use.units and use.state >= state for use in self._uses)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The units' modules."""
+        return list(self._units)
+
     def prefetch(self, *modules: nn.Module, state: bool | None = None) -> None:
         """Lets units come while others are used; it does not wait.
 
@@ -214,6 +220,8 @@ class Swapper:
             ValueError: one of them is no unit and has none.
             RuntimeError: one of them is in use; nothing has changed.
         """
+        self._end_failed()
+        self._count_others()
         units = self._named_units(modules) if modules else self._recent
         if modules and (used := [each.name for each in units if self._is_used(each)]):
             raise RuntimeError(f"units {used} are in use; evict them after `use`")
@@ -233,6 +241,18 @@ class Swapper:
         for unit in self._recent:
             unit.wait()
 
+    def touch(self, *modules: nn.Module) -> None:
+        """Says that tensors of units have been changed in a way that torch does not count.
+
+        Such as by `parameter.data.mul_(0.9)` while the unit is on the device: without it that is
+        not written back. Changes that a step of the optimizer makes are known.
+
+        Args:
+            *modules: as of `use`.
+        """
+        for unit in self._named_units(modules):
+            unit.touch()
+
     def close(self) -> None:
         """Lets all units leave for good: modules and optimizer are as before, on the CPU."""
         if self._auto is not None:
@@ -243,8 +263,11 @@ class Swapper:
             unit.close()
         self._units.clear()
         self._last_use.clear()
+        self._is_closed = True
 
     def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
+        if self._is_closed:
+            raise RuntimeError("the Swapper is closed: make another")
         found: dict[Unit, None] = {}
         for module in modules:
             own = [self._units[each] for each in module.modules() if each in self._units]
@@ -257,6 +280,7 @@ class Swapper:
         return list(found)
 
     def _enter(self, unit: Unit, *, state: bool) -> None:
+        self._end_failed()
         self._wanted.pop(unit, None)
         is_there = unit.memory is Memory.DEVICE and not unit.missing_bytes(state=state)
         self._hits += is_there
@@ -276,12 +300,20 @@ class Swapper:
 
     def _advance(self) -> None:
         """Lets come what is wanted, as far as there is room without waiting."""
-        while self._wanted:
-            unit, state = next(iter(self._wanted.items()))
+        for unit, state in list(self._wanted.items()):
+            if not self._could_make_room(unit.missing_bytes(state=state)):
+                continue  # others may be smaller
             if not self._bring(unit, state=state, waits=False):
                 return
             self._wanted.pop(unit, None)
             self._awaited.add(unit)
+
+    def _could_make_room(self, missing: int) -> bool:
+        """Whether there is room for so many bytes once all have left that may."""
+        if self.budget is None:
+            return True
+        leaving = sum(self._bytes_of(each) for each in self._leaving(awaited=False))
+        return self._taken() - leaving + missing <= self.budget
 
     def _bring(self, unit: Unit, *, state: bool, waits: bool) -> bool:
         """Loads a unit; False if there is no room now, and nobody is to wait."""
@@ -302,6 +334,8 @@ class Swapper:
         """Lets others leave until there is room for so many bytes; whether there is."""
         if self.budget is None or (unit is not None and not missing):
             return True
+        if self._taken() + missing > self.budget:
+            self._count_others()
         left = set()
         while (over := self._taken() + missing - self.budget) > 0:
             if (victim := self._victim(unit, awaited=waits)) is None:
@@ -351,18 +385,31 @@ class Swapper:
 
     def _send_home(self, unit: Unit, *, search: bool = False) -> int:
         begin, waits = time.perf_counter(), bool(unit.new_bytes()) or not unit.is_home
-        # What a graph may need has no memory meanwhile; other views keep it.
-        freed = unit.evict(self._end_of_use(unit), search=search or not unit.has_graph)
+        # What a graph needs has no memory meanwhile; other views keep it. To look for these takes
+        # long, and a graph that needs the unit is usual where units come by themselves.
+        search = search or self._auto is None or unit.gives_views or not unit.has_graph
+        freed = unit.evict(self._end_of_use(unit), search=search)
         if waits:
             self._waited += time.perf_counter() - begin
         self._awaited.discard(unit)
         freed += self._others.pop(unit, 0)
         return freed
 
+    def _end_failed(self) -> None:
+        """Ends uses by a backward that has failed."""
+        if self._auto is not None:
+            self._auto.end_failed()
+
     def _end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
         """Where its last use ended on the device; None: nobody knows."""
         end, uses = self._left.get(unit, (None, -1))
         return end if uses == unit.uses else None
+
+    def _count_others(self) -> None:
+        """Counts anew what came to units on the device, and what has gone since."""
+        for unit in self._recent:
+            if unit.device_bytes or self._others.get(unit):
+                self._others[unit] = unit.other_bytes()
 
     def _bytes_of(self, unit: Unit) -> int:
         return unit.device_bytes + self._others.get(unit, 0)
@@ -390,9 +437,15 @@ class Swapper:
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
-        step, of_units = PartialStep(optimizer), set()
-        in_groups = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        waiting = [unit for unit in self._recent if unit.has_gradients]
+        asked: Optimizer = args[0]  # the optimizer, or its twin for what another Swapper leaves
+        step, of_units = PartialStep(asked), set()
+        in_groups = {id(each) for group in asked.param_groups for each in group["params"]}
+        waiting = [
+            unit
+            for unit in self._recent
+            if any(e.grad is not None and id(e) in in_groups for e in unit.module.parameters())
+        ]
+        self._check_steps(waiting)
         waiting.sort(key=lambda unit: unit.memory is not Memory.DEVICE)
         for unit in self._recent:
             of_units |= {id(each) for each in unit.module.parameters()}
@@ -405,7 +458,7 @@ class Swapper:
                 self._step(unit, step, parameters)
         others = [
             each
-            for group in optimizer.param_groups
+            for group in asked.param_groups
             for each in group["params"]
             if id(each) not in of_units
         ]
@@ -413,11 +466,24 @@ class Swapper:
 
     # --------------------------------------------------------------------------------------------
 
-    def step_unit(self, unit: Unit) -> None:
+    def _check_steps(self, waiting: list[Unit]) -> None:
+        """Raises RuntimeError before any unit is stepped if there is no room for one of them."""
+        if self.budget is None:
+            return
+        for unit in waiting:
+            used = [each for each in self._recent if self._is_used(each) and each is not unit]
+            needed = unit.needed_bytes + sum(self._bytes_of(each) for each in used)
+            if needed > self.budget:
+                raise RuntimeError(
+                    f"budget: {text_of(self.budget)} are {text_of(needed - self.budget)} too little"
+                    f" to step unit {unit.name!r}, with its state and gradients, beside the units"
+                    f" in use, {[each.name for each in used]}; no unit has been stepped: give more"
+                )
+
+    def step_unit(self, unit: Unit, step: PartialStep) -> None:
         """Steps a unit alone, without the hooks of the optimizer's step."""
-        assert self.optimizer is not None
         with self._using([unit], state=True):
-            self._step(unit, PartialStep(self.optimizer), list(unit.module.parameters()))
+            self._step(unit, step, list(unit.module.parameters()))
 
     def _step(self, unit: Unit, step: PartialStep, parameters: list[nn.Parameter]) -> None:
         try:
@@ -450,7 +516,8 @@ class Swapper:
             raise ValueError(f"auto: ahead: expected 0 calls or more, got {ahead}")
         if self._auto is not None:
             self._auto.remove()
-        self._auto = Auto(self, list(self._units.values()), steps=step, ahead=ahead)
+        units = list(self._units.values())
+        self._auto = Auto(self, units, self.optimizer, steps=step, ahead=ahead)
         return self._auto
 
     def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
@@ -476,6 +543,8 @@ class Swapper:
 
     def report(self) -> SwapReport:
         """What is where, and what has travelled so far; waits for copies that are on their way."""
+        self._end_failed()
+        self._count_others()
         there = [unit for unit in self._recent if self._bytes_of(unit)]
         return SwapReport(
             units=len(self._recent),
@@ -529,8 +598,12 @@ def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], N
     """
     original = optimizer.step
 
+    closed = False
+
     @wraps(original)
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if closed:  # a scheduler has wrapped it
+            return original(*args, **kwargs)
         settle: list[Callable[[], None]] = []
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -551,6 +624,8 @@ def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], N
     optimizer.step = ours  # type: ignore[method-assign]
 
     def undo() -> None:
+        nonlocal closed
+        closed = True
         if vars(optimizer).get("step") is ours:
             optimizer.step = original  # type: ignore[method-assign]
 

@@ -48,10 +48,15 @@ class _Guard:
         if unit.memory is None or module is not unit.module:
             return
         before = partial(self._before_backward, unit.memory)
-        for each in tree_leaves(output):
+        is_record = not isinstance(output, Tensor | list | tuple | dict) and hasattr(
+            output, "__dict__"
+        )
+        for each in tree_leaves(dict(vars(output)) if is_record else output):
             if isinstance(each, Tensor) and each.grad_fn is not None:
                 unit.note_graph()
                 each.grad_fn.register_prehook(before)
+            if isinstance(each, Tensor) and unit.is_view(each):
+                unit.note_view()
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
         return _Guard, ()
@@ -85,8 +90,10 @@ class _Saved:
         if unit is None or unit.memory is Memory.HOST:
             return
         on_host = unit.on_host()
+        own = {id(each) for each in module.buffers()}  # which are given if variables are kept
         for name, each in state.items():
-            if name.startswith(prefix) and type(each) is Tensor and not each.requires_grad:
+            is_plain = type(each) is Tensor and not each.requires_grad and id(each) not in own
+            if name.startswith(prefix) and is_plain:
                 found = on_host.get(each.data_ptr())
                 if found is not None and found.shape == each.shape and found.dtype == each.dtype:
                     state[name] = found.detach()
@@ -133,6 +140,7 @@ class Unit:
         uses: how often its module has run, and the optimizer stepped it.
         open_results: results with a graph that no backward has reached.
         has_graph: whether a graph may need its memory, as far as is known.
+        gives_views: whether its module has given views of its tensors to others.
         was_stepped: whether it was stepped when it was on the device last.
 
     Example:
@@ -165,6 +173,7 @@ class Unit:
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
         self.module, self.optimizer, self.name = module, optimizer, name
         self.uses = self.open_results = 0
+        self.gives_views = False
         self.has_graph = self.was_stepped = self._steps_are_told = False
         self._in_backward: Callable[[], None] | None = None
         # All that it has may have been changed before.
@@ -173,18 +182,12 @@ class Unit:
         self._stepped: set[str] = set()
         """Parameters that a step may have changed."""
         self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
+        self._guard = _Guard(self)
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hooks: list[RemovableHandle] = []
         self._check_alone()
         _units.add(self)
         self.evict()
-        guard = _Guard(self)
-        self._watched = weakref.WeakSet(
-            each for each in module.modules() if each is module or [*each.buffers(recurse=False)]
-        )
-        self._hooks: list[RemovableHandle] = [
-            # Also after a forward that has failed half-way.
-            each.register_forward_hook(guard, always_call=True)
-            for each in self._watched
-        ]
         saved = module.register_state_dict_post_hook(_Saved(self))  # type: ignore[no-untyped-call]
         self._hooks.append(saved)
         if optimizer is not None:
@@ -329,8 +332,14 @@ class Unit:
 
     def missing_bytes(self, *, state: bool) -> int:
         """Bytes of device memory that load() would take."""
-        packs = self._packs if state else self._packs[:2]
-        return sum(pack.nbytes for pack in packs if not pack.device_bytes)
+        of_state, *others = self._parts()
+        parts = [of_state, *others] if state else others
+        return sum(p.nbytes for p, some in parts if some.tensors and not p.device_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes on the device of all that there is of it now."""
+        return self.other_bytes() + sum(p.nbytes for p, some in self._parts() if some.tensors)
 
     def new_bytes(self) -> int:
         """Bytes on the device that evict() would copy now."""
@@ -371,6 +380,14 @@ class Unit:
         """Says that a result of its module has a graph, which may need its memory."""
         self.has_graph = True
         self.open_results += 1
+
+    def is_view(self, tensor: Tensor) -> bool:
+        """Whether it shares the memory of parameters and buffers on the device."""
+        return self._own.shares(tensor)
+
+    def note_view(self) -> None:
+        """Says that its module gives views of its tensors to others."""
+        self.gives_views = True
 
     def forget_results(self) -> None:
         """Says that no backward is to come."""
@@ -450,7 +467,18 @@ class Unit:
         """Its tensors as they are now."""
         if self._roster is None or not self._roster.is_current():
             self._roster = Roster(self.module, self.optimizer, self._is_of_state)
+            self._watch()
         return self._roster
+
+    def _watch(self) -> None:
+        """Lets those modules say that they run whose buffers that may change."""
+        for each in self.module.modules():
+            if each in self._watched or (each is not self.module and not each._buffers):
+                continue
+            self._watched.add(each)
+            # Also after a forward that has failed half-way.
+            self._hooks.append(each.register_forward_hook(self._guard, always_call=True))
+            self._is_used = True
 
     def _is_of_state(self, name: str, parameter: Tensor, key: str, value: Any) -> bool:
         """Whether something that the optimizer keeps of a parameter moves with it."""

@@ -1,0 +1,331 @@
+"""Unusual programs: several swappers, views, calls within calls, optimizers that count, no room."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from speedtorch.layers import Swapper
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def train(layers: nn.ModuleList, optimizer: optim.Optimizer, *swappers: Swapper) -> None:
+    """A step of a chain of layers, each used by its swapper."""
+    device = "cpu" if swappers else next(layers.parameters()).device
+    used = [swapper.use(*swapper.modules) for swapper in swappers] or [nullcontext()]
+    with used[0], used[-1] if len(used) > 1 else nullcontext():
+        x = torch.ones(2, 4, device=device)
+        for layer in layers:
+            x = layer(x)
+        x.square().sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+
+
+def pair(count: int = 4) -> tuple[nn.ModuleList, nn.ModuleList]:
+    made = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+    return made, copy.deepcopy(made)
+
+
+def test_an_optimizer_may_have_several_swappers() -> None:
+    made, whole = pair()
+    optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (made, whole)]
+    swappers = [Swapper(made[at : at + 2], optimizers[0], device="cpu") for at in (0, 2)]
+    for _ in range(3):
+        train(made, optimizers[0], *swappers)
+        train(whole, optimizers[1])
+    assert same(made, whole)
+
+
+def test_a_swapper_may_follow_one_whose_steps_a_scheduler_has_wrapped() -> None:
+    made, whole = pair()
+    optimizers = [optim.SGD(each.parameters(), lr=0.1) for each in (made, whole)]
+    first = Swapper(made, optimizers[0], device="cpu")
+    optim.lr_scheduler.LambdaLR(optimizers[0], lambda _: 1.0)
+    first.close()
+    train(made, optimizers[0], Swapper(made, optimizers[0], device="cpu"))
+    train(whole, optimizers[1])
+    assert same(made, whole)
+    with pytest.raises(RuntimeError, match="the Swapper is closed: make another"):
+        first.prefetch(made[0])
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_tensors_that_stand_in_for_a_moment_change_no_parameter(auto: bool) -> None:
+    made, whole = pair(2)
+    swapper = Swapper(made, device="cpu")
+    if auto:
+        swapper.auto()
+    zeros = {"weight": torch.zeros(4, 4)}
+    with nullcontext() if auto else swapper.use(made[0]):
+        found = functional_call(made[0], zeros, (torch.ones(1, 4),))
+    assert torch.equal(found, made[0].bias.detach().unsqueeze(0))
+    assert same(made, whole)
+    swapper.evict()
+    assert same(made, whole) and not bool(zeros["weight"].any())
+
+
+class Positions(nn.Module):
+    """Gives a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, count: int) -> Tensor:
+        return self.rows[:count]
+
+
+def test_views_that_a_unit_gives_keep_their_values(device: str) -> None:
+    made = nn.ModuleList([Positions(), nn.Linear(64, 64)])
+    swapper = Swapper(made, device=device, budget="17KiB")
+    with swapper.auto():
+        rows = made[0](8)
+        x = made[1](torch.ones(8, 64, device=device))
+        assert swapper.report().resident == ("1",)
+        (x + rows).sum().backward()
+    assert made[0].rows.grad is not None and bool((rows == 1).all())
+    assert any("0: a [8, 64] float32 view of rows" in each for each in swapper.report().held_by)
+
+
+def test_views_that_are_kept_of_a_used_unit_keep_their_values(device: str) -> None:
+    made = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+    swapper = Swapper(made, device=device, budget="17KiB")
+    before = made[0].weight.detach().clone()
+    with swapper.use(made[0]):
+        view = made[0].weight.detach()
+        result = made[0](torch.ones(1, 64, device=device))
+    with swapper.use(made[1]):
+        assert torch.equal(view.cpu(), before) and result.requires_grad
+    freed = swapper.evict(made[0])
+    assert freed == 0 and freed.held_by == ("0: a [64, 64] float32 view of weight",)
+    assert "held by 0: a [64, 64]" in repr(freed)
+
+
+def test_a_unit_that_calls_itself_stays_until_all_calls_end() -> None:
+    class Recursive(nn.Module):
+        """Goes through another unit within itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x: Tensor, deep: int = 2) -> Tensor:
+            if deep:
+                x = other(self(x, deep - 1))
+                seen.append("0" in swapper.report().in_use)
+            return x @ self.weight
+
+    seen: list[bool] = []
+    made, other = Recursive(), nn.Linear(8, 8)
+    swapper = Swapper([made, other], device="cpu")
+    with swapper.auto():
+        made(torch.ones(2, 8)).sum().backward()
+    assert seen == [True, True] and not swapper.report().in_use
+
+
+def test_a_backward_within_another_steps_nothing() -> None:
+    made, whole = pair(2)
+    optimizers = [optim.Adam(each.parameters(), lr=0.1) for each in (made, whole)]
+    swapper = Swapper(made, optimizers[0], device="cpu")
+    swapper.auto(step=True)
+    for layers, optimizer in zip((made, whole), optimizers, strict=True):
+        for _ in range(2):
+            x = torch.ones(2, 4, requires_grad=True)
+            for number in (0, 1, 0):
+                x = checkpoint(layers[number], x, use_reentrant=True)
+            x.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(made, whole)
+
+
+def test_what_an_optimizer_counts_goes_on_when_backward_steps() -> None:
+    class Counting(optim.SGD):
+        """Divides by the number of steps."""
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            """Counts in its groups."""
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+                for each in group["params"]:
+                    if each.grad is not None:
+                        each.add_(each.grad, alpha=-group["lr"] / group["count"])
+
+    made, whole = pair(3)
+    optimizers = [Counting(each.parameters(), lr=0.1) for each in (made, whole)]
+    with Swapper(made, optimizers[0], device="cpu").auto(step=True):
+        for _ in range(4):
+            for layers, optimizer in zip((made, whole), optimizers, strict=True):
+                x = torch.ones(2, 4)
+                for layer in layers:
+                    x = layer(x)
+                x.square().sum().backward()
+                if layers is whole:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert optimizers[0].param_groups[0]["count"] == 4
+    assert same(made, whole)
+
+
+def test_statistics_of_a_module_that_came_later_are_written_back(device: str) -> None:
+    made = nn.ModuleList([nn.Linear(4, 4), nn.Identity()])
+    swapper = Swapper([made], device=device)
+    made[1] = nn.BatchNorm1d(4)
+    swapper.evict()
+    with swapper.use(made):
+        made[1](made[0](torch.randn(8, 4, device=device)))
+        variance = made[1].running_var.cpu().clone()
+    swapper.evict()
+    assert torch.equal(made[1].running_var, variance)
+
+
+def test_changes_that_torch_does_not_count_are_written_back_if_they_are_told(device: str) -> None:
+    layer = nn.Linear(4, 4)
+    swapper = Swapper([layer], device=device)
+    with swapper.use(layer):
+        layer.weight.data.zero_()
+        swapper.touch(layer)
+    swapper.evict()
+    assert not bool(layer.weight.any())
+
+
+def test_a_step_without_room_steps_nothing() -> None:
+    made = nn.ModuleList([nn.Linear(16, 16, bias=False), nn.Linear(32, 32, bias=False)])
+    optimizer = optim.Adam(made.parameters(), lr=0.1)
+    swapper = Swapper(made, optimizer, device="cpu", budget="9KiB")
+
+    def gradients() -> None:
+        for layer in (made[1], made[0]):
+            with swapper.use(layer):
+                layer(torch.ones(1, layer.in_features)).sum().backward()
+
+    gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+    swapper.evict()
+    gradients()
+    before = copy.deepcopy(made)
+    with pytest.raises(RuntimeError, match="to step unit '1', with its state .* no unit has been"):
+        optimizer.step()
+    assert same(made, before)
+    assert [float(optimizer.state[layer.weight]["step"]) for layer in made] == [1, 1]
+
+
+def test_gradients_that_are_gone_take_no_room() -> None:
+    made = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+    optimizer = optim.SGD(made.parameters(), lr=0.1)
+    swapper = Swapper(made, optimizer, device="cpu", budget="2KiB")
+    for layer in made:
+        with swapper.use(layer):
+            layer(torch.ones(1, 16)).sum().backward()
+    swapper.evict()
+    optimizer.zero_grad()
+    for _ in range(2):
+        with swapper.use(*made):
+            assert swapper.report().resident_bytes == 2 << 10
+    assert swapper.report().hits == 2
+
+
+def test_a_unit_that_never_fits_keeps_no_other_away() -> None:
+    made = nn.ModuleList([nn.Linear(64, 64), nn.Linear(8, 8), nn.Linear(8, 8)])
+    swapper = Swapper(made, device="cpu", budget="4KiB")
+    swapper.prefetch(made[0])
+    swapper.prefetch(made[1])
+    with swapper.use(made[2]):
+        pass
+    assert set(swapper.report().resident) == {"1", "2"}
+    with pytest.raises(
+        RuntimeError, match="too little for the units that are used at once"
+    ):
+        swapper.use(made[0]).__enter__()
+
+
+def test_gradients_that_torch_conjugates_lazily_move(device: str) -> None:
+    class Complex(nn.Module):
+        """Its gradient is a conjugated view."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight.conj() * x).real.sum()
+
+    made = Complex()
+    whole = copy.deepcopy(made).to(device)
+    x = torch.tensor([1 + 2j, 3, 1j, 4], device=device)
+    swapper = Swapper([made], device=device)
+    with swapper.use(made):
+        made(x).backward()
+    whole(x).backward()
+    swapper.evict()
+    assert made.weight.grad is not None and whole.weight.grad is not None
+    assert torch.equal(made.weight.grad, whole.weight.grad.cpu())
+
+
+def test_a_backward_that_has_failed_lets_its_unit_leave(device: str) -> None:
+    made, _ = pair(3)
+    swapper = Swapper(made, device=device)
+    swapper.auto()
+    x = torch.ones(1, 4, device=device)
+    for layer in made:
+        x = layer(x)
+
+    def fail(gradient: Tensor) -> Any:
+        raise ZeroDivisionError
+
+    made[1].weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        x.sum().backward()
+    del x
+    assert not swapper.report().in_use
+    swapper.evict(made[1])
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_results_within_a_record_are_found(steps: bool) -> None:
+    @dataclasses.dataclass
+    class Result:
+        """No pytree of torch's."""
+
+        x: Tensor
+
+    class Recorded(nn.Module):
+        """Gives a record."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Result:
+            return Result(self.linear(x))
+
+    made = nn.ModuleList(Recorded() for _ in range(3))
+    before = copy.deepcopy(made)
+    optimizer = optim.SGD(made.parameters(), lr=0.1)
+    with Swapper(made, optimizer, device="cpu", budget="4KiB").auto(step=steps):
+        x = torch.ones(1, 16)
+        for layer in made:
+            x = layer(x).x
+        x.sum().backward()
+    assert all(each.grad is None for each in made.parameters()) == steps
+    assert same(made, before) != steps
