@@ -146,7 +146,8 @@ class Unit:
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> unit = Unit(layer, device="cpu", name="layer")
-        >>> unit.load()
+        >>> unit.load()  # bytes
+        512
         >>> result = layer(torch.ones(2))
         >>> unit.evict()
         512
