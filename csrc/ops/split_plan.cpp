@@ -62,7 +62,9 @@ void check_shared_out(const SplitPlan& work) {
                         " of them, expected to go on from row ", row, " up to ", work.table_rows);
     }
     for (int64_t i = work.offsets[t]; i < work.offsets[t + 1]; ++i) {
-      const int64_t id = plan.unique[plan.inverse[i]];
+      const int64_t place = plan.inverse[i];
+      if (place < 0 || place >= plan.status->distinct) throw_not_made_by_plan_rows(kOp, kIndex);
+      const int64_t id = plan.unique[place];
       if (id >= row && id < row + rows) continue;
       throw_value_error(kOp, "id ", id, " at position ", i, " is none of the rows of table ", t);
     }

@@ -85,13 +85,13 @@ void fill_plan_on_cpu(const Ids& ids, int64_t rows, const PlanView& plan) {
                   .repeat_id = repeat < n ? ids.at(repeat) : 0};
 }
 
-[[noreturn]] void throw_not_made_by_plan_rows(const char* op, const char* list) {
+}  // namespace
+
+void throw_not_made_by_plan_rows(const char* op, const char* list) {
   throw_value_error(op, "the plan of ", list,
                     " does not hold what plan_rows writes; make it with plan_rows(", list,
                     ", rows) and leave it as it is");
 }
-
-}  // namespace
 
 Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream,
                   const Tensor* status) {

@@ -15,6 +15,9 @@ namespace speedtorch {
 
 using Plan = std::optional<Tensors>;
 
+// ValueError about a plan whose numbers are none of plan_rows'.
+[[noreturn]] void throw_not_made_by_plan_rows(const char* op, const char* list);
+
 // A plan of ids on their own device, without the checks that plan_rows makes of bad ids on the CPU.
 // `status` may be a longer list, of which the plan has the first entries; null: it gets one.
 Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream,

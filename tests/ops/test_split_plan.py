@@ -78,7 +78,9 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
     plan = speedtorch.plan_rows(torch.tensor([1, 0, 5, 8]), 9)
     offsets, ranges = torch.tensor([0, 2, 4]), torch.tensor([[0, 4], [4, 5]])
     split_plan(plan, offsets, ranges, 9)
+    forged = [[plan[0], torch.tensor([1, 0, 2, place]), *plan[2:]] for place in (-1, 4, 1 << 40)]
     for arguments, message in (
+        *(((each, offsets, ranges, 9), "does not hold what plan_rows writes") for each in forged),
         ((plan[:4], offsets, ranges, 9), "the plan of index has 4 tensors, expected the 5"),
         ((plan, offsets.int(), ranges, 9), "offsets must be a contiguous int64"),
         ((plan, offsets[:1], ranges[:0], 9), "ranges must be .* of one table or more"),
