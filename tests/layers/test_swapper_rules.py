@@ -253,9 +253,7 @@ def test_a_unit_that_never_fits_keeps_no_other_away() -> None:
     with swapper.use(made[2]):
         pass
     assert set(swapper.report().resident) == {"1", "2"}
-    with pytest.raises(
-        RuntimeError, match="too little for the units that are used at once"
-    ):
+    with pytest.raises(RuntimeError, match="too little for the units that are used at once"):
         swapper.use(made[0]).__enter__()
 
 
