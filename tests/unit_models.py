@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+
+COMMON_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "Adam-foreach": partial(optim.Adam, foreach=True),
+    "Adagrad": partial(optim.Adagrad, lr=0.1),
+    "RMSprop": partial(optim.RMSprop, momentum=0.5, centered=True),
+    "Adadelta": optim.Adadelta,
+    "Adamax": optim.Adamax,
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "ASGD": optim.ASGD,
+    "Rprop": optim.Rprop,
+}
+"""Those of every test of units, by name."""
 
 
 class Layer(nn.Module):

@@ -118,10 +118,16 @@ class Auto(Generic[_Use]):
             ]
             unit.call_in_backward(hook(Auto._reaches, unit))
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it has not been removed."""
+        return bool(self._hooks)
+
     def remove(self) -> None:
         """Brings units no longer by itself."""
         for each in self._hooks:
             each.remove()
+        self._hooks.clear()
         for unit in self._units:
             unit.call_in_backward(None)
         self._forward.clear()

@@ -194,6 +194,7 @@ class Slab:
         self.host = host_bytes(self.nbytes, device)
         """`[nbytes]`, uint8."""
         if before is not None:
+            before.wait()
             self.host[: before.nbytes].copy_(before.host)
         # A storage for each slot, so that a file of a view has the bytes of its slot alone.
         bytes_of_host = self.host.numpy()
@@ -208,8 +209,6 @@ class Slab:
         )
         self._is_filled = False
         self._coming, self._leaving = SideStream("layers coming"), SideStream("layers leaving")
-        if before is not None:
-            before.wait()
         if device.type == "cuda":
             weakref.finalize(self, _gone, self._coming, device).atexit = False
         self._host_views: dict[str, Tensor] = {}

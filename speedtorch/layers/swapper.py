@@ -387,7 +387,8 @@ class Swapper:
         begin, waits = time.perf_counter(), bool(unit.new_bytes()) or not unit.is_home
         # What a graph needs has no memory meanwhile; other views keep it. To look for these takes
         # long, and a graph that needs the unit is usual where units come by themselves.
-        search = search or self._auto is None or unit.gives_views or not unit.has_graph
+        by_itself = self._auto is not None and self._auto.is_on
+        search = search or not by_itself or unit.gives_views or not unit.has_graph
         freed = unit.evict(self._end_of_use(unit), search=search)
         if waits:
             self._waited += time.perf_counter() - begin
@@ -464,8 +465,6 @@ class Swapper:
         ]
         return (step.twin(others), *args[1:]), kwargs, step.settle
 
-    # --------------------------------------------------------------------------------------------
-
     def _check_steps(self, waiting: list[Unit]) -> None:
         """Raises RuntimeError before any unit is stepped if there is no room for one of them."""
         if self.budget is None:
@@ -540,6 +539,8 @@ class Swapper:
             for number, of_one in saved["state"].items()
         }
         return {**saved, "state": of_parameters}
+
+    # --------------------------------------------------------------------------------------------
 
     def report(self) -> SwapReport:
         """What is where, and what has travelled so far; waits for copies that are on their way."""

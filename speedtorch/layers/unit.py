@@ -326,11 +326,6 @@ class Unit:
         """Views that somebody keeps, and with them device memory that it has left, as text."""
         return [each for pack in self._packs for each in pack.held_by()]
 
-    @property
-    def is_held(self) -> bool:
-        """Whether a graph, or a user, has views of its device memory."""
-        return any(pack.device_bytes and pack.is_held for pack in self._packs)
-
     def missing_bytes(self, *, state: bool) -> int:
         """Bytes of device memory that load() would take."""
         of_state, *others = self._parts()

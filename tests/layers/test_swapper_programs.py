@@ -15,25 +15,16 @@ from hypothesis import given, settings
 from interrupts import Lines, first_of_each, out_of_memory, source_files
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from unit_models import Layer, assert_equal, copies, tensors_of
+from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
 
 from speedtorch.layers import Swapper
 
 Make = Callable[..., Optimizer]
 OPTIMIZERS: dict[str, Make] = {
-    "SGD": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    **COMMON_OPTIMIZERS,
     "Adam": optim.Adam,
-    "Adam-foreach": partial(optim.Adam, foreach=True),
     "AdamW-fused": partial(optim.AdamW, fused=True, amsgrad=True),
     "Adafactor": optim.Adafactor,
-    "Adagrad": partial(optim.Adagrad, lr=0.1),
-    "RMSprop": partial(optim.RMSprop, momentum=0.5, centered=True),
-    "Adadelta": optim.Adadelta,
-    "Adamax": optim.Adamax,
-    "NAdam": optim.NAdam,
-    "RAdam": optim.RAdam,
-    "ASGD": optim.ASGD,
-    "Rprop": optim.Rprop,
     "Muon": partial(optim.Muon, lr=0.05),
 }
 LAYERS = OPTIMIZERS.keys() - {"Muon"}

@@ -105,9 +105,12 @@ def test_views_that_a_unit_gives_keep_their_values(device: str) -> None:
     assert any("0: a [8, 64] float32 view of rows" in each for each in swapper.report().held_by)
 
 
-def test_views_that_are_kept_of_a_used_unit_keep_their_values(device: str) -> None:
+@pytest.mark.parametrize("was_auto", [False, True])
+def test_views_that_are_kept_of_a_used_unit_keep_their_values(device: str, was_auto: bool) -> None:
     made = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
     swapper = Swapper(made, device=device, budget="17KiB")
+    if was_auto:
+        swapper.auto().remove()
     before = made[0].weight.detach().clone()
     with swapper.use(made[0]):
         view = made[0].weight.detach()

@@ -11,25 +11,16 @@ import torch
 from interrupts import Lines, first_of_each, out_of_memory, source_files
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from unit_models import Layer, assert_equal, copies, tensors_of
+from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
 
 from speedtorch.layers import Memory, Unit
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "SGD-momentum": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    **COMMON_OPTIMIZERS,
     "Adam-single": partial(optim.Adam, foreach=False),
-    "Adam-foreach": partial(optim.Adam, foreach=True),
     "Adam-fused": partial(optim.Adam, fused=True),
     "AdamW-amsgrad": partial(optim.AdamW, amsgrad=True, weight_decay=0.1),
-    "Adagrad": partial(optim.Adagrad, lr=0.1),
     "Adagrad-fused": partial(optim.Adagrad, lr=0.1, fused=True),
-    "RMSprop-centered": partial(optim.RMSprop, momentum=0.5, centered=True),
-    "Adadelta": optim.Adadelta,
-    "Adamax": optim.Adamax,
-    "NAdam": optim.NAdam,
-    "RAdam": optim.RAdam,
-    "ASGD": optim.ASGD,
-    "Rprop": optim.Rprop,
 }
 PACKAGE = source_files("layers/*.py")
 
