@@ -1,6 +1,7 @@
 """Auto: units come as forward and backward reach them, and the next one in the order seen before.
 
-**Order.** What follows two successive calls is taken to be what followed them last.
+**Order.** What follows two successive calls is taken to be what followed them last. So it is known
+as well what is used last: that leaves first, and the optimizer's state before its unit.
 
 **Backward.** Autograd runs what was computed last first. So where it reaches the result of another
 unit, it is through with the one before, whose gradients are complete, unless that was called more
@@ -9,6 +10,7 @@ than once; and it is through with all where it ends.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -26,6 +28,8 @@ __all__ = ["Auto"]
 
 
 _Use = TypeVar("_Use")
+
+HORIZON = 256  # calls ahead that are told apart
 
 
 class Swaps(Protocol[_Use]):
@@ -99,6 +103,8 @@ class Auto(Generic[_Use]):
         self._next: dict[tuple[_Reached | None, _Reached], _Reached] = {}
         self._before: _Reached | None = None
         self._last: _Reached | None = None
+        self._next_uses: dict[tuple[Unit, bool], int] | None = None
+        """Until the next call: what next_uses() has found."""
         self._hooks: list[RemovableHandle] = []
         own = weakref.ref(self)
 
@@ -225,17 +231,31 @@ class Auto(Generic[_Use]):
         if self._last is not None:
             self._next[self._before, self._last] = reached
         self._before, self._last = self._last, reached
+        self._next_uses = None
         wanted: dict[Unit, bool] = {}
-        for each in self._expected():
-            wanted.setdefault(each.unit, each.backward and self._optimizer is not None)
+        for each in itertools.islice(self._expected(), self._ahead):
+            wanted.setdefault(each.unit, self._takes_state(each))
         wanted.pop(reached.unit, None)
         self._swapper.plan(wanted)
 
+    def next_uses(self) -> dict[tuple[Unit, bool], int]:
+        """In how many calls each unit is used next, and its state; what is far is left out."""
+        if self._next_uses is None:
+            found = self._next_uses = {}
+            if self._backward is not None:  # it is stepped at its end
+                found[self._backward[0], False] = found[self._backward[0], True] = 0
+            for calls, each in enumerate(itertools.islice(self._expected(), HORIZON), 1):
+                found.setdefault((each.unit, False), calls)
+                if self._takes_state(each):
+                    found.setdefault((each.unit, True), calls)
+        return self._next_uses
+
+    def _takes_state(self, reached: _Reached) -> bool:
+        return reached.backward and self._optimizer is not None
+
     def _expected(self) -> Iterator[_Reached]:
+        """What follows the last call, in the order seen before."""
         before, last = self._before, self._last
-        for _ in range(self._ahead):
-            assert last is not None
-            if (found := self._next.get((before, last))) is None:
-                return
+        while last is not None and (found := self._next.get((before, last))) is not None:
             yield found
             before, last = last, found

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from itertools import count
+from math import inf
+from operator import itemgetter
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +34,25 @@ class Use:
     def __init__(self, units: Iterable[Unit], *, state: bool) -> None:
         self.units = tuple(units)
         self.state = state
+
+
+class Leaver(NamedTuple):
+    """A unit that may leave the device, or what the optimizer keeps of it alone."""
+
+    unit: Unit
+    of_state: bool = False
+
+    @property
+    def is_home(self) -> bool:
+        """Whether it would wait for no copy that write_back() has begun."""
+        return self.unit.is_state_home if self.of_state else self.unit.is_home
+
+    def write_back(self, after: torch.cuda.Event | None) -> None:
+        """Begins to copy what is new to the host."""
+        if self.of_state:
+            self.unit.write_state_back(after)
+        else:
+            self.unit.write_back(after)
 
 
 class Swapper:
@@ -103,6 +124,8 @@ class Swapper:
         """What is to come, and whether with its state."""
         self._awaited: set[Unit] = set()
         """What has come and was not used yet."""
+        self._going: list[Leaver] = []
+        """What is being written back to leave then, the first first."""
         self._left: dict[Unit, tuple[torch.cuda.Event, int]] = {}
         """Where the last use ended, and the unit's count of uses then."""
         self._others: dict[Unit, int] = {}
@@ -227,7 +250,7 @@ class Swapper:
             raise RuntimeError(f"units {used} are in use; evict them after `use`")
         freed, held = 0, []
         for unit in [each for each in units if not self._is_used(each)]:
-            freed += self._send_home(unit, search=True)
+            freed += self._send_home(Leaver(unit), search=True)
             held += [f"{unit.name}: {each}" for each in unit.held_by()]
         return Freed(freed, held)
 
@@ -281,7 +304,7 @@ class Swapper:
 
     def _enter(self, unit: Unit, *, state: bool) -> None:
         self._end_failed()
-        self._wanted.pop(unit, None)
+        self._keep(unit, state=state)
         is_there = unit.memory is Memory.DEVICE and not unit.missing_bytes(state=state)
         self._hits += is_there
         self._misses += not is_there
@@ -300,19 +323,32 @@ class Swapper:
 
     def _advance(self) -> None:
         """Lets come what is wanted, as far as there is room without waiting."""
-        for unit, state in list(self._wanted.items()):
-            if not self._could_make_room(unit.missing_bytes(state=state)):
-                continue  # others may be smaller
+        missing = {
+            unit: count
+            for unit, state in self._wanted.items()
+            if self._could_make_room(count := unit.missing_bytes(state=state))
+        }
+        if self.budget is not None:
+            self._write_back(self._taken() + sum(missing.values()) - self.budget)
+        for unit in missing:
+            state = self._wanted[unit]
             if not self._bring(unit, state=state, waits=False):
                 return
-            self._wanted.pop(unit, None)
+            self._keep(unit, state=state)
             self._awaited.add(unit)
+
+    def _keep(self, unit: Unit, *, state: bool) -> None:
+        """Notes that a unit is there, to be used."""
+        self._wanted.pop(unit, None)
+        self._going = [
+            each for each in self._going if each.unit is not unit or each.of_state > state
+        ]
 
     def _could_make_room(self, missing: int) -> bool:
         """Whether there is room for so many bytes once all have left that may."""
         if self.budget is None:
             return True
-        leaving = sum(self._bytes_of(each) for each in self._leaving(awaited=False))
+        leaving = sum(self._leaving(None, by_force=False).values())
         return self._taken() - leaving + missing <= self.budget
 
     def _bring(self, unit: Unit, *, state: bool, waits: bool) -> bool:
@@ -321,7 +357,8 @@ class Swapper:
             try:
                 unit.load(state=state, join=False)
             except torch.OutOfMemoryError:  # of a GPU that others use, too
-                if (victim := self._victim(unit)) is None or not waits:
+                victim = next(iter(self._leaving(unit, by_force=True)), None)
+                if victim is None or not waits:
                     if waits:
                         raise
                     return False
@@ -338,63 +375,83 @@ class Swapper:
             self._count_others()
         left = set()
         while (over := self._taken() + missing - self.budget) > 0:
-            if (victim := self._victim(unit, awaited=waits)) is None:
+            self._write_back(over, unit, by_force=waits)
+            home = (each for each in self._going if each.is_home)
+            victim = next(home, self._going[0] if waits and self._going else None)
+            if victim is None:
                 if not waits:
                     return False
-                if self._sends_state_home():
-                    continue
                 used = [each.name for each in self._recent if self._is_used(each)]
                 raise RuntimeError(
                     f"budget: {text_of(self.budget)} are {text_of(over)} too little for the units"
                     f" that are used at once, {used}; give more, or use fewer at once"
                 )
-            if not waits and not self._is_ready_to_leave(victim, over):
-                return False
             if victim in left:
-                raise RuntimeError(f"unit {victim.name!r} could not leave the device")
+                raise RuntimeError(f"unit {victim.unit.name!r} could not leave the device")
             left.add(victim)
             self._send_home(victim)
         return True
 
-    def _is_ready_to_leave(self, victim: Unit, over: int) -> bool:
-        """Begins to write back as many units as must leave; whether the first has done so."""
-        for unit in self._leaving(awaited=False):
-            unit.write_back(self._end_of_use(unit))
-            over -= self._bytes_of(unit)
+    def _write_back(self, over: int, unit: Unit | None = None, *, by_force: bool = False) -> None:
+        """Begins to write back what leaves next, as much as is needed for so many bytes."""
+        if over <= 0:
+            return
+        leaving = self._leaving(unit, by_force=by_force)
+        self._going = [each for each in self._going if each in leaving]
+        over -= sum(leaving.pop(each) for each in self._going)
+        for each, nbytes in leaving.items():
             if over <= 0:
-                break
-        return victim.is_home
+                return
+            each.write_back(self._end_of_use(each.unit))
+            self._going.append(each)
+            over -= nbytes
 
-    def _sends_state_home(self) -> bool:
-        """Lets the state of a unit leave that is in use, but not stepped; whether there was one."""
-        for unit in self._recent:
-            if unit.state_bytes and not self._is_used(unit, state=True):
-                unit.evict_state(self._end_of_use(unit))
-                return True
-        return False
+    def _leaving(self, besides: Unit | None, *, by_force: bool) -> dict[Leaver, int]:
+        """What may leave, and its bytes, in the order in which it does.
 
-    def _victim(self, unit: Unit | None, *, awaited: bool = True) -> Unit | None:
-        return next((each for each in self._leaving(awaited=awaited) if each is not unit), None)
+        That is what is used last in the order seen before, and where nobody knows that, what was
+        used longest ago.
 
-    def _leaving(self, *, awaited: bool) -> Iterator[Unit]:
-        """What may leave, in the order in which it does; last what has come for a use to come."""
-        there = [u for u in self._recent if not self._is_used(u) and self._bytes_of(u)]
-        yield from (each for each in there if each not in self._awaited)
-        if awaited:
-            yield from (each for each in reversed(there) if each in self._awaited)
+        Args:
+            besides: a unit that stays.
+            by_force: at the end also what has come for a use to come, and then the state of units
+                in use that are not stepped.
+        """
+        next_uses = self._auto.next_uses() if self._auto is not None and self._auto.is_on else {}
+        found: list[tuple[tuple[int, float, int], Leaver, int]] = []
+        for place, unit in enumerate(self._recent):
+            nbytes, of_state = self._bytes_of(unit), unit.state_bytes
+            if not nbytes or unit is besides:
+                continue
+            use, use_of_state = (next_uses.get((unit, state), inf) for state in (False, True))
+            is_used = self._is_used(unit)
+            may_split = of_state and not self._is_used(unit, state=True)
+            if may_split and (is_used or use_of_state > use):
+                at = 2 if is_used and use_of_state == use == inf else 0
+                found.append(((at, -use_of_state, place), Leaver(unit, of_state=True), of_state))
+                nbytes -= of_state
+            if not is_used:
+                at, turn = (1, -place) if unit in self._awaited else (0, place)
+                found.append(((at, -use, turn), Leaver(unit), nbytes))
+        found.sort(key=itemgetter(0))
+        return {leaver: nbytes for (at, *_), leaver, nbytes in found if by_force or not at}
 
-    def _send_home(self, unit: Unit, *, search: bool = False) -> int:
-        begin, waits = time.perf_counter(), bool(unit.new_bytes()) or not unit.is_home
+    def _send_home(self, leaver: Leaver, *, search: bool = False) -> int:
+        begin, unit, end = time.perf_counter(), leaver.unit, self._end_of_use(leaver.unit)
+        waits = bool(unit.new_bytes()) or not leaver.is_home
+        freed = unit.evict_state(end) if leaver.of_state else self._evict(unit, end, search=search)
+        if waits:
+            self._waited += time.perf_counter() - begin
+        return freed
+
+    def _evict(self, unit: Unit, end: torch.cuda.Event | None, *, search: bool) -> int:
         # What a graph needs has no memory meanwhile; other views keep it. To look for these takes
         # long, and a graph that needs the unit is usual where units come by themselves.
         by_itself = self._auto is not None and self._auto.is_on
         search = search or not by_itself or unit.gives_views or not unit.has_graph
-        freed = unit.evict(self._end_of_use(unit), search=search)
-        if waits:
-            self._waited += time.perf_counter() - begin
+        freed = unit.evict(end, search=search)
         self._awaited.discard(unit)
-        freed += self._others.pop(unit, 0)
-        return freed
+        return freed + self._others.pop(unit, 0)
 
     def _end_failed(self) -> None:
         """Ends uses by a backward that has failed."""

@@ -20,7 +20,7 @@ from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.roster import Roster
 from speedtorch.layers.slab import Memory
 from speedtorch.layers.traffic import Traffic
-from speedtorch.torch_internals import tree_leaves
+from speedtorch.torch_internals import tree_leaves, tree_map
 
 __all__ = ["Unit"]
 
@@ -40,14 +40,18 @@ class _Guard:
     def __init__(self, unit: Unit | None = None) -> None:
         self._unit = None if unit is None else weakref.ref(unit)
 
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> object:
         unit = None if self._unit is None else self._unit()
         if unit is None:
-            return
+            return None
         unit.note_use()
         if unit.memory is None or module is not unit.module:
-            return
+            return None
         before = partial(self._before_backward, unit.memory)
+        may_leave = unit.comes_by_itself and torch.is_grad_enabled()
+        if may_leave and any(unit.is_trained(each) for each in tree_leaves(output)):
+            # Torch makes the graph of a view anew where its base has changed, as by leaving.
+            output = tree_map(lambda each: each.clone() if unit.is_trained(each) else each, output)
         is_record = not isinstance(output, Tensor | list | tuple | dict) and hasattr(
             output, "__dict__"
         )
@@ -57,6 +61,7 @@ class _Guard:
                 each.grad_fn.register_prehook(before)
             if isinstance(each, Tensor) and unit.is_view(each):
                 unit.note_view()
+        return output
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
         return _Guard, ()
@@ -178,7 +183,7 @@ class Unit:
         self.has_graph = self.was_stepped = self._steps_are_told = False
         self._in_backward: Callable[[], None] | None = None
         # All that it has may have been changed before.
-        self._is_touched = self._is_stepped = self._is_used = True
+        self._is_touched = self._is_stepped = self._is_used = self._is_state_new = True
         self._roster: Roster | None = None
         self._stepped: set[str] = set()
         """Parameters that a step may have changed."""
@@ -220,13 +225,18 @@ class Unit:
         """Whether evict() would wait for no copy that write_back() has begun."""
         return all(pack.is_home for pack in self._packs)
 
+    @property
+    def is_state_home(self) -> bool:
+        """As is_home, of evict_state()."""
+        return self._state.is_home
+
     def _parts(self) -> tuple[_Part, _Part, _Part]:
         """Its packs and what is in them now: what the optimizer keeps, gradients, its own."""
         found = self._found
         # Torch's batch norm changes its statistics and counts no version.
         buffers = found.buffers if self._is_stepped or self._is_used else ()
         written = found.own.keys() if self._is_touched else self._stepped.union(buffers)
-        state = found.state.keys() if self._is_touched or self._is_stepped else ()
+        state = found.state.keys() if self._is_state_new else ()
         return (
             (self._state, Members(found.state, state)),
             # Torch counts not all changes of gradients.
@@ -284,9 +294,19 @@ class Unit:
         Args:
             after: the end of its last use; None: after all that the current stream has by now.
         """
-        of_state, _, of_own = self._parts()
-        copied = sum(pack.write_back(members, after) for pack, members in (of_own, of_state))
+        of_state, _, (pack, members) = self._parts()
+        copied = pack.write_back(members, after) + self._write_state_back(of_state, after)
         self._note_copied()
+        return copied
+
+    def write_state_back(self, after: torch.cuda.Event | None = None) -> int:
+        """As write_back(), of the optimizer's state alone."""
+        return self._write_state_back(self._parts()[0], after)
+
+    def _write_state_back(self, of_state: _Part, after: torch.cuda.Event | None) -> int:
+        pack, members = of_state
+        copied = pack.write_back(members, after)
+        self._is_state_new = False
         return copied
 
     def evict(self, after: torch.cuda.Event | None = None, *, search: bool = True) -> int:
@@ -315,7 +335,9 @@ class Unit:
         The unit can be used, and not be stepped.
         """
         pack, members = self._parts()[0]
-        return pack.evict(members, after, search=False)
+        freed = pack.evict(members, after, search=False)
+        self._is_state_new = False
+        return freed
 
     @property
     def state_bytes(self) -> int:
@@ -347,12 +369,12 @@ class Unit:
 
     def _note_copied(self) -> None:
         """Notes that nothing has changed since it was copied."""
-        self._is_touched = self._is_stepped = self._is_used = False
+        self._is_touched = self._is_stepped = self._is_used = self._is_state_new = False
         self._stepped = set()
 
     def touch(self) -> None:
         """Says that any of its tensors may have changed without torch's counting it."""
-        self._is_touched = True
+        self._is_touched = self._is_state_new = True
 
     def note_use(self) -> None:
         """Says that its module runs, forward or backward."""
@@ -365,6 +387,11 @@ class Unit:
         It may load the unit. None: nothing is.
         """
         self._in_backward = call
+
+    @property
+    def comes_by_itself(self) -> bool:
+        """Whether somebody waits for call_in_backward()."""
+        return self._in_backward is not None
 
     def reach_backward(self) -> None:
         """A backward reaches a result of it."""
@@ -380,6 +407,10 @@ class Unit:
     def is_view(self, tensor: Tensor) -> bool:
         """Whether it shares the memory of parameters and buffers on the device."""
         return self._own.shares(tensor)
+
+    def is_trained(self, each: object) -> bool:
+        """Whether something is a view of them with a graph."""
+        return isinstance(each, Tensor) and each.requires_grad and self.is_view(each)
 
     def note_view(self) -> None:
         """Says that its module gives views of its tensors to others."""
@@ -421,7 +452,7 @@ class Unit:
 
     def note_step(self) -> None:
         """Says that the optimizer has stepped it."""
-        self._is_stepped = self.was_stepped = True
+        self._is_stepped = self._is_state_new = self.was_stepped = True
         self.uses += 1
         self._stepped |= {
             name

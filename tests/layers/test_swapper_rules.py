@@ -83,26 +83,37 @@ def test_tensors_that_stand_in_for_a_moment_change_no_parameter(auto: bool) -> N
 
 
 class Positions(nn.Module):
-    """Gives a view of its parameter."""
+    """Gives a view of its parameter, or of its buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, trained: bool = True) -> None:
         super().__init__()
-        self.rows = nn.Parameter(torch.ones(64, 64))
+        rows = torch.ones(64, 64)
+        self.rows: Tensor
+        if trained:
+            self.rows = nn.Parameter(rows)
+        else:
+            self.register_buffer("rows", rows)
 
-    def forward(self, count: int) -> Tensor:
-        return self.rows[:count]
+    def forward(self, count: int) -> dict[str, Tensor]:
+        return {"rows": self.rows[:count]}
 
 
-def test_views_that_a_unit_gives_keep_their_values(device: str) -> None:
-    made = nn.ModuleList([Positions(), nn.Linear(64, 64)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_views_that_a_unit_gives_keep_their_values(device: str, trained: bool) -> None:
+    made = nn.ModuleList([Positions(trained=trained), nn.Linear(64, 64)])
     swapper = Swapper(made, device=device, budget="17KiB")
     with swapper.auto():
-        rows = made[0](8)
+        rows = made[0](8)["rows"]
         x = made[1](torch.ones(8, 64, device=device))
         assert swapper.report().resident == ("1",)
         (x + rows).sum().backward()
-    assert made[0].rows.grad is not None and bool((rows == 1).all())
-    assert any("0: a [8, 64] float32 view of rows" in each for each in swapper.report().held_by)
+    assert bool((rows == 1).all())
+    if trained:
+        assert torch.equal(made[0].rows.grad[:8].cpu(), torch.ones(8, 64))
+        assert not made[0].rows.grad[8:].any()
+    else:
+        held = swapper.report().held_by
+        assert any("0: a [8, 64] float32 view of rows" in each for each in held)
 
 
 @pytest.mark.parametrize("was_auto", [False, True])
