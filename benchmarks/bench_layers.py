@@ -6,8 +6,11 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -28,15 +31,15 @@ from speedtorch.layers import Swapper, Unit
 TITLE = "units of layers between host memory and the GPU"
 
 FULL = DEVICE == "cuda"
-WIDTH = 4096 if FULL else 64
+WIDTH, NARROW = (4096, 256) if FULL else (64, 32)
 EXPERTS, ACTIVE, STEPS = (32, 2, 24) if FULL else (8, 2, 4)
 TOKENS = 8192 if FULL else 16
 
 
-def layers() -> nn.Module:
+def layers(width: int = WIDTH) -> nn.Module:
     """As many bytes of weights as a contiguous range of the other benchmarks has."""
-    count = max(1, SIZES.run_bytes // (4 * WIDTH * WIDTH))
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+    count = max(1, SIZES.run_bytes // (4 * width * width))
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
 
 
 def nbytes_of(module: nn.Module) -> int:
@@ -55,25 +58,20 @@ def apart(run: Callable[[], object], again: Callable[[], object]) -> list[float]
 
 
 def measured() -> Measured:
-    """One unit of 1 GiB; the host's time; experts in training."""
-    yield from one_unit()
+    """One unit of 1 GiB, of large tensors and of small ones; the host's time; experts."""
+    bounds = list(memcpy(nbytes_of(layers())))
+    yield from bounds
+    for width in (WIDTH, NARROW):
+        forget()
+        count = len(list(layers(width).parameters()))
+        section = f"one unit of {count} tensors"
+        yield from as_units(section, width, *bounds)
+        forget()
+        yield from as_others(section, width, *bounds[:2])
     forget()
     yield from host_time()
     forget()
     yield from experts()
-
-
-def one_unit() -> Iterator[Figure]:
-    """All of it each way, and both ways at once, as units, and as others move a module."""
-    bounds = list(memcpy(nbytes_of(layers())))
-    yield from bounds
-    forget()
-    yield from as_units(*bounds)
-    forget()
-    yield from as_others(*bounds[:2])
-
-
-SECTION = "one unit"
 
 
 def memcpy(nbytes: int) -> Iterator[Figure]:
@@ -86,8 +84,8 @@ def memcpy(nbytes: int) -> Iterator[Figure]:
         pair[0].copy_(pair[1], non_blocking=True)
 
     for to, target, source in (("to the GPU", device, host), ("to the host", host, device)):
-        name = f"memcpy of registered memory {to}: the bound"
-        yield measure(SECTION, name, copy, [(target[0], source[0])] * len(turns()), nbytes=nbytes)
+        name = f"of registered memory {to}: the bound"
+        yield measure("memcpy", name, copy, [(target[0], source[0])] * len(turns()), nbytes=nbytes)
     streams = [torch.cuda.Stream() if FULL else None for _ in range(2)]
     pairs = [(device[0], host[0]), (host[1], device[1])]
 
@@ -96,13 +94,15 @@ def memcpy(nbytes: int) -> Iterator[Figure]:
             with torch.cuda.stream(stream):
                 copy(pair)
 
-    name = "memcpy both ways at once"
-    yield figure_of(SECTION, name, apart(both, synchronize), nbytes=2 * nbytes)
+    name = "both ways at once"
+    yield figure_of("memcpy", name, apart(both, synchronize), nbytes=2 * nbytes)
 
 
-def as_units(to_gpu: Figure, to_host: Figure, both_ways: Figure) -> Iterator[Figure]:
+def as_units(
+    section: str, width: int, to_gpu: Figure, to_host: Figure, both_ways: Figure
+) -> Iterator[Figure]:
     """As speedtorch moves them."""
-    first, second = (Unit(layers(), device=DEVICE, name="a unit") for _ in range(2))
+    first, second = (Unit(layers(width), device=DEVICE, name="a unit") for _ in range(2))
     nbytes = first.nbytes
 
     def leave() -> None:
@@ -112,7 +112,7 @@ def as_units(to_gpu: Figure, to_host: Figure, both_ways: Figure) -> Iterator[Fig
     def change_places() -> None:
         first.touch()
         first.write_back()
-        second.load(join=False)
+        second.bring()
         first.evict()
 
     def back() -> None:
@@ -126,40 +126,92 @@ def as_units(to_gpu: Figure, to_host: Figure, both_ways: Figure) -> Iterator[Fig
     ):
         again()
         moved = nbytes * (1 + (run is change_places))
-        yield figure_of(
-            SECTION, f"speedtorch, {name}", apart(run, again), nbytes=moved, bound=bound
-        )
+        times = apart(run, again)
+        yield figure_of(section, f"speedtorch, {name}", times, nbytes=moved, bound=bound)
     first.close()
     second.close()
 
 
-def as_others(to_gpu: Figure, to_host: Figure) -> Iterator[Figure]:
-    """All tensors one by one: as torch does, and from pinned memory and back."""
-    module = layers()
-    nbytes = nbytes_of(module)
+def as_others(section: str, width: int, to_gpu: Figure, to_host: Figure) -> Iterator[Figure]:
+    """As others move them."""
+    for make in (of_torch, tensor_by_tensor, of_accelerate, of_fsdp):
+        module = layers(width)
+        nbytes = nbytes_of(module)
+        for name, come, leave, changes in make(module):
+            come()
+            for to, run, again, bound in (
+                ("to the GPU", come, leave, to_gpu),
+                ("to the host", leave, come, to_host),
+            ):
+                again()
+                synchronize()
+                times = apart(run, again)
+                if run is come or changes:
+                    told = f"{name}, {to}"
+                    yield figure_of(section, told, times, nbytes=nbytes, bound=bound)
+            leave()
+        del module
+        forget()
+
+
+Mover: TypeAlias = tuple[str, Callable[[], object], Callable[[], object], bool]
+"""A name, what brings a module to the GPU, what lets it leave, and whether changes go along."""
+
+
+def of_torch(module: nn.Module) -> Iterator[Mover]:
+    """As torch does."""
+    yield "module.to()", lambda: module.to(DEVICE), lambda: module.to("cpu"), True
+
+
+def tensor_by_tensor(module: nn.Module) -> Iterator[Mover]:
+    """From pinned memory and back, as DeepSpeed's offload_states does."""
     parameters = list(module.parameters())
     pinned = [each.detach().pin_memory() if FULL else each.detach() for each in parameters]
 
-    def each_to_gpu() -> None:
+    def come() -> None:
         for parameter, tensor in zip(parameters, pinned, strict=True):
             parameter.data = tensor.to(DEVICE, non_blocking=True)
 
-    def each_to_host() -> None:
+    def leave() -> None:
         for parameter, tensor in zip(parameters, pinned, strict=True):
             tensor.copy_(parameter.detach(), non_blocking=True)
             parameter.data = tensor
 
-    for name, come, leave in (
-        ("module.to()", lambda: module.to(DEVICE), lambda: module.to("cpu")),
-        ("each tensor, pinned", each_to_gpu, each_to_host),
-    ):
-        for to, run, again, bound in (
-            ("to the GPU", come, leave, to_gpu),
-            ("to the host", leave, come, to_host),
-        ):
-            again()
-            yield figure_of(SECTION, f"{name}, {to}", apart(run, again), nbytes=nbytes, bound=bound)
-        leave()
+    yield "each tensor, pinned", come, leave, True
+
+
+def of_accelerate(module: nn.Module) -> Iterator[Mover]:
+    """The hooks of its cpu_offload, which bring weights for a forward and drop them after it."""
+    if find_spec("accelerate") is None:
+        return
+    from accelerate import cpu_offload  # type: ignore[import-not-found]
+
+    cpu_offload(module, execution_device=torch.device(DEVICE))
+    hooks = [(each, each._hf_hook) for each in module.modules() if hasattr(each, "_hf_hook")]
+
+    def come() -> None:
+        for each, hook in hooks:
+            hook.pre_forward(each)
+
+    def leave() -> None:
+        for each, hook in hooks:
+            hook.post_forward(each, None)
+
+    yield "accelerate's cpu_offload, weights alone", come, leave, False
+
+
+def of_fsdp(module: nn.Module) -> Iterator[Mover]:
+    """fully_shard with its CPUOffloadPolicy, in a group of one process."""
+    if not FULL:
+        return
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    fully_shard(module, offload_policy=CPUOffloadPolicy())
+    module(torch.zeros(1, module[0].in_features, device=DEVICE))  # makes what it needs
+    yield "FSDP2's CPUOffloadPolicy, weights alone", module.unshard, module.reshard, False
+    dist.destroy_process_group()
 
 
 def host_time() -> Iterator[Figure]:

@@ -26,6 +26,7 @@ STEMS = (
     "many_tables",
     "ranks",
     "layers",
+    "transformer",
     "overlap",
     "headline",
 )

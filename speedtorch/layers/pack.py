@@ -128,6 +128,29 @@ class Pack:
             if memory is Memory.DEVICE
         }
 
+    def bring(self, members: Members) -> int:
+        """Begins to copy all to the device, where load() finds it; returns the bytes.
+
+        The tensors stay on the host until then. What changes there meanwhile is copied again.
+
+        Raises:
+            RuntimeError, TypeError, ValueError, MemoryError: as of load(); nothing has changed.
+        """
+        if not members.tensors or self._slab.is_filled:
+            return 0
+        at = self._slab.where(members.tensors)
+        if self._is_there(members, at):
+            return 0
+        if None in at.values():
+            self.evict(members)
+            at = self._slab.where(members.tensors)
+        with _plain_tensors():
+            spans = self._slab.copy_to(Memory.DEVICE, members.tensors, ())
+        for name, each in members.tensors.items():
+            if version_of(each) not in self._versions.get(name, ()):
+                self._count(name, version_of(each), at[name])
+        return sum(end - begin for begin, end in spans)
+
     def load(self, members: Members) -> int:
         """Brings all to the device, beside the current stream, which must join(); bytes copied.
 
@@ -138,23 +161,23 @@ class Pack:
                 (torch.OutOfMemoryError); all is where it was.
             TypeError, ValueError, MemoryError: as of evict(), for a tensor that came on the host.
         """
-        slab, tensors = self._slab, members.tensors
-        if not tensors:
-            self.memory = Memory.DEVICE
-            return 0
-        at = slab.where(tensors)
-        others = [name for name, memory in at.items() if memory is None]
-        is_there = all(tensors[name].device == slab.device for name in others)
-        if Memory.HOST not in at.values() and is_there:
-            self.memory = Memory.DEVICE
-            return 0
-        if others:
-            self.evict(members)
-            at = self._slab.where(tensors)
-        with _plain_tensors():
-            copied = self._move(members, at, Memory.DEVICE)
+        at, copied = self._slab.where(members.tensors), 0
+        if not self._is_there(members, at):
+            if None in at.values():
+                self.evict(members)
+                at = self._slab.where(members.tensors)
+            with _plain_tensors():
+                copied = self._move(members, at, Memory.DEVICE)
         self.memory = Memory.DEVICE
         return copied
+
+    def _is_there(self, members: Members, at: Mapping[str, Memory | None]) -> bool:
+        """Whether all of them are on the device, in its slab or elsewhere."""
+        device = self._slab.device
+        return all(
+            memory is Memory.DEVICE or (memory is None and members.tensors[name].device == device)
+            for name, memory in at.items()
+        )
 
     def new_bytes(self, members: Members) -> int:
         """Bytes on the device that evict() would copy now."""

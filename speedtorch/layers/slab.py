@@ -207,7 +207,8 @@ class Slab:
             if before is None
             else before._storage
         )
-        self._is_filled = False
+        self.is_filled = False
+        """Whether the device slab has its bytes, or is about to."""
         self._coming, self._leaving = SideStream("layers coming"), SideStream("layers leaving")
         if device.type == "cuda":
             weakref.finalize(self, _gone, self._coming, device).atexit = False
@@ -350,7 +351,7 @@ class Slab:
         Returns:
             What was copied: bytes from, to.
         """
-        is_new = memory is Memory.DEVICE and not self._is_filled
+        is_new = memory is Memory.DEVICE and not self.is_filled
         if not settled and (is_new or len(changed) == len(self._places)):
             spans = [(0, self.nbytes)] if self.nbytes else []
         else:
@@ -361,7 +362,7 @@ class Slab:
         if not spans:
             return spans
         comes = memory is Memory.DEVICE
-        if comes and not self._is_filled:  # nobody has used it since
+        if comes and not self.is_filled:  # nobody has used it since
             turn = self._coming.after(self.device)
         elif comes:
             turn = self._coming.after_current(self.device)
@@ -379,7 +380,7 @@ class Slab:
             with self.traffic.timed(stream, comes=comes) as count:
                 copy_spans(self.host, self._whole, spans, comes=comes)
                 count(sum(end - begin for begin, end in spans))
-        self._is_filled = self._is_filled or comes
+        self.is_filled = self.is_filled or comes
         return spans
 
     def empty(self, after: torch.cuda.Event | None = None) -> int:
@@ -388,7 +389,7 @@ class Slab:
         What comes to lie there is copied after `after`; None: after all that the current stream has
         by now.
         """
-        self._is_filled = False
+        self.is_filled = False
         freed = self.device_bytes
         if freed:
             with self._beside(self._coming, after):
@@ -435,7 +436,7 @@ class Slab:
         """Leaves the device slab to those who have views of it; the next one is another."""
         self._storage = torch.empty(0, dtype=torch.uint8, device=self.device).untyped_storage()
         self._device_views, self._whole = {}, None
-        self._is_filled = False
+        self.is_filled = False
 
     def _beside(
         self, stream: SideStream, after: torch.cuda.Event | None, *more: torch.cuda.Event | None

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.auto import Auto
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.slab import Memory
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.traffic import Traffic
 from speedtorch.layers.unit import Unit
@@ -217,6 +216,8 @@ class Swapper:
     def prefetch(self, *modules: nn.Module, state: bool | None = None) -> None:
         """Lets units come while others are used; it does not wait.
 
+        Until they are used their tensors are on the host.
+
         Those that were used longest ago leave for them, and none that is in use or was prefetched.
         What finds no room yet comes at a later call of the swapper.
 
@@ -305,12 +306,11 @@ class Swapper:
     def _enter(self, unit: Unit, *, state: bool) -> None:
         self._end_failed()
         self._keep(unit, state=state)
-        is_there = unit.memory is Memory.DEVICE and not unit.missing_bytes(state=state)
+        is_there = not unit.missing_bytes(state=state)
         self._hits += is_there
         self._misses += not is_there
         self._bring(unit, state=state, waits=True)
         self._awaited.discard(unit)
-        unit.join()
 
     def _leave(self, unit: Unit) -> None:
         if self._is_used(unit):
@@ -352,10 +352,10 @@ class Swapper:
         return self._taken() - leaving + missing <= self.budget
 
     def _bring(self, unit: Unit, *, state: bool, waits: bool) -> bool:
-        """Loads a unit; False if there is no room now, and nobody is to wait."""
+        """Loads a unit; without waiting lets it come, or gives False if there is no room now."""
         while self._makes_room(unit, unit.missing_bytes(state=state), waits=waits):
             try:
-                unit.load(state=state, join=False)
+                (unit.load if waits else unit.bring)(state=state)
             except torch.OutOfMemoryError:  # of a GPU that others use, too
                 victim = next(iter(self._leaving(unit, by_force=True)), None)
                 if victim is None or not waits:
@@ -504,7 +504,7 @@ class Swapper:
             if any(e.grad is not None and id(e) in in_groups for e in unit.module.parameters())
         ]
         self._check_steps(waiting)
-        waiting.sort(key=lambda unit: unit.memory is not Memory.DEVICE)
+        waiting.sort(key=lambda unit: not unit.device_bytes)
         for unit in self._recent:
             of_units |= {id(each) for each in unit.module.parameters()}
         for place, unit in enumerate(waiting):

@@ -120,7 +120,7 @@ class Unit:
     Torch counts none of `parameter.data`: say `touch()` after such a change, unless a step of the
     optimizer follows or does it.
 
-    On a GPU load() and write_back() go beside the current stream.
+    On a GPU bring(), load() and write_back() go beside the current stream.
 
     A view of a loaded unit's tensor that you keep (`parameter.detach()`) keeps the device memory of
     the whole unit, and the values there; evict() names it. What autograd keeps has no memory while
@@ -248,12 +248,26 @@ class Unit:
     def _packs(self) -> tuple[Pack, Pack, Pack]:
         return self._own, self._gradients, self._state
 
-    def load(self, *, state: bool = True, join: bool = True) -> int:
+    def bring(self, *, state: bool = True) -> int:
+        """Begins to copy the unit to the device, beside the current stream; returns the bytes.
+
+        Its tensors stay on the host until load(), which copies what has changed there meanwhile.
+
+        Args:
+            state: as of load().
+
+        Raises:
+            RuntimeError, TypeError, ValueError, MemoryError: as of load().
+        """
+        return self._come(Pack.bring, state=state)
+
+    def load(self, *, state: bool = True) -> int:
         """Brings the unit to the device, where it stays if it is there; returns the bytes copied.
+
+        What the current stream gets from now on waits for it.
 
         Args:
             state: bring the optimizer's state as well, which a forward and a backward do not need.
-            join: let the current stream wait; otherwise call join() before the unit is used.
 
         Raises:
             RuntimeError: what torch raises where the device has too little memory
@@ -261,29 +275,30 @@ class Unit:
             TypeError, ValueError, MemoryError: as when the unit was made, for a tensor that came to
                 it since.
         """
+        copied = self._come(Pack.load, state=state)
+        for pack in self._packs if state else self._packs[:-1]:
+            pack.join()
+        return copied
+
+    def _come(self, call: Callable[[Pack, Members], int], *, state: bool) -> int:
         if not self.device_bytes:  # all is on the host, and all is copied
             self.was_stepped = False
             self._note_copied()
         of_state, *others = self._parts()
         packs = [*reversed(others), of_state] if state else others[::-1]
+        if not (self._is_touched or self._is_stepped or self._is_used):
+            packs = [(pack, Members(members.tensors, ())) for pack, members in packs]
         copied, begun = 0, []
         try:
             for pack, members in packs:
-                if pack.memory is Memory.HOST:
+                if not pack.device_bytes:
                     begun.append((pack, members))
-                copied += pack.load(members)
+                copied += call(pack, members)
         except RuntimeError:
             for pack, members in begun:
                 pack.evict(members)
             raise
-        if join:
-            self.join()
         return copied
-
-    def join(self) -> None:
-        """What the current stream gets from now on begins when the unit is on the device."""
-        for pack in self._packs:
-            pack.join()
 
     def write_back(self, after: torch.cuda.Event | None = None) -> int:
         """Begins to copy what is new on the device to the host; returns the bytes.

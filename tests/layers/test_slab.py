@@ -77,6 +77,7 @@ def test_views_of_the_device_live_through_its_being_emptied(device: str) -> None
     assert slab.empty() == slab.nbytes and slab.device_bytes == 0 and slab.empty() == 0
     slab.view("weight", Memory.HOST).add_(1)
     slab.copy_to(Memory.DEVICE, [], [])
+    slab.join()
     assert kept.tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_swapper_programs import OPTIMIZERS
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
@@ -100,6 +102,64 @@ def test_a_model_trains_as_one_that_stays(
         assert report.resident_bytes <= 12 << 10
     if budget is None:
         assert report.bytes_in <= 2 * LAYERS * each
+
+
+ORDER = st.lists(st.integers(0, LAYERS - 1), min_size=1, unique=True)
+CALLS = st.one_of(
+    st.tuples(st.just("train"), ORDER),
+    st.tuples(st.just("evaluate"), ORDER),
+    st.tuples(st.sampled_from(["prefetch", "evict", "save"]), ORDER),
+)
+
+
+def do(model: Model, optimizer: Optimizer, call: tuple[str, list[int]], number: int) -> Tensor:
+    """One call of a program; `number` makes it another than the others."""
+    what, order = call
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+    x = x.to(model.head.weight.device)
+    with torch.set_grad_enabled(what == "train"):
+        for place in order:
+            x = model.layers[place](x)
+        loss: Tensor = model.head(x).square().mean()
+    if what == "train":
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach().cpu()
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW-fused"])
+@given(
+    program=st.lists(CALLS, min_size=4, max_size=20),
+    budget=st.sampled_from(["15KiB", "20KiB", "30KiB"]),
+    steps=st.booleans(),
+    ahead=st.integers(0, 3),
+)
+def test_any_order_has_the_bits_of_a_model_that_stays(
+    device: str,
+    kind: str,
+    program: list[tuple[str, list[int]]],
+    budget: str,
+    steps: bool,
+    ahead: int,
+) -> None:
+    (made, optimizer), (whole, other) = pair("forth", kind, device)
+    swapper = Swapper(made.layers, optimizer, device=device, budget=budget)
+    with swapper.auto(step=steps, ahead=ahead):
+        for number, call in enumerate(program):
+            what, order = call
+            if what in ("prefetch", "evict"):
+                getattr(swapper, what)(*(made.layers[place] for place in order))
+            elif what == "save":
+                assert_equal(made.state_dict(), whole.state_dict())
+            else:
+                found = do(made, optimizer, call, number)
+                assert torch.equal(found, do(whole, other, call, number))
+                report = swapper.report()
+                assert report.resident_bytes <= report.budget_bytes and not report.in_use
+    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW-fused", "Adafactor", "NAdam"])

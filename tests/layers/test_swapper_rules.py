@@ -23,7 +23,7 @@ def _seeded() -> None:
 
 def train(layers: nn.ModuleList, optimizer: optim.Optimizer, *swappers: Swapper) -> None:
     """A step of a chain of layers, each used by its swapper."""
-    device = "cpu" if swappers else next(layers.parameters()).device
+    device = swappers[0].device if swappers else next(layers.parameters()).device
     used = [swapper.use(*swapper.modules) for swapper in swappers] or [nullcontext()]
     with used[0], used[-1] if len(used) > 1 else nullcontext():
         x = torch.ones(2, 4, device=device)
@@ -220,6 +220,40 @@ def test_changes_that_torch_does_not_count_are_written_back_if_they_are_told(dev
         swapper.touch(layer)
     swapper.evict()
     assert not bool(layer.weight.any())
+
+
+@pytest.mark.parametrize("changed", ["not", "counted", "told", "read", "backward"])
+def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed: str) -> None:
+    made, whole = pair(2)
+    whole.to(device)
+    optimizers = [optim.Adam(each.parameters()) for each in (made, whole)]
+    swapper = Swapper(made, optimizers[0], device=device)
+    train(made, optimizers[0], swapper)
+    train(whole, optimizers[1])
+    swapper.evict()
+    misses = swapper.report().misses
+    swapper.prefetch(made[0], state=True)
+    assert swapper.report().resident == ("0",)
+    for layers in (made, whole):
+        weight = layers[0].weight
+        if layers is made:
+            state = optimizers[0].state[weight]["exp_avg"]
+            assert weight.device.type == state.device.type == "cpu"
+        with torch.no_grad():
+            if changed == "counted":
+                weight.add_(1)
+            if changed == "told":
+                weight.data.add_(1)
+            if changed == "read":
+                layers[0].load_state_dict(layers[1].state_dict())
+        if changed == "backward":
+            layers[0](torch.ones(1, 4, device=weight.device)).sum().backward()
+    if changed == "told":
+        swapper.touch(made[0])
+    train(made, optimizers[0], swapper)
+    train(whole, optimizers[1])
+    assert swapper.report().misses - misses == 1  # the other
+    assert same(made, whole)
 
 
 def test_a_step_without_room_steps_nothing() -> None:
