@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
@@ -70,14 +70,14 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Sequential):
-    """Words to the next words; blocks compute their activations twice."""
+    """Words `[sequences, length + 1]` to the loss; blocks compute their activations twice."""
 
     def __init__(self) -> None:
         blocks = (Block() for _ in range(LAYERS))
         ends = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False))
         super().__init__(nn.Embedding(WORDS, WIDTH), *blocks, ends)
 
-    def loss(self, words: Tensor) -> Tensor:
+    def forward(self, words: Tensor) -> Tensor:
         embedding, *blocks, ends = self
         x = embedding(words[:, :-1])
         for block in blocks:
@@ -127,7 +127,7 @@ def trained(model: Transformer, optimizer: optim.Optimizer) -> Callable[[Tensor]
     """A step of it."""
 
     def step(words: Tensor) -> Tensor:
-        loss = model.loss(words)
+        loss = model(words)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -157,6 +157,9 @@ def measured() -> Measured:
     del model, step
     forget()
     yield from swapped(data, found, computed)
+    forget()
+    if FULL:
+        yield from sharded(data[TOKENS[0]], computed[TOKENS[0]])
 
 
 def swapped(
@@ -208,5 +211,21 @@ def swapped(
     )
     yield "host bytes, of what is needed", swapper.report().host_bytes / needed
     swapper.close()
-    del model, optimizer, swapper, step
-    gc.collect()
+
+
+def sharded(data: list[Tensor], computed: Figure) -> Iterator[Figure]:
+    """By fully_shard with its CPUOffloadPolicy, whose optimizer runs on the CPU."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    model = built("cpu")
+    for each in (*model, model):
+        fully_shard(each, offload_policy=CPUOffloadPolicy())
+    step = trained(model, adam(model))
+    timed(step, data[:1])
+    times, _ = timed(step, data[1:3])
+    section = f"{data[0].numel() - len(data[0])} tokens a step"
+    name = "FSDP2's CPUOffloadPolicy, one GPU"
+    yield figure_of(section, name, times, bound=computed)
+    dist.destroy_process_group()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speedtorch.memory import host_memory
 
-__all__ = ["copy_spans", "host_bytes"]
+__all__ = ["copy_spans", "host_bytes", "is_pinned"]
 
 STAGE_BYTES = 32 << 20  # of each buffer: 0.6 ms of the link
 
@@ -36,6 +36,11 @@ def host_bytes(count: int, device: torch.device) -> Tensor:
         return host_memory.empty(count, dtype=torch.uint8, memory="plain")
 
 
+def is_pinned(host: Tensor) -> bool:
+    """Whether a device reaches host memory by itself."""
+    return host_memory.memory_kind(host) != "plain"
+
+
 @cache
 def _warn_once(why: str) -> None:
     warnings.warn(
@@ -45,13 +50,18 @@ def _warn_once(why: str) -> None:
 
 
 def copy_spans(
-    host: Tensor, other: Tensor, spans: Sequence[tuple[int, int]], *, comes: bool
+    host: Tensor,
+    other: Tensor,
+    spans: Sequence[tuple[int, int]],
+    *,
+    comes: bool,
+    is_pinned: bool,
 ) -> None:
     """Copies ranges of bytes between tensors `[bytes]` of uint8 on the current stream.
 
     Nobody waits if `host` is pinned. `comes`: from the host; else to it.
     """
-    is_direct = other.is_cpu or host_memory.memory_kind(host) != "plain"
+    is_direct = is_pinned or other.is_cpu
     stage = None if is_direct else _stage(other.device)
     for begin, end in spans:
         of_host, of_other = host[begin:end], other[begin:end]
@@ -74,7 +84,7 @@ class Stage:
     @property
     def is_pinned(self) -> bool:
         """Whether it is of any use."""
-        return all(host_memory.memory_kind(each) != "plain" for each in self._buffers)
+        return all(map(is_pinned, self._buffers))
 
     def fill(self, host: Tensor, other: Tensor) -> None:
         """Copies bytes to the device, in the order of the current stream."""

@@ -173,11 +173,10 @@ class Pack:
 
     def _is_there(self, members: Members, at: Mapping[str, Memory | None]) -> bool:
         """Whether all of them are on the device, in its slab or elsewhere."""
-        device = self._slab.device
-        return all(
-            memory is Memory.DEVICE or (memory is None and members.tensors[name].device == device)
-            for name, memory in at.items()
-        )
+        if Memory.HOST in at.values():
+            return False
+        others = [members.tensors[name] for name, memory in at.items() if memory is None]
+        return all(each.device == self._slab.device for each in others)
 
     def new_bytes(self, members: Members) -> int:
         """Bytes on the device that evict() would copy now."""

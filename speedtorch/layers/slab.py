@@ -18,7 +18,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from speedtorch.layers.host_slab import copy_spans, host_bytes
+from speedtorch.layers.host_slab import copy_spans, host_bytes, is_pinned
 from speedtorch.layers.traffic import Traffic
 from speedtorch.step.side_stream import SideStream
 from speedtorch.torch_internals import storage_uses
@@ -193,6 +193,7 @@ class Slab:
         self.device = device
         self.host = host_bytes(self.nbytes, device)
         """`[nbytes]`, uint8."""
+        self._is_pinned = is_pinned(self.host)
         if before is not None:
             before.wait()
             self.host[: before.nbytes].copy_(before.host)
@@ -377,9 +378,10 @@ class Slab:
             if self._whole is None:
                 empty = torch.empty(0, dtype=torch.uint8, device=self.device)
                 self._whole = empty.set_(self._storage, 0, (self.nbytes,), (1,))
-            with self.traffic.timed(stream, comes=comes) as count:
-                copy_spans(self.host, self._whole, spans, comes=comes)
-                count(sum(end - begin for begin, end in spans))
+            begun = self.traffic.begin(stream)
+            copy_spans(self.host, self._whole, spans, comes=comes, is_pinned=self._is_pinned)
+            copied = sum([end - begin for begin, end in spans])
+            self.traffic.end(begun, stream, copied, comes=comes)
         self.is_filled = self.is_filled or comes
         return spans
 

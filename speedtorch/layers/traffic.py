@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 
 __all__ = ["Traffic"]
 
 _KEPT = 64  # events of so many copies, before anybody looks whether they are done
+
+
+Begun: TypeAlias = float | torch.cuda.Event
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 class Traffic:
@@ -26,29 +34,21 @@ class Traffic:
         self._seconds = [0.0, 0.0]
         self._open: list[tuple[bool, torch.cuda.Event, torch.cuda.Event]] = []
 
-    @contextmanager
-    def timed(
-        self, stream: torch.cuda.Stream | None, *, comes: bool
-    ) -> Iterator[Callable[[int], None]]:
-        """What is queued within on a stream is a copy; gives what counts its bytes.
+    def begin(self, stream: torch.cuda.Stream | None) -> Begun:
+        """A copy begins on a stream; without a stream it is done when end() is called."""
+        return time.perf_counter() if stream is None else _mark(stream)
 
-        Without a stream it is done at once.
-        """
-
-        def count(copied: int) -> None:
-            self.bytes_in += copied if comes else 0
-            self.bytes_out += 0 if comes else copied
-
-        if stream is None:
-            begin = time.perf_counter()
-            yield count
-            self._seconds[comes] += time.perf_counter() - begin
+    def end(
+        self, begun: Begun, stream: torch.cuda.Stream | None, nbytes: int, *, comes: bool
+    ) -> None:
+        """So many bytes have been queued since; `comes`: to the device."""
+        self.bytes_in += nbytes if comes else 0
+        self.bytes_out += 0 if comes else nbytes
+        if stream is None or isinstance(begun, float):
+            assert isinstance(begun, float)
+            self._seconds[comes] += time.perf_counter() - begun
             return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record(stream)
-        yield count
-        end.record(stream)
-        self._open.append((comes, start, end))
+        self._open.append((comes, begun, _mark(stream)))
         while len(self._open) > _KEPT and self._open[0][2].query():  # type: ignore[no-untyped-call]
             self._close(*self._open.pop(0))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -16,6 +16,42 @@ __all__ = ["SideStream"]
 def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     # One for all who have the same purpose: torch caches memory for each stream by itself.
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class _Turn:
+    """A side stream's turn to be the current one.
+
+    No generator, and not torch.cuda.stream(), which asks for the device three times: either takes
+    longer than a launch.
+    """
+
+    __slots__ = ("_current", "_current_device", "_device", "_ends", "_side")
+
+    def __init__(
+        self,
+        side: SideStream,
+        device: torch.device,
+        ends: Sequence[torch.cuda.Event | None] | None,
+    ) -> None:
+        self._side, self._device, self._ends = side, device, ends
+
+    def __enter__(self) -> torch.cuda.Stream:
+        stream = self._side.stream(self._device)
+        self._current_device = torch.cuda.current_device()
+        self._current = torch.cuda.current_stream(self._device)
+        if self._ends is None:
+            stream.wait_stream(self._current)
+        for end in self._ends or ():
+            if end is not None:
+                stream.wait_event(end)
+        torch.cuda.set_stream(stream)
+        return stream
+
+    def __exit__(self, *_: object) -> None:
+        self._side.end = self._side.stream(self._device).record_event()
+        torch.cuda.set_stream(self._current)
+        if self._current_device != self._device.index:
+            torch.cuda.set_device(self._current_device)
 
 
 class SideStream:
@@ -37,35 +73,20 @@ class SideStream:
         """What is queued within begins after these events, whatever the current stream does."""
         return self._after(device, ends)
 
-    @contextmanager
     def _after(
         self, device: torch.device, ends: Sequence[torch.cuda.Event | None] | None
-    ) -> Iterator[torch.cuda.Stream | None]:
-        if device.type != "cuda":
-            yield None
-            return
-        stream = _stream(device, self._purpose)
-        current, current_device = torch.cuda.current_stream(device), torch.cuda.current_device()
-        if ends is None:
-            stream.wait_stream(current)
-        for end in ends or ():
-            if end is not None:
-                stream.wait_event(end)
-        # torch.cuda.stream() asks for the device three times, which takes longer than a launch.
-        try:
-            torch.cuda.set_stream(stream)
-            yield stream
-        finally:
-            self.end = stream.record_event()
-            torch.cuda.set_stream(current)
-            if current_device != device.index:
-                torch.cuda.set_device(current_device)
+    ) -> AbstractContextManager[torch.cuda.Stream | None]:
+        return nullcontext() if device.type != "cuda" else _Turn(self, device, ends)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """That of its purpose."""
+        return _stream(device, self._purpose)
 
     def uses(self, tensors: Sequence[Tensor]) -> None:
         """Memory of the current stream that the side stream reads is not given away meanwhile."""
         for tensor in tensors:
             if tensor.is_cuda:
-                tensor.record_stream(_stream(tensor.device, self._purpose))
+                tensor.record_stream(self.stream(tensor.device))
 
     @property
     def is_done(self) -> bool:

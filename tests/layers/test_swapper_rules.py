@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+from unit_models import tensors_of
 
 from speedtorch.layers import Swapper
 
@@ -26,7 +27,7 @@ def train(layers: nn.ModuleList, optimizer: optim.Optimizer, *swappers: Swapper)
     device = swappers[0].device if swappers else next(layers.parameters()).device
     used = [swapper.use(*swapper.modules) for swapper in swappers] or [nullcontext()]
     with used[0], used[-1] if len(used) > 1 else nullcontext():
-        x = torch.ones(2, 4, device=device)
+        x = torch.ones(2, layers[0].in_features, device=device)
         for layer in layers:
             x = layer(x)
         x.square().sum().backward()
@@ -254,6 +255,23 @@ def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed
     train(whole, optimizers[1])
     assert swapper.report().misses - misses == 1  # the other
     assert same(made, whole)
+
+
+def test_bytes_are_as_many_as_torch_and_the_tensors_count(device: str) -> None:
+    layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+    optimizer = optim.Adam(layers.parameters())
+    swapper = Swapper(layers, optimizer, device=device)
+    for _ in range(2):
+        train(layers, optimizer, swapper)
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        resident = swapper.report().resident_bytes
+        freed = swapper.evict()
+    tensors = tensors_of(layers, optimizer).values()
+    needed = sum(each.nbytes for each in tensors if each.dim())  # steps stay as they are
+    assert needed <= swapper.report().host_bytes <= 1.02 * needed
+    assert freed == resident == swapper.report().host_bytes
+    if device == "cuda":
+        assert 0 <= before - torch.cuda.memory_allocated() - freed <= 512 * 2 * 6
 
 
 def test_a_step_without_room_steps_nothing() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import Counter
 
 import pytest
 import torch
+from conftest import NEEDS_GPU
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 from unit_models import Layer, assert_equal, copies, tensors_of
 
 from speedtorch.layers import Memory, Slab, Unit
@@ -105,6 +108,34 @@ def test_an_evicted_unit_has_no_memory_on_the_device(device: str) -> None:
     assert unit.evict() == unit.nbytes > loaded
     if device == "cuda":
         assert before - torch.cuda.memory_allocated() >= unit.nbytes
+
+
+def calls_of_cuda(count: int) -> Counter[str]:
+    """What a load and an eviction of a unit of so many layers ask the driver for."""
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+    optimizer = optim.Adam(module.parameters())
+    unit = Unit(module, optimizer, device="cuda")
+    for turn in range(3):
+        unit.load()
+        module(torch.ones(4, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        if turn < 2:
+            unit.evict()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        unit.evict()
+        unit.load()
+    return Counter(each.name for each in profiled.events() if each.name.startswith("cu"))
+
+
+@NEEDS_GPU
+def test_calls_of_the_driver_do_not_depend_on_the_number_of_tensors() -> None:
+    few, many = calls_of_cuda(1), calls_of_cuda(20)
+    if not few:
+        pytest.skip("the profiler sees no calls of CUDA on this machine")
+    assert few["cudaMemcpyAsync"] == 4  # two packs, there and back
+    assert few == many
 
 
 def written_back(unit: Unit) -> list[int]:
