@@ -45,6 +45,7 @@ def test_the_notebooks_are_there() -> None:
         "06_glove",
         "07_recommender",
         "08_dlrm",
+        "09_layers",
     ]
 
 
@@ -109,6 +110,11 @@ def test_a_notebook_runs(
         return
     found = re.search(r"loss[a-z ]*: ([0-9.]+) at first, ([0-9.]+) at the end", printed)
     assert found is not None and float(found[2]) < 0.9 * float(found[1])
+    if path.stem == "09_layers":
+        assert "the same losses: True, the same weights: True" in printed
+        moved = re.search(r"([0-9.]+) MiB to the device, ([0-9.]+) MiB back", printed)
+        assert moved is not None and float(moved[1]) > 2 * float(moved[2])
+        return
     if path.stem == "06_glove":
         assert "training: " in printed  # the progress bar
         neighbours = [line for line in printed.splitlines() if line.count(", ") == 5]
