@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
     "CLIPS_BY_NORM",
@@ -33,6 +34,7 @@ __all__ = [
     "TRUNCATED_NORMAL",
     "UNSCALES",
     "TorchDispatchMode",
+    "WeakTensorKeyDictionary",
     "active_data_parallel",
     "as_plain",
     "attributes_without_hooks",

@@ -28,15 +28,24 @@ class PartialStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._last: Optimizer | None = None
+        self._places = {
+            id(each): (number, place)
+            for number, group in enumerate(optimizer.param_groups)
+            for place, each in enumerate(group["params"])
+        }
 
     def twin(self, parameters: Collection[Tensor]) -> Optimizer:
         """The optimizer of these parameters alone."""
-        optimizer, wanted = self._optimizer, {id(each) for each in parameters}
+        optimizer = self._optimizer
+        chosen: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        found = (self._places.get(id(each)) for each in parameters)
+        for number, place in sorted(each for each in found if each is not None):
+            chosen[number].append(optimizer.param_groups[number]["params"][place])
         made: Optimizer = object.__new__(type(optimizer))
         made.__dict__.update(optimizer.__dict__)
         made.param_groups = [
-            {**group, "params": [each for each in group["params"] if id(each) in wanted]}
-            for group in optimizer.param_groups
+            {**group, "params": of_group}
+            for group, of_group in zip(optimizer.param_groups, chosen, strict=True)
         ]
         self._last = made
         return made

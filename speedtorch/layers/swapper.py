@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from itertools import count
 from math import inf
 from operator import itemgetter
 from types import MethodType
@@ -114,9 +113,8 @@ class Swapper:
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = Traffic()
         self._units: dict[nn.Module, Unit] = {}
-        self._uses_so_far = count()
-        self._last_use: dict[Unit, int] = {}
-        """Which of the uses its last one was, of each."""
+        self._there: dict[Unit, None] = {}
+        """Those that may have device memory, the one that was used longest ago first."""
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         """Those of now, which their callers hold."""
         self._wanted: dict[Unit, bool] = {}
@@ -138,7 +136,6 @@ class Swapper:
             for name, module in named:
                 unit = Unit(module, optimizer, device=self.device, name=name, traffic=self._traffic)
                 self._units[module] = unit
-                self._last_use[unit] = next(self._uses_so_far)
                 unit.tell_steps()
         except BaseException:
             self.close()
@@ -200,11 +197,6 @@ class Swapper:
         self._awaited &= wanted.keys()
         self._advance()
 
-    @property
-    def _recent(self) -> list[Unit]:
-        """All, the one that was used longest ago first."""
-        return sorted(self._last_use, key=self._last_use.__getitem__)
-
     def _is_used(self, unit: Unit, *, state: bool = False) -> bool:
         return any(unit in use.units and use.state >= state for use in self._uses)
 
@@ -246,7 +238,7 @@ class Swapper:
         """
         self._end_failed()
         self._count_others()
-        units = self._named_units(modules) if modules else self._recent
+        units = self._named_units(modules) if modules else list(self._units.values())
         if modules and (used := [each.name for each in units if self._is_used(each)]):
             raise RuntimeError(f"units {used} are in use; evict them after `use`")
         freed, held = 0, []
@@ -260,9 +252,9 @@ class Swapper:
 
         Gradients stay on the device alone until their unit leaves.
         """
-        for unit in self._recent:
+        for unit in self._there:
             unit.write_back(self._end_of_use(unit))
-        for unit in self._recent:
+        for unit in self._there:
             unit.wait()
 
     def touch(self, *modules: nn.Module) -> None:
@@ -286,7 +278,7 @@ class Swapper:
         for unit in self._units.values():
             unit.close()
         self._units.clear()
-        self._last_use.clear()
+        self._there.clear()
         self._is_closed = True
 
     def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
@@ -296,7 +288,7 @@ class Swapper:
         for module in modules:
             own = [self._units[each] for each in module.modules() if each in self._units]
             if not own:
-                names = ", ".join(each.name for each in self._recent)
+                names = ", ".join(each.name for each in self._units.values())
                 raise ValueError(
                     f"{type(module).__name__} is no unit and has none; the units are {names}"
                 )
@@ -319,7 +311,8 @@ class Swapper:
             end = torch.cuda.current_stream(self.device).record_event()
             self._left[unit] = end, unit.uses
         self._others[unit] = unit.other_bytes()
-        self._last_use[unit] = next(self._uses_so_far)
+        self._there.pop(unit, None)
+        self._there[unit] = None
 
     def _advance(self) -> None:
         """Lets come what is wanted, as far as there is room without waiting."""
@@ -353,6 +346,7 @@ class Swapper:
 
     def _bring(self, unit: Unit, *, state: bool, waits: bool) -> bool:
         """Loads a unit; without waiting lets it come, or gives False if there is no room now."""
+        self._there.setdefault(unit)
         while self._makes_room(unit, unit.missing_bytes(state=state), waits=waits):
             try:
                 (unit.load if waits else unit.bring)(state=state)
@@ -381,7 +375,7 @@ class Swapper:
             if victim is None:
                 if not waits:
                     return False
-                used = [each.name for each in self._recent if self._is_used(each)]
+                used = [each.name for each in self._there if self._is_used(each)]
                 raise RuntimeError(
                     f"budget: {text_of(self.budget)} are {text_of(over)} too little for the units"
                     f" that are used at once, {used}; give more, or use fewer at once"
@@ -419,7 +413,7 @@ class Swapper:
         """
         next_uses = self._auto.next_uses() if self._auto is not None and self._auto.is_on else {}
         found: list[tuple[tuple[int, float, int], Leaver, int]] = []
-        for place, unit in enumerate(self._recent):
+        for place, unit in enumerate(self._there):
             nbytes, of_state = self._bytes_of(unit), unit.state_bytes
             if not nbytes or unit is besides:
                 continue
@@ -442,6 +436,8 @@ class Swapper:
         freed = unit.evict_state(end) if leaver.of_state else self._evict(unit, end, search=search)
         if waits:
             self._waited += time.perf_counter() - begin
+        if not self._bytes_of(unit):
+            self._there.pop(unit, None)
         return freed
 
     def _evict(self, unit: Unit, end: torch.cuda.Event | None, *, search: bool) -> int:
@@ -465,15 +461,14 @@ class Swapper:
 
     def _count_others(self) -> None:
         """Counts anew what came to units on the device, and what has gone since."""
-        for unit in self._recent:
-            if unit.device_bytes or self._others.get(unit):
-                self._others[unit] = unit.other_bytes()
+        for unit in self._there:
+            self._others[unit] = unit.other_bytes()
 
     def _bytes_of(self, unit: Unit) -> int:
         return unit.device_bytes + self._others.get(unit, 0)
 
     def _taken(self) -> int:
-        return sum(self._bytes_of(unit) for unit in self._recent)
+        return sum(map(self._bytes_of, self._there))
 
     # --------------------------------------------------------------------------------------------
     # Steps
@@ -496,30 +491,26 @@ class Swapper:
                 loss = closure()
             args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
         asked: Optimizer = args[0]  # the optimizer, or its twin for what another Swapper leaves
-        step, of_units = PartialStep(asked), set()
-        in_groups = {id(each) for group in asked.param_groups for each in group["params"]}
+        step = PartialStep(asked)
+        owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
+        parts: dict[Unit | None, list[nn.Parameter]] = {None: []}
+        for group in asked.param_groups:
+            for each in group["params"]:
+                parts.setdefault(owners.get(id(each)), []).append(each)
+        others = parts.pop(None)
         waiting = [
             unit
-            for unit in self._recent
-            if any(e.grad is not None and id(e) in in_groups for e in unit.module.parameters())
+            for unit, parameters in parts.items()
+            if unit is not None and any(each.grad is not None for each in parameters)
         ]
         self._check_steps(waiting)
         waiting.sort(key=lambda unit: not unit.device_bytes)
-        for unit in self._recent:
-            of_units |= {id(each) for each in unit.module.parameters()}
         for place, unit in enumerate(waiting):
-            parameters = [each for each in unit.module.parameters() if id(each) in in_groups]
             with self._using([unit], state=True):
                 for later in waiting[place + 1 : place + 2]:
                     self._wanted.setdefault(later, True)
                     self._advance()
-                self._step(unit, step, parameters)
-        others = [
-            each
-            for group in asked.param_groups
-            for each in group["params"]
-            if id(each) not in of_units
-        ]
+                self._step(unit, step, parts[unit])
         return (step.twin(others), *args[1:]), kwargs, step.settle
 
     def _check_steps(self, waiting: list[Unit]) -> None:
@@ -527,7 +518,7 @@ class Swapper:
         if self.budget is None:
             return
         for unit in waiting:
-            used = [each for each in self._recent if self._is_used(each) and each is not unit]
+            used = [each for each in self._there if self._is_used(each) and each is not unit]
             needed = unit.needed_bytes + sum(self._bytes_of(each) for each in used)
             if needed > self.budget:
                 raise RuntimeError(
@@ -579,7 +570,7 @@ class Swapper:
     def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Gives state_dict() what the host has, which stays readable when units leave."""
         on_host: dict[int, torch.Tensor] = {}
-        for unit in self._recent:
+        for unit in self._there:
             on_host |= unit.state_on_host()
 
         def found(value: Any) -> Any:
@@ -603,14 +594,14 @@ class Swapper:
         """What is where, and what has travelled so far; waits for copies that are on their way."""
         self._end_failed()
         self._count_others()
-        there = [unit for unit in self._recent if self._bytes_of(unit)]
+        units, there = self._units.values(), [each for each in self._there if self._bytes_of(each)]
         return SwapReport(
-            units=len(self._recent),
+            units=len(units),
             resident=tuple(unit.name for unit in there),
             in_use=tuple(unit.name for unit in there if self._is_used(unit)),
             resident_bytes=self._taken(),
             budget_bytes=self.budget,
-            host_bytes=sum(unit.nbytes for unit in self._recent),
+            host_bytes=sum(unit.nbytes for unit in units),
             new_bytes=sum(unit.new_bytes() for unit in there),
             hits=self._hits,
             misses=self._misses,
@@ -619,9 +610,7 @@ class Swapper:
             bytes_out=self._traffic.bytes_out,
             gbps_in=self._traffic.gbps(comes=True),
             gbps_out=self._traffic.gbps(comes=False),
-            held_by=tuple(
-                f"{unit.name}: {each}" for unit in self._recent for each in unit.held_by()
-            ),
+            held_by=tuple(f"{unit.name}: {each}" for unit in units for each in unit.held_by()),
         )
 
 

@@ -20,14 +20,14 @@ from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.roster import Roster
 from speedtorch.layers.slab import Memory
 from speedtorch.layers.traffic import Traffic
-from speedtorch.torch_internals import tree_leaves, tree_map
+from speedtorch.torch_internals import WeakTensorKeyDictionary, tree_leaves, tree_map
 
 __all__ = ["Unit"]
 
 _Part: TypeAlias = tuple[Pack, Members]
 
-_units: weakref.WeakSet[Unit] = weakref.WeakSet()
-"""All that live: a tensor belongs to one of them at most."""
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The unit of each tensor, as a weakref: it belongs to one at most."""
 
 
 class _Guard:
@@ -192,8 +192,11 @@ class Unit:
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []
         self._check_alone()
-        _units.add(self)
-        self.evict()
+        try:
+            self.evict()
+        except BaseException:
+            self._disown()
+            raise
         saved = module.register_state_dict_post_hook(_Saved(self))  # type: ignore[no-untyped-call]
         self._hooks.append(saved)
         if optimizer is not None:
@@ -484,19 +487,30 @@ class Unit:
         self.evict()
         for each in self._hooks:
             each.remove()
-        _units.discard(self)
+        self._disown()
 
     def _check_alone(self) -> None:
         """ValueError if a parameter or buffer belongs to another unit."""
-        for other in _units:
-            names = {id(tensor): name for name, tensor in _of_module(other.module)}
-            for name, tensor in _of_module(self.module):
-                if id(tensor) in names:
-                    raise ValueError(
-                        f"unit {self.name!r}: {name} is {names[id(tensor)]} of unit"
-                        f" {other.name!r} as well, and moves with one unit alone; make one unit of"
-                        " both modules (nn.ModuleList), or close() the other"
-                    )
+        for name, tensor in _of_module(self.module):
+            other = self._owner_of(tensor)
+            within = () if other is None or other is self else _of_module(other.module)
+            if other is not None and (names := [its for its, e in within if e is tensor]):
+                raise ValueError(
+                    f"unit {self.name!r}: {name} is {names[0]} of unit {other.name!r} as well, and"
+                    " moves with one unit alone; make one unit of both modules (nn.ModuleList), or"
+                    " close() the other"
+                )
+
+    def _disown(self) -> None:
+        """Lets its tensors be another's."""
+        for _, tensor in _of_module(self.module):
+            if self._owner_of(tensor) is self:
+                del _owners[tensor]
+
+    @staticmethod
+    def _owner_of(tensor: Tensor) -> Unit | None:
+        found = _owners.get(tensor)  # type: ignore[no-untyped-call]
+        return None if found is None else found()
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -509,6 +523,8 @@ class Unit:
         """Its tensors as they are now."""
         if self._roster is None or not self._roster.is_current():
             self._roster = Roster(self.module, self.optimizer, self._is_of_state)
+            for tensor in self._roster.own.values():
+                _owners[tensor] = weakref.ref(self)
             self._watch()
         return self._roster
 

@@ -340,6 +340,17 @@ def test_the_meta_device_is_refused() -> None:
         Unit(nn.Linear(1, 1), device="meta")
 
 
+def test_a_unit_that_could_not_be_made_keeps_no_tensor() -> None:
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    layer.weight = nn.Parameter(torch.ones(2, 2).to_sparse())
+    with pytest.raises(ValueError, match="strided") as kept:
+        Unit(layer, device="cpu")
+    layer.weight = weight
+    Unit(layer, device="cpu").close()
+    assert kept.value.__traceback__ is not None  # which has the first one
+
+
 def test_an_optimizer_of_whole_models_is_refused_by_name() -> None:
     layer = nn.Linear(2, 1)
     optimizer = optim.LBFGS(layer.parameters(), max_iter=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import weakref
@@ -151,6 +152,16 @@ def test_tree_leaves_and_tree_map() -> None:
     assert torch_internals.tree_leaves(given) == [1, 2, None, 3]
     twice = torch_internals.tree_map(lambda each: each and 2 * each, given)
     assert twice == ((2, {"a": [4, None]}), 6)
+
+
+def test_tensors_are_keys_by_themselves_and_are_not_kept() -> None:
+    known = torch_internals.WeakTensorKeyDictionary()
+    one, like = torch.ones(2), torch.ones(2)
+    known[one] = 1
+    assert known.get(one) == 1 and known.get(like) is None  # type: ignore[no-untyped-call]
+    del one
+    gc.collect()
+    assert len(known) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
