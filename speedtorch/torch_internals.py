@@ -185,13 +185,14 @@ def ignored_by_data_parallel(module: nn.Module, names: Iterable[str]) -> None:
     set_names(module, every)  # type: ignore[no-untyped-call]
 
 
-def not_compiled(function: _Function) -> _Function:
+def not_compiled(
+    function: _Function, reason: str = "the number of held rows changes from step to step"
+) -> _Function:
     """Breaks a graph that torch.compile makes, as torch.compiler.disable(reason=) does.
 
     That one loads torch's compiler at once, this one within the first call that makes a graph.
     """
     broken = _disable_dynamo(function)
-    reason = "the number of held rows changes from step to step"
     vars(broken).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
 
     @wraps(function)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.unit import Unit
-from speedtorch.torch_internals import current_backward
+from speedtorch.torch_internals import current_backward, not_compiled
 
 __all__ = ["Auto"]
 
@@ -64,6 +65,7 @@ class _Hook:
     def __init__(self, call: Callable[[], None] | None = None) -> None:
         self._call = call
 
+    @partial(not_compiled, reason="units come and go")
     def __call__(self, *_: Any) -> None:
         if self._call is not None:
             self._call()

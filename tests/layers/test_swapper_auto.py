@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,43 @@ def test_the_next_unit_is_there_when_it_is_called(device: str) -> None:
         after = swapper.report()
     assert after.hits - before.hits == 2 * LAYERS
     assert after.misses == before.misses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [False, True], ids=["optimizer steps", "backward steps"])
+@pytest.mark.parametrize("way", ["torch.compile(module)", "module.compile()"])
+def test_compiled_units_come_by_themselves(device: str, way: str, steps: bool) -> None:
+    graphs: list[Model] = []
+
+    def compiled(model: Model) -> Model:
+        def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+            graphs.append(model)
+            return graph.forward
+
+        torch.compiler.reset()
+        for place, each in enumerate(model.layers):
+            if way == "module.compile()":
+                each.compile(backend=backend)
+            else:
+                model.layers[place] = torch.compile(each, backend=backend)
+        return model
+
+    (made, optimizer), (whole, other) = pair("forth", "Adam", device)
+    expected = train(compiled(whole), other, device, drops=True)
+    swapper = Swapper(made.layers, optimizer, device=device, budget="24KiB")
+    with swapper.auto(step=steps):
+        found = train(compiled(made), optimizer, device, drops=True)
+    assert all(map(torch.equal, found, expected))
+    # They end where the batch norm within says that it runs, and are not made anew for each move.
+    assert 0 < graphs.count(made) <= 3 * graphs.count(whole)
+
+
+def test_a_whole_graph_with_units_is_refused_by_name() -> None:
+    (made, _), _ = pair("forth", "Adam", "cpu")
+    swapper = Swapper(made.layers, device="cpu")
+    compiled = torch.compile(made, backend="eager", fullgraph=True)
+    with swapper.auto(), pytest.raises(Exception, match="units come and go"):
+        compiled(torch.ones(2, 4), 0)
 
 
 def failing(model: Model, place: int) -> Callable[[], None]:
