@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import NEEDS_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_swapper_programs import OPTIMIZERS
@@ -161,6 +162,33 @@ def test_any_order_has_the_bits_of_a_model_that_stays(
                 report = swapper.report()
                 assert report.resident_bytes <= report.budget_bytes and not report.in_use
     assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+
+
+@NEEDS_GPU
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("steps", [False, True], ids=["optimizer steps", "backward steps"])
+def test_copies_that_take_long_change_no_bit(steps: bool, ahead: int) -> None:
+    """Copies of 16 MiB and more beside short kernels: who does not wait reads what is not there."""
+    torch.manual_seed(0)
+    made = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+    whole = copy.deepcopy(made).cuda()
+    optimizers = [optim.AdamW(each.parameters(), fused=True) for each in (made, whole)]
+    swapper = Swapper(made, optimizers[0], device="cuda", budget="170MiB")
+    with swapper.auto(step=steps, ahead=ahead):
+        for step in range(8):
+            x = torch.randn(16, 2048, device="cuda")
+            losses = []
+            for model, optimizer in zip((made, whole), optimizers, strict=True):
+                losses.append(model(x).square().mean())
+                losses[-1].backward()
+                if model is made and step % 3 == 1:
+                    swapper.prefetch(made[step], state=True)  # which somebody reads, not used
+                    assert torch.isfinite(made[step].weight).all()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(*losses)
+    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW-fused", "Adafactor", "NAdam"])
