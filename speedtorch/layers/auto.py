@@ -1,7 +1,7 @@
 """Auto: units come as forward and backward reach them, and the next one in the order seen before.
 
-**Order.** What follows two successive calls is taken to be what followed them last. So it is known
-as well what is used last: that leaves first, and the optimizer's state before its unit.
+**Order.** As it is known what comes next, it is known as well what is used last: that leaves first,
+and the optimizer's state before its unit.
 
 **Backward.** Autograd runs what was computed last first. So where it reaches the result of another
 unit, it is through with the one before, whose gradients are complete, unless that was called more
@@ -10,7 +10,6 @@ than once; and it is through with all where it ends.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -21,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from speedtorch.layers.call_order import CallOrder
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.unit import Unit
 from speedtorch.torch_internals import current_backward, not_compiled
@@ -29,8 +29,6 @@ __all__ = ["Auto"]
 
 
 _Use = TypeVar("_Use")
-
-HORIZON = 256  # calls ahead that are told apart
 
 
 class Swaps(Protocol[_Use]):
@@ -102,11 +100,7 @@ class Auto(Generic[_Use]):
         self._backward: tuple[Unit, _Use] | None = None
         self._graphs: list[int] = []
         """Backwards that are under way, one within another."""
-        self._next: dict[tuple[_Reached | None, _Reached], _Reached] = {}
-        self._before: _Reached | None = None
-        self._last: _Reached | None = None
-        self._next_uses: dict[tuple[Unit, bool], int] | None = None
-        """Until the next call: what next_uses() has found."""
+        self._order: CallOrder[_Reached, tuple[Unit, bool]] = CallOrder(self._parts_of)
         self._hooks: list[RemovableHandle] = []
         own = weakref.ref(self)
 
@@ -230,34 +224,24 @@ class Auto(Generic[_Use]):
 
     def _note(self, reached: _Reached) -> None:
         """Remembers what came after what, and asks for what is to come."""
-        if self._last is not None:
-            self._next[self._before, self._last] = reached
-        self._before, self._last = self._last, reached
-        self._next_uses = None
+        self._order.note(reached)
         wanted: dict[Unit, bool] = {}
-        for each in itertools.islice(self._expected(), self._ahead):
+        for each in self._order.ahead(self._ahead):
             wanted.setdefault(each.unit, self._takes_state(each))
         wanted.pop(reached.unit, None)
         self._swapper.plan(wanted)
 
-    def next_uses(self) -> dict[tuple[Unit, bool], int]:
-        """In how many calls each unit is used next, and its state; what is far is left out."""
-        if self._next_uses is None:
-            found = self._next_uses = {}
-            if self._backward is not None:  # it is stepped at its end
-                found[self._backward[0], False] = found[self._backward[0], True] = 0
-            for calls, each in enumerate(itertools.islice(self._expected(), HORIZON), 1):
-                found.setdefault((each.unit, False), calls)
-                if self._takes_state(each):
-                    found.setdefault((each.unit, True), calls)
-        return self._next_uses
+    def next_use(self, unit: Unit, *, state: bool) -> float:
+        """In how many calls a unit is used next, or its state; inf: nobody knows."""
+        if self._backward is not None and self._backward[0] is unit:  # it is stepped at its end
+            return 0
+        return self._order.next_use((unit, state))
 
     def _takes_state(self, reached: _Reached) -> bool:
         return reached.backward and self._optimizer is not None
 
-    def _expected(self) -> Iterator[_Reached]:
-        """What follows the last call, in the order seen before."""
-        before, last = self._before, self._last
-        while last is not None and (found := self._next.get((before, last))) is not None:
-            yield found
-            before, last = last, found
+    def _parts_of(self, reached: _Reached) -> Iterator[tuple[Unit, bool]]:
+        """What a call uses: a unit, and perhaps its state."""
+        yield reached.unit, False
+        if self._takes_state(reached):
+            yield reached.unit, True

@@ -411,13 +411,14 @@ class Swapper:
             by_force: at the end also what has come for a use to come, and then the state of units
                 in use that are not stepped.
         """
-        next_uses = self._auto.next_uses() if self._auto is not None and self._auto.is_on else {}
+        auto = self._auto if self._auto is not None and self._auto.is_on else None
         found: list[tuple[tuple[int, float, int], Leaver, int]] = []
         for place, unit in enumerate(self._there):
             nbytes, of_state = self._bytes_of(unit), unit.state_bytes
             if not nbytes or unit is besides:
                 continue
-            use, use_of_state = (next_uses.get((unit, state), inf) for state in (False, True))
+            use = inf if auto is None else auto.next_use(unit, state=False)
+            use_of_state = inf if auto is None else auto.next_use(unit, state=True)
             is_used = self._is_used(unit)
             may_split = of_state and not self._is_used(unit, state=True)
             if may_split and (is_used or use_of_state > use):
@@ -432,9 +433,9 @@ class Swapper:
 
     def _send_home(self, leaver: Leaver, *, search: bool = False) -> int:
         begin, unit, end = time.perf_counter(), leaver.unit, self._end_of_use(leaver.unit)
-        waits = bool(unit.new_bytes()) or not leaver.is_home
+        is_home, before = leaver.is_home, self._traffic.bytes_out
         freed = unit.evict_state(end) if leaver.of_state else self._evict(unit, end, search=search)
-        if waits:
+        if not is_home or self._traffic.bytes_out > before:
             self._waited += time.perf_counter() - begin
         if not self._bytes_of(unit):
             self._there.pop(unit, None)
@@ -462,7 +463,8 @@ class Swapper:
     def _count_others(self) -> None:
         """Counts anew what came to units on the device, and what has gone since."""
         for unit in self._there:
-            self._others[unit] = unit.other_bytes()
+            if self._others.get(unit) or self._is_used(unit):
+                self._others[unit] = unit.other_bytes()
 
     def _bytes_of(self, unit: Unit) -> int:
         return unit.device_bytes + self._others.get(unit, 0)

@@ -217,7 +217,8 @@ class Unit:
     @property
     def device_bytes(self) -> int:
         """Bytes of its device memory now, without what came to it there since it was loaded."""
-        return sum(pack.device_bytes for pack in self._packs)
+        own, gradients, state = self._packs
+        return own.device_bytes + gradients.device_bytes + state.device_bytes
 
     @property
     def memory(self) -> Memory | None:
@@ -369,9 +370,11 @@ class Unit:
 
     def missing_bytes(self, *, state: bool) -> int:
         """Bytes of device memory that load() would take."""
-        of_state, *others = self._parts()
-        parts = [of_state, *others] if state else others
-        return sum(p.nbytes for p, some in parts if some.tensors and not p.device_bytes)
+        packs = self._packs if state else self._packs[:-1]
+        missing = [pack for pack in packs if pack.nbytes and not pack.device_bytes]
+        if not missing:
+            return 0
+        return sum(p.nbytes for p, some in self._parts() if p in missing and some.tensors)
 
     @property
     def needed_bytes(self) -> int:
@@ -557,10 +560,8 @@ class Unit:
         if value.dim() or value.device.type != "cpu" or key != "step":
             return False
         assert self.optimizer is not None
-        for group in self.optimizer.param_groups:
-            if any(each is parameter for each in group["params"]):
-                return not (group.get("capturable") or group.get("fused"))
-        return True
+        takes_it = (g for g in self.optimizer.param_groups if g.get("capturable") or g.get("fused"))
+        return not any(each is parameter for group in takes_it for each in group["params"])
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,69 @@
+"""CallOrder: which calls come next, as they came before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import islice
+from math import inf
+from typing import Generic, TypeVar
+
+__all__ = ["CallOrder"]
+
+Call = TypeVar("Call", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
+
+HORIZON = 256  # calls ahead that are told apart
+
+
+class CallOrder(Generic[Call, Key]):
+    """What follows two successive calls is taken to be what followed them last.
+
+    A call that was expected costs a few steps, any other as many as are looked ahead.
+
+    Args:
+        keys: what a call uses.
+    """
+
+    def __init__(self, keys: Callable[[Call], Iterable[Key]]) -> None:
+        self._keys = keys
+        self._next: dict[tuple[Call | None, Call], Call] = {}
+        self._before: Call | None = None
+        self._last: Call | None = None
+        self._calls = 0
+        self._expected: deque[Call] = deque()
+        self._end: tuple[Call | None, Call] | None = None
+        """The last two of the calls that are expected."""
+        self._uses: dict[Key, deque[int]] = {}
+        """The numbers of the expected calls that use each."""
+
+    def note(self, call: Call) -> None:
+        """This one has come."""
+        if self._last is not None:
+            self._next[self._before, self._last] = call
+        self._before, self._last = self._last, call
+        self._calls += 1
+        if self._expected and self._expected[0] == call:
+            self._expected.popleft()
+            for key in self._keys(call):
+                self._uses[key].popleft()
+        else:
+            self._expected.clear()
+            self._uses.clear()
+            self._end = self._before, call
+        while len(self._expected) < HORIZON and self._end is not None:
+            if (found := self._next.get(self._end)) is None:
+                return
+            self._expected.append(found)
+            self._end = self._end[1], found
+            for key in self._keys(found):
+                self._uses.setdefault(key, deque()).append(self._calls + len(self._expected))
+
+    def ahead(self, count: int) -> Iterator[Call]:
+        """The next ones, as far as they are known."""
+        return islice(self._expected, count)
+
+    def next_use(self, key: Key) -> float:
+        """In how many calls something is used next; inf: not soon, as far as is known."""
+        uses = self._uses.get(key)
+        return uses[0] - self._calls if uses else inf
