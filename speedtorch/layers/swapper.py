@@ -124,7 +124,7 @@ class Swapper:
         self._going: list[Leaver] = []
         """What is being written back to leave then, the first first."""
         self._left: dict[Unit, tuple[torch.cuda.Event, int]] = {}
-        """Where the last use ended, and the unit's count of uses then."""
+        """Where the last use ended, and the unit's count of changes then."""
         self._others: dict[Unit, int] = {}
         """Bytes on the device that came to a unit there, when it was used last."""
         self._auto: Auto[Use] | None = None
@@ -309,7 +309,7 @@ class Swapper:
             return
         if self.device.type == "cuda":
             end = torch.cuda.current_stream(self.device).record_event()
-            self._left[unit] = end, unit.uses
+            self._left[unit] = end, unit.changes
         self._others[unit] = unit.other_bytes()
         self._there.pop(unit, None)
         self._there[unit] = None
@@ -457,8 +457,8 @@ class Swapper:
 
     def _end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
         """Where its last use ended on the device; None: nobody knows."""
-        end, uses = self._left.get(unit, (None, -1))
-        return end if uses == unit.uses else None
+        end, changes = self._left.get(unit, (None, -1))
+        return end if changes == unit.changes else None
 
     def _count_others(self) -> None:
         """Counts anew what came to units on the device, and what has gone since."""

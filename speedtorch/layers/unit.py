@@ -20,7 +20,13 @@ from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.roster import Roster
 from speedtorch.layers.slab import Memory
 from speedtorch.layers.traffic import Traffic
-from speedtorch.torch_internals import WeakTensorKeyDictionary, not_compiled, tree_leaves, tree_map
+from speedtorch.torch_internals import (
+    WeakTensorKeyDictionary,
+    not_compiled,
+    tree_leaves,
+    tree_map,
+    version_of,
+)
 
 __all__ = ["Unit"]
 
@@ -143,7 +149,6 @@ class Unit:
         MemoryError: the host has too little memory.
 
     Attributes:
-        uses: how often its module has run, and the optimizer stepped it.
         open_results: results with a graph that no backward has reached.
         has_graph: whether a graph may need its memory, as far as is known.
         gives_views: whether its module has given views of its tensors to others.
@@ -179,7 +184,7 @@ class Unit:
         if self.device.type == "meta":
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
         self.module, self.optimizer, self.name = module, optimizer, name
-        self.uses = self.open_results = 0
+        self._uses = self.open_results = 0
         self.gives_views = False
         self.has_graph = self.was_stepped = self._steps_are_told = False
         self._in_backward: Callable[[], None] | None = None
@@ -401,7 +406,16 @@ class Unit:
     def note_use(self) -> None:
         """Says that its module runs, forward or backward."""
         self._is_used = True
-        self.uses += 1
+        self._uses += 1
+
+    @property
+    def changes(self) -> int:
+        """Grows when its module runs, when it is stepped, and with each change that torch counts.
+
+        Changes of gradients and of the optimizer's state are left out, and what moves it counts.
+        """
+        own = () if self._roster is None else self._roster.own.values()
+        return self._uses + sum(map(version_of, own))
 
     def call_in_backward(self, call: Callable[[], None] | None) -> None:
         """What is called where a backward reaches a unit that was loaded in its forward.
@@ -475,7 +489,7 @@ class Unit:
     def note_step(self) -> None:
         """Says that the optimizer has stepped it."""
         self._is_stepped = self._is_state_new = self.was_stepped = True
-        self.uses += 1
+        self._uses += 1
         self._stepped |= {
             name
             for name, each in self._parameters.items()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import NEEDS_GPU
 from torch import Tensor, nn, optim
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -255,6 +256,20 @@ def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed
     train(whole, optimizers[1])
     assert swapper.report().misses - misses == 1  # the other
     assert same(made, whole)
+
+
+@NEEDS_GPU
+def test_what_is_changed_after_a_use_is_written_back_when_that_is_done() -> None:
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+    swapper = Swapper(layers, device="cuda", budget="20KiB")
+    with swapper.use(layers[0]):
+        weight = layers[0].weight
+    expected = weight.detach().cpu() + 1
+    torch.cuda._sleep(200_000_000)  # cycles: what is queued after it comes late
+    with torch.no_grad():
+        weight.add_(1)
+    with swapper.use(layers[1]):
+        assert weight.device.type == "cpu" and torch.equal(weight, expected)
 
 
 def test_bytes_are_as_many_as_torch_and_the_tensors_count(device: str) -> None:
