@@ -190,6 +190,8 @@ class Pack:
 
     def other_bytes(self, members: Members) -> int:
         """Bytes on the device that came to them since they were loaded."""
+        if not members.tensors:
+            return 0
         at = self._slab.where(members.tensors)
         others = [tensor for name, tensor in members.tensors.items() if at[name] is None]
         return sum(each.nbytes for each in others if each.device == self._slab.device)

@@ -463,8 +463,7 @@ class Swapper:
     def _count_others(self) -> None:
         """Counts anew what came to units on the device, and what has gone since."""
         for unit in self._there:
-            if self._others.get(unit) or self._is_used(unit):
-                self._others[unit] = unit.other_bytes()
+            self._others[unit] = unit.other_bytes()
 
     def _bytes_of(self, unit: Unit) -> int:
         return unit.device_bytes + self._others.get(unit, 0)
