@@ -319,10 +319,11 @@ class Swapper:
         missing = {
             unit: count
             for unit, state in self._wanted.items()
-            if self._could_make_room(count := unit.missing_bytes(state=state))
+            if self._could_make_room(unit, count := unit.missing_bytes(state=state))
         }
-        if self.budget is not None:
-            self._write_back(self._taken() + sum(missing.values()) - self.budget)
+        if self.budget is not None and missing:
+            over = self._taken() + sum(missing.values()) - self.budget
+            self._write_back(over, next(reversed(missing)))
         for unit in missing:
             state = self._wanted[unit]
             if not self._bring(unit, state=state, waits=False):
@@ -337,11 +338,11 @@ class Swapper:
             each for each in self._going if each.unit is not unit or each.of_state > state
         ]
 
-    def _could_make_room(self, missing: int) -> bool:
-        """Whether there is room for so many bytes once all have left that may."""
+    def _could_make_room(self, unit: Unit, missing: int) -> bool:
+        """Whether there is room for so many bytes of a unit once all have left that may."""
         if self.budget is None:
             return True
-        leaving = sum(self._leaving(None, by_force=False).values())
+        leaving = sum(self._leaving(unit, by_force=False).values())
         return self._taken() - leaving + missing <= self.budget
 
     def _bring(self, unit: Unit, *, state: bool, waits: bool) -> bool:
@@ -407,9 +408,9 @@ class Swapper:
         used longest ago.
 
         Args:
-            besides: a unit that stays.
-            by_force: at the end also what has come for a use to come, and then the state of units
-                in use that are not stepped.
+            besides: a unit that stays, for which they leave.
+            by_force: also what is used before that unit; at the end also what has come for a use
+                to come, and then the state of units in use that are not stepped.
         """
         auto = self._auto if self._auto is not None and self._auto.is_on else None
         found: list[tuple[tuple[int, float, int], Leaver, int]] = []
@@ -429,7 +430,14 @@ class Swapper:
                 at, turn = (1, -place) if unit in self._awaited else (0, place)
                 found.append(((at, -use, turn), Leaver(unit), nbytes))
         found.sort(key=itemgetter(0))
-        return {leaver: nbytes for (at, *_), leaver, nbytes in found if by_force or not at}
+        soonest = inf
+        if auto is not None and besides is not None:
+            soonest = auto.next_use(besides, state=False)
+        return {
+            leaver: nbytes
+            for (at, minus_use, _), leaver, nbytes in found
+            if by_force or (not at and (soonest == inf or -minus_use > soonest))
+        }
 
     def _send_home(self, leaver: Leaver, *, search: bool = False) -> int:
         begin, unit, end = time.perf_counter(), leaver.unit, self._end_of_use(leaver.unit)

@@ -6,6 +6,7 @@ them. So a forward brings no state to the device, and a unit whose step is done 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -55,14 +56,20 @@ class _Guard:
         if unit.memory is None or module is not unit.module:
             return None
         before = partial(self._before_backward, unit.memory)
-        may_leave = unit.comes_by_itself and torch.is_grad_enabled()
-        if may_leave and any(unit.is_trained(each) for each in tree_leaves(output)):
-            # Torch makes the graph of a view anew where its base has changed, as by leaving.
-            output = tree_map(lambda each: each.clone() if unit.is_trained(each) else each, output)
         is_record = not isinstance(output, Tensor | list | tuple | dict) and hasattr(
             output, "__dict__"
         )
-        for each in tree_leaves(dict(vars(output)) if is_record else output):
+        given = dict(vars(output)) if is_record else output
+        may_leave = unit.comes_by_itself and torch.is_grad_enabled()
+        if may_leave and any(unit.is_trained(each) for each in tree_leaves(given)):
+            # Torch makes the graph of a view anew where its base has changed, as by leaving.
+            given = tree_map(lambda each: each.clone() if unit.is_trained(each) else each, given)
+            if is_record:
+                output = copy.copy(output)
+                vars(output).update(given)
+            else:
+                output = given
+        for each in tree_leaves(given):
             if isinstance(each, Tensor) and each.grad_fn is not None:
                 unit.note_graph()
                 each.grad_fn.register_prehook(before)
@@ -292,12 +299,10 @@ class Unit:
 
     def _come(self, call: Callable[[Pack, Members], int], *, state: bool) -> int:
         if not self.device_bytes:  # all is on the host, and all is copied
-            self.was_stepped = False
+            self.was_stepped = self._is_state_new = False
             self._note_copied()
         of_state, *others = self._parts()
         packs = [*reversed(others), of_state] if state else others[::-1]
-        if not (self._is_touched or self._is_stepped or self._is_used):
-            packs = [(pack, Members(members.tensors, ())) for pack, members in packs]
         copied, begun = 0, []
         try:
             for pack, members in packs:
@@ -321,7 +326,8 @@ class Unit:
         """
         of_state, _, (pack, members) = self._parts()
         copied = pack.write_back(members, after) + self._write_state_back(of_state, after)
-        self._note_copied()
+        if pack.memory is Memory.DEVICE:
+            self._note_copied()
         return copied
 
     def write_state_back(self, after: torch.cuda.Event | None = None) -> int:
@@ -331,7 +337,8 @@ class Unit:
     def _write_state_back(self, of_state: _Part, after: torch.cuda.Event | None) -> int:
         pack, members = of_state
         copied = pack.write_back(members, after)
-        self._is_state_new = False
+        if pack.memory is Memory.DEVICE:
+            self._is_state_new = False
         return copied
 
     def evict(self, after: torch.cuda.Event | None = None, *, search: bool = True) -> int:
@@ -341,15 +348,18 @@ class Unit:
 
         Args:
             after: as of write_back().
-            search: as of Pack.evict.
+            search: as of Pack.evict, of parameters and buffers.
 
         Raises:
             TypeError, ValueError: as when the unit was made, for a tensor that came to it since;
                 the unit is where it was.
             MemoryError: the host has too little for what came to it since, which is where it was.
         """
-        parts = self._parts()
-        freed = sum(pack.evict(members, after, search=search) for pack, members in parts)
+        of_state, of_gradients, (own, members) = self._parts()
+        # Graphs have views of its own tensors alone.
+        freed = sum(pack.evict(some, after) for pack, some in (of_state, of_gradients))
+        freed += own.evict(members, after, search=search)
+        self._is_state_new = False
         self._note_copied()
         self.has_graph = self.has_graph and any(pack.is_held for pack in self._packs)
         return freed
@@ -360,7 +370,7 @@ class Unit:
         The unit can be used, and not be stepped.
         """
         pack, members = self._parts()[0]
-        freed = pack.evict(members, after, search=False)
+        freed = pack.evict(members, after)
         self._is_state_new = False
         return freed
 
@@ -395,8 +405,8 @@ class Unit:
         return sum(pack.other_bytes(members) for pack, members in self._parts())
 
     def _note_copied(self) -> None:
-        """Notes that nothing has changed since it was copied."""
-        self._is_touched = self._is_stepped = self._is_used = self._is_state_new = False
+        """Notes that parameters and buffers have not changed since they were copied."""
+        self._is_touched = self._is_stepped = self._is_used = False
         self._stepped = set()
 
     def touch(self) -> None:

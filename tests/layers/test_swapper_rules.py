@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -84,30 +85,42 @@ def test_tensors_that_stand_in_for_a_moment_change_no_parameter(auto: bool) -> N
     assert same(made, whole) and not bool(zeros["weight"].any())
 
 
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a module gives, of a class that torch does not know."""
+
+    rows: Tensor
+
+
 class Positions(nn.Module):
     """Gives a view of its parameter, or of its buffer."""
 
-    def __init__(self, *, trained: bool = True) -> None:
+    def __init__(self, give: Callable[..., Any], *, trained: bool) -> None:
         super().__init__()
         rows = torch.ones(64, 64)
         self.rows: Tensor
+        self.give = give
         if trained:
             self.rows = nn.Parameter(rows)
         else:
             self.register_buffer("rows", rows)
 
-    def forward(self, count: int) -> dict[str, Tensor]:
-        return {"rows": self.rows[:count]}
+    def forward(self, count: int) -> Any:
+        return self.give(rows=self.rows[:count])
 
 
+@pytest.mark.parametrize("give", [dict, Record])
 @pytest.mark.parametrize("trained", [True, False])
-def test_views_that_a_unit_gives_keep_their_values(device: str, trained: bool) -> None:
-    made = nn.ModuleList([Positions(trained=trained), nn.Linear(64, 64)])
+def test_views_that_a_unit_gives_keep_their_values(
+    device: str, trained: bool, give: Callable[..., Any]
+) -> None:
+    made = nn.ModuleList([Positions(give, trained=trained), nn.Linear(64, 64)])
     swapper = Swapper(made, device=device, budget="17KiB")
     with swapper.auto():
-        rows = made[0](8)["rows"]
+        given = made[0](8)
+        rows = given["rows"] if give is dict else given.rows
         x = made[1](torch.ones(8, 64, device=device))
-        assert swapper.report().resident == ("1",)
+        assert swapper.report().resident == ("1",) and type(given) is give
         (x + rows).sum().backward()
     assert bool((rows == 1).all())
     if trained:
@@ -256,6 +269,88 @@ def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed
     train(whole, optimizers[1])
     assert swapper.report().misses - misses == 1  # the other
     assert same(made, whole)
+
+
+@pytest.mark.parametrize("between", ["nothing", "flush", "state_dict"])
+def test_nothing_between_a_prefetch_and_a_use_forgets_a_change(device: str, between: str) -> None:
+    made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = optim.SGD(made.parameters(), lr=0.0, momentum=1.0)
+    swapper = Swapper([made], optimizer, device=device)
+    with swapper.use(made):
+        made(torch.randn(3, 4, device=device)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    swapper.evict()
+    swapper.prefetch(made, state=True)
+    made(torch.randn(3, 4))  # on the host, where nobody counts what a batch norm changes
+    weight, state = made[0].weight, optimizer.state[made[0].weight]["momentum_buffer"]
+    for each in (weight, state):
+        each.data.mul_(2)
+    swapper.touch(made)
+    expected = [each.clone() for each in (weight.detach(), state, made[1].running_mean)]
+    if between == "flush":
+        swapper.flush()
+    if between == "state_dict":
+        optimizer.state_dict()
+        made.state_dict()
+    with swapper.use(made):
+        assert torch.equal(weight.cpu(), expected[0])
+        assert torch.equal(made[1].running_mean.cpu(), expected[2])
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()  # which brings the state, and changes nothing
+        assert torch.equal(weight.cpu(), expected[0]) and torch.equal(state.cpu(), expected[1])
+
+
+@pytest.mark.parametrize(("budget", "ahead"), [(2048, 4), (2560, 3)])
+def test_gradients_are_unscaled_wherever_they_are(device: str, budget: int, ahead: int) -> None:
+    made, whole = pair(6)
+    whole.to(device)
+    for layers in (made, whole):
+        optimizer = optim.SGD(layers.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+        if layers is made:
+            Swapper(made, optimizer, device=device, budget=budget).auto(ahead=ahead)
+        for step in range(4):
+            x = torch.ones(2, 4, device=device) + step
+            for layer in layers:
+                x = layer(x)
+            scaler.scale(x.square().mean()).backward()
+            scaler.step(optimizer)  # some gradients are on their way for the next forward
+            scaler.update()
+            optimizer.zero_grad()
+    assert same(made, whole)
+
+
+def test_views_that_are_kept_of_state_keep_their_values(device: str) -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = optim.Adam(layers.parameters())
+    swapper = Swapper(layers, optimizer, device=device, budget=2600)
+    x = torch.randn(4, 8, device=device)
+    with swapper.auto(step=True):
+        for _ in range(3):
+            layers(x).square().mean().backward()
+        kept = [optimizer.state[each.weight]["exp_avg"] for each in layers]
+        views = [each.detach() for each in kept]
+        values = [each.cpu().clone() for each in views]
+        layers(x)
+    assert any("view of exp_avg" in each for each in swapper.report().held_by)
+    assert all(each.untyped_storage().nbytes() for each in views)
+    assert all(torch.equal(each.cpu(), value) for each, value in zip(views, values, strict=True))
+
+
+def test_more_calls_ahead_do_not_let_units_come_twice(device: str) -> None:
+    came = []
+    for ahead in (0, 1, 3):
+        layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+        optimizer = optim.Adam(layers.parameters())
+        swapper = Swapper(layers, optimizer, device=device, budget=8 * 64 * 64 * 4)
+        with swapper.auto(step=True, ahead=ahead):
+            for step in range(4):
+                if step == 2:
+                    before = swapper.report().bytes_in
+                layers(torch.ones(4, 64, device=device)).square().mean().backward()
+        came.append(swapper.report().bytes_in - before)
+    assert max(came) <= 1.2 * came[0]
 
 
 @NEEDS_GPU
