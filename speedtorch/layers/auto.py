@@ -229,11 +229,14 @@ class Auto(Generic[_Use]):
         for each in self._order.ahead(self._ahead):
             wanted.setdefault(each.unit, self._takes_state(each))
         wanted.pop(reached.unit, None)
+        if self._takes_state(reached):  # at its end, before the others are used
+            wanted = {reached.unit: True, **wanted}
         self._swapper.plan(wanted)
 
     def next_use(self, unit: Unit, *, state: bool) -> float:
         """In how many calls a unit is used next, or its state; inf: nobody knows."""
-        if self._backward is not None and self._backward[0] is unit:  # it is stepped at its end
+        is_now = self._backward is not None and self._backward[0] is unit
+        if is_now and (not state or self._optimizer is not None):  # which steps it at its end
             return 0
         return self._order.next_use((unit, state))
 

@@ -196,6 +196,18 @@ class Pack:
         others = [tensor for name, tensor in members.tensors.items() if at[name] is None]
         return sum(each.nbytes for each in others if each.device == self._slab.device)
 
+    def missing_bytes(self, members: Members) -> int:
+        """Bytes of device memory that load() would take."""
+        if not members.tensors or not self.nbytes or self.device_bytes:
+            return 0
+        return 0 if self._is_there(members, self._slab.where(members.tensors)) else self.nbytes
+
+    def needed_bytes(self, members: Members) -> int:
+        """Bytes of device memory with all of them there."""
+        if not members.tensors:
+            return 0
+        return self.other_bytes(members) + (self.device_bytes or self.missing_bytes(members))
+
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> int:
         """Begins to copy what is new on the device to the host, where evict() finds it; its bytes.
 
@@ -301,10 +313,10 @@ class Pack:
         changed = new.union(members.written)
         changed.intersection_update(leaving)
         spans = slab.copy_to(memory, changed.difference(elsewhere), settled)
+        if memory is Memory.HOST:
+            slab.wait()  # what is copied may span the places of those that are elsewhere
         for name in elsewhere:
             slab.take(name, leaving[name])
-        if memory is Memory.HOST:
-            slab.wait()
         self.memory = None
         for name in new:
             self._count(name, version_of(leaving[name]), at[name])

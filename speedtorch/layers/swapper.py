@@ -58,7 +58,8 @@ class Swapper:
 
     A unit is a module with its parameters, buffers and gradients, and what the optimizer keeps of
     them. It comes to the device in one piece each, and what has changed of it goes back when its
-    memory is needed for another: the one that was used longest ago leaves. Parameter objects,
+    memory is needed for another: the one that was used longest ago leaves, and under `auto` the one
+    that is used last in the order seen before. Parameter objects,
     hooks, param_groups and schedulers stay as they are, and numbers are those of a model that stays
     on the device. An evicted unit is ordinary CPU tensors.
 
@@ -210,7 +211,8 @@ class Swapper:
 
         Until they are used their tensors are on the host.
 
-        Those that were used longest ago leave for them, and none that is in use or was prefetched.
+        Those that were used longest ago leave for them, under `auto` those that are used last, and
+        none that is in use or was prefetched.
         What finds no room yet comes at a later call of the swapper.
 
         Args:
@@ -277,8 +279,16 @@ class Swapper:
             undo()
         for unit in self._units.values():
             unit.close()
-        self._units.clear()
-        self._there.clear()
+        self._going.clear()
+        for known in (
+            self._units,
+            self._there,
+            self._wanted,
+            self._awaited,
+            self._left,
+            self._others,
+        ):
+            known.clear()
         self._is_closed = True
 
     def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
@@ -410,7 +420,7 @@ class Swapper:
         Args:
             besides: a unit that stays, for which they leave.
             by_force: also what is used before that unit; at the end also what has come for a use
-                to come, and then the state of units in use that are not stepped.
+                to come, and then the state of units in use that may be stepped.
         """
         auto = self._auto if self._auto is not None and self._auto.is_on else None
         found: list[tuple[tuple[int, float, int], Leaver, int]] = []
@@ -423,7 +433,8 @@ class Swapper:
             is_used = self._is_used(unit)
             may_split = of_state and not self._is_used(unit, state=True)
             if may_split and (is_used or use_of_state > use):
-                at = 2 if is_used and use_of_state == use == inf else 0
+                is_needed = not use_of_state or use_of_state == use == inf
+                at = 2 if is_used and is_needed else 0
                 found.append(((at, -use_of_state, place), Leaver(unit, of_state=True), of_state))
                 nbytes -= of_state
             if not is_used:
@@ -551,7 +562,8 @@ class Swapper:
         """Brings units as forward and backward reach them, and the next ones in the order seen.
 
         A unit may leave between its forward and its backward, which brings it again. The backward
-        pass is over once it returns; a graph goes backward once.
+        pass is over once it returns; a graph goes backward once. A unit whose forward Ctrl-C has
+        ended stays until auto() ends, or is called anew.
 
         Args:
             step: step each unit in the backward pass, as soon as its gradients are complete, and

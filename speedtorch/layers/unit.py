@@ -40,8 +40,9 @@ _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class _Guard:
     """Knows of a module's forward, and names the unit whose backward is reached elsewhere.
 
-    It is a forward hook of the unit's module, and of those in it that have buffers. Copies of a
-    module, and files of it, get a guard of no unit.
+    It is a forward hook of the unit's module, and of those in it that have buffers. Of a unit that
+    comes by itself it gives copies of trained tensors that the module gives. Copies of a module,
+    and files of it, get a guard of no unit.
     """
 
     def __init__(self, unit: Unit | None = None) -> None:
@@ -61,9 +62,11 @@ class _Guard:
         )
         given = dict(vars(output)) if is_record else output
         may_leave = unit.comes_by_itself and torch.is_grad_enabled()
-        if may_leave and any(unit.is_trained(each) for each in tree_leaves(given)):
+        if may_leave and any(unit.is_trained_view(each) for each in tree_leaves(given)):
             # Torch makes the graph of a view anew where its base has changed, as by leaving.
-            given = tree_map(lambda each: each.clone() if unit.is_trained(each) else each, given)
+            given = tree_map(
+                lambda each: each.clone() if unit.is_trained_view(each) else each, given
+            )
             if is_record:
                 output = copy.copy(output)
                 vars(output).update(given)
@@ -288,7 +291,8 @@ class Unit:
 
         Raises:
             RuntimeError: what torch raises where the device has too little memory
-                (torch.OutOfMemoryError); the unit is where it was.
+                (torch.OutOfMemoryError); the unit is where it was, or what of it was prefetched is
+                on the device.
             TypeError, ValueError, MemoryError: as when the unit was made, for a tensor that came to
                 it since.
         """
@@ -309,8 +313,10 @@ class Unit:
                 if not pack.device_bytes:
                     begun.append((pack, members))
                 copied += call(pack, members)
-        except RuntimeError:
-            for pack, members in begun:
+        except BaseException as error:
+            for pack in self._packs:  # some may be on the device already
+                pack.join()
+            for pack, members in begun if isinstance(error, RuntimeError) else ():
                 pack.evict(members)
             raise
         return copied
@@ -386,15 +392,14 @@ class Unit:
     def missing_bytes(self, *, state: bool) -> int:
         """Bytes of device memory that load() would take."""
         packs = self._packs if state else self._packs[:-1]
-        missing = [pack for pack in packs if pack.nbytes and not pack.device_bytes]
-        if not missing:
+        if all(pack.device_bytes or not pack.nbytes for pack in packs):
             return 0
-        return sum(p.nbytes for p, some in self._parts() if p in missing and some.tensors)
+        return sum(pack.missing_bytes(some) for pack, some in self._parts() if pack in packs)
 
     @property
     def needed_bytes(self) -> int:
         """Bytes on the device of all that there is of it now."""
-        return self.other_bytes() + sum(p.nbytes for p, some in self._parts() if some.tensors)
+        return sum(pack.needed_bytes(members) for pack, members in self._parts())
 
     def new_bytes(self) -> int:
         """Bytes on the device that evict() would copy now."""
@@ -454,7 +459,7 @@ class Unit:
         """Whether it shares the memory of parameters and buffers on the device."""
         return self._own.shares(tensor)
 
-    def is_trained(self, each: object) -> bool:
+    def is_trained_view(self, each: object) -> bool:
         """Whether something is a view of them with a graph."""
         return isinstance(each, Tensor) and each.requires_grad and self.is_view(each)
 

@@ -350,7 +350,7 @@ def test_more_calls_ahead_do_not_let_units_come_twice(device: str) -> None:
                     before = swapper.report().bytes_in
                 layers(torch.ones(4, 64, device=device)).square().mean().backward()
         came.append(swapper.report().bytes_in - before)
-    assert max(came) <= 1.2 * came[0]
+    assert max(came) <= 1.3 * came[0]
 
 
 @NEEDS_GPU

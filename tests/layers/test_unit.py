@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from unit_models import Layer, assert_equal, copies, tensors_of
 
-from speedtorch.layers import Memory, Slab, Unit
+from speedtorch.layers import Memory, Slab, Unit, slab
 from speedtorch.torch_internals import version_of
 
 
@@ -173,6 +175,50 @@ def test_what_has_not_changed_travels_one_way(device: str) -> None:
     unit.touch()
     assert len(written_back(unit)) == 1
     assert_equal({"weight": layer[1].weight}, twice)
+
+
+def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late: list[Callable[[], None]] = []
+    copy_spans = slab.copy_spans
+
+    def copy_late(host: Tensor, other: Tensor, spans: Any, *, comes: bool, **rest: Any) -> None:
+        kept = other.clone()
+        late.append(lambda: copy_spans(host, kept, spans, comes=comes, **rest))
+        if comes:
+            late.pop()()
+
+    def wait(_: Slab) -> None:
+        while late:
+            late.pop(0)()
+
+    monkeypatch.setattr(slab, "copy_spans", copy_late)
+    monkeypatch.setattr(Slab, "wait", wait)
+    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    unit = Unit(module, device="cpu")
+    for keeps in (True, False):
+        unit.load()
+        if not keeps:
+            module[1].weight.grad = None  # between two that are added to where they are
+        module(torch.randn(4)).sum().backward()
+        expected = [each.grad.clone() for each in module.parameters() if each.grad is not None]
+        unit.evict()
+    found = [each.grad for each in module.parameters() if each.grad is not None]
+    assert len(found) == 3 and all(map(torch.equal, found, expected))
+
+
+def test_gradients_that_came_count_once(device: str) -> None:
+    _, _, unit = made(device)
+    for _ in range(2):
+        unit.load()
+        whole = unit.needed_bytes
+        x = torch.randn(6, 4, device=device)
+        unit.module(x).sum().backward()
+        assert unit.missing_bytes(state=True) == 0
+        assert unit.needed_bytes == whole + unit.other_bytes()
+        unit.evict()
+        unit.module.zero_grad()
 
 
 def test_statistics_that_torch_does_not_count_are_written_back(device: str) -> None:
