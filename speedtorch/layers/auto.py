@@ -11,43 +11,22 @@ than once; and it is through with all where it ends.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.call_order import CallOrder
 from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.room import Room, Use
 from speedtorch.layers.unit import Unit
+from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.torch_internals import current_backward, not_compiled
 
 __all__ = ["Auto"]
-
-
-_Use = TypeVar("_Use")
-
-
-class Swaps(Protocol[_Use]):
-    """What a Swapper does for it."""
-
-    def begin_use(self, units: Iterable[Unit]) -> _Use:
-        """Units do not leave."""
-
-    def fill_use(self, use: _Use) -> None:
-        """They come."""
-
-    def end_use(self, use: _Use) -> None:
-        """They may leave."""
-
-    def plan(self, wanted: dict[Unit, bool]) -> None:
-        """These are to come, with state or without."""
-
-    def step_unit(self, unit: Unit, step: PartialStep) -> None:
-        """The optimizer steps a unit alone."""
 
 
 class _Reached(NamedTuple):
@@ -72,39 +51,37 @@ class _Hook:
         return _Hook, ()
 
 
-class Auto(Generic[_Use]):
+class Auto:
     """Brings a Swapper's units as they are called; `remove()` ends that.
 
     Args:
-        swapper: whose units.
-        optimizer: of the units.
-        steps: step each unit in backward, once its gradients are complete, and drop these.
+        room: brings them.
+        units: of it.
+        steps: steps each unit in backward, once its gradients are complete, which are dropped then;
+            None: nobody does.
         ahead: calls ahead that units are brought.
     """
 
     def __init__(
         self,
-        swapper: Swaps[_Use],
+        room: Room,
         units: list[Unit],
-        optimizer: Optimizer | None,
+        steps: UnitSteps | None,
         *,
-        steps: bool,
         ahead: int,
     ) -> None:
-        self._swapper, self._ahead = swapper, ahead
-        self._units = units
-        self._optimizer = optimizer if steps else None
+        self._room, self._units, self._steps, self._ahead = room, units, steps, ahead
         self._part: PartialStep | None = None
         """The step of the backward of now."""
-        self._forward: dict[Unit, list[_Use]] = {}
-        self._backward: tuple[Unit, _Use] | None = None
+        self._forward: dict[Unit, list[Use]] = {}
+        self._backward: tuple[Unit, Use] | None = None
         self._graphs: list[int] = []
         """Backwards that are under way, one within another."""
         self._order: CallOrder[_Reached, tuple[Unit, bool]] = CallOrder(self._parts_of)
         self._hooks: list[RemovableHandle] = []
         own = weakref.ref(self)
 
-        def hook(method: Callable[[Auto[Any], Unit], None], unit: Unit) -> Callable[[], None]:
+        def hook(method: Callable[[Auto, Unit], None], unit: Unit) -> Callable[[], None]:
             def call() -> None:
                 if (auto := own()) is not None:
                     method(auto, unit)
@@ -119,6 +96,7 @@ class Auto(Generic[_Use]):
                 module.register_forward_hook(_Hook(ends), always_call=True),
             ]
             unit.call_in_backward(hook(Auto._reaches, unit))
+        room.follow(self)
 
     @property
     def is_on(self) -> bool:
@@ -127,6 +105,8 @@ class Auto(Generic[_Use]):
 
     def remove(self) -> None:
         """Brings units no longer by itself."""
+        if self.is_on:
+            self._room.follow(None)
         for each in self._hooks:
             each.remove()
         self._hooks.clear()
@@ -135,7 +115,7 @@ class Auto(Generic[_Use]):
         self._forward.clear()
         self._backward = None
 
-    def __enter__(self) -> Auto[_Use]:
+    def __enter__(self) -> Auto:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,14 +128,14 @@ class Auto(Generic[_Use]):
         """The forward of a unit begins, within a backward if that computes it again."""
         self.end_failed()
         self._enter_backward()
-        use = self._swapper.begin_use([unit])
+        use = self._room.begin_use([unit])
         self._forward.setdefault(unit, []).append(use)
-        self._swapper.fill_use(use)
+        self._room.fill_use(use)
         self._note(_Reached(unit, backward=False))
 
     def _ends(self, unit: Unit) -> None:
         if uses := self._forward.get(unit):
-            self._swapper.end_use(uses.pop())
+            self._room.end_use(uses.pop())
 
     def _enter_backward(self) -> None:
         """Notes the backward of now, if there is one, and that it is to end."""
@@ -177,9 +157,9 @@ class Auto(Generic[_Use]):
         if self._backward is not None and self._backward[0] is unit:
             return
         self._leave_backward()
-        use = self._swapper.begin_use([unit])
+        use = self._room.begin_use([unit])
         self._backward = unit, use
-        self._swapper.fill_use(use)
+        self._room.fill_use(use)
         self._note(_Reached(unit, backward=True))
 
     def _leave_backward(self) -> None:
@@ -190,7 +170,7 @@ class Auto(Generic[_Use]):
         # A backward within another knows nothing of what that will reach.
         if len(self._graphs) == 1 and unit.open_results <= 0:
             self._step(unit)
-        self._swapper.end_use(use)
+        self._room.end_use(use)
 
     def _through(self) -> None:
         """A backward has ended."""
@@ -200,18 +180,18 @@ class Auto(Generic[_Use]):
             return
         self._forget_results()
         for unit in self._units:
-            if self._optimizer is not None and unit.has_gradients:
+            if self._steps is not None and unit.has_gradients:
                 self._step(unit)
         if self._part is not None:
             self._part.settle()
             self._part = None
 
     def _step(self, unit: Unit) -> None:
-        if self._optimizer is None or not unit.has_gradients:
+        if self._steps is None or not unit.has_gradients:
             return
         if self._part is None:
-            self._part = PartialStep(self._optimizer)
-        self._swapper.step_unit(unit, self._part)
+            self._part = PartialStep(self._steps.optimizer)
+        self._steps.step_unit(unit, self._part)
         for each in unit.module.parameters():
             each.grad = None
 
@@ -231,17 +211,17 @@ class Auto(Generic[_Use]):
         wanted.pop(reached.unit, None)
         if self._takes_state(reached):  # at its end, before the others are used
             wanted = {reached.unit: True, **wanted}
-        self._swapper.plan(wanted)
+        self._room.plan(wanted)
 
     def next_use(self, unit: Unit, *, state: bool) -> float:
         """In how many calls a unit is used next, or its state; inf: nobody knows."""
         is_now = self._backward is not None and self._backward[0] is unit
-        if is_now and (not state or self._optimizer is not None):  # which steps it at its end
+        if is_now and (not state or self._steps is not None):  # which steps it at its end
             return 0
         return self._order.next_use((unit, state))
 
     def _takes_state(self, reached: _Reached) -> bool:
-        return reached.backward and self._optimizer is not None
+        return reached.backward and self._steps is not None
 
     def _parts_of(self, reached: _Reached) -> Iterator[tuple[Unit, bool]]:
         """What a call uses: a unit, and perhaps its state."""

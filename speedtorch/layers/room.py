@@ -1,0 +1,359 @@
+"""Room: the device memory of units: which of them are there, who comes, and who leaves for it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import inf
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+import torch
+
+from speedtorch.layers.traffic import Traffic
+from speedtorch.layers.unit import Unit
+from speedtorch.memory.byte_count import text_of
+
+__all__ = ["Room", "Use"]
+
+
+class Use:
+    """Units that stay on the device for as long as somebody holds this."""
+
+    def __init__(self, units: Iterable[Unit], *, state: bool) -> None:
+        self.units = tuple(units)
+        self.state = state
+
+
+class Calls(Protocol):
+    """Knows the calls of units, while these come by themselves."""
+
+    def end_failed(self) -> None:
+        """Ends uses by a backward that has failed."""
+
+    def next_use(self, unit: Unit, *, state: bool) -> float:
+        """In how many calls a unit is used next, or its state; inf: nobody knows."""
+
+
+class Leaver(NamedTuple):
+    """A unit that may leave the device, or what the optimizer keeps of it alone."""
+
+    unit: Unit
+    of_state: bool = False
+
+    @property
+    def is_home(self) -> bool:
+        """Whether it would wait for no copy that write_back() has begun."""
+        return self.unit.is_state_home if self.of_state else self.unit.is_home
+
+    def write_back(self, after: torch.cuda.Event | None) -> None:
+        """Begins to copy what is new to the host."""
+        if self.of_state:
+            self.unit.write_state_back(after)
+        else:
+            self.unit.write_back(after)
+
+
+class Room:
+    """Brings units to the device, within a budget, for which others leave.
+
+    Who leaves is what is used last in the order seen before, and where nobody knows that, what was
+    used longest ago; never what is in use.
+
+    Args:
+        device: where units are used.
+        budget: the most bytes that they take; None: as many as there are.
+        traffic: of the units.
+
+    Attributes:
+        hits: uses that found their unit on the device.
+        misses: those that did not.
+        seconds_waited: by the host, for units to leave.
+    """
+
+    def __init__(self, device: torch.device, budget: int | None, traffic: Traffic) -> None:
+        self._device, self._budget, self._traffic = device, budget, traffic
+        self._there: dict[Unit, None] = {}
+        """Those that may have device memory, the one that was used longest ago first."""
+        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
+        """Those of now, which their callers hold."""
+        self._wanted: dict[Unit, bool] = {}
+        """What is to come, and whether with its state."""
+        self._awaited: set[Unit] = set()
+        """What has come and was not used yet."""
+        self._going: list[Leaver] = []
+        """What is being written back to leave then, the first first."""
+        self._left: dict[Unit, tuple[torch.cuda.Event, int]] = {}
+        """Where the last use ended, and the unit's count of changes then."""
+        self._others: dict[Unit, int] = {}
+        """Bytes on the device that came to a unit there, when it was used last."""
+        self._calls: Calls | None = None
+        self.hits = self.misses = 0
+        self.seconds_waited = 0.0
+
+    @property
+    def there(self) -> list[Unit]:
+        """Units with device memory, the one that was used longest ago first."""
+        return [each for each in self._there if self.bytes_of(each)]
+
+    @contextmanager
+    def using(self, units: Iterable[Unit], *, state: bool) -> Iterator[None]:
+        """Brings units, which do not leave within."""
+        use = self.begin_use(units, state=state)
+        try:
+            self.fill_use(use)
+            yield
+        finally:
+            self.end_use(use)
+
+    def begin_use(self, units: Iterable[Unit], *, state: bool = False) -> Use:
+        """Units do not leave, unless end_use() is called or nobody holds what this returns."""
+        use = Use(units, state=state)
+        self._uses.add(use)
+        return use
+
+    def fill_use(self, use: Use) -> None:
+        """Brings its units."""
+        for unit in use.units:
+            self._enter(unit, state=use.state)
+
+    def end_use(self, use: Use) -> None:
+        """Units may leave."""
+        self._uses.discard(use)
+        for unit in use.units:
+            self._leave(unit)
+        self._makes_room(None, 0, waits=False)
+        self.advance()
+
+    def plan(self, wanted: dict[Unit, bool]) -> None:
+        """Lets these come as by prefetch(), with state or without, and no others."""
+        self._wanted = wanted
+        self._awaited &= wanted.keys()
+        self.advance()
+
+    def ask(self, unit: Unit, *, state: bool) -> None:
+        """Lets a unit come, with its state or without, when there is room; see advance()."""
+        self._wanted[unit] = state
+
+    def is_used(self, unit: Unit, *, state: bool = False) -> bool:
+        """Whether a unit is in use; `state`: to be stepped."""
+        return any(unit in use.units and use.state >= state for use in self._uses)
+
+    def check_room_to_step(self, units: Iterable[Unit]) -> None:
+        """Raises RuntimeError if there is no room for one of them, as large as it is in a step."""
+        if self._budget is None:
+            return
+        for unit in units:
+            used = [each for each in self._there if self.is_used(each) and each is not unit]
+            needed = unit.needed_bytes + sum(self.bytes_of(each) for each in used)
+            if needed > self._budget:
+                raise RuntimeError(
+                    f"budget: {text_of(self._budget)} are {text_of(needed - self._budget)} too"
+                    f" little to step unit {unit.name!r}, with its state and gradients, beside the"
+                    f" units in use, {[each.name for each in used]}; no unit has been stepped: give"
+                    " more"
+                )
+
+    def _enter(self, unit: Unit, *, state: bool) -> None:
+        self._end_failed()
+        self._keep(unit, state=state)
+        is_there = not unit.missing_bytes(state=state)
+        self.hits += is_there
+        self.misses += not is_there
+        self._bring(unit, state=state, waits=True)
+        self._awaited.discard(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        if self.is_used(unit):
+            return
+        if self._device.type == "cuda":
+            end = torch.cuda.current_stream(self._device).record_event()
+            self._left[unit] = end, unit.changes
+        self._others[unit] = unit.other_bytes()
+        self._there.pop(unit, None)
+        self._there[unit] = None
+
+    def advance(self) -> None:
+        """Lets come what is wanted, as far as there is room without waiting."""
+        missing = {
+            unit: count
+            for unit, state in self._wanted.items()
+            if self._could_make_room(unit, count := unit.missing_bytes(state=state))
+        }
+        if self._budget is not None and missing:
+            over = self.taken() + sum(missing.values()) - self._budget
+            self._write_back(over, next(reversed(missing)))
+        for unit in missing:
+            state = self._wanted[unit]
+            if not self._bring(unit, state=state, waits=False):
+                return
+            self._keep(unit, state=state)
+            self._awaited.add(unit)
+
+    def _keep(self, unit: Unit, *, state: bool) -> None:
+        """Notes that a unit is there, to be used."""
+        self._wanted.pop(unit, None)
+        self._going = [
+            each for each in self._going if each.unit is not unit or each.of_state > state
+        ]
+
+    def _could_make_room(self, unit: Unit, missing: int) -> bool:
+        """Whether there is room for so many bytes of a unit once all have left that may."""
+        if self._budget is None:
+            return True
+        leaving = sum(self._leaving(unit, by_force=False).values())
+        return self.taken() - leaving + missing <= self._budget
+
+    def _bring(self, unit: Unit, *, state: bool, waits: bool) -> bool:
+        """Loads a unit; without waiting lets it come, or gives False if there is no room now."""
+        self._there.setdefault(unit)
+        while self._makes_room(unit, unit.missing_bytes(state=state), waits=waits):
+            try:
+                (unit.load if waits else unit.bring)(state=state)
+            except torch.OutOfMemoryError:  # of a GPU that others use, too
+                victim = next(iter(self._leaving(unit, by_force=True)), None)
+                if victim is None or not waits:
+                    if waits:
+                        raise
+                    return False
+                self._send_home(victim)
+            else:
+                return True
+        return False
+
+    def _makes_room(self, unit: Unit | None, missing: int, *, waits: bool) -> bool:
+        """Lets others leave until there is room for so many bytes; whether there is."""
+        if self._budget is None or (unit is not None and not missing):
+            return True
+        if self.taken() + missing > self._budget:
+            self._count_others()
+        left = set()
+        while (over := self.taken() + missing - self._budget) > 0:
+            self._write_back(over, unit, by_force=waits)
+            home = (each for each in self._going if each.is_home)
+            victim = next(home, self._going[0] if waits and self._going else None)
+            if victim is None:
+                if not waits:
+                    return False
+                used = [each.name for each in self._there if self.is_used(each)]
+                raise RuntimeError(
+                    f"budget: {text_of(self._budget)} are {text_of(over)} too little for the units"
+                    f" that are used at once, {used}; give more, or use fewer at once"
+                )
+            if victim in left:
+                raise RuntimeError(f"unit {victim.unit.name!r} could not leave the device")
+            left.add(victim)
+            self._send_home(victim)
+        return True
+
+    def _write_back(self, over: int, unit: Unit | None = None, *, by_force: bool = False) -> None:
+        """Begins to write back what leaves next, as much as is needed for so many bytes."""
+        if over <= 0:
+            return
+        leaving = self._leaving(unit, by_force=by_force)
+        self._going = [each for each in self._going if each in leaving]
+        over -= sum(leaving.pop(each) for each in self._going)
+        for each, nbytes in leaving.items():
+            if over <= 0:
+                return
+            each.write_back(self.end_of_use(each.unit))
+            self._going.append(each)
+            over -= nbytes
+
+    def _leaving(self, besides: Unit | None, *, by_force: bool) -> dict[Leaver, int]:
+        """What may leave, and its bytes, in the order in which it does.
+
+        Args:
+            besides: a unit that stays, for which they leave.
+            by_force: also what is used before that unit; at the end also what has come for a use
+                to come, and then the state of units in use that may be stepped.
+        """
+        calls = self._calls
+        found: list[tuple[tuple[int, float, int], Leaver, int]] = []
+        for place, unit in enumerate(self._there):
+            nbytes, of_state = self.bytes_of(unit), unit.state_bytes
+            if not nbytes or unit is besides:
+                continue
+            use = inf if calls is None else calls.next_use(unit, state=False)
+            use_of_state = inf if calls is None else calls.next_use(unit, state=True)
+            is_used = self.is_used(unit)
+            may_split = of_state and not self.is_used(unit, state=True)
+            if may_split and (is_used or use_of_state > use):
+                is_needed = not use_of_state or use_of_state == use == inf
+                at = 2 if is_used and is_needed else 0
+                found.append(((at, -use_of_state, place), Leaver(unit, of_state=True), of_state))
+                nbytes -= of_state
+            if not is_used:
+                at, turn = (1, -place) if unit in self._awaited else (0, place)
+                found.append(((at, -use, turn), Leaver(unit), nbytes))
+        found.sort(key=itemgetter(0))
+        soonest = inf
+        if calls is not None and besides is not None:
+            soonest = calls.next_use(besides, state=False)
+        return {
+            leaver: nbytes
+            for (at, minus_use, _), leaver, nbytes in found
+            if by_force or (not at and (soonest == inf or -minus_use > soonest))
+        }
+
+    def _send_home(self, leaver: Leaver, *, search: bool = False) -> int:
+        begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
+        is_home, before = leaver.is_home, self._traffic.bytes_out
+        freed = unit.evict_state(end) if leaver.of_state else self._evict(unit, end, search=search)
+        if not is_home or self._traffic.bytes_out > before:
+            self.seconds_waited += time.perf_counter() - begin
+        if not self.bytes_of(unit):
+            self._there.pop(unit, None)
+        return freed
+
+    def _evict(self, unit: Unit, end: torch.cuda.Event | None, *, search: bool) -> int:
+        # What a graph needs has no memory meanwhile; other views keep it. To look for these takes
+        # long, and a graph that needs the unit is usual where units come by themselves.
+        search = search or self._calls is None or unit.gives_views or not unit.has_graph
+        freed = unit.evict(end, search=search)
+        self._awaited.discard(unit)
+        return freed + self._others.pop(unit, 0)
+
+    def end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
+        """Where its last use ended on the device; None: nobody knows."""
+        end, changes = self._left.get(unit, (None, -1))
+        return end if changes == unit.changes else None
+
+    def _end_failed(self) -> None:
+        if self._calls is not None:
+            self._calls.end_failed()
+
+    def follow(self, calls: Calls | None) -> None:
+        """Units come by themselves, and who leaves is known from their calls; None: no longer."""
+        self._calls = calls
+
+    def look(self) -> None:
+        """Notes what has ended, and counts anew what is there."""
+        self._end_failed()
+        self._count_others()
+
+    def clear(self) -> None:
+        """Forgets all units, which have left."""
+        self._going.clear()
+        self._awaited.clear()
+        for known in (self._there, self._wanted, self._left, self._others):
+            known.clear()
+
+    def send_home(self, unit: Unit) -> int:
+        """Lets a unit leave that is not in use, and looks for views; the bytes that are free."""
+        return self._send_home(Leaver(unit), search=True)
+
+    def _count_others(self) -> None:
+        """Counts anew what came to units on the device, and what has gone since."""
+        for unit in self._there:
+            self._others[unit] = unit.other_bytes()
+
+    def bytes_of(self, unit: Unit) -> int:
+        """Of its device memory, with what came to it there."""
+        return unit.device_bytes + self._others.get(unit, 0)
+
+    def taken(self) -> int:
+        """Bytes of the device memory of all."""
+        return sum(map(self.bytes_of, self._there))

@@ -1,0 +1,143 @@
+"""UnitSteps: an optimizer's step, unit by unit, each of which is brought for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.room import Room
+from speedtorch.layers.unit import Unit
+
+__all__ = ["UnitSteps"]
+
+
+class UnitSteps:
+    """Lets `optimizer.step()` step units one by one, and then what belongs to none.
+
+    Args:
+        optimizer: whose step that is, and whose state_dict() gives what the host has.
+        units: by their modules.
+        room: brings them.
+    """
+
+    def __init__(self, optimizer: Optimizer, units: Mapping[nn.Module, Unit], room: Room) -> None:
+        self.optimizer, self._units, self._room = optimizer, units, room
+        for unit in units.values():
+            unit.tell_steps()
+        self._undo = _steps_by(optimizer, self._step_units)
+        self._saved = optimizer.register_state_dict_post_hook(self._saved_state)
+
+    def close(self) -> None:
+        """The optimizer is as before."""
+        self._undo()
+        self._saved.remove()
+
+    def _step_units(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Steps all units, before the step of what is left; gives what that is called with."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
+        asked: Optimizer = args[0]  # the optimizer, or its twin for what another Swapper leaves
+        step = PartialStep(asked)
+        owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
+        parts: dict[Unit | None, list[nn.Parameter]] = {None: []}
+        for group in asked.param_groups:
+            for each in group["params"]:
+                parts.setdefault(owners.get(id(each)), []).append(each)
+        others = parts.pop(None)
+        waiting = [
+            unit
+            for unit, parameters in parts.items()
+            if unit is not None and any(each.grad is not None for each in parameters)
+        ]
+        self._room.check_room_to_step(waiting)
+        waiting.sort(key=lambda unit: not unit.device_bytes)
+        for place, unit in enumerate(waiting):
+            with self._room.using([unit], state=True):
+                for later in waiting[place + 1 : place + 2]:
+                    self._room.ask(later, state=True)
+                    self._room.advance()
+                self._step(unit, step, parts[unit])
+        return (step.twin(others), *args[1:]), kwargs, step.settle
+
+    def step_unit(self, unit: Unit, step: PartialStep) -> None:
+        """Steps a unit alone, without the hooks of the optimizer's step."""
+        with self._room.using([unit], state=True):
+            self._step(unit, step, list(unit.module.parameters()))
+
+    def _step(self, unit: Unit, step: PartialStep, parameters: list[nn.Parameter]) -> None:
+        try:
+            step.step(parameters)
+        finally:
+            unit.note_step()
+
+    def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Gives state_dict() what the host has, which stays readable when units leave."""
+        on_host: dict[int, torch.Tensor] = {}
+        for unit in self._room.there:
+            on_host |= unit.state_on_host()
+
+        def found(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            host = on_host.get(value.data_ptr())
+            is_like = host is not None and (host.shape, host.dtype) == (value.shape, value.dtype)
+            return host if is_like else value
+
+        of_parameters = {
+            number: {key: found(value) for key, value in of_one.items()}
+            if isinstance(of_one, dict)
+            else of_one
+            for number, of_one in saved["state"].items()
+        }
+        return {**saved, "state": of_parameters}
+
+
+def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:
+    """Lets an optimizer's step() be one of units first; gives what undoes that.
+
+    Hooks of the step are called once, before and after all of it: ours is the last of those before.
+    """
+    original = optimizer.step
+
+    closed = False
+
+    @wraps(original)
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if closed:  # a scheduler has wrapped it
+            return original(*args, **kwargs)
+        settle: list[Callable[[], None]] = []
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            args, kwargs, done = units(optimizer, args, kwargs)
+            settle.append(done)
+            return args, kwargs
+
+        hook = optimizer.register_step_pre_hook(before)
+        try:
+            result = original(*args, **kwargs)
+            for each in settle:
+                each()
+            return result
+        finally:
+            hook.remove()
+
+    ours = MethodType(step, optimizer)  # schedulers look for its function
+    optimizer.step = ours  # type: ignore[method-assign]
+
+    def undo() -> None:
+        nonlocal closed
+        closed = True
+        if vars(optimizer).get("step") is ours:
+            optimizer.step = original  # type: ignore[method-assign]
+
+    return undo
