@@ -50,6 +50,7 @@ __all__ = [
     "is_tracing",
     "is_transformed",
     "members_of",
+    "never_compiled",
     "not_compiled",
     "of_another_dtype",
     "schema_name",
@@ -185,15 +186,23 @@ def ignored_by_data_parallel(module: nn.Module, names: Iterable[str]) -> None:
     set_names(module, every)  # type: ignore[no-untyped-call]
 
 
-def not_compiled(
-    function: _Function, reason: str = "the number of held rows changes from step to step"
-) -> _Function:
+def never_compiled(function: _Function, reason: str) -> _Function:
     """Breaks a graph that torch.compile makes, as torch.compiler.disable(reason=) does.
 
-    That one loads torch's compiler at once, this one within the first call that makes a graph.
+    That one loads torch's compiler at once, this one within the first call.
     """
     broken = _disable_dynamo(function)
     vars(broken).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    return cast(_Function, broken)
+
+
+def not_compiled(function: _Function) -> _Function:
+    """As never_compiled(), but loads torch's compiler within the first call that makes a graph.
+
+    Torch makes a graph of each wrapper as well, of which it makes a few at most: this is for few
+    objects.
+    """
+    broken = never_compiled(function, "the number of held rows changes from step to step")
 
     @wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:

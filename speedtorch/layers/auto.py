@@ -24,7 +24,7 @@ from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.room import Room, Use
 from speedtorch.layers.unit import Unit
 from speedtorch.layers.unit_steps import UnitSteps
-from speedtorch.torch_internals import current_backward, not_compiled
+from speedtorch.torch_internals import current_backward, never_compiled
 
 __all__ = ["Auto"]
 
@@ -42,7 +42,7 @@ class _Hook:
     def __init__(self, call: Callable[[], None] | None = None) -> None:
         self._call = call
 
-    @partial(not_compiled, reason="units come and go")
+    @partial(never_compiled, reason="units come and go")
     def __call__(self, *_: Any) -> None:
         if self._call is not None:
             self._call()

@@ -23,7 +23,7 @@ from speedtorch.layers.slab import Memory
 from speedtorch.layers.traffic import Traffic
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
-    not_compiled,
+    never_compiled,
     tree_leaves,
     tree_map,
     version_of,
@@ -48,7 +48,7 @@ class _Guard:
     def __init__(self, unit: Unit | None = None) -> None:
         self._unit = None if unit is None else weakref.ref(unit)
 
-    @partial(not_compiled, reason="units come and go")
+    @partial(never_compiled, reason="units come and go")
     def __call__(self, module: nn.Module, args: object, output: object) -> object:
         unit = None if self._unit is None else self._unit()
         if unit is None:

@@ -262,6 +262,26 @@ def test_not_compiled() -> None:
     assert torch.compile(whole, backend="eager")(torch.ones(1)) == 3
 
 
+def test_never_compiled() -> None:
+    made = [
+        torch_internals.never_compiled(
+            lambda tensor, more=more: tensor + more, "it is asked not to"
+        )
+        for more in range(20)
+    ]
+
+    def whole(tensor: Tensor) -> Tensor:
+        for function in made:
+            tensor = function(2 * tensor)
+        return tensor
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="it is asked not to"):
+        torch.compile(whole, backend="eager", fullgraph=True)(torch.ones(1))
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(whole, backend="eager")(torch.ones(1)), whole(torch.ones(1)))
+    test_not_compiled()  # which the others leave as it is
+
+
 def test_call_with_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "_queued_calls", [])
