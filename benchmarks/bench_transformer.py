@@ -26,7 +26,7 @@ TOKENS = tuple(
     int(each) for each in os.environ.get("TOKENS", "8192 16384" if FULL else "32").split()
 )
 CAP = 24 * GIB
-UNITS = 12 * GIB if FULL else 14 * 3 * 53000
+UNITS = 12 * GIB if FULL else 2 << 20
 """Of the cap: what units take at most."""
 AHEAD = int(os.environ.get("AHEAD", 2))
 WARM, STEPS = 2, 5

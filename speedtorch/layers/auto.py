@@ -98,14 +98,9 @@ class Auto:
             unit.call_in_backward(hook(Auto._reaches, unit))
         room.follow(self)
 
-    @property
-    def is_on(self) -> bool:
-        """Whether it has not been removed."""
-        return bool(self._hooks)
-
     def remove(self) -> None:
         """Brings units no longer by itself."""
-        if self.is_on:
+        if self._hooks:  # and no other has come since
             self._room.follow(None)
         for each in self._hooks:
             each.remove()

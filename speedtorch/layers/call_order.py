@@ -54,10 +54,11 @@ class CallOrder(Generic[Call, Key]):
         while len(self._expected) < HORIZON and self._end is not None:
             if (found := self._next.get(self._end)) is None:
                 return
+            # Its uses first: after an error between, there are some too many, and none missing.
+            for key in self._keys(found):
+                self._uses.setdefault(key, deque()).append(self._calls + len(self._expected) + 1)
             self._expected.append(found)
             self._end = self._end[1], found
-            for key in self._keys(found):
-                self._uses.setdefault(key, deque()).append(self._calls + len(self._expected))
 
     def ahead(self, count: int) -> Iterator[Call]:
         """The next ones, as far as they are known."""

@@ -44,10 +44,10 @@ class Traffic:
         """So many bytes have been queued since; `comes`: to the device."""
         self.bytes_in += nbytes if comes else 0
         self.bytes_out += 0 if comes else nbytes
-        if stream is None or isinstance(begun, float):
-            assert isinstance(begun, float)
+        if isinstance(begun, float):
             self._seconds[comes] += time.perf_counter() - begun
             return
+        assert stream is not None
         self._open.append((comes, begun, _mark(stream)))
         while len(self._open) > _KEPT and self._open[0][2].query():  # type: ignore[no-untyped-call]
             self._close(*self._open.pop(0))

@@ -44,11 +44,20 @@ class _Turn:
         for end in self._ends or ():
             if end is not None:
                 stream.wait_event(end)
-        torch.cuda.set_stream(stream)
-        return stream
+        try:
+            torch.cuda.set_stream(stream)
+            return stream
+        except BaseException:  # as Ctrl-C right after it, for which nobody calls __exit__
+            self._go_back()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._side.end = self._side.stream(self._device).record_event()
+        try:
+            self._side.end = self._side.stream(self._device).record_event()
+        finally:
+            self._go_back()
+
+    def _go_back(self) -> None:
         torch.cuda.set_stream(self._current)
         if self._current_device != self._device.index:
             torch.cuda.set_device(self._current_device)

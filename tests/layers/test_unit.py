@@ -184,8 +184,8 @@ def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
     copy_spans = slab.copy_spans
 
     def copy_late(host: Tensor, other: Tensor, spans: Any, *, comes: bool, **rest: Any) -> None:
-        kept = other.clone()
-        late.append(lambda: copy_spans(host, kept, spans, comes=comes, **rest))
+        source = other if comes else other.clone()
+        late.append(lambda: copy_spans(host, source, spans, comes=comes, **rest))
         if comes:
             late.pop()()
 
