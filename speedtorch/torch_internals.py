@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import operator
+import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -33,6 +35,7 @@ __all__ = [
     "METHODS_OF_MODULES",
     "TRUNCATED_NORMAL",
     "UNSCALES",
+    "HostGradScaler",
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
     "active_data_parallel",
@@ -59,6 +62,7 @@ __all__ = [
     "sparse_values",
     "split_apart",
     "step_without_hooks",
+    "stepping_grad_scaler",
     "storage_uses",
     "tensor_without_memory",
     "timeout_of",
@@ -262,6 +266,29 @@ UNSCALES = torch.amp.GradScaler._unscale_grads_.__name__
 
 LENT_BY_GRAD_SCALER = ("grad_scale", "found_inf")
 """Attributes that a GradScaler gives an optimizer for one step."""
+
+
+class HostGradScaler(torch.amp.GradScaler):
+    """As torch's, also for gradients in host memory while the scale is on a GPU.
+
+    Torch's does not wait for the copies of its scale, and of whether a gradient is infinite, that
+    it makes there (https://github.com/pytorch/pytorch/pull/176429 tells of the second).
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        where = {each.device.type for group in optimizer.param_groups for each in group["params"]}
+        if "cpu" in where and inv_scale.device.type != "cpu":
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+def stepping_grad_scaler() -> torch.amp.GradScaler | None:
+    """Whose step() is under way, in this thread."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    step = torch.amp.GradScaler.step.__code__
+    return next((frame.f_locals["self"] for frame in frames if frame.f_code is step), None)
 
 
 FOUND_INF = "found_inf"

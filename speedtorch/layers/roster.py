@@ -6,9 +6,10 @@ what was found is kept for as long as each of it is where it was found.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,7 +30,6 @@ class Roster:
         own: parameters and buffers, those that are not trained first.
         parameters: the parameters among them.
         buffers: the buffers among them.
-        gradients: of the parameters that have one.
         state: what the optimizer keeps of each parameter.
     """
 
@@ -44,9 +44,13 @@ class Roster:
         self.buffers = dict(module.named_buffers())
         frozen = {name: each for name, each in self.parameters.items() if not each.requires_grad}
         self.own: dict[str, Tensor] = {**frozen, **self.parameters, **self.buffers}
-        self.gradients: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
+        """The parameters that have one, by its name."""
         self.state: dict[str, Tensor] = {}
-        self._of_parameters: list[tuple[Tensor, bool, Tensor | None, dict[str, Any] | None]] = []
+        # Nobody else's gradients live longer for what was found.
+        self._of_parameters: list[
+            tuple[Tensor, bool, weakref.ref[Tensor] | None, dict[str, Any] | None]
+        ] = []
         self._empty: list[dict[str, Any]] = []
         self._kept: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for part in module.modules():
@@ -56,10 +60,11 @@ class Roster:
             if each.is_leaf and each.grad is not None:
                 if each.grad.is_conj() or each.grad.is_neg():  # as torch makes some
                     each.grad = each.grad.resolve_conj().resolve_neg()
-                self.gradients[f"the gradient of {name}"] = each.grad
+                self._gradients[f"the gradient of {name}"] = each
             kept = None if optimizer is None else optimizer.state.get(each)
             gradient = each.grad if each.is_leaf else None
-            self._of_parameters.append((each, each.requires_grad, gradient, kept))
+            known = None if gradient is None else weakref.ref(gradient)
+            self._of_parameters.append((each, each.requires_grad, known, kept))
             if kept is not None:
                 self._keep(kept)
                 for key, value in kept.items():
@@ -72,6 +77,12 @@ class Roster:
         else:
             self._empty.append(entries)
 
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the parameters that have one, while is_current()."""
+        found = {name: each.grad for name, each in self._gradients.items()}
+        return cast(dict[str, Tensor], found)
+
     def is_current(self) -> bool:
         """Whether all is where it was found, and nothing else."""
         if any(self._empty):
@@ -80,8 +91,13 @@ class Roster:
             if len(entries) != len(values) or not all(map(is_, entries.values(), values)):
                 return False
         state = None if self._optimizer is None else self._optimizer.state
-        for each, is_trained, gradient, kept in self._of_parameters:
-            if (each.is_leaf and each.grad is not gradient) or each.requires_grad is not is_trained:
+        for each, is_trained, known, kept in self._of_parameters:
+            if each.requires_grad is not is_trained:
+                return False
+            gradient = each.grad if each.is_leaf else None
+            if (known is None) is not (gradient is None):
+                return False
+            if known is not None and known() is not gradient:
                 return False
             if state is not None and state.get(each) is not kept:
                 return False

@@ -14,7 +14,7 @@ from speedtorch.layers.auto import Auto
 from speedtorch.layers.room import Room
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.traffic import Traffic
-from speedtorch.layers.unit import Unit
+from speedtorch.layers.unit import Unit, exact_device
 from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.memory.byte_count import bytes_of
 
@@ -76,9 +76,7 @@ class Swapper:
     ) -> None:
         named = _named(modules)
         self.optimizer = optimizer
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = exact_device(device)
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = Traffic()
         self._units: dict[nn.Module, Unit] = {}

@@ -29,7 +29,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "exact_device"]
 
 _Part: TypeAlias = tuple[Pack, Members]
 
@@ -190,7 +190,7 @@ class Unit:
                 f"optimizer: expected a torch.optim.Optimizer or None, got"
                 f" {type(optimizer).__name__}"
             )
-        self.device = torch.device(device)
+        self.device = exact_device(device)
         if self.device.type == "meta":
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
         self.module, self.optimizer, self.name = module, optimizer, name
@@ -485,6 +485,12 @@ class Unit:
         """Whether an optimizer's step would change it."""
         return any(each.grad is not None for each in self._parameters.values())
 
+    @property
+    def gradients_were_on_host(self) -> bool:
+        """Whether gradients are there, or have been since they were made."""
+        pack, members = self._parts()[1]
+        return pack.other_bytes(members) < sum(each.nbytes for each in members.tensors.values())
+
     def on_host(self) -> dict[int, Tensor]:
         """Its parameters and buffers on the host by their addresses on the device."""
         self.write_back()
@@ -591,6 +597,14 @@ class Unit:
         assert self.optimizer is not None
         takes_it = (g for g in self.optimizer.param_groups if g.get("capturable") or g.get("fused"))
         return not any(each is parameter for group in takes_it for each in group["params"])
+
+
+def exact_device(device: torch.device | str) -> torch.device:
+    """As tensors there name it: "cuda" is the current GPU."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.room import Room
 from speedtorch.layers.unit import Unit
+from speedtorch.torch_internals import HostGradScaler, stepping_grad_scaler
 
 __all__ = ["UnitSteps"]
 
@@ -59,6 +60,7 @@ class UnitSteps:
             for unit, parameters in parts.items()
             if unit is not None and any(each.grad is not None for each in parameters)
         ]
+        _check_scaler(waiting)
         self._room.check_room_to_step(waiting)
         waiting.sort(key=lambda unit: not unit.device_bytes)
         for place, unit in enumerate(waiting):
@@ -100,6 +102,18 @@ class UnitSteps:
             for number, of_one in saved["state"].items()
         }
         return {**saved, "state": of_parameters}
+
+
+def _check_scaler(units: Iterable[Unit]) -> None:
+    """Raises RuntimeError if gradients were not scaled back that were in host memory."""
+    on_gpu = [each for each in units if each.device.type != "cpu"]
+    moved = [each.name for each in on_gpu if each.gradients_were_on_host]
+    if moved and not isinstance(stepping_grad_scaler(), HostGradScaler | None):
+        raise RuntimeError(
+            f"GradScaler: gradients of units {moved} have been in host memory, where torch's"
+            " divides them before its scale has come there; no unit has been stepped: use"
+            " speedtorch.GradScaler, which waits"
+        )
 
 
 def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:

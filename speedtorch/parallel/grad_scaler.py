@@ -1,4 +1,4 @@
-"""GradScaler: ranks that share rows out make or skip a step together."""
+"""GradScaler: also for rows that ranks share out, and for gradients in host memory."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from torch.optim import Optimizer
 
 from speedtorch.parallel.sharded_rows import ranks_of
 from speedtorch.step.trained_rows import rows_held_by
-from speedtorch.torch_internals import as_plain
+from speedtorch.torch_internals import HostGradScaler, as_plain
 
 __all__ = ["GradScaler"]
 
 
-class GradScaler(torch.amp.GradScaler):
-    """As torch.amp.GradScaler, also for rows that are shared out: no rank steps if one must not.
+class GradScaler(HostGradScaler):
+    """As torch.amp.GradScaler, also for rows that are shared out, and for units of layers.
 
-    Each rank has the gradients of its own rows, so that ranks would skip different steps, and
-    their scales would part. Here they tell each other, once for each optimizer that holds such
-    rows, in unscale_() or else in step(): all ranks call these in the same order, also with an
-    empty batch. The arguments are torch's.
+    **Rows:** no rank steps if one must not. Each rank has the gradients of its own rows, so that
+    ranks would skip different steps, and their scales would part. Here they tell each other, once
+    for each optimizer that holds such rows, in unscale_() or else in step(): all ranks call these
+    in the same order, also with an empty batch.
+
+    **Layers** that a Swapper moves: their gradients may be in host memory while the scale is on the
+    GPU, and are not divided before the scale has come there. Torch's does not wait.
+
+    The arguments are torch's.
 
     Example:
         >>> import speedtorch

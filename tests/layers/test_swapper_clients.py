@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from unit_models import Layer, assert_equal, tensors_of
 
+from speedtorch import GradScaler
 from speedtorch.layers import Swapper
 
 UNITS = 3
@@ -69,7 +70,7 @@ def test_a_grad_scaler_skips_the_steps_of_units(device: str, fused: bool) -> Non
     for model, optimizer, _ in models:
         for layer in model.layers:  # torch scales no gradients of 16 bits back
             layer.narrow.requires_grad_(False)
-        scaler = torch.amp.GradScaler(device, init_scale=8.0)
+        scaler = GradScaler(device, init_scale=8.0)
         for step in range(4):
             optimizer.zero_grad()
             loss = model(batch(step, device)).square().mean()

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from unit_models import tensors_of
 
+from speedtorch import GradScaler
 from speedtorch.layers import Swapper
 
 
@@ -307,7 +308,7 @@ def test_gradients_are_unscaled_wherever_they_are(device: str, budget: int, ahea
     whole.to(device)
     for layers in (made, whole):
         optimizer = optim.SGD(layers.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+        scaler = GradScaler(device, init_scale=1024.0)
         if layers is made:
             Swapper(made, optimizer, device=device, budget=budget).auto(ahead=ahead)
         for step in range(4):
@@ -319,6 +320,54 @@ def test_gradients_are_unscaled_wherever_they_are(device: str, budget: int, ahea
             scaler.update()
             optimizer.zero_grad()
     assert same(made, whole)
+
+
+@NEEDS_GPU
+def test_gradients_in_host_memory_wait_for_the_scale() -> None:
+    made, whole = pair(2)
+    whole.cuda()
+    for layers in (made, whole):
+        optimizer = optim.SGD(layers.parameters(), lr=0.1)
+        scaler = GradScaler(init_scale=4.0)
+        swapper = Swapper(made, optimizer) if layers is made else None
+        with nullcontext() if swapper is None else swapper.use(*layers):
+            scaler.scale(layers[1](layers[0](torch.ones(2, 4).cuda())).sum()).backward()
+        if swapper is not None:
+            swapper.evict()
+        torch.cuda._sleep(200_000_000)  # cycles: the scale comes late
+        scaler.step(optimizer)
+    assert same(made, whole)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_a_scaler_that_does_not_wait_is_refused(fused: bool) -> None:
+    made, _ = pair(2)
+    before = [each.detach().clone() for each in made.parameters()]
+    optimizer = optim.SGD(made.parameters(), lr=0.1, fused=fused)
+    swapper = Swapper(made, optimizer)
+    x = torch.ones(2, 4).cuda()
+
+    def backward(scaler: torch.amp.GradScaler) -> None:
+        optimizer.zero_grad()
+        scaler.scale(made[1](made[0](x)).sum()).backward()
+
+    scaler = torch.amp.GradScaler(init_scale=4.0)
+    with swapper.use(*made):
+        backward(scaler)
+    swapper.evict(made[0])
+    with pytest.raises(RuntimeError, match=r"units \['0'\].*use speedtorch.GradScaler"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, (each.cpu() for each in made.parameters())))
+    for scaler in (GradScaler(), torch.amp.GradScaler(enabled=False)):
+        with swapper.use(*made):
+            backward(scaler)
+        swapper.evict()
+        scaler.step(optimizer)
+    with swapper.use(*made):
+        scaler = torch.amp.GradScaler()
+        backward(scaler)
+        scaler.step(optimizer)  # of gradients that have never left
 
 
 def test_views_that_are_kept_of_state_keep_their_values(device: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -219,6 +220,16 @@ def test_gradients_that_came_count_once(device: str) -> None:
         assert unit.needed_bytes == whole + unit.other_bytes()
         unit.evict()
         unit.module.zero_grad()
+
+
+def test_gradients_that_are_dropped_are_gone_at_once(device: str) -> None:
+    _, _, unit = made(device)
+    unit.load()
+    unit.module(torch.randn(6, 4, device=device)).sum().backward()
+    assert unit.other_bytes()
+    kept = [weakref.ref(each.grad) for each in unit.module.parameters() if each.grad is not None]
+    unit.module.zero_grad()
+    assert kept and all(each() is None for each in kept)
 
 
 def test_statistics_that_torch_does_not_count_are_written_back(device: str) -> None:

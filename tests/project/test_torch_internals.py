@@ -354,6 +354,28 @@ def test_lent_by_grad_scaler() -> None:
     assert lent == [set(torch_internals.LENT_BY_GRAD_SCALER)]
 
 
+def test_host_grad_scaler_and_stepping_grad_scaler() -> None:
+    seen = []
+
+    class Seen(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Notes who steps it, and with what gradient."""
+            scaler = torch_internals.stepping_grad_scaler()
+            seen.append((scaler, [each.grad.item() for each in self.param_groups[0]["params"]]))
+
+    parameter = nn.Parameter(torch.tensor(2.0))
+    optimizer = Seen([parameter])
+    scaler = torch_internals.HostGradScaler("cpu", init_scale=4.0)
+    for factor in (3.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale(factor * parameter).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.step()
+    assert seen == [(scaler, [3.0]), (None, [float("inf")])]
+    assert scaler.get_scale() == 2.0
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_unscales(fused: bool) -> None:
     calls: list[float] = []
