@@ -59,7 +59,7 @@ class Auto:
         units: of it.
         steps: steps each unit in backward, once its gradients are complete, which are dropped then;
             None: nobody does.
-        ahead: calls ahead that units are brought.
+        ahead: units that are brought ahead.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class Auto:
         *,
         ahead: int,
     ) -> None:
-        self._room, self._units, self._steps, self._ahead = room, units, steps, ahead
+        self._room, self._units, self._steps = room, units, steps
+        self._ahead = min(ahead, len(units) - 1)
         self._part: PartialStep | None = None
         """The step of the backward of now."""
         self._forward: dict[Unit, list[Use]] = {}
@@ -201,9 +202,11 @@ class Auto:
         """Remembers what came after what, and asks for what is to come."""
         self._order.note(reached)
         wanted: dict[Unit, bool] = {}
-        for each in self._order.ahead(self._ahead):
-            wanted.setdefault(each.unit, self._takes_state(each))
-        wanted.pop(reached.unit, None)
+        for each in self._order.ahead():
+            if len(wanted) == self._ahead:
+                break
+            if each.unit is not reached.unit:
+                wanted.setdefault(each.unit, self._takes_state(each))
         if self._takes_state(reached):  # at its end, before the others are used
             wanted = {reached.unit: True, **wanted}
         self._room.plan(wanted)

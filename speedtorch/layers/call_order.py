@@ -60,8 +60,8 @@ class CallOrder(Generic[Call, Key]):
             self._expected.append(found)
             self._end = self._end[1], found
 
-    def ahead(self, count: int) -> Iterator[Call]:
-        """The next ones, as far as they are known."""
+    def ahead(self, count: int | None = None) -> Iterator[Call]:
+        """The next ones, as far as they are known; None: all of these."""
         return islice(self._expected, count)
 
     def next_use(self, key: Key) -> float:

@@ -212,7 +212,7 @@ class Swapper:
             raise RuntimeError("step: the swapper was made without an optimizer")
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
-    def auto(self, *, step: bool = False, ahead: int = 1) -> Auto:
+    def auto(self, *, step: bool = False, ahead: int = 2) -> Auto:
         """Brings units as forward and backward reach them, and the next ones in the order seen.
 
         A unit may leave between its forward and its backward, which brings it again. The backward
@@ -223,7 +223,7 @@ class Swapper:
             step: step each unit in the backward pass, as soon as its gradients are complete, and
                 drop them (`grad = None`): each backward() is a step, and a later optimizer.step()
                 is one of what belongs to no unit.
-            ahead: calls ahead that units are brought.
+            ahead: how many of the next units are brought meanwhile, where there is room.
 
         Returns:
             What ends that by remove(), or as a context manager.
@@ -235,7 +235,7 @@ class Swapper:
         if step and self.optimizer is None:
             raise RuntimeError("auto: the swapper was made without an optimizer, and cannot step")
         if ahead < 0:
-            raise ValueError(f"auto: ahead: expected 0 calls or more, got {ahead}")
+            raise ValueError(f"auto: ahead: expected 0 units or more, got {ahead}")
         if self._auto is not None:
             self._auto.remove()
         steps = self._steps if step else None

@@ -289,7 +289,7 @@ def test_a_step_in_backward_needs_an_optimizer() -> None:
     swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
     with pytest.raises(RuntimeError, match="made without an optimizer"):
         swapper.auto(step=True)
-    with pytest.raises(ValueError, match="ahead: expected 0 calls or more, got -1"):
+    with pytest.raises(ValueError, match="ahead: expected 0 units or more, got -1"):
         swapper.auto(ahead=-1)
 
 

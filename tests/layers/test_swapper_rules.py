@@ -387,7 +387,7 @@ def test_views_that_are_kept_of_state_keep_their_values(device: str) -> None:
     assert all(torch.equal(each.cpu(), value) for each, value in zip(views, values, strict=True))
 
 
-def test_more_calls_ahead_do_not_let_units_come_twice(device: str) -> None:
+def test_more_units_ahead_do_not_let_units_come_twice(device: str) -> None:
     came = []
     for ahead in (0, 1, 3):
         layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
