@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
 from operator import itemgetter
@@ -90,6 +90,8 @@ class Room:
         self._others: dict[Unit, int] = {}
         """Bytes on the device that came to a unit there, when it was used last."""
         self._calls: Calls | None = None
+        self._turns: dict[Unit, int] = {}
+        """Units that are used next, one after another, with their turns."""
         self.hits = self.misses = 0
         self.seconds_waited = 0.0
 
@@ -136,6 +138,34 @@ class Room:
     def ask(self, unit: Unit, *, state: bool) -> None:
         """Lets a unit come, with its state or without, when there is room; see advance()."""
         self._wanted[unit] = state
+
+    def each(
+        self, units: Collection[Unit], *, state: bool, ahead: int
+    ) -> Generator[Unit, None, None]:
+        """Brings units one after another, in the order that moves least, each while it is given.
+
+        Args:
+            units: of those that this brings.
+            state: bring the optimizer's state as well.
+            ahead: how many of the next ones are brought meanwhile.
+
+        Yields:
+            A unit, which is in use until the next one is asked for, or this is closed.
+        """
+        # What is there comes first, and last what is used soonest after all of them.
+        order = sorted(units, key=lambda unit: -self._next_use(unit, state=False))
+        order.sort(key=lambda unit: not unit.device_bytes)
+        self._turns = {unit: turn for turn, unit in enumerate(order)}
+        try:
+            for turn, unit in enumerate(order):
+                with self.using([unit], state=state):
+                    for later in order[turn + 1 : turn + 1 + ahead]:
+                        self.ask(later, state=state)
+                    self.advance()
+                    yield unit
+                    del self._turns[unit]
+        finally:
+            self._turns = {}
 
     def is_used(self, unit: Unit, *, state: bool = False) -> bool:
         """Whether a unit is in use; `state`: to be stepped."""
@@ -270,14 +300,13 @@ class Room:
             by_force: also what is used before that unit; at the end also what has come for a use
                 to come, and then the state of units in use that may be stepped.
         """
-        calls = self._calls
         found: list[tuple[tuple[int, float, int], Leaver, int]] = []
         for place, unit in enumerate(self._there):
             nbytes, of_state = self.bytes_of(unit), unit.state_bytes
             if not nbytes or unit is besides:
                 continue
-            use = inf if calls is None else calls.next_use(unit, state=False)
-            use_of_state = inf if calls is None else calls.next_use(unit, state=True)
+            use = self._next_use(unit, state=False)
+            use_of_state = self._next_use(unit, state=True)
             is_used = self.is_used(unit)
             may_split = of_state and not self.is_used(unit, state=True)
             if may_split and (is_used or use_of_state > use):
@@ -289,14 +318,19 @@ class Room:
                 at, turn = (1, -place) if unit in self._awaited else (0, place)
                 found.append(((at, -use, turn), Leaver(unit), nbytes))
         found.sort(key=itemgetter(0))
-        soonest = inf
-        if calls is not None and besides is not None:
-            soonest = calls.next_use(besides, state=False)
+        soonest = inf if besides is None else self._next_use(besides, state=False)
         return {
             leaver: nbytes
             for (at, minus_use, _), leaver, nbytes in found
             if by_force or (not at and (soonest == inf or -minus_use > soonest))
         }
+
+    def _next_use(self, unit: Unit, *, state: bool) -> float:
+        """As Calls.next_use, after those whose turn comes before."""
+        if unit in self._turns:
+            return self._turns[unit] - next(iter(self._turns.values()))
+        later = inf if self._calls is None else self._calls.next_use(unit, state=state)
+        return later + len(self._turns)
 
     def _send_home(self, leaver: Leaver, *, search: bool = False) -> int:
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)

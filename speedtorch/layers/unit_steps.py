@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -62,12 +63,8 @@ class UnitSteps:
         ]
         _check_scaler(waiting)
         self._room.check_room_to_step(waiting)
-        waiting.sort(key=lambda unit: not unit.device_bytes)
-        for place, unit in enumerate(waiting):
-            with self._room.using([unit], state=True):
-                for later in waiting[place + 1 : place + 2]:
-                    self._room.ask(later, state=True)
-                    self._room.advance()
+        with closing(self._room.each(waiting, state=True, ahead=1)) as units:
+            for unit in units:
                 self._step(unit, step, parts[unit])
         return (step.twin(others), *args[1:]), kwargs, step.settle
 
