@@ -28,7 +28,6 @@ TOKENS = tuple(
 CAP = 24 * GIB
 UNITS = 12 * GIB if FULL else 2 << 20
 """Of the cap: what units take at most."""
-AHEAD = int(os.environ.get("AHEAD", 2))
 WARM, STEPS = 2, 5
 
 
@@ -176,7 +175,7 @@ def swapped(
     swapper = speedtorch.Swapper(model, optimizer, device=DEVICE, budget=UNITS)
     print(f"units in {time.perf_counter() - begin:.1f} s", flush=True)
     step = trained(model, optimizer)
-    with swapper.auto(step=True, ahead=AHEAD):
+    with swapper.auto(step=True):
         for tokens, words in data.items():
             _, first = timed(step, words[:WARM])
             before = swapper.report()
