@@ -44,6 +44,7 @@ __all__ = [
     "call_with_first_gpu",
     "can_skip",
     "current_backward",
+    "current_stream",
     "forget_failed_backward",
     "gradient_hooks",
     "group_like",
@@ -323,6 +324,19 @@ def step_without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
     """The step of a class without torch's wrapper, which calls every hook."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+@cache
+def _stream_of(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(  # type: ignore[no-untyped-call]
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """As torch.cuda.current_stream(), of a GPU that has been used, without making the object."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _stream_of(*torch._C._cuda_getCurrentStream(index))
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:

@@ -64,7 +64,9 @@ def copy_spans(
     is_direct = is_pinned or other.is_cpu
     stage = None if is_direct else _stage(other.device)
     for begin, end in spans:
-        of_host, of_other = host[begin:end], other[begin:end]
+        of_host, of_other = host, other
+        if end - begin < host.numel():
+            of_host, of_other = host[begin:end], other[begin:end]
         if stage is not None:
             (stage.fill if comes else stage.drain)(of_host, of_other)
         elif comes:

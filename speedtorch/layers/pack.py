@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -50,10 +50,14 @@ class Members(NamedTuple):
 
 
 @contextmanager
-def _plain_tensors() -> Iterator[None]:
-    """What is made within is an ordinary tensor without a graph, whatever mode the caller is in."""
+def _no_inference() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _plain_tensors() -> AbstractContextManager[None]:
+    """What is made within is an ordinary tensor without a graph, whatever mode the caller is in."""
+    return _no_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
 class Pack:

@@ -15,6 +15,7 @@ import torch
 from speedtorch.layers.traffic import Traffic
 from speedtorch.layers.unit import Unit
 from speedtorch.memory.byte_count import text_of
+from speedtorch.step.side_stream import end_of_current
 
 __all__ = ["Room", "Use"]
 
@@ -85,7 +86,7 @@ class Room:
         """What has come and was not used yet."""
         self._going: list[Leaver] = []
         """What is being written back to leave then, the first first."""
-        self._left: dict[Unit, tuple[torch.cuda.Event, int]] = {}
+        self._left: dict[Unit, tuple[torch.cuda.Event | None, int]] = {}
         """Where the last use ended, and the unit's count of changes then."""
         self._others: dict[Unit, int] = {}
         """Bytes on the device that came to a unit there, when it was used last."""
@@ -198,9 +199,7 @@ class Room:
     def _leave(self, unit: Unit) -> None:
         if self.is_used(unit):
             return
-        if self._device.type == "cuda":
-            end = torch.cuda.current_stream(self._device).record_event()
-            self._left[unit] = end, unit.changes
+        self._left[unit] = end_of_current(self._device), unit.changes
         self._others[unit] = unit.other_bytes()
         self._there.pop(unit, None)
         self._there[unit] = None

@@ -210,7 +210,9 @@ class Slab:
         )
         self.is_filled = False
         """Whether the device slab has its bytes, or is about to."""
-        self._coming, self._leaving = SideStream("layers coming"), SideStream("layers leaving")
+        self._coming, self._leaving = (
+            SideStream(purpose, is_timed=True) for purpose in ("layers coming", "layers leaving")
+        )
         if device.type == "cuda":
             weakref.finalize(self, _gone, self._coming, device).atexit = False
         self._host_views: dict[str, Tensor] = {}
@@ -380,8 +382,9 @@ class Slab:
                 self._whole = empty.set_(self._storage, 0, (self.nbytes,), (1,))
             begun = self.traffic.begin(stream)
             copy_spans(self.host, self._whole, spans, comes=comes, is_pinned=self._is_pinned)
-            copied = sum([end - begin for begin, end in spans])
-            self.traffic.end(begun, stream, copied, comes=comes)
+        copied = sum([end - begin for begin, end in spans])
+        side = self._coming if comes else self._leaving
+        self.traffic.end(begun, side.end, copied, comes=comes)
         self.is_filled = self.is_filled or comes
         return spans
 

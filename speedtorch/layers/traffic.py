@@ -15,12 +15,6 @@ _KEPT = 64  # events of so many copies, before anybody looks whether they are do
 Begun: TypeAlias = float | torch.cuda.Event
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
-
-
 class Traffic:
     """Bytes copied each way, and the seconds that the copies have taken.
 
@@ -33,22 +27,26 @@ class Traffic:
         self.bytes_in = self.bytes_out = 0
         self._seconds = [0.0, 0.0]
         self._open: list[tuple[bool, torch.cuda.Event, torch.cuda.Event]] = []
+        self._free: list[torch.cuda.Event] = []
+        """Marks that have been read."""
 
     def begin(self, stream: torch.cuda.Stream | None) -> Begun:
         """A copy begins on a stream; without a stream it is done when end() is called."""
-        return time.perf_counter() if stream is None else _mark(stream)
+        if stream is None:
+            return time.perf_counter()
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
-    def end(
-        self, begun: Begun, stream: torch.cuda.Stream | None, nbytes: int, *, comes: bool
-    ) -> None:
-        """So many bytes have been queued since; `comes`: to the device."""
+    def end(self, begun: Begun, end: torch.cuda.Event | None, nbytes: int, *, comes: bool) -> None:
+        """So many bytes have been queued since, up to a timed event; `comes`: to the device."""
         self.bytes_in += nbytes if comes else 0
         self.bytes_out += 0 if comes else nbytes
         if isinstance(begun, float):
             self._seconds[comes] += time.perf_counter() - begun
             return
-        assert stream is not None
-        self._open.append((comes, begun, _mark(stream)))
+        assert end is not None
+        self._open.append((comes, begun, end))
         while len(self._open) > _KEPT and self._open[0][2].query():  # type: ignore[no-untyped-call]
             self._close(*self._open.pop(0))
 
@@ -66,3 +64,4 @@ class Traffic:
 
     def _close(self, comes: bool, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         self._seconds[comes] += start.elapsed_time(end) / 1e3
+        self._free.append(start)

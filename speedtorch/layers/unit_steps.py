@@ -105,7 +105,8 @@ def _check_scaler(units: Iterable[Unit]) -> None:
     """Raises RuntimeError if gradients were not scaled back that were in host memory."""
     on_gpu = [each for each in units if each.device.type != "cpu"]
     moved = [each.name for each in on_gpu if each.gradients_were_on_host]
-    if moved and not isinstance(stepping_grad_scaler(), HostGradScaler | None):
+    scaler = stepping_grad_scaler() if moved else None
+    if scaler is not None and scaler.is_enabled() and not isinstance(scaler, HostGradScaler):
         raise RuntimeError(
             f"GradScaler: gradients of units {moved} have been in host memory, where torch's"
             " divides them before its scale has come there; no unit has been stepped: use"

@@ -9,7 +9,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream"]
+from speedtorch.torch_internals import current_stream
+
+__all__ = ["SideStream", "end_of_current"]
+
+
+def end_of_current(device: torch.device) -> torch.cuda.Event | None:
+    """Where the work ends that the current stream has by now; None: it is done."""
+    return current_stream(device).record_event() if device.type == "cuda" else None
 
 
 @cache
@@ -38,7 +45,7 @@ class _Turn:
     def __enter__(self) -> torch.cuda.Stream:
         stream = self._side.stream(self._device)
         self._current_device = torch.cuda.current_device()
-        self._current = torch.cuda.current_stream(self._device)
+        self._current = current_stream(self._device)
         if self._ends is None:
             stream.wait_stream(self._current)
         for end in self._ends or ():
@@ -53,7 +60,7 @@ class _Turn:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._side.end = self._side.stream(self._device).record_event()
+            self._side.note_end(self._device)
         finally:
             self._go_back()
 
@@ -64,10 +71,15 @@ class _Turn:
 
 
 class SideStream:
-    """A stream beside the current one, one for each purpose, and where its last work ends."""
+    """A stream beside the current one, one for each purpose, and where its last work ends.
 
-    def __init__(self, purpose: str) -> None:
-        self._purpose = purpose
+    Args:
+        purpose: its name.
+        is_timed: whether somebody wants to know when that was.
+    """
+
+    def __init__(self, purpose: str, *, is_timed: bool = False) -> None:
+        self._purpose, self._is_timed = purpose, is_timed
         self.end: torch.cuda.Event | None = None
 
     def after_current(
@@ -91,6 +103,12 @@ class SideStream:
         """That of its purpose."""
         return _stream(device, self._purpose)
 
+    def note_end(self, device: torch.device) -> None:
+        """Its last work is what it has by now."""
+        end = torch.cuda.Event(enable_timing=self._is_timed)  # type: ignore[no-untyped-call]
+        end.record(self.stream(device))
+        self.end = end
+
     def uses(self, tensors: Sequence[Tensor]) -> None:
         """Memory of the current stream that the side stream reads is not given away meanwhile."""
         for tensor in tensors:
@@ -111,5 +129,5 @@ class SideStream:
     def join(self) -> None:
         """What the current stream gets from now on begins when the side stream is done."""
         if self.end is not None:
-            torch.cuda.current_stream(self.end.device).wait_event(self.end)
+            current_stream(self.end.device).wait_event(self.end)
             self.end = None

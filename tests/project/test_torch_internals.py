@@ -203,6 +203,16 @@ def test_is_tracing() -> None:
     assert found == [False, True]
 
 
+@NEEDS_GPU
+def test_current_stream() -> None:
+    side = torch.cuda.Stream()
+    for device in (torch.device("cuda"), torch.device("cuda", torch.cuda.current_device())):
+        assert torch_internals.current_stream(device) == torch.cuda.current_stream()
+        with torch.cuda.stream(side):
+            assert torch_internals.current_stream(device) == side
+            assert torch_internals.current_stream(device) is torch_internals.current_stream(device)
+
+
 def test_storage_uses() -> None:
     tensor = torch.zeros(4)
     storage = tensor.untyped_storage()
