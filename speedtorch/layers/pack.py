@@ -166,7 +166,7 @@ class Pack:
             TypeError, ValueError, MemoryError: as of evict(), for a tensor that came on the host.
         """
         at, copied = self._slab.where(members.tensors), 0
-        if not self._is_there(members, at):
+        if at and not self._is_there(members, at):
             if None in at.values():
                 self.evict(members)
                 at = self._slab.where(members.tensors)

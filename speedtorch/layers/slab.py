@@ -39,7 +39,7 @@ class Memory(Enum):
     DEVICE = "device"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Place:
     """Where a tensor is in a slab: bytes from the slab's begin on, in the bytes of a slot."""
 
@@ -56,9 +56,9 @@ class _Place:
         return math.prod(self.size)
 
     def is_like(self, tensor: Tensor) -> bool:
+        """Whether a dense tensor could lie there."""
         return (
-            tensor.layout == torch.strided
-            and tensor.dtype == self.dtype
+            tensor.dtype is self.dtype
             and tensor.shape == self.size
             and tensor.stride() == self.stride
         )
@@ -193,6 +193,7 @@ class Slab:
         self.device = device
         self.host = host_bytes(self.nbytes, device)
         """`[nbytes]`, uint8."""
+        self._address = self.host.data_ptr()
         self._is_pinned = is_pinned(self.host)
         if before is not None:
             before.wait()
@@ -227,7 +228,7 @@ class Slab:
 
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
         """In which of the memories each is the view of that name; None: it is no such view."""
-        host, device = self.host.data_ptr(), self._storage.data_ptr() if self.device_bytes else None
+        host, device = self._address, self._storage.data_ptr() if self.device_bytes else None
         found: dict[str, Memory | None] = {}
         for name, tensor in tensors.items():
             memory, place = None, self._places.get(name)
@@ -239,11 +240,7 @@ class Slab:
                     memory = Memory.DEVICE
                 elif not place.numel:  # torch gives tensors without elements no address
                     memory = self._memory_of_none(place, tensor)
-                if not (
-                    tensor.dtype is place.dtype
-                    and tensor.shape == place.size
-                    and tensor.stride() == place.stride
-                ):
+                if memory is not None and not place.is_like(tensor):
                     memory = None
             found[name] = memory
         return found
