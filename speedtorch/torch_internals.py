@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import cache, partial, wraps
 from types import CodeType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ __all__ = [
     "TRUNCATED_NORMAL",
     "UNSCALES",
     "HostGradScaler",
+    "SteppingScaler",
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
     "active_data_parallel",
@@ -279,17 +280,37 @@ class HostGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        where = {each.device.type for group in optimizer.param_groups for each in group["params"]}
+        with as_plain():
+            every = [each for group in optimizer.param_groups for each in group["params"]]
+            where = {each.grad.device.type for each in every if each.grad is not None}
         if "cpu" in where and inv_scale.device.type != "cpu":
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
 
-def stepping_grad_scaler() -> torch.amp.GradScaler | None:
-    """Whose step() is under way, in this thread."""
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
-    step = torch.amp.GradScaler.step.__code__
-    return next((frame.f_locals["self"] for frame in frames if frame.f_code is step), None)
+class SteppingScaler(NamedTuple):
+    """A GradScaler whose step() is under way, and does scale.
+
+    Attributes:
+        scaler: which one.
+        waits: whether it has divided no gradient before its scale had come to where that is.
+    """
+
+    scaler: torch.amp.GradScaler
+    waits: bool
+
+
+def stepping_grad_scaler() -> SteppingScaler | None:
+    """The GradScaler that calls an optimizer's step(), in this thread."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            scaler, known = frame.f_locals["self"], frame.f_locals.get("optimizer_state")
+            if known is None:  # it is disabled
+                return None
+            divided = {each.type for each in known["found_inf_per_device"]}
+            is_near = "cpu" not in divided or scaler._scale.device.type == "cpu"
+            return SteppingScaler(scaler, is_near or isinstance(scaler, HostGradScaler))
+    return None
 
 
 FOUND_INF = "found_inf"

@@ -97,12 +97,16 @@ class Auto:
                 module.register_forward_hook(_Hook(ends), always_call=True),
             ]
             unit.call_in_backward(hook(Auto._reaches, unit))
+        if steps is not None:
+            steps.note_backward(steps=True)
         room.follow(self)
 
     def remove(self) -> None:
         """Brings units no longer by itself."""
         if self._hooks:  # and no other has come since
             self._room.follow(None)
+            if self._steps is not None:
+                self._steps.note_backward(steps=False)
         for each in self._hooks:
             each.remove()
         self._hooks.clear()

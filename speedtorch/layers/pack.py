@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedtorch.layers.slab import Memory, Slab
+from speedtorch.layers.slab import Memory, Slab, check_packable
 from speedtorch.layers.traffic import Traffic
 from speedtorch.torch_internals import set_versions, version_of
 
@@ -193,12 +193,18 @@ class Pack:
         )
 
     def other_bytes(self, members: Members) -> int:
-        """Bytes on the device that came to them since they were loaded."""
+        """Bytes on the device that came to them since they were loaded.
+
+        Raises TypeError, ValueError as evict() would for one of them.
+        """
         if not members.tensors:
             return 0
-        at = self._slab.where(members.tensors)
-        others = [tensor for name, tensor in members.tensors.items() if at[name] is None]
-        return sum(each.nbytes for each in others if each.device == self._slab.device)
+        at, count = self._slab.where(members.tensors), 0
+        for name, each in members.tensors.items():
+            if at[name] is None and each.device == self._slab.device:
+                check_packable(name, each)
+                count += each.nbytes
+        return count
 
     def missing_bytes(self, members: Members) -> int:
         """Bytes of device memory that load() would take."""

@@ -143,7 +143,7 @@ class Room:
     def each(
         self, units: Collection[Unit], *, state: bool, ahead: int
     ) -> Generator[Unit, None, None]:
-        """Brings units one after another, in the order that moves least, each while it is given.
+        """Brings units one after another, those first that are there, each while it is given.
 
         Args:
             units: of those that this brings.
@@ -153,18 +153,16 @@ class Room:
         Yields:
             A unit, which is in use until the next one is asked for, or this is closed.
         """
-        # What is there comes first, and last what is used soonest after all of them.
-        order = sorted(units, key=lambda unit: -self._next_use(unit, state=False))
-        order.sort(key=lambda unit: not unit.device_bytes)
-        self._turns = {unit: turn for turn, unit in enumerate(order)}
+        order = sorted(units, key=lambda unit: not unit.device_bytes)
         try:
+            self._turns = {unit: turn for turn, unit in enumerate(order)}
             for turn, unit in enumerate(order):
                 with self.using([unit], state=state):
                     for later in order[turn + 1 : turn + 1 + ahead]:
                         self.ask(later, state=state)
                     self.advance()
                     yield unit
-                    del self._turns[unit]
+                    self._turns.pop(unit, None)
         finally:
             self._turns = {}
 
@@ -371,7 +369,7 @@ class Room:
         """Forgets all units, which have left."""
         self._going.clear()
         self._awaited.clear()
-        for known in (self._there, self._wanted, self._left, self._others):
+        for known in (self._there, self._wanted, self._left, self._others, self._turns):
             known.clear()
 
     def send_home(self, unit: Unit) -> int:

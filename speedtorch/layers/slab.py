@@ -23,7 +23,7 @@ from speedtorch.layers.traffic import Traffic
 from speedtorch.step.side_stream import SideStream
 from speedtorch.torch_internals import storage_uses
 
-__all__ = ["Memory", "Slab"]
+__all__ = ["Memory", "Slab", "check_packable"]
 
 # Where torch's own allocators begin a tensor at the finest (CUDA: 512, CPU: 64): as much as the
 # widest loads, cuBLAS and TMA descriptors ask for, and little beside a parameter's kilobytes.
@@ -80,8 +80,8 @@ def _up(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def _check(name: str, tensor: object) -> None:
-    """Refuses what is more, or less, than elements in memory."""
+def check_packable(name: str, tensor: object) -> None:
+    """Raises TypeError, ValueError for what is more, or less, than elements in memory."""
     if type(tensor) not in (Tensor, nn.Parameter):
         kind = type(tensor)
         raise TypeError(
@@ -174,7 +174,7 @@ class Slab:
         end = self._slots[-1][1] if self._slots else 0
         tensors = {name: each for name, each in tensors.items() if name not in self._places}
         for name, tensor in tensors.items():
-            _check(name, tensor)
+            check_packable(name, tensor)
         for slot in _slots(tensors):
             lowest = min(start for start, _ in slot.values())
             begin = _up(end)
@@ -271,7 +271,7 @@ class Slab:
         """
         for name, tensor in tensors.items():
             if at[name] is None:
-                _check(name, tensor)
+                check_packable(name, tensor)
                 if name in self._places and not self._places[name].is_like(tensor):
                     return False
         for slot in _slots(tensors):

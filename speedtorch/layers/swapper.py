@@ -222,7 +222,7 @@ class Swapper:
         Args:
             step: step each unit in the backward pass, as soon as its gradients are complete, and
                 drop them (`grad = None`): each backward() is a step, and a later optimizer.step()
-                is one of what belongs to no unit.
+                is one of what belongs to no unit. Gradients must not be scaled then.
             ahead: how many of the next units are brought meanwhile, where there is room.
 
         Returns:

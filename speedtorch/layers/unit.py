@@ -485,12 +485,6 @@ class Unit:
         """Whether an optimizer's step would change it."""
         return any(each.grad is not None for each in self._parameters.values())
 
-    @property
-    def gradients_were_on_host(self) -> bool:
-        """Whether gradients are there, or have been since they were made."""
-        pack, members = self._parts()[1]
-        return pack.other_bytes(members) < sum(each.nbytes for each in members.tensors.values())
-
     def on_host(self) -> dict[int, Tensor]:
         """Its parameters and buffers on the host by their addresses on the device."""
         self.write_back()

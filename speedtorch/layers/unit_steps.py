@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import wraps
 from types import MethodType
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.room import Room
 from speedtorch.layers.unit import Unit
-from speedtorch.torch_internals import HostGradScaler, stepping_grad_scaler
+from speedtorch.torch_internals import LENT_BY_GRAD_SCALER, stepping_grad_scaler
 
 __all__ = ["UnitSteps"]
 
@@ -31,10 +31,15 @@ class UnitSteps:
 
     def __init__(self, optimizer: Optimizer, units: Mapping[nn.Module, Unit], room: Room) -> None:
         self.optimizer, self._units, self._room = optimizer, units, room
+        self._are_in_backward = False
         for unit in units.values():
             unit.tell_steps()
         self._undo = _steps_by(optimizer, self._step_units)
         self._saved = optimizer.register_state_dict_post_hook(self._saved_state)
+
+    def note_backward(self, *, steps: bool) -> None:
+        """Says whether units are stepped in the backward pass."""
+        self._are_in_backward = steps
 
     def close(self) -> None:
         """The optimizer is as before."""
@@ -61,7 +66,7 @@ class UnitSteps:
             for unit, parameters in parts.items()
             if unit is not None and any(each.grad is not None for each in parameters)
         ]
-        _check_scaler(waiting)
+        self._check_scaler(is_asked=bool(waiting))
         self._room.check_room_to_step(waiting)
         with closing(self._room.each(waiting, state=True, ahead=1)) as units:
             for unit in units:
@@ -72,6 +77,25 @@ class UnitSteps:
         """Steps a unit alone, without the hooks of the optimizer's step."""
         with self._room.using([unit], state=True):
             self._step(unit, step, list(unit.module.parameters()))
+
+    def _check_scaler(self, *, is_asked: bool) -> None:
+        """Raises RuntimeError if gradients were not scaled back as they should.
+
+        Args:
+            is_asked: whether units are to be stepped now.
+        """
+        stepping = stepping_grad_scaler()
+        if stepping is not None and self._are_in_backward:
+            raise RuntimeError(
+                "GradScaler: units have been stepped in the backward pass, by gradients that were"
+                " still scaled: use auto() without step=True, or no scaler"
+            )
+        if is_asked and stepping is not None and not stepping.waits:
+            raise RuntimeError(
+                "GradScaler: torch's divides gradients in host memory before its scale has come"
+                " there from the GPU; nothing has been stepped: use speedtorch.GradScaler, which"
+                " waits"
+            )
 
     def _step(self, unit: Unit, step: PartialStep, parameters: list[nn.Parameter]) -> None:
         try:
@@ -101,19 +125,6 @@ class UnitSteps:
         return {**saved, "state": of_parameters}
 
 
-def _check_scaler(units: Iterable[Unit]) -> None:
-    """Raises RuntimeError if gradients were not scaled back that were in host memory."""
-    on_gpu = [each for each in units if each.device.type != "cpu"]
-    moved = [each.name for each in on_gpu if each.gradients_were_on_host]
-    scaler = stepping_grad_scaler() if moved else None
-    if scaler is not None and scaler.is_enabled() and not isinstance(scaler, HostGradScaler):
-        raise RuntimeError(
-            f"GradScaler: gradients of units {moved} have been in host memory, where torch's"
-            " divides them before its scale has come there; no unit has been stepped: use"
-            " speedtorch.GradScaler, which waits"
-        )
-
-
 def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:
     """Lets an optimizer's step() be one of units first; gives what undoes that.
 
@@ -123,7 +134,8 @@ def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], N
 
     closed = False
 
-    @wraps(original)
+    # A GradScaler looks at its signature, with the optimizer itself.
+    @wraps(getattr(original, "__func__", original))
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if closed:  # a scheduler has wrapped it
             return original(*args, **kwargs)
@@ -140,6 +152,11 @@ def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], N
             for each in settle:
                 each()
             return result
+        except BaseException:
+            if stepping_grad_scaler() is not None:  # which would take them back after a step only
+                for name in LENT_BY_GRAD_SCALER:
+                    vars(optimizer).pop(name, None)
+            raise
         finally:
             hook.remove()
 

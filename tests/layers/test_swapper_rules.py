@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -342,32 +342,98 @@ def test_gradients_in_host_memory_wait_for_the_scale() -> None:
 @NEEDS_GPU
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_a_scaler_that_does_not_wait_is_refused(fused: bool) -> None:
-    made, _ = pair(2)
-    before = [each.detach().clone() for each in made.parameters()]
-    optimizer = optim.SGD(made.parameters(), lr=0.1, fused=fused)
-    swapper = Swapper(made, optimizer)
+    made, whole = pair(2)
+    whole.cuda()
     x = torch.ones(2, 4).cuda()
+    for layers in (made, whole):
+        optimizer = optim.SGD(layers.parameters(), lr=0.1, fused=fused)
+        swapper = Swapper(made, optimizer) if layers is made else None
 
-    def backward(scaler: torch.amp.GradScaler) -> None:
-        optimizer.zero_grad()
-        scaler.scale(made[1](made[0](x)).sum()).backward()
+        def backward(scaler: torch.amp.GradScaler) -> None:
+            optimizer.zero_grad()  # noqa: B023
+            with nullcontext() if swapper is None else swapper.use(*layers):  # noqa: B023
+                scaler.scale(layers[1](layers[0](x)).sum()).backward()  # noqa: B023
 
-    scaler = torch.amp.GradScaler(init_scale=4.0)
-    with swapper.use(*made):
-        backward(scaler)
-    swapper.evict(made[0])
-    with pytest.raises(RuntimeError, match=r"units \['0'\].*use speedtorch.GradScaler"):
-        scaler.step(optimizer)
-    assert all(map(torch.equal, before, (each.cpu() for each in made.parameters())))
-    for scaler in (GradScaler(), torch.amp.GradScaler(enabled=False)):
-        with swapper.use(*made):
+        theirs = torch.amp.GradScaler(init_scale=4.0)
+        backward(theirs)
+        if swapper is not None:
+            swapper.evict(made[0])
+            with pytest.raises(RuntimeError, match=r"nothing has been stepped: use speedtorch.Gra"):
+                theirs.step(optimizer)
+            assert not hasattr(optimizer, "grad_scale")
+            theirs.update()
+        for scaler in (GradScaler(init_scale=4.0), torch.amp.GradScaler(enabled=False)):
             backward(scaler)
-        swapper.evict()
+            if swapper is not None:
+                swapper.evict()
+            scaler.step(optimizer)
+        for is_early in (True, False):  # where nothing has left before it is divided
+            theirs = torch.amp.GradScaler(init_scale=4.0)
+            backward(theirs)
+            if is_early:
+                theirs.unscale_(optimizer)
+                if swapper is not None:
+                    swapper.evict()
+            theirs.step(optimizer)
+    assert same(made, whole)
+
+
+def test_a_scaler_is_refused_where_units_are_stepped_in_backward(device: str) -> None:
+    made, _ = pair(2)
+    head = nn.Linear(4, 1).to(device)
+    optimizer = optim.SGD([*made.parameters(), *head.parameters()], lr=0.1)
+    swapper = Swapper(made, optimizer, device=device)
+    scaler = GradScaler(device, init_scale=4.0)
+    before = head.weight.detach().clone()
+    for steps in (True, False):
+        with swapper.auto(step=steps):
+            scaler.scale(head(made[1](made[0](torch.ones(2, 4, device=device)))).sum()).backward()
+            error = pytest.raises(RuntimeError, match="in the backward pass.*still scaled")
+            with error if steps else nullcontext():
+                scaler.step(optimizer)
+        assert torch.equal(head.weight, before) == steps
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def test_a_refused_step_of_a_scaler_leaves_nothing_behind(device: str) -> None:
+    made, whole = (nn.ModuleList([each]) for each in (nn.Linear(16, 16), nn.Linear(16, 16)))
+    whole.load_state_dict(made.state_dict())
+    whole.to(device)
+    for layers in (made, whole):
+        optimizer = optim.Adam(layers.parameters(), lr=0.1, fused=True)
+        swapper = None
+        if layers is made:
+            swapper = Swapper(made, optimizer, device=device, budget=16 * 17 * 8)
+        scaler = GradScaler(device, init_scale=4.0)
+        x = torch.ones(2, 16, device=device)
+        with nullcontext() if swapper is None else swapper.use(*layers):
+            scaler.scale(layers[0](x).sum()).backward()
+        if swapper is not None:
+            with pytest.raises(RuntimeError, match="no unit has been stepped"):
+                scaler.step(optimizer)
+            swapper.close()
+            layers.to(device)
+            scaler.update()
+        optimizer.zero_grad()
+        scaler.scale(layers[0](x).sum()).backward()
         scaler.step(optimizer)
-    with swapper.use(*made):
-        scaler = torch.amp.GradScaler()
-        backward(scaler)
-        scaler.step(optimizer)  # of gradients that have never left
+    assert same(made, whole)
+
+
+def test_two_swappers_of_a_fused_optimizer_and_a_scaler(device: str) -> None:
+    made, whole = pair(2)
+    whole.to(device)
+    for layers in (made, whole):
+        optimizer = optim.SGD(layers.parameters(), lr=0.1, fused=True)
+        found = [Swapper([each], optimizer, device=device) for each in layers if layers is made]
+        scaler = GradScaler(device, init_scale=4.0)
+        with ExitStack() as used:
+            for each in found:
+                used.enter_context(each.use(*each.modules))
+            scaler.scale(layers[1](layers[0](torch.ones(2, 4, device=device))).sum()).backward()
+            scaler.step(optimizer)
+    assert same(made, whole)
 
 
 def test_views_that_are_kept_of_state_keep_their_values(device: str) -> None:
@@ -414,6 +480,16 @@ def test_what_is_changed_after_a_use_is_written_back_when_that_is_done() -> None
         weight.add_(1)
     with swapper.use(layers[1]):
         assert weight.device.type == "cpu" and torch.equal(weight, expected)
+
+
+def test_a_sparse_gradient_is_refused_where_it_came(device: str) -> None:
+    layers = nn.ModuleList([nn.Embedding(3, 2, sparse=True)])
+    swapper = Swapper(layers, device=device)
+    refused = pytest.raises(ValueError, match="the gradient of weight: expected a dense tensor")
+    with refused, swapper.use(layers[0]):
+        layers[0](torch.tensor([1], device=device)).sum().backward()
+    layers.zero_grad()
+    assert not swapper.report().in_use and swapper.evict() and not swapper.report().resident
 
 
 def test_bytes_are_as_many_as_torch_and_the_tensors_count(device: str) -> None:

@@ -54,6 +54,7 @@ def test_every_part_has_a_test() -> None:
         "CodeType",
         "Iterable",
         "Iterator",
+        "NamedTuple",
         "Optimizer",
         "OrderedDict",
         "Tensor",
@@ -370,8 +371,8 @@ def test_host_grad_scaler_and_stepping_grad_scaler() -> None:
     class Seen(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             """Notes who steps it, and with what gradient."""
-            scaler = torch_internals.stepping_grad_scaler()
-            seen.append((scaler, [each.grad.item() for each in self.param_groups[0]["params"]]))
+            stepping = torch_internals.stepping_grad_scaler()
+            seen.append((stepping, [each.grad.item() for each in self.param_groups[0]["params"]]))
 
     parameter = nn.Parameter(torch.tensor(2.0))
     optimizer = Seen([parameter])
@@ -382,8 +383,30 @@ def test_host_grad_scaler_and_stepping_grad_scaler() -> None:
         scaler.step(optimizer)
         scaler.update()
     optimizer.step()
-    assert seen == [(scaler, [3.0]), (None, [float("inf")])]
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    infinite = [float("inf")]
+    stepping = torch_internals.SteppingScaler(scaler, waits=True)
+    assert seen == [(stepping, [3.0]), (None, infinite), (None, infinite)]
     assert scaler.get_scale() == 2.0
+
+
+@NEEDS_GPU
+def test_stepping_grad_scaler_where_gradients_are_on_the_host() -> None:
+    seen = []
+
+    class Seen(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Notes whether who steps it has waited."""
+            stepping = torch_internals.stepping_grad_scaler()
+            seen.append(stepping is not None and stepping.waits)
+
+    for device in ("cpu", "cuda"):
+        for kind in (torch.amp.GradScaler, torch_internals.HostGradScaler):
+            parameter = nn.Parameter(torch.tensor(2.0, device=device))
+            scaler = kind()
+            scaler.scale(3.0 * parameter.cuda()).backward()
+            scaler.step(Seen([parameter]))
+    assert seen == [False, True, True, True]
 
 
 @pytest.mark.parametrize("fused", [False, True])
