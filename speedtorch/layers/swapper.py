@@ -212,7 +212,7 @@ class Swapper:
             raise RuntimeError("step: the swapper was made without an optimizer")
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
-    def auto(self, *, step: bool = False, ahead: int = 2) -> Auto:
+    def auto(self, *, step: bool = False, ahead: int = 3) -> Auto:
         """Brings units as forward and backward reach them, and the next ones in the order seen.
 
         A unit may leave between its forward and its backward, which brings it again. The backward
