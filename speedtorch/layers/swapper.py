@@ -50,6 +50,7 @@ class Swapper:
         ValueError: there is no unit, two of them share a tensor, one of them is in another, the
             budget is no number of bytes, or a tensor is sparse, quantized, on the meta device or
             made in inference mode.
+        RuntimeError: the device is a GPU, and torch finds none here.
         MemoryError: the host has too little memory.
 
     Example:
@@ -102,7 +103,7 @@ class Swapper:
             *modules: of the units, or modules that have units within.
 
         Raises:
-            ValueError: one of them is no unit and has none.
+            TypeError, ValueError: one of them is no module, or is no unit and has none.
             RuntimeError: the budget, or the device's memory (torch.OutOfMemoryError), is too small
                 for all that is in use; nothing has changed but which units are there.
         """
@@ -141,7 +142,7 @@ class Swapper:
             that somebody keeps, and that keep a unit's device memory and the values there.
 
         Raises:
-            ValueError: one of them is no unit and has none.
+            TypeError, ValueError: as of `use`.
             RuntimeError: one of them is in use; nothing has changed.
         """
         self._room.look()
@@ -193,6 +194,8 @@ class Swapper:
             raise RuntimeError("the Swapper is closed: make another")
         found: dict[Unit, None] = {}
         for module in modules:
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"expected a module of the units, got {type(module).__name__}")
             own = [self._units[each] for each in module.modules() if each in self._units]
             if not own:
                 names = ", ".join(each.name for each in self._units.values())
@@ -206,7 +209,8 @@ class Swapper:
         """Steps the optimizer, as `optimizer.step()` does: unit by unit.
 
         Raises:
-            RuntimeError: there is no optimizer, or no room for a unit and its state.
+            RuntimeError: there is no optimizer, no room for a unit and its state, or a GradScaler
+                has not scaled gradients back as it should have.
         """
         if self.optimizer is None:
             raise RuntimeError("step: the swapper was made without an optimizer")
@@ -230,12 +234,12 @@ class Swapper:
 
         Raises:
             RuntimeError: step is asked for, and there is no optimizer.
-            ValueError: ahead is negative.
+            ValueError: ahead is no number of units.
         """
         if step and self.optimizer is None:
             raise RuntimeError("auto: the swapper was made without an optimizer, and cannot step")
-        if ahead < 0:
-            raise ValueError(f"auto: ahead: expected 0 units or more, got {ahead}")
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+            raise ValueError(f"auto: ahead: expected 0 units or more, got {ahead!r}")
         if self._auto is not None:
             self._auto.remove()
         steps = self._steps if step else None

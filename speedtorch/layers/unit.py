@@ -156,6 +156,7 @@ class Unit:
             keeps tensors within lists or dicts, as LBFGS does.
         ValueError: a parameter or buffer belongs to another unit; a tensor is sparse, quantized, on
             the meta device or made in inference mode; the device is "meta".
+        RuntimeError: the device is a GPU, and torch finds none here.
         MemoryError: the host has too little memory.
 
     Attributes:
@@ -594,8 +595,13 @@ class Unit:
 
 
 def exact_device(device: torch.device | str) -> torch.device:
-    """As tensors there name it: "cuda" is the current GPU."""
+    """As tensors there name it: "cuda" is the current GPU.
+
+    Raises RuntimeError if it is a GPU and there is none.
+    """
     found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"device={str(device)!r} needs a GPU, and torch finds none here")
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

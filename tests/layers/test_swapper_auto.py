@@ -289,8 +289,9 @@ def test_a_step_in_backward_needs_an_optimizer() -> None:
     swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
     with pytest.raises(RuntimeError, match="made without an optimizer"):
         swapper.auto(step=True)
-    with pytest.raises(ValueError, match="ahead: expected 0 units or more, got -1"):
-        swapper.auto(ahead=-1)
+    for ahead in (-1, 1.5, "2", None, True):
+        with pytest.raises(ValueError, match=f"ahead: expected 0 units or more, got {ahead!r}"):
+            swapper.auto(ahead=ahead)
 
 
 def test_copies_of_a_model_have_no_swapper(device: str) -> None:

@@ -491,6 +491,19 @@ def test_what_is_changed_after_a_use_is_written_back_when_that_is_done() -> None
         assert weight.device.type == "cpu" and torch.equal(weight, expected)
 
 
+@pytest.mark.parametrize("call", ["use", "prefetch", "evict", "touch"])
+def test_what_is_no_unit_is_refused(call: str) -> None:
+    swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
+    for given, kind, text in (
+        (nn.Linear(2, 2), ValueError, "Linear is no unit and has none; the units are 0"),
+        ("0", TypeError, "expected a module of the units, got str"),
+    ):
+        with pytest.raises(kind, match=text):
+            called = getattr(swapper, call)(given)
+            if call == "use":
+                called.__enter__()
+
+
 def test_a_sparse_gradient_is_refused_where_it_came(device: str) -> None:
     layers = nn.ModuleList([nn.Embedding(3, 2, sparse=True)])
     swapper = Swapper(layers, device=device)

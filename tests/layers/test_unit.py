@@ -397,6 +397,12 @@ def test_the_meta_device_is_refused() -> None:
         Unit(nn.Linear(1, 1), device="meta")
 
 
+def test_a_gpu_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="device='cuda:0' needs a GPU, and torch finds none"):
+        Unit(nn.Linear(1, 1), device="cuda:0")
+
+
 def test_a_unit_that_could_not_be_made_keeps_no_tensor() -> None:
     layer = nn.Linear(2, 2)
     weight = layer.weight
