@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory import host_memory
+from speedtorch.step.side_stream import end_of_current
 
 __all__ = ["copy_spans", "host_bytes", "is_pinned"]
 
@@ -123,8 +124,7 @@ class Stage:
         return self._buffers[at]
 
     def _mark(self, at: int) -> None:
-        if self._device.type == "cuda":
-            self._ends[at] = torch.cuda.current_stream(self._device).record_event()
+        self._ends[at] = end_of_current(self._device)
 
 
 @cache
