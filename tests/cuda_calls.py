@@ -39,6 +39,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "event_query": (c_void_p,),
     "event_synchronize": (c_void_p,),
     "event_destroy": (c_void_p,),
+    "stream_create": (_ADDRESS,),
     "stream_is_capturing": (c_void_p, _INT),
     "relax_capture": (_INT,),
     "retain_in_capture": (c_void_p, c_void_p, c_void_p),

@@ -109,6 +109,10 @@ CudaCalls real_calls() {
       .event_query = call<cudaEventQuery>,
       .event_synchronize = call<cudaEventSynchronize>,
       .event_destroy = call<cudaEventDestroy>,
+      .stream_create = [](void** stream) -> int {
+        return cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t*>(stream),
+                                         cudaStreamNonBlocking);
+      },
       .stream_is_capturing = stream_is_capturing,
       .relax_capture = relax_capture,
       .retain_in_capture = retain_in_capture,

@@ -37,6 +37,7 @@ struct CudaCalls {
   int (*event_query)(void* event) = no_device;
   int (*event_synchronize)(void* event) = no_device;
   int (*event_destroy)(void* event) = no_device;
+  int (*stream_create)(void** stream) = no_device;
   int (*stream_is_capturing)(void* stream, int* capturing) = no_device;
   int (*relax_capture)(int* mode) = no_device;
   // Calls gone(data) when the graph that the stream captures, and all that was made of it, is gone.

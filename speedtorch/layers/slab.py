@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from speedtorch.layers.host_slab import copy_spans, host_bytes, is_pinned
 from speedtorch.layers.traffic import Traffic
-from speedtorch.step.side_stream import SideStream
+from speedtorch.step.side_stream import SharedSideStream
 from speedtorch.torch_internals import storage_uses
 
 __all__ = ["Memory", "Slab", "check_packable"]
@@ -131,7 +131,7 @@ def _slots(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[int, int]]
     yield from slots.values()
 
 
-def _gone(coming: SideStream, device: torch.device) -> None:
+def _gone(coming: SharedSideStream, device: torch.device) -> None:
     """What comes to lie where a slab was that nobody has emptied is copied after its last use."""
     with coming.after_current(device):
         pass
@@ -212,7 +212,8 @@ class Slab:
         self.is_filled = False
         """Whether the device slab has its bytes, or is about to."""
         self._coming, self._leaving = (
-            SideStream(purpose, is_timed=True) for purpose in ("layers coming", "layers leaving")
+            SharedSideStream(purpose, is_timed=True)
+            for purpose in ("layers coming", "layers leaving")
         )
         if device.type == "cuda":
             weakref.finalize(self, _gone, self._coming, device).atexit = False
@@ -441,7 +442,10 @@ class Slab:
         self.is_filled = False
 
     def _beside(
-        self, stream: SideStream, after: torch.cuda.Event | None, *more: torch.cuda.Event | None
+        self,
+        stream: SharedSideStream,
+        after: torch.cuda.Event | None,
+        *more: torch.cuda.Event | None,
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
         if after is None:
             return stream.after_current(self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class GraphedStep:
         }
         with _kept(modules, optimizers, self._rows):
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # The warm-ups read what the current stream has written, which reads what they write.
             side.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(side):
                 for _ in range(_WARM_UPS):
@@ -52,14 +53,17 @@ class GraphedStep:
             torch.cuda.current_stream(self._device).wait_stream(side)
         self._settings = self._numbers()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph), ExitStack() as foreseen:
+        # On one stream with the warm-ups, as nodes of autograd that are still alive belong to it.
+        with torch.cuda.graph(self._graph, stream=side), ExitStack() as foreseen:
             for module, parts in self._next.items():
                 exchange = module.trained_rows.exchange
                 foreseen.enter_context(exchange.foreseeing(parts))
-            self._result = step(*self._inputs)
+            result = step(*self._inputs)
+        # Without the nodes of autograd, which belong to the stream of the capture for good.
+        self._result = tree_map(lambda each: each.detach() if _is_tensor(each) else each, result)
 
     def _own(self, given: Any) -> Any:
-        return given.detach().to(self._device, copy=True) if isinstance(given, Tensor) else given
+        return given.detach().to(self._device, copy=True) if _is_tensor(given) else given
 
     def _numbers(self) -> list[list[dict[str, Any]]]:
         """The hyperparameters that are numbers, which a replay does not look at."""
@@ -100,8 +104,8 @@ class GraphedStep:
             for rows in self._rows:
                 rows.exchange.before_replay()
         for own, given in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
-            if isinstance(own, Tensor):
-                own.copy_(given, non_blocking=True)
+            if _is_tensor(own):
+                _send(given, own)
         self._foresee(following)
         self._graph.replay()
         return self._result
@@ -112,7 +116,7 @@ class GraphedStep:
             own = self._next.get(module, [])
             if len(own) == len(parts) and all(map(_alike, own, parts)):
                 for each, ids in zip(own, parts, strict=True):
-                    each.copy_(ids, non_blocking=True)
+                    _send(ids, each)
 
     def _fits(self, batch: tuple[Any, ...]) -> bool:
         """Whether a batch can be copied to the inputs."""
@@ -120,8 +124,20 @@ class GraphedStep:
         return len(own) == len(given) and all(map(_alike, own, given))
 
 
+def _is_tensor(given: Any) -> TypeGuard[Tensor]:
+    return isinstance(given, Tensor)
+
+
+def _send(given: Tensor, own: Tensor) -> None:
+    """Copies a tensor to memory of a GPU; the caller may write to it again at once."""
+    if given.is_cpu:
+        # The GPU reads pinned memory later than this returns, and the caller's may change by then.
+        given = torch.empty_like(given, pin_memory=True).copy_(given.detach())
+    own.copy_(given, non_blocking=True)
+
+
 def _alike(own: Any, given: Any) -> bool:
-    if not isinstance(own, Tensor):
+    if not _is_tensor(own):
         return bool(own == given)
     return isinstance(given, Tensor) and (own.shape, own.dtype) == (given.shape, given.dtype)
 

@@ -384,8 +384,9 @@ class RowModule(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with as_plain():
             super()._save_to_state_dict(destination, prefix, keep_vars)
-        self.flush()
-        destination[f"{prefix}weight"] = self.trained_rows.store.saved("weight")
+        with self.trained_rows.turn:  # or another thread may step the rows while they are copied
+            self.flush()
+            destination[f"{prefix}weight"] = self.trained_rows.store.saved("weight")
 
     def _load_from_state_dict(  # type: ignore[no-untyped-def]
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

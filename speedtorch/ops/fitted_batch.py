@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,6 +102,13 @@ class FittedBatch:
     def held(self, ids: Tensor, number: Tensor) -> None:
         """Says that a block holds the rows."""
         self.ids, self.number = ids, number
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept on the device of the rows."""
+        yield from self.parts.tensors()
+        yield self.named
+        if self._place is not None:
+            yield self._place
 
     def count(self) -> None:
         """Raises RuntimeError if the CPU holds the rows and too many are named; nobody waits."""

@@ -7,7 +7,7 @@ numbers, so those of one table are one range of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from speedtorch.ops.functions import compare_rows, table_ids
 from speedtorch.ops.planned_batch import Numbers, Parts, PlannedBatch
+from speedtorch.torch_internals import current_stream
 
 __all__ = ["JointBatch"]
 
@@ -29,16 +30,21 @@ def _sent(values: Sequence[Any], device: torch.device) -> Tensor:
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
+def _place(device: torch.device) -> tuple[torch.device, int]:
+    """The device, and its current stream: no other stream waits until a constant is there."""
+    return device, current_stream(device).stream_id if device.type == "cuda" else 0
+
+
 @lru_cache(maxsize=64)
-def _ascending(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def _ascending(sizes: tuple[int, ...], place: tuple[torch.device, int]) -> Tensor:
     """Where things of these sizes begin that lie one after another, and where they end."""
-    return _sent([0, *accumulate(sizes)], device)
+    return _sent([0, *accumulate(sizes)], place[0])
 
 
 @lru_cache(maxsize=64)
-def _ranges(rows: tuple[int, ...], device: torch.device) -> Tensor:
+def _ranges(rows: tuple[int, ...], place: tuple[torch.device, int]) -> Tensor:
     """The first row of each table, and how many it has."""
-    return _sent(list(zip([0, *accumulate(rows)], rows, strict=False)), device)
+    return _sent(list(zip([0, *accumulate(rows)], rows, strict=False)), place[0])
 
 
 class JointBatch:
@@ -70,7 +76,8 @@ class JointBatch:
         self.following: Callable[[], JointBatch | None] = lambda: None
         rows = tuple(each.rows for each in parts)
         sizes = tuple(each.count for each in parts)
-        offsets, ranges = _ascending(sizes, device), _ranges(rows, device)
+        place = _place(device)
+        offsets, ranges = _ascending(sizes, place), _ranges(rows, place)
         ids = torch.cat([each.ids for each in parts if each.ids is not None])
         numbers, _ = table_ids(ids, offsets, ranges, 1)
         held = numbers[:0] if after is None else after.numbers
@@ -103,6 +110,12 @@ class JointBatch:
         if self._planned is not None:
             self.parts[0].join()
             self.planned_until(None)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept on the device of the rows."""
+        yield from (self.numbers, self._status, *self._lists)
+        for each in self.parts:
+            yield from each.tensors()
 
     def count(self) -> bool:
         """Waits for the counts; whether all ids are good."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -191,6 +191,11 @@ class Parts:
         local, shape = entries if places is None else places[entries], self._seen[part].shape
         return local if local.shape == shape else local.view(shape)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The plan, and the ids that are kept."""
+        yield from self.plan
+        yield from (seen.values for seen in self._seen)
+
     def planned_until(self, event: torch.cuda.Event | None) -> None:
         """Says after which event the plan is there, if it is made beside the current stream."""
         self._planned = event
@@ -296,6 +301,15 @@ class PlannedBatch:
         self._place = torch.where(unique == padding, held, entries - (unique > padding) * named)
         others = entries + (unique >= padding) * named
         self._ids = unique[others.clamp_(max=self.parts.count - 1)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept on the device of the rows."""
+        yield from self.parts.tensors()
+        yield self._ids
+        if self._place is not None:
+            yield self._place
+        if self.joint is None:
+            yield from self._changes
 
     def count(self) -> None:
         """Waits for the counts; IndexError if an id on a GPU is out of range."""

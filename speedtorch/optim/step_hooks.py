@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable
@@ -36,13 +37,14 @@ def watch_steps() -> None:
 
 
 class OptimizerStep:
-    """One call of an optimizer's step() with rows, which runs in `frame`."""
+    """One call of an optimizer's step() with rows, which runs in `frame` of this thread."""
 
     def __init__(self, rows: list[TrainedRows], frame: FrameType) -> None:
         self.done = False  # one assignment for all tables of the call
         self.paused = False
         self._rows = rows
         self._frame: FrameType | None = frame
+        self._thread = threading.get_ident()
         self._lent: Callable[[], object] = lambda: None
         """Takes back what was lent to the optimizer for this step."""
 
@@ -50,6 +52,7 @@ class OptimizerStep:
         """From here on the optimizer's own code sees the held rows."""
         with as_plain():
             for rows in self._rows:
+                rows.exchange.check_threads()
                 _check(optimizer, rows)
             _check_capture(optimizer, self._rows)
             self._lent()
@@ -89,34 +92,58 @@ class OptimizerStep:
     def leave(self) -> bool:
         """See OptimizerCall."""
         # Where torch's step() has not been left, another hook is the next one in.
-        if any(frame is self._frame for frame, _ in traceback.walk_stack(sys._getframe())):
+        if self._is_within():
             return False
         self._lent()
         self._show()
         self._frame, self._rows = None, []
         return True
 
+    def runs_elsewhere(self) -> bool:
+        """See OptimizerCall."""
+        if self.done or self.paused or self._thread == threading.get_ident():
+            return False
+        return self._is_within()
+
+    def _is_within(self) -> bool:
+        """Whether the thread that called step() has not left it."""
+        if self._frame is None:
+            return False
+        top = sys._getframe()
+        if self._thread != threading.get_ident():  # it may have ended, and its number be another's
+            found = sys._current_frames().get(self._thread)
+            if found is None:
+                return False
+            top = found
+        return any(frame is self._frame for frame, _ in traceback.walk_stack(top))
+
     def _show(self) -> None:
         for rows in self._rows:
             show_rows(rows.parameter, rows)
 
 
-_steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDictionary()
-"""The step that each optimizer is in, or was left in by an exception."""
+class _Steps(threading.local):
+    """The step that each optimizer is in, or was left in by an exception, in this thread."""
+
+    def __init__(self) -> None:
+        self.of: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDictionary()
+
+
+_steps = _Steps()
 
 
 @not_compiled
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    for left in list(_steps.values()):
+    for left in list(_steps.of.values()):
         left.leave()
     if not (rows := rows_held_by(optimizer)):
         return None
     # Torch's step(): functions of its compiler may stand in between.
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
     frame = next(frame for frame in frames if frame.f_globals["__name__"] == Optimizer.__module__)
-    step = _steps[optimizer] = OptimizerStep(rows, frame)
+    step = _steps.of[optimizer] = OptimizerStep(rows, frame)
     step.enter(optimizer)
     if len(args) > 1 and callable(args[1]):
         return (args[0], step.by_user(optimizer, args[1]), *args[2:]), kwargs
@@ -127,7 +154,7 @@ def _before_step(
 
 @not_compiled
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (step := _steps.pop(optimizer, None)) is not None:
+    if (step := _steps.of.pop(optimizer, None)) is not None:
         step.finish()
 
 

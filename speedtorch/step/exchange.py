@@ -11,6 +11,8 @@ before that can be thrown away, what comes after it can be repeated.
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +28,8 @@ from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.step.fixed_blocks import REFUSED, FixedBlocks, of_ranks
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
 from speedtorch.step.row_store import Block, Fields, RowStore
-from speedtorch.step.side_stream import SideStream
+from speedtorch.step.side_stream import MemoryStream, SideStream
+from speedtorch.step.turn import Turn, alone
 from speedtorch.torch_internals import (
     forget_failed_backward,
     of_another_dtype,
@@ -44,6 +47,9 @@ __all__ = [
     "Step",
     "replace_rows",
 ]
+
+_PATIENCE = 2.0  # seconds: a step of held rows takes milliseconds
+_LOOK = 1e-3  # seconds between two looks at the step of another thread
 
 Rows = list[Tensor]
 """Rows of every field `[n, ...]`, in the same order."""
@@ -265,6 +271,9 @@ class OptimizerCall(Protocol):
     paused: bool
     """Whether a closure of the user runs within it."""
 
+    def runs_elsewhere(self) -> bool:
+        """Whether another thread is within it, and not in a closure of the user."""
+
     def leave(self) -> bool:
         """The next one in cleans up behind a call that an exception left; whether one did."""
 
@@ -298,6 +307,9 @@ class Exchange:
 
     Every method completes what an exception may have left half done, before anything else. `now` is
     the step that holds rows, on `device`; the arguments are those of TrainedRows.
+
+    One thread at a time is within a method: each holds `turn`, or its caller does. An optimizer's
+    step() does not, because the user's hooks run in it: other threads wait for it in complete().
     """
 
     ahead = 2
@@ -312,6 +324,7 @@ class Exchange:
         capacity: int | None = None,
     ) -> None:
         self.name = name
+        self.turn = Turn()
         self._store = store
         self._shown = shown
         self._padding = padding
@@ -323,8 +336,8 @@ class Exchange:
         """Whether the last step that began with those of other tables was none of this one."""
         self._next_ids: Sequence[Tensor] | None = None
         """Those of the step after the one that a CUDA graph is captured of."""
-        self._token: tuple[int, Callable[[], Token | None]] = (0, lambda: None)
-        """Of the lookups of a step, and its number."""
+        self._tokens: tuple[int, dict[int, Callable[[], Token | None]]] = (0, {})
+        """Of the lookups of a step, by the thread that made them, and its number."""
         self._fixed: FixedBlocks | None = None
         """What holds the rows if the blocks have a capacity."""
         if capacity is not None:
@@ -345,6 +358,7 @@ class Exchange:
 
     def _hold_nothing(self, number: int) -> None:
         self.device = self._shown.parameter.device
+        self._memory_stream = MemoryStream(self.device)
         if self._fixed is not None:
             self._fixed.forget()
         ids = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -380,6 +394,8 @@ class Exchange:
         if self._joint is not None:
             self._joint.complete(ahead=ahead)
         now, shown = self.now, self._shown
+        if now.ids.is_cuda:
+            self._memory_stream.follow(self._held_tensors)
         if shown.rows is not now.rows or now.owed is not None or (ahead and now.ahead):
             if torch.is_inference_mode_enabled():  # who holds rows next could not train them
                 with torch.inference_mode(False):
@@ -389,6 +405,19 @@ class Exchange:
                 self._send(ahead)
         if self._call is not None or version_of(shown.parameter) != shown.version:
             self._settle()
+
+    def _held_tensors(self) -> Iterator[Tensor]:
+        """Memory of now that another stream than its own may come to use."""
+        now = self.now
+        yield from (now.ids, now.padded, *now.rows, *now.places.values())
+        if now.owed is not None:
+            yield from (*now.owed.rows, now.owed.ids)
+        if now.coming is not None:
+            yield from (now.coming.padded, *now.coming.rows, *now.coming.batch.tensors())
+        for batch in () if now.captured else now.batches:  # a graph keeps its own memory
+            yield from batch.tensors()
+        if self._fixed is not None:
+            yield from self._fixed.tensors()
 
     def show_anew(self) -> None:
         """Reads held rows again, all fields that there are now; the table has all of them."""
@@ -416,6 +445,7 @@ class Exchange:
 
         Returns whether an optimizer has stepped them.
         """
+        self.await_step()
         now, written, stepped, left = self.now, self._shown.was_written(), False, False
         if self._call is not None:
             call, number = self._call
@@ -438,6 +468,43 @@ class Exchange:
         if left:
             self._call = None
         return stepped
+
+    def await_step(self) -> None:
+        """Waits for a step() in another thread; RuntimeError if that takes too long.
+
+        The other thread may wait for this one, as in a hook of the optimizer that joins a thread.
+        """
+        if self._call is None:
+            return
+        call, deadline = self._call[0], time.monotonic() + _PATIENCE
+        while call.runs_elsewhere():
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{self.name}: an optimizer's step() in another thread has been changing its"
+                    f" rows for {_PATIENCE:g} seconds; use a module in one thread at a time, or"
+                    " hold a lock of your own around step() and around this call"
+                )
+            time.sleep(_LOOK)
+
+    @alone
+    def check_threads(self) -> None:
+        """Raises RuntimeError where an optimizer's step must wait for another thread.
+
+        That is within a step() of the same rows, or between a lookup and its backward: this step
+        would change the rows of a lookup whose gradient has yet to come.
+        """
+        self.await_step()
+        number, tokens = self._tokens
+        if number != self.now.number or not tokens:
+            return
+        own = threading.get_ident()
+        waiting = [thread for thread, token in tokens.items() if thread != own and token()]
+        if waiting:
+            raise RuntimeError(
+                f"{self.name}: lookups of another thread ({waiting[0]}) still wait for their"
+                " backward; step when all threads are through with it, or look up under"
+                " torch.no_grad() what is not trained; nothing was stepped"
+            )
 
     def _tidy(self) -> None:
         """Blocks of a fixed size hold what an optimizer made of the held rows, and zeros."""
@@ -529,6 +596,7 @@ class Exchange:
             found = found._replace(has_moved=self.now.moved > 0)
         return found
 
+    @alone
     def announce(self, parts: Sequence[Tensor]) -> None:
         """Lets the next lookup bring the rows of all of these ids; those after it load nothing.
 
@@ -577,6 +645,7 @@ class Exchange:
             self.forget_announced()
             raise of_ranks(self.name, why, "nothing has changed")
 
+    @alone
     def forget_announced(self) -> None:
         """Awaits no lookups that were announced."""
         self._told = ((), None)
@@ -667,6 +736,7 @@ class Exchange:
                 " as the graph will, then end prefetch(), and call zero_grad() and flush()"
             )
 
+    @alone
     def stand_still(self) -> None:
         """Lets no row move until move_again(): lookups give zeros, and nothing is trained."""
         self.bring_home()
@@ -677,6 +747,7 @@ class Exchange:
             blocks.make(self.device, fields)
         blocks.halt()
 
+    @alone
     def move_again(self) -> None:
         """Ends stand_still()."""
         assert self._fixed is not None
@@ -690,6 +761,7 @@ class Exchange:
         """The most rows of a step, if they are in blocks of a fixed size."""
         return None if self._fixed is None else self._fixed.capacity
 
+    @alone
     def before_replay(self) -> None:
         """Called before a CUDA graph of a whole step of the rows is replayed."""
         self.raise_faults()
@@ -729,6 +801,7 @@ class Exchange:
         fixed = self._fixed
         return None if fixed is None or not self.now.batches else fixed.is_halted
 
+    @alone
     def raise_faults(self) -> None:
         """Raises what was found wrong with the ids of earlier steps, if no rows but these wait."""
         if self._fixed is None:
@@ -752,18 +825,23 @@ class Exchange:
 
     def expects_gradient(self) -> bool:
         """Whether a gradient of rows that were looked up in this step may still come."""
-        number, token = self._token
-        return number == self.now.number and token() is not None
+        number, tokens = self._tokens
+        return number == self.now.number and any(token() is not None for token in tokens.values())
 
     def token(self) -> Token:
         """What a graph keeps for as long as a gradient of this step's rows may come of it."""
-        number, reference = self._token
-        token = reference() if number == self.now.number else None
+        number, tokens = self._tokens
+        if number != self.now.number:
+            number, tokens = self._tokens = self.now.number, {}
+        thread = threading.get_ident()
+        reference = tokens.get(thread)
+        token = None if reference is None else reference()
         if token is None:
             token = Token()
-            self._token = (self.now.number, weakref.ref(token))
+            tokens[thread] = weakref.ref(token)
         return token
 
+    @alone
     def change(self) -> None:
         """Says that somebody is about to write to the held rows."""
         self.complete()
@@ -936,6 +1014,8 @@ class Exchange:
         if batch.device != self.device:  # the rows were moved
             return None
         batch.parts.join()
+        if self._memory_stream.has_changed:  # planned beside a stream that is no longer current
+            self._memory_stream.record(batch.tensors())
         if isinstance(batch, PlannedBatch) and batch.joint is not None and not batch.joint.count():
             return None  # ids of some table are bad
         batch.count()
@@ -1008,6 +1088,7 @@ class Exchange:
             raise RuntimeError(f"{remedy} brings {more} new rows; nothing has changed")
         self.now = self.now._replace(batches=(*self.now.batches, batch))
 
+    @alone
     def bring_home(self, *, changes: bool = True) -> None:
         """Writes the rows that are newer here to the table; they stay held.
 
@@ -1039,6 +1120,7 @@ class Exchange:
         if now.newer or (changes and not now.stale):
             self.now = now._replace(newer=False, stale=now.stale or changes)
 
+    @alone
     def moving(self, move: Callable[[], object]) -> None:
         """Holds no row while the parameter is moved to another device."""
         self.refuse_if_captured("moving it")
@@ -1049,6 +1131,7 @@ class Exchange:
             self._hold_nothing(self.now.number + 1)
             self.complete()
 
+    @alone
     def before_optimizer(self, call: OptimizerCall) -> None:
         """Called before an optimizer steps the held rows."""
         self.complete()
@@ -1064,12 +1147,14 @@ class Exchange:
             parameter.grad = sparse_of_all(gradient, self._store.numbers(self.now.ids))
         self._call = (call, self.now.number)
 
+    @alone
     def after_optimizer(self) -> None:
         """Called after it."""
         if self._settle():
             # A backward through what used these rows would compute with other ones.
             torch.autograd.graph.increment_version(self.now.padded)
 
+    @alone
     def plan_ahead(self, parts: Sequence[Tensor], after: Batch | None) -> Batch:
         """Plans a batch of a loop: its ids, of any shape, and the batch before it."""
         with self._planning.after_current(self.device):
@@ -1077,6 +1162,7 @@ class Exchange:
         batch.parts.planned_until(self._planning.end)
         return batch
 
+    @alone
     def start_loop(self, loop: object) -> None:
         """Lets a loop plan batches ahead while it lives; RuntimeError if another has not ended."""
         if self._loop() not in (None, loop):
@@ -1088,6 +1174,7 @@ class Exchange:
             )
         self._loop = weakref.ref(loop)
 
+    @alone
     def end_loop(self, loop: object) -> None:
         """Ends a loop: forgets what was planned; rows that have arrived for it go back."""
         if self._loop() is not loop:
@@ -1098,6 +1185,7 @@ class Exchange:
         self._drop_coming()
         self._joint = None
 
+    @alone
     def expect(self, batch: Batch | None) -> None:
         """Says which planned batch the next step may take."""
         self._due = batch
@@ -1105,6 +1193,7 @@ class Exchange:
             self._is_idle = True
             self._give_back()
 
+    @alone
     def note_zero_grad(self) -> None:
         """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
         self._shown.note_zero_grad()
@@ -1112,6 +1201,7 @@ class Exchange:
         if before is not None and before.gradient is not None:
             self.now = self.now._replace(awaited=before._replace(gradient=None))
 
+    @alone
     def note_gradient_asked(self) -> None:
         """Called before somebody else reads the gradient, or sets it."""
         if self.now.awaited is not None and self.now.awaited.gradient is not None:

@@ -7,7 +7,7 @@ interrupted is done again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -112,6 +112,13 @@ class FixedBlocks:
         self._seen_fault = self._fault.numpy()
         self._left_some = False
         self._made, self.rows = (device, fields), rows
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory of the blocks on their device."""
+        if self._made is not None:
+            yield from (self.padded, *self.rows, *self._coming, *self._left)
+            yield from (self.ids, self._status, self._left_ids, self._left_count)
+            yield from (self._halt, self._none, self._came, self._every)
 
     @property
     def is_settled(self) -> bool:

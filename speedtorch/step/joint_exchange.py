@@ -8,7 +8,7 @@ so do all of them: the rows of each are those that it would hold alone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from speedtorch.ops.joint_batch import JointBatch
 from speedtorch.ops.planned_batch import Parts
 from speedtorch.step.exchange import Exchange, Step
 from speedtorch.step.row_store import Block
-from speedtorch.step.side_stream import SideStream
+from speedtorch.step.side_stream import MemoryStream, SideStream
 from speedtorch.torch_internals import split_apart
 
 __all__ = ["JointExchange", "joined"]
@@ -70,6 +70,7 @@ class JointExchange:
         self._fields = [each.fields for each in exchanges]
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
         self._now = Moves()
+        self._memory_stream = MemoryStream(self._device)
         with torch.inference_mode(False):  # it is kept, for whatever comes
             self._nothing = self._memory(0)
         for each in exchanges:
@@ -96,6 +97,7 @@ class JointExchange:
     def complete(self, *, ahead: bool = True) -> None:
         """Finishes what belongs to what is held now; see Exchange.complete()."""
         now = self._now
+        self._memory_stream.follow(self._held_tensors)
         if not now.taken:
             for each, step in zip(self._exchanges, now.steps, strict=True):
                 if each.now.number < step.number:
@@ -107,6 +109,17 @@ class JointExchange:
                     return self.complete(ahead=ahead)
             self._send(now, ahead)
 
+    def _held_tensors(self) -> Iterator[Tensor]:
+        """Memory of now that another stream than its own may come to use."""
+        now, coming = self._now, self._now.coming
+        yield from now.rows
+        if now.batch is not None:
+            yield from now.batch.tensors()
+        if now.owed is not None:
+            yield from (*now.owed.rows, now.owed.ids)
+        if coming is not None:
+            yield from (*coming.rows, *coming.batch.tensors())
+
     def begin(self, batch: JointBatch, asker: Exchange) -> bool:
         """Begins a step of a batch in all tables; not if one of them has to go on by itself."""
         if len(parts := batch.batches) != len(self._exchanges):  # one had to before
@@ -114,6 +127,8 @@ class JointExchange:
         self.complete(ahead=False)
         pairs = list(zip(self._exchanges, parts, self._fields, strict=True))
         batch.join()
+        if self._memory_stream.has_changed:  # planned beside a stream that is no longer current
+            self._memory_stream.record(batch.tensors())
         if not batch.count() or not all(
             each.may_begin(part, fields, asked=each is asker) for each, part, fields in pairs
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from speedtorch.table.host_table import HostTable, RowHolder
 from speedtorch.table.record_layout import lay_out
 from speedtorch.table.row_blocks import Share
 from speedtorch.table.shared_rows import SharedRows
+from speedtorch.torch_internals import current_stream
 
 __all__ = ["Block", "Counted", "Draw", "Fields", "Portion", "RowStore", "waiting_bytes"]
 
@@ -170,7 +171,7 @@ class RowStore:
         self._beside: HostTable | None = None
         """State of a table that another owns, or that there was no room to make anew."""
         self._holder: weakref.ref[RowHolder] | None = None
-        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._numbers: dict[Hashable, Tensor] = {}
         self._reached: tuple[Iterable[str], list[Tensor]] | None = None
         """The fields that were exchanged last, until the table may have become another."""
         self._table: HostTable | None = None
@@ -500,10 +501,12 @@ class RowStore:
 
     def numbers(self, ids: Tensor) -> Tensor:
         """0 to n - 1 for n ids, of a tensor that is seldom made anew."""
-        count = ids.shape[0]
-        if self._numbers.shape[0] < count or self._numbers.device != ids.device:
-            self._numbers = torch.arange(2 * count, device=ids.device)
-        return self._numbers[:count]
+        # Each stream has one of its own: no other stream waits until it is written.
+        place = current_stream(ids.device) if ids.is_cuda else None
+        count, numbers = ids.shape[0], self._numbers.get(place)
+        if numbers is None or numbers.shape[0] < count:
+            numbers = self._numbers[place] = torch.arange(2 * count, device=ids.device)
+        return numbers[:count]
 
     def read(self, ids: Tensor, out: Tensor) -> None:
         """Weights by their ids: `out` is `[*ids.shape, ...]`, on either device."""

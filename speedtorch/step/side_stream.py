@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedtorch.torch_internals import current_stream
 
-__all__ = ["SideStream", "end_of_current"]
+__all__ = ["MemoryStream", "SharedSideStream", "SideStream", "end_of_current"]
 
 
 def end_of_current(device: torch.device) -> torch.cuda.Event | None:
@@ -20,9 +20,10 @@ def end_of_current(device: torch.device) -> torch.cuda.Event | None:
 
 
 @cache
-def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    # One for all who have the same purpose: torch caches memory for each stream by itself.
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream(device: int, purpose: str, beside: int | None) -> torch.cuda.Stream:
+    # Not one of torch's pool: torch gives these to callers too, and caches memory for each stream.
+    made = torch.ops.speedtorch.make_stream(device)
+    return torch.cuda.ExternalStream(made, device)  # type: ignore[no-untyped-call]
 
 
 class _Turn:
@@ -32,7 +33,7 @@ class _Turn:
     longer than a launch.
     """
 
-    __slots__ = ("_current", "_current_device", "_device", "_ends", "_side")
+    __slots__ = ("_current", "_current_device", "_device", "_ends", "_side", "_stream")
 
     def __init__(
         self,
@@ -43,10 +44,12 @@ class _Turn:
         self._side, self._device, self._ends = side, device, ends
 
     def __enter__(self) -> torch.cuda.Stream:
-        stream = self._side.stream(self._device)
+        stream = self._stream = self._side.stream(self._device)
         self._current_device = torch.cuda.current_device()
         self._current = current_stream(self._device)
+        self._side.continue_on(stream)
         if self._ends is None:
+            # What the current stream has queued may write what this reads, or read its memory.
             stream.wait_stream(self._current)
         for end in self._ends or ():
             if end is not None:
@@ -60,7 +63,7 @@ class _Turn:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._side.note_end(self._device)
+            self._side.note_end(self._stream)
         finally:
             self._go_back()
 
@@ -71,15 +74,21 @@ class _Turn:
 
 
 class SideStream:
-    """A stream beside the current one, one for each purpose, and where its last work ends.
+    """A stream beside the current one, for one purpose, and the end of its last work.
+
+    Each stream of the caller has side streams of its own. Memory that is allocated on a side stream
+    is used there and on the caller's stream only, and each turn waits for that stream: torch may
+    allocate the memory again as soon as it is freed. Work of two callers' streams never meets.
 
     Args:
         purpose: its name.
-        is_timed: whether somebody wants to know when that was.
+        is_timed: whether `end` records the time.
     """
 
     def __init__(self, purpose: str, *, is_timed: bool = False) -> None:
         self._purpose, self._is_timed = purpose, is_timed
+        self._last: torch.cuda.Stream | None = None
+        """The stream of the last work."""
         self.end: torch.cuda.Event | None = None
 
     def after_current(
@@ -100,17 +109,24 @@ class SideStream:
         return nullcontext() if device.type != "cuda" else _Turn(self, device, ends)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """That of its purpose."""
-        return _stream(device, self._purpose)
+        """The side stream of the current stream."""
+        current = current_stream(device)
+        return _stream(current.device_index, self._purpose, current.stream_id)
 
-    def note_end(self, device: torch.device) -> None:
-        """Its last work is what it has by now."""
+    def continue_on(self, stream: torch.cuda.Stream) -> None:
+        """Orders work on a stream behind the last work, where that is on another one."""
+        if self.end is not None and self._last is not stream:
+            # The caller has changed its stream: the same rows may still be moving.
+            stream.wait_event(self.end)
+
+    def note_end(self, stream: torch.cuda.Stream) -> None:
+        """The last work is what a stream has by now."""
         end = torch.cuda.Event(enable_timing=self._is_timed)  # type: ignore[no-untyped-call]
-        end.record(self.stream(device))
-        self.end = end
+        end.record(stream)
+        self.end, self._last = end, stream
 
     def uses(self, tensors: Sequence[Tensor]) -> None:
-        """Memory of the current stream that the side stream reads is not given away meanwhile."""
+        """Memory of the current stream that the side stream reads is freed behind that."""
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self.stream(tensor.device))
@@ -129,5 +145,48 @@ class SideStream:
     def join(self) -> None:
         """What the current stream gets from now on begins when the side stream is done."""
         if self.end is not None:
+            # What the side stream writes is read next, and its memory may be freed from now on.
             current_stream(self.end.device).wait_event(self.end)
             self.end = None
+
+
+class SharedSideStream(SideStream):
+    """As SideStream, but one for all streams of the caller, who orders the memory by events."""
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of its purpose."""
+        return _stream(current_stream(device).device_index, self._purpose, None)
+
+
+class MemoryStream:
+    """The stream for which torch allocated what an object holds; other streams are recorded.
+
+    Torch gives freed memory to the next allocation on its own stream at once. An object that is
+    used on another stream later calls follow() first, so that the memory is freed behind that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        self.has_changed = False
+        """Whether there has been more than one stream."""
+
+    def follow(self, held: Callable[[], Iterable[Tensor]]) -> None:
+        """Records the current stream, if it is another than the last, for all that is held."""
+        if self._device is None:
+            return
+        stream = current_stream(self._device)
+        if stream is self._stream:
+            return
+        if self._stream is not None:
+            self.has_changed = True
+            self.record(held())
+        self._stream = stream
+
+    def record(self, tensors: Iterable[Tensor]) -> None:
+        """Memory of these tensors is freed behind the current stream."""
+        assert self._device is not None
+        stream = current_stream(self._device)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)

@@ -12,6 +12,7 @@ from speedtorch.ops.functions import pool_rows, rows_at
 from speedtorch.step.exchange import Batch, Exchange, HeldState, Placed, ShownRows
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.row_store import Draw, Fields, RowStore
+from speedtorch.step.turn import alone
 from speedtorch.torch_internals import (
     as_plain,
     current_backward,
@@ -85,6 +86,8 @@ class TrainedRows:
         self._padding = None if padding == store.rows else padding
         self.shown = ShownRows(name, parameter)
         self.exchange = Exchange(name, store, self.shown, padding, capacity)
+        self.turn = self.exchange.turn
+        """Held while a thread uses the rows; see Exchange."""
         self._sums = GradientSums()
         if parameter.requires_grad:
             store.keep_holder(self)
@@ -106,6 +109,7 @@ class TrainedRows:
             " would miss the changes of the other; use that one in both places"
         )
 
+    @alone
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, Tensor]:
@@ -138,11 +142,13 @@ class TrainedRows:
 
         With `bags` they are added up: `[samples * features, ...]`.
         """
-        self.claim()
-        found = self.exchange.hold(ids)
-        looked_up: Tensor = _SummedLookup.apply(self.parameter, found, bags, self)  # type: ignore[no-untyped-call]
-        return looked_up
+        with self.turn:
+            self.claim()
+            found = self.exchange.hold(ids)
+            looked_up: Tensor = _SummedLookup.apply(self.parameter, found, bags, self)  # type: ignore[no-untyped-call]
+            return looked_up
 
+    @alone
     def read(self, ids: Tensor) -> Tensor:
         """Rows by their ids as they are now, whoever holds them, outside of any step."""
         self._check_claim()
@@ -154,6 +160,7 @@ class TrainedRows:
         self.store.read(ids.detach(), out)
         return out
 
+    @alone
     def borrow(
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor]:
@@ -172,6 +179,7 @@ class TrainedRows:
             self.store.write(borrowed, rows)
         return local, rows
 
+    @alone
     def bring_home(self) -> None:
         """See RowHolder; the CPU sees the rows, too, after this."""
         with as_plain():
@@ -183,6 +191,7 @@ class TrainedRows:
         """See RowHolder."""
         self.exchange.refuse_if_captured("closing its table")
 
+    @alone
     def let_go(self) -> None:
         """Called when the module goes: its rows are in the table, and nobody trains them."""
         try:
@@ -197,6 +206,7 @@ class TrainedRows:
         self._check_claim()
         self.bring_home()
 
+    @alone
     def view(self) -> Tensor:
         """All rows in the table's memory, as they are now; they may be written to."""
         with as_plain():
@@ -204,16 +214,19 @@ class TrainedRows:
             self.store.table.settle()
             return self.store.field("weight")
 
+    @alone
     def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
         """Changes all rows, at first need if nobody has used them; see Draw."""
         with as_plain():
             self.store.draw(Draw((function,), random_seed(), None), anew=anew)
 
+    @alone
     def load_some(self, values: Tensor, first: int) -> None:
         """Copies values `[n, ...]` to rows `first` to `first + n`."""
         with as_plain():
             self.store.load("weight", values, first)
 
+    @alone
     def load(self, values: Tensor) -> None:
         """Copies values `[rows, ...]` to all rows."""
         if tuple(values.shape) != (shape := self.whole_shape):
@@ -229,6 +242,7 @@ class TrainedRows:
         """Of the weight of all rows, also where only some are here."""
         return (self.store.all_rows, *self.store.row_shape)
 
+    @alone
     def add_gradient(self, gradient: Tensor, ids: Tensor, number: int) -> None:
         """Adds the gradient of the rows `ids`, held in the step of this number, to the parameter's.
 
@@ -238,6 +252,7 @@ class TrainedRows:
             with torch.no_grad():
                 return self.add_gradient(gradient, ids, number)
         with as_plain():
+            self.exchange.await_step()
             step = self.exchange.now
             if number != step.number:
                 raise RuntimeError(
@@ -258,11 +273,13 @@ class TrainedRows:
             self.parameter.grad = summed
             self.shown.note_gradient()
 
+    @alone
     def show_gradient(self, *, zeroes: bool = False) -> None:
         """Called before somebody else reads the parameter's gradient or sets it.
 
         With `zeroes` a zero_grad() does.
         """
+        self.exchange.await_step()
         if not zeroes:
             self.exchange.note_gradient_asked()
         self.shown.show(self.exchange.now)
@@ -283,6 +300,7 @@ class TrainedRows:
         """What keeps the state of the held rows."""
         return self.shown.kept.state
 
+    @alone
     def attach(self, state: HeldState, fields: Fields) -> bool:
         """Keeps fields of state, name to (row shape, dtype), beside the weight.
 
@@ -298,6 +316,7 @@ class TrainedRows:
         self.exchange.show_anew()
         return has_values
 
+    @alone
     def detach(self, *, was_read: bool = False) -> None:
         """Keeps the weight alone; the fields of the state stay unused, held rows stay held.
 

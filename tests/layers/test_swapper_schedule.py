@@ -59,7 +59,7 @@ class Event:
 
 
 def side_stream(clocks: Clocks) -> type:
-    """Pretends to be a SideStream."""
+    """Pretends to be a SharedSideStream."""
 
     class Stream:
         def __init__(self, purpose: str, *, is_timed: bool) -> None:
@@ -115,7 +115,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
         step(*args)
         found.work(1.0)
 
-    monkeypatch.setattr(slab, "SideStream", side_stream(found))
+    monkeypatch.setattr(slab, "SharedSideStream", side_stream(found))
     monkeypatch.setattr(slab, "copy_spans", copy_spans)
     monkeypatch.setattr(slab.Slab, "take", take)
     monkeypatch.setattr(room, "end_of_current", lambda _: Event(found, found.compute))

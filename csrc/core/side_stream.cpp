@@ -1,0 +1,29 @@
+// A stream that is nobody else's. Called by speedtorch/step/side_stream.py: torch's own streams come
+// from a pool of 32 that callers draw from too, and two owners of one stream would wait for each
+// other and share the memory that torch caches for it.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+
+#include "core/cuda_calls.h"
+
+namespace speedtorch {
+namespace {
+
+// The handle of a new stream of a GPU, which lives as long as the process.
+int64_t make_stream(int64_t device) {
+  const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
+  const RelaxedCapture while_capturing;
+  void* stream = nullptr;
+  check_cuda(cuda_calls().stream_create(&stream), "make_stream: cudaStreamCreateWithFlags");
+  return reinterpret_cast<int64_t>(stream);
+}
+
+}  // namespace
+}  // namespace speedtorch
+
+STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) { m.def("make_stream(int device) -> int"); }
+
+STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
+  m.impl("make_stream", TORCH_BOX(&speedtorch::make_stream));
+}

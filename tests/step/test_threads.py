@@ -1,0 +1,340 @@
+"""Threads: each may train its own model, and one module is used by one of them at a time.
+
+SPEEDTORCH_ROUNDS sets how many random programs run, 40 by default.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import speedtorch
+from speedtorch.step import exchange
+from speedtorch.step.turn import Turn
+
+ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "40"))
+ROWS, COLUMNS, STEPS = 12, 3, 6
+
+# Optimizers of which torch's nn.Embedding takes the same steps, row by row.
+KINDS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "SGD": lambda parameters: optim.SGD(parameters, lr=0.1),
+    "fused SGD": lambda parameters: optim.SGD(parameters, lr=0.1, fused=True),
+    "Adagrad": lambda parameters: optim.Adagrad(parameters, lr=0.1),
+    "SparseAdam": lambda parameters: optim.SparseAdam(list(parameters), lr=0.1),
+}
+
+
+class Program:
+    """A model that is trained on batches, by torch alone and by this library."""
+
+    def __init__(self, seed: int) -> None:
+        generator = random.Random(seed)
+        self.kind = generator.choice(list(KINDS))
+        self.prefetches = generator.random() < 0.5
+        self.capacity = ROWS if generator.random() < 0.3 else None
+        numbers = torch.Generator().manual_seed(seed)
+        self.first = torch.randn(ROWS, COLUMNS, generator=numbers)
+        sizes = [generator.randint(1, 6) for _ in range(STEPS)]
+        self.batches = [torch.randint(ROWS, (size,), generator=numbers) for size in sizes]
+        self.evaluates = [generator.random() < 0.3 for _ in range(STEPS)]
+        self.saves = [generator.random() < 0.2 for _ in range(STEPS)]
+
+    def plain(self) -> list[Tensor]:
+        """The weights before the first step and after each."""
+        model = nn.Embedding(
+            ROWS, COLUMNS, _weight=self.first.clone(), sparse=self.kind == "SparseAdam"
+        )
+        optimizer, seen = KINDS[self.kind](model.parameters()), [self.first]
+        for batch in self.batches:
+            optimizer.zero_grad()
+            model(batch).square().sum().backward()
+            optimizer.step()
+            seen.append(model.weight.detach().clone())
+        return seen
+
+    def made(self) -> tuple[speedtorch.Embedding, optim.Optimizer]:
+        model = speedtorch.Embedding(
+            ROWS,
+            COLUMNS,
+            _weight=self.first,
+            sparse=self.kind == "SparseAdam",
+            capacity=self.capacity,
+        )
+        optimizer = KINDS[self.kind](model.parameters())
+        if "SGD" not in self.kind:
+            speedtorch.attach(optimizer, model)
+        return model, optimizer
+
+    def train(self, model: speedtorch.Embedding, optimizer: optim.Optimizer) -> list[str]:
+        """Trains, and evaluates and saves in between; what was not as in plain torch."""
+        expected, wrong = self.plain(), []
+        loop: Any = self.batches
+        if self.prefetches:
+            loop = speedtorch.prefetch(self.batches, model, ids=lambda batch: batch)
+        for step, batch in enumerate(loop):
+            optimizer.zero_grad()
+            model(batch).square().sum().backward()
+            optimizer.step()
+            if self.evaluates[step]:
+                with torch.no_grad():
+                    if not torch.equal(model(torch.arange(ROWS)), expected[step + 1]):
+                        wrong.append(f"rows that were read after step {step}")
+            if self.saves[step]:
+                if not torch.equal(model.state_dict()["weight"], expected[step + 1]):
+                    wrong.append(f"rows that were saved after step {step}")
+                optimizer.state_dict()
+        if not torch.equal(model.state_dict()["weight"], expected[-1]):
+            wrong.append("rows at the end")
+        return wrong
+
+
+def run_in_threads(*works: Callable[[], object]) -> list[BaseException]:
+    """Runs functions at once, each in a thread of its own; gives what they raise."""
+    errors: list[BaseException] = []
+    begin = threading.Barrier(len(works))
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            begin.wait(60)
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+@pytest.fixture(autouse=True)
+def switches_often(one_thread: None) -> Iterator[None]:
+    """Threads of Python take turns at nearly every line."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_models_in_threads_of_their_own_train_as_in_plain_torch() -> None:
+    wrong: list[str] = []
+    for seed in range(ROUNDS):
+        programs = [Program(2 * seed), Program(2 * seed + 1)]
+        made = [each.made() for each in programs]
+        found: list[list[str]] = [[], []]
+
+        def work(
+            at: int, programs: Any = programs, made: Any = made, found: Any = found
+        ) -> Callable[[], None]:
+            def train() -> None:
+                found[at] = programs[at].train(*made[at])
+
+            return train
+
+        assert run_in_threads(work(0), work(1)) == []
+        wrong += [f"seed {seed}, thread {at}: {each}" for at in (0, 1) for each in found[at]]
+    assert wrong == []
+
+
+def test_another_thread_reads_rows_as_they_are_between_two_steps() -> None:
+    for seed in range(ROUNDS):
+        program = Program(seed)
+        model, optimizer = program.made()
+        expected, read = program.plain(), []
+        is_over, copies = threading.Event(), "SGD" not in program.kind  # else the table's own rows
+
+        def train(
+            model: Any = model,
+            optimizer: Any = optimizer,
+            program: Any = program,
+            over: Any = is_over,
+        ) -> None:
+            try:
+                assert program.train(model, optimizer) == []
+            finally:
+                over.set()
+
+        def look(
+            model: Any = model, read: Any = read, over: Any = is_over, copies: bool = copies
+        ) -> None:
+            while not over.is_set():
+                with torch.no_grad():
+                    read.append(model(torch.arange(ROWS)))
+                if copies:
+                    read.append(model.state_dict()["weight"])
+
+        assert run_in_threads(train, look) == []
+        for rows in read:
+            assert any(torch.equal(rows, each) for each in expected), program.kind
+
+
+def stepped_models(
+    kind: Callable[[Any], optim.Optimizer], ids: list[int]
+) -> tuple[speedtorch.Embedding, optim.Optimizer]:
+    model = speedtorch.Embedding(6, 2, _weight=torch.ones(6, 2))
+    optimizer = kind(model.parameters())
+    if not isinstance(optimizer, optim.SGD):
+        speedtorch.attach(optimizer, model)
+    model(torch.tensor(ids)).sum().backward()
+    return model, optimizer
+
+
+def moved(model: speedtorch.Embedding) -> list[int]:
+    rows = (model.state_dict()["weight"] != 1).any(1)
+    return rows.nonzero().flatten().tolist()
+
+
+OPTIMIZERS = [lambda p: optim.Adam(p, lr=0.5), lambda p: optim.Adam(p, lr=0.5, fused=True)]
+OPTIMIZERS += [lambda p: optim.SGD(p, lr=0.5), lambda p: optim.SGD(p, lr=0.5, foreach=True)]
+IDS = ["Adam", "fused Adam", "SGD", "foreach SGD"]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=IDS)
+def test_a_step_in_another_thread_leaves_a_step_that_is_under_way(
+    kind: Callable[[Any], optim.Optimizer],
+) -> None:
+    model, optimizer = stepped_models(kind, [3])
+    other, others = stepped_models(kind, [1])
+    errors: list[BaseException] = []
+    optimizer.register_step_pre_hook(lambda *_: errors.extend(run_in_threads(others.step)))
+    optimizer.step()
+    assert errors == []
+    assert moved(model) == [3] and moved(other) == [1]
+
+
+def test_a_step_of_another_thread_within_a_closure_leaves_the_rows_that_it_steps() -> None:
+    model, optimizer = stepped_models(OPTIMIZERS[0], [3])
+    other, others = stepped_models(OPTIMIZERS[2], [1])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.tensor([3])).sum()
+        loss.backward()
+        assert run_in_threads(others.step) == []
+        return loss
+
+    optimizer.step(closure)
+    assert moved(model) == [3] and moved(other) == [1]
+
+
+USES: dict[str, Callable[[speedtorch.Embedding, optim.Optimizer], object]] = {
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "the optimizer's state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "flush": lambda model, optimizer: model.flush(),
+    "a lookup": lambda model, optimizer: model(torch.tensor([0])),
+    "announce": lambda model, optimizer: model.announce(torch.tensor([0])),
+    "the table": lambda model, optimizer: model.table["weight"],
+    "step": lambda model, optimizer: optimizer.step(),
+    "load_state_dict": lambda model, optimizer: model.load_state_dict(
+        {"weight": torch.zeros(6, 2)}
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_a_module_that_another_thread_steps_is_refused_after_a_while(
+    use: Callable[[speedtorch.Embedding, optim.Optimizer], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_PATIENCE", 0.05)
+    model, optimizer = stepped_models(OPTIMIZERS[0], [3])
+    errors: list[BaseException] = []
+
+    def meanwhile(*_: object) -> None:
+        if not errors:
+            errors.extend(run_in_threads(lambda: use(model, optimizer)))
+
+    optimizer.register_step_pre_hook(meanwhile)
+    optimizer.step()
+    (error,) = errors
+    assert isinstance(error, RuntimeError)
+    assert "an optimizer's step() in another thread" in str(error) and "Embedding" in str(error)
+    assert moved(model) == [3]
+
+
+def test_a_use_waits_for_the_step_of_another_thread() -> None:
+    model, optimizer = stepped_models(OPTIMIZERS[2], [3])
+    read: list[Tensor] = []
+    threads: list[threading.Thread] = []
+
+    def meanwhile(*_: object) -> None:
+        threads.append(threading.Thread(target=lambda: read.append(model.state_dict()["weight"])))
+        threads[0].start()
+
+    optimizer.register_step_pre_hook(meanwhile)
+    optimizer.step()
+    threads[0].join()
+    assert torch.equal(read[0][3], torch.full((2,), 0.5))
+
+
+def test_a_step_that_an_exception_left_in_a_thread_that_ended_holds_nothing_back() -> None:
+    model, optimizer = stepped_models(OPTIMIZERS[0], [3])
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    handle = optimizer.register_step_pre_hook(fail)
+    (error,) = run_in_threads(optimizer.step)
+    handle.remove()
+    assert isinstance(error, ZeroDivisionError)
+    assert moved(model) == []
+    optimizer.step()
+    assert moved(model) == [3]
+
+
+def test_a_step_is_refused_while_lookups_of_another_thread_wait_for_their_backward() -> None:
+    model, optimizer = stepped_models(OPTIMIZERS[0], [3])
+    kept: list[Tensor] = []
+    assert run_in_threads(lambda: kept.append(model(torch.tensor([4])))) == []
+    with pytest.raises(RuntimeError, match="lookups of another thread .* wait for their backward"):
+        optimizer.step()
+    assert moved(model) == []
+    kept[0].sum().backward()
+    kept.clear()
+    optimizer.step()
+    assert moved(model) == [3, 4]
+
+
+def test_gradients_of_lookups_in_several_threads_add_up() -> None:
+    model, optimizer = stepped_models(OPTIMIZERS[2], [3])
+    works = [lambda: model(torch.tensor([3, 4])).sum().backward() for _ in range(4)]
+    assert run_in_threads(*works) == []
+    optimizer.step()
+    assert model.state_dict()["weight"][:, 0].tolist() == [1, 1, 1, 1 - 0.5 * 5, 1 - 0.5 * 4, 1]
+
+
+def test_a_thread_that_waits_for_its_turn_gets_it() -> None:
+    turn, taken = Turn(), count()
+    is_over = threading.Event()
+
+    def again_and_again() -> None:
+        while not is_over.is_set():
+            with turn:
+                next(taken)
+
+    def a_few_times() -> None:
+        try:
+            for _ in range(20):
+                with turn:
+                    pass
+        finally:
+            is_over.set()
+
+    assert run_in_threads(again_and_again, a_few_times) == []
+
+
+def test_a_turn_may_be_taken_again_by_its_thread() -> None:
+    turn = Turn()
+    with turn, turn:
+        pass
+    assert run_in_threads(lambda: turn.__enter__()) == []
