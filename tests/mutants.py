@@ -243,14 +243,14 @@ MUTANTS = [
     Mutant(
         "shortened rows of the step are not written",
         "step/trained_rows.py",
-        "            self.exchange.change()\n",
+        "                self.exchange.change()\n",
         "",
     ),
     Mutant(
         "the padding's row is shortened for the step only",
         "step/trained_rows.py",
-        "                self.store.write(torch.tensor([self._padding]), rows[-1:])\n",
-        "                pass\n",
+        "                    self.store.write(torch.tensor([self._padding]), rows[-1:])\n",
+        "                    pass\n",
     ),
     Mutant(
         "evaluation shortens rows of the table, not those of the step",
@@ -300,8 +300,8 @@ MUTANTS = [
     Mutant(
         "a flush writes rows of other places",
         "step/row_store.py",
-        "            self._numbers = torch.arange(2 * count, device=ids.device)\n",
-        "            self._numbers = torch.arange(2 * count, device=ids.device).flip(0)\n",
+        "        return numbers[:count]\n",
+        "        return numbers.flip(0)[:count]\n",
     ),
     # ---- exchange.py and fixed_blocks.py: blocks of one size
     Mutant(

@@ -109,7 +109,6 @@ class TrainedRows:
             " would miss the changes of the other; use that one in both places"
         )
 
-    @alone
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, Tensor]:
@@ -120,22 +119,23 @@ class TrainedRows:
         With `max_norm` rows of a larger norm are shortened, as torch.embedding_renorm_ does. Bad
         ids raise IndexError, and what is held did not change.
         """
-        self.claim()
-        found = self.exchange.hold(ids)
-        if found.has_moved and current_backward() != -1 and top_saved_tensors_hooks(True):
-            raise RuntimeError(
-                f"{self.name}: a checkpoint computes a lookup again after other rows have joined"
-                " the step; announce() all ids of the step before its first lookup"
-            )
-        # These count their own changes: rows that join the step are no change of these.
-        rows = self.exchange.now.padded.detach()
-        if max_norm is not None:
-            self.exchange.change()
-            torch.embedding_renorm_(rows, found.positions, max_norm, norm_type)
-            if self._padding is not None:
-                self.store.write(torch.tensor([self._padding]), rows[-1:])
-            self.shown.mark()
-        return found.positions, _RowsOfStep.apply(self.parameter, [rows], self)  # type: ignore[no-untyped-call]
+        with self.turn:
+            self.claim()
+            found = self.exchange.hold(ids)
+            if found.has_moved and current_backward() != -1 and top_saved_tensors_hooks(True):
+                raise RuntimeError(
+                    f"{self.name}: a checkpoint computes a lookup again after other rows have"
+                    " joined the step; announce() all ids of the step before its first lookup"
+                )
+            # These count their own changes: rows that join the step are no change of these.
+            rows = self.exchange.now.padded.detach()
+            if max_norm is not None:
+                self.exchange.change()
+                torch.embedding_renorm_(rows, found.positions, max_norm, norm_type)
+                if self._padding is not None:
+                    self.store.write(torch.tensor([self._padding]), rows[-1:])
+                self.shown.mark()
+            return found.positions, _RowsOfStep.apply(self.parameter, [rows], self)  # type: ignore[no-untyped-call]
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
         """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows_of` are.

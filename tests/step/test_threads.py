@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from warm_python import warm_python
 
 import speedtorch
 from speedtorch.step import exchange
@@ -338,3 +342,12 @@ def test_a_turn_may_be_taken_again_by_its_thread() -> None:
     with turn, turn:
         pass
     assert run_in_threads(lambda: turn.__enter__()) == []
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    page = Path(speedtorch.__file__).parents[1] / "docs" / "streams_and_threads.md"
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    command = [warm_python(), "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "rows: [10000, 10000]\n", done.stderr
