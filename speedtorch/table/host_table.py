@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import numpy.typing as npt
 import torch
@@ -23,6 +25,7 @@ from speedtorch.table.record_layout import Fields, lay_out, weight_and_state
 
 __all__ = ["HostTable", "RowHolder"]
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _Self = TypeVar("_Self", bound="HostTable")  # typing.Self needs Python 3.11.
 _Device = str | int | torch.device | None
 _Path = str | os.PathLike[str]
@@ -31,11 +34,27 @@ _Path = str | os.PathLike[str]
 class RowHolder(Protocol):
     """Who holds rows of a table elsewhere, as the parameter of a step for instance."""
 
+    @property
+    def turn(self) -> AbstractContextManager[None]:
+        """Entered by a thread while it uses the rows: another thread that trains them waits."""
+
     def bring_home(self) -> None:
         """Writes rows that are newer elsewhere to the table, and reads them again before use."""
 
     def before_close(self) -> None:
         """Raises RuntimeError if it cannot do without the table."""
+
+
+def _in_turn(method: _Method) -> _Method:
+    """Lets a method of a table wait until no other thread uses the rows that a module holds."""
+
+    @wraps(method)
+    def in_turn(self: HostTable, *args: Any, **kwargs: Any) -> Any:
+        holder = None if self.holder is None else self.holder()
+        with nullcontext() if holder is None else holder.turn:
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, in_turn)
 
 
 class HostTable:
@@ -259,6 +278,7 @@ class HostTable:
         self._at_home()
         return self._record
 
+    @_in_turn
     def gather(
         self,
         index: Tensor,
@@ -279,6 +299,7 @@ class HostTable:
         rows = self.record if field is None else self[field]
         return pinned_gather(rows, index, out=out, plan=plan)
 
+    @_in_turn
     def scatter(
         self,
         index: Tensor,
@@ -322,6 +343,7 @@ class HostTable:
         self.settle()
         return rows.numpy()
 
+    @_in_turn
     def zeros_(self: _Self, field: str = "weight", *, progress: bool | None = None) -> _Self:
         """Sets all elements of a field to zero; see the class for `progress`.
 
@@ -331,6 +353,7 @@ class HostTable:
         """
         return self.fill_(False, field, progress=progress)
 
+    @_in_turn
     def uniform_(
         self: _Self,
         low: float = 0.0,
@@ -355,6 +378,7 @@ class HostTable:
         function = torch.nn.init.uniform_
         return self.init_(function, low, high, field=field, seed=seed, progress=progress)
 
+    @_in_turn
     def normal_(
         self: _Self,
         mean: float = 0.0,
@@ -379,6 +403,7 @@ class HostTable:
         function = torch.nn.init.normal_
         return self.init_(function, mean, std, field=field, seed=seed, progress=progress)
 
+    @_in_turn
     def init_(
         self: _Self,
         function: Callable[..., object],
@@ -414,6 +439,7 @@ class HostTable:
         self.settle()
         return self
 
+    @_in_turn
     def fill_(
         self: _Self, value: Any, field: str = "weight", *, progress: bool | None = None
     ) -> _Self:
@@ -436,6 +462,7 @@ class HostTable:
         self.settle()
         return self
 
+    @_in_turn
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:
         """Saves all fields; what was there before stays until the new files are on the disk.
 
@@ -474,6 +501,7 @@ class HostTable:
         """Says whether rows were read from a file: they are no initial values then."""
         self.was_read = was_read
 
+    @_in_turn
     def load(self, path: _Path, *, rows: slice = slice(None), stored: slice = slice(None)) -> None:
         """Reads all fields from what save() wrote there, or from files like it.
 

@@ -1,6 +1,6 @@
 """Threads: each may train its own model, and one module is used by one of them at a time.
 
-SPEEDTORCH_ROUNDS sets how many random programs run, 40 by default.
+SPEEDTORCH_ROUNDS sets how many random programs run, 40 by default, and SPEEDTORCH_FIRST the first.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from speedtorch.step import exchange
 from speedtorch.step.turn import Turn
 
 ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "40"))
+FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 ROWS, COLUMNS, STEPS = 12, 3, 6
 
 # Optimizers of which torch's nn.Embedding takes the same steps, row by row.
@@ -133,7 +134,7 @@ def switches_often(one_thread: None) -> Iterator[None]:
 
 def test_models_in_threads_of_their_own_train_as_in_plain_torch() -> None:
     wrong: list[str] = []
-    for seed in range(ROUNDS):
+    for seed in range(FIRST, FIRST + ROUNDS):
         programs = [Program(2 * seed), Program(2 * seed + 1)]
         made = [each.made() for each in programs]
         found: list[list[str]] = [[], []]
@@ -152,7 +153,7 @@ def test_models_in_threads_of_their_own_train_as_in_plain_torch() -> None:
 
 
 def test_another_thread_reads_rows_as_they_are_between_two_steps() -> None:
-    for seed in range(ROUNDS):
+    for seed in range(FIRST, FIRST + ROUNDS):
         program = Program(seed)
         model, optimizer = program.made()
         expected, read = program.plain(), []
@@ -239,6 +240,8 @@ USES: dict[str, Callable[[speedtorch.Embedding, optim.Optimizer], object]] = {
     "a lookup": lambda model, optimizer: model(torch.tensor([0])),
     "announce": lambda model, optimizer: model.announce(torch.tensor([0])),
     "the table": lambda model, optimizer: model.table["weight"],
+    "the table's rows": lambda model, optimizer: model.table.gather(torch.tensor([0])),
+    "save": lambda model, optimizer: model.table.save("rows.npy"),
     "step": lambda model, optimizer: optimizer.step(),
     "load_state_dict": lambda model, optimizer: model.load_state_dict(
         {"weight": torch.zeros(6, 2)}
@@ -248,9 +251,12 @@ USES: dict[str, Callable[[speedtorch.Embedding, optim.Optimizer], object]] = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_a_module_that_another_thread_steps_is_refused_after_a_while(
-    use: Callable[[speedtorch.Embedding, optim.Optimizer], object], monkeypatch: pytest.MonkeyPatch
+    use: Callable[[speedtorch.Embedding, optim.Optimizer], object],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(exchange, "_PATIENCE", 0.05)
+    monkeypatch.chdir(tmp_path)
     model, optimizer = stepped_models(OPTIMIZERS[0], [3])
     errors: list[BaseException] = []
 

@@ -1,6 +1,6 @@
 """Streams of a GPU: any module is trained on any of them, and two models on two never meet.
 
-SPEEDTORCH_ROUNDS sets how many random programs run, 12 by default.
+SPEEDTORCH_ROUNDS sets how many random programs run, 12 by default, and SPEEDTORCH_FIRST the first.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from speedtorch.step.side_stream import SharedSideStream, SideStream
 pytestmark = NEEDS_GPU
 
 ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "12"))
+FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 ROWS, COLUMNS, MOST, STEPS = 20_000, 64, 6_000, 5
 GPU = torch.device("cuda", 0)
 MODES = ["plain", "announce", "prefetch", "two loops", "capacity", "graphed"]
@@ -122,7 +123,7 @@ def check(seed: int, *modes: str | None) -> None:
 
 @pytest.mark.slow
 def test_two_models_on_two_streams_train_as_each_alone() -> None:
-    for seed in range(ROUNDS):
+    for seed in range(FIRST, FIRST + ROUNDS):
         check(seed, None, None)
 
 
@@ -134,7 +135,7 @@ def test_two_models_of_one_kind_on_two_streams_train_as_each_alone(mode: str) ->
 
 @pytest.mark.slow
 def test_a_model_that_changes_its_stream_trains_as_on_one() -> None:
-    for seed in range(ROUNDS):
+    for seed in range(FIRST, FIRST + ROUNDS):
         modes: list[str | None] = [None, None]
         alone, moving = ([Program(2 * seed + k, m) for k, m in enumerate(modes)] for _ in "ab")
         for each in alone:
