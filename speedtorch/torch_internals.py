@@ -60,6 +60,7 @@ __all__ = [
     "of_another_dtype",
     "schema_name",
     "set_versions",
+    "sparse_coo",
     "sparse_indices",
     "sparse_values",
     "split_apart",
@@ -99,6 +100,13 @@ sparse_values = Tensor._values
 
 sparse_indices = Tensor._indices
 """Its indices likewise."""
+
+sparse_coo = torch.ops.aten._sparse_coo_tensor_unsafe.default
+"""A sparse tensor of indices, values and a shape, made as torch's own autograd makes a gradient.
+
+torch.sparse_coo_tensor sets a flag of the whole process, which other threads see, for each call.
+Before torch 2.13 it also warns of unchecked invariants, with check_invariants=False too.
+"""
 
 schema_name: Callable[[Any], str] = operator.attrgetter("_schema.name")
 """The name of an operator that a dispatch mode is given, as "aten::add_"."""

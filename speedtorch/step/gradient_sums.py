@@ -8,7 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from speedtorch.torch_internals import current_backward, sparse_indices, sparse_values
+from speedtorch.torch_internals import (
+    current_backward,
+    sparse_coo,
+    sparse_indices,
+    sparse_values,
+)
 
 __all__ = ["GradientSums", "among_more", "of_rows", "sparse_of_all"]
 
@@ -44,13 +49,9 @@ class GradientSums:
 
 def of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
     """A sparse gradient as one of this number of rows."""
-    return torch.sparse_coo_tensor(
-        indices,
-        sparse_values(gradient),
-        (rows, *gradient.shape[1:]),
-        is_coalesced=gradient.is_coalesced(),
-        check_invariants=False,
-    )
+    shape = (rows, *gradient.shape[1:])
+    coalesced = gradient.is_coalesced()
+    return sparse_coo(indices, sparse_values(gradient), shape, is_coalesced=coalesced)
 
 
 def among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
@@ -68,6 +69,4 @@ def sparse_of_all(gradient: Tensor, every: Tensor) -> Tensor:
         if len(sparse_values(summed)) == len(every):
             return summed
         gradient = among_more(sparse_values(summed), sparse_indices(summed)[0], len(every))
-    return torch.sparse_coo_tensor(
-        every[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
-    )
+    return sparse_coo(every[None], gradient, gradient.shape, is_coalesced=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -130,6 +131,24 @@ def test_sparse_values_and_sparse_indices(coalesced: bool) -> None:
     )
     assert torch_internals.sparse_values(tensor).data_ptr() == values.data_ptr()
     assert torch_internals.sparse_indices(tensor).data_ptr() == indices.data_ptr()
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_sparse_coo(coalesced: bool) -> None:
+    """The tensor that torch.sparse_coo_tensor makes, without its warning."""
+    indices, values = torch.tensor([[0, 2]]), torch.ones(2, 3)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            made = torch_internals.sparse_coo(indices, values, (4, 3), is_coalesced=coalesced)
+    finally:
+        torch.set_warn_always(always)
+    assert (made.layout, made.shape) == (torch.sparse_coo, (4, 3))
+    assert made.is_coalesced() is coalesced
+    assert torch_internals.sparse_values(made).data_ptr() == values.data_ptr()
+    assert made.to_dense().tolist() == [[1.0] * 3, [0.0] * 3, [1.0] * 3, [0.0] * 3]
 
 
 def test_schema_name_and_torch_dispatch_mode() -> None:

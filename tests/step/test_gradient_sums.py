@@ -1,0 +1,50 @@
+"""How the gradients of a step's lookups become one, and what torch says meanwhile."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+
+import speedtorch
+
+ROWS, WIDTH = 9, 3
+IDS = torch.tensor([4, 1, 4])
+
+
+def trained(module: nn.Embedding, optimizer: optim.Optimizer) -> Tensor:
+    """The rows after a step of two lookups, of which the second brings more rows."""
+    loss = module(IDS).sum()
+    (loss + (module(IDS + 2) * 2).sum()).backward()
+    optimizer.step()
+    return module.weight.detach()[:].clone()
+
+
+@pytest.fixture
+def before_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.sparse_coo_tensor warns as it does before torch 2.13, whatever it is given."""
+    make = torch.sparse_coo_tensor
+
+    def warned(*args: Any, **kwargs: Any) -> Tensor:
+        warnings.warn("Sparse invariant checks are implicitly disabled", stacklevel=2)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "sparse_coo_tensor", warned)
+
+
+@pytest.mark.usefixtures("before_2_13")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_steps_with_a_sparse_gradient_warn_of_nothing(sparse: bool) -> None:
+    plain = nn.Embedding(ROWS, WIDTH, sparse=True)
+    ours = speedtorch.Embedding(ROWS, WIDTH, sparse=sparse, _weight=plain.weight)
+    adam = optim.SparseAdam(list(ours.parameters()))
+    speedtorch.attach(adam, ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = trained(ours, adam)
+    expected = trained(plain, optim.SparseAdam(list(plain.parameters())))
+    assert_same_bytes(found, expected)
