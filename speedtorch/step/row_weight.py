@@ -204,9 +204,11 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
         if zeroes:
             rows.exchange.note_zero_grad()
         gradient = func(*args)
-        # A step of no row but the padding's has a gradient that norms cannot be taken of.
+        # A step of no row but the padding's: no rows have no largest element, for a norm of infinity
+        # for instance. A GradScaler must see that there is a gradient, or it would not step.
         is_empty = gradient is not None and gradient.shape[0] == 0
-        return None if is_empty and not zeroes else gradient
+        is_hidden = is_empty and not zeroes and caller.co_name != UNSCALES
+        return None if is_hidden else gradient
 
 
 def _refuse_portion(name: str, caller: CodeType) -> None:

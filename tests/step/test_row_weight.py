@@ -252,6 +252,163 @@ def test_a_grad_scaler_skips_and_takes_steps(module: speedtorch.Embedding) -> No
     assert_same_bytes(rows_of(module), after(expected, 2))
 
 
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, speedtorch.clip_grad_norm_])
+def test_it_is_clipped_as_by_torch(
+    module: speedtorch.Embedding, clip: Any, norm_type: float, foreach: bool | None
+) -> None:
+    held(module)
+    gradient = torch.tensor([[1.0], [2.0], [1.0]]).expand(3, WIDTH)
+    parameter = nn.Parameter(torch.zeros(3, WIDTH))
+    parameter.grad = gradient.clone()
+    expected = nn.utils.clip_grad_norm_(parameter, 0.5, norm_type, foreach=foreach)
+    found = clip(module.parameters(), 0.5, norm_type, foreach=foreach)
+    assert module.weight.grad is not None
+    torch.testing.assert_close(found.cpu(), expected)
+    torch.testing.assert_close(module.weight.grad.cpu(), parameter.grad)
+
+
+WITHOUT_ROWS = {"padding": [0, 0], "no-ids": []}
+
+
+def of_no_rows(ids: list[int], device: str) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64, device=device)[:, None]
+
+
+def scaled_steps(
+    module: Any, optimizer: optim.Optimizer, batches: Any, scaler: Any, between: Any
+) -> None:
+    for ids in batches:
+        found = module(ids)
+        loss = (found if isinstance(found, Tensor) else found.values()).sum()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        between(module)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def zeroed(optimizer: optim.Optimizer, batches: Any, *, to_none: bool) -> Any:
+    for ids in batches:
+        optimizer.zero_grad(set_to_none=to_none)
+        yield ids
+
+
+def collection_of_bags(rows: Tensor, device: str, **settings: Any) -> Any:
+    config = speedtorch.EmbeddingBagConfig(ROWS, WIDTH, "rows")
+    kind = speedtorch.EmbeddingBagCollection
+    return kind.from_pretrained([config], {"rows": rows}, False, device=device, **settings)
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["SGD", "Adam"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("make", MODULES)
+@pytest.mark.parametrize("without", WITHOUT_ROWS.values(), ids=WITHOUT_ROWS)
+@pytest.mark.parametrize(
+    ("scaler", "to_none"),
+    [(torch.amp.GradScaler, True), (torch.amp.GradScaler, False), (speedtorch.GradScaler, False)],
+    ids=["to-none", "to-zeros", "speedtorchs"],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_grad_scaler_steps_where_lookups_name_no_row(
+    device: str,
+    scaler: Any,
+    to_none: bool,
+    without: list[int],
+    make: Any,
+    sparse: bool,
+    attached: bool,
+) -> None:
+    """It makes the rows that the optimizer alone makes: its scale is a power of two."""
+    ids = IDS[None].to(device)
+    nothing = of_no_rows(without, device)
+    batches = [nothing, ids, nothing, nothing, ids]
+    made = []
+    for scales in (False, True):
+        module = make(ROWS, WIDTH, _weight=first_rows(), padding_idx=0, sparse=sparse, device=device)
+        optimizer: optim.Optimizer = optim.SGD(module.parameters(), lr=1.0)
+        if attached:
+            kind: Any = optim.SparseAdam if sparse else optim.Adam
+            optimizer = kind(list(module.parameters()), lr=0.1)
+            speedtorch.attach(optimizer, module)
+        used = scaler(device, init_scale=4.0) if scales else None
+        every = zeroed(optimizer, batches, to_none=to_none)
+        scaled_steps(module, optimizer, every, used, lambda module: None)
+        made.append(rows_of(module))
+    assert not torch.equal(made[0], first_rows())
+    assert_same_bytes(made[1], made[0])
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("without", WITHOUT_ROWS.values(), ids=WITHOUT_ROWS)
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, speedtorch.clip_grad_norm_])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_of_no_rows_is_clipped_between_unscale_and_step(
+    device: str, clip: Any, without: list[int], norm_type: float, foreach: bool | None
+) -> None:
+    rows = first_rows()
+    rows[0] = 0
+    embedding = speedtorch.Embedding(ROWS, WIDTH, _weight=rows, padding_idx=0, device=device)
+    model = nn.Sequential(embedding, nn.Linear(WIDTH, 1).to(device))
+    sgd = optim.SGD(model.parameters(), lr=1.0)
+    norms: list[Tensor] = []
+
+    def between(module: nn.Module) -> None:
+        norms.append(clip(module.parameters(), 1.0, norm_type, foreach=foreach))
+
+    scaler = torch.amp.GradScaler(device, init_scale=4.0)
+    scaled_steps(model, sgd, [of_no_rows(without, device)], scaler, between)
+    assert norms[0] == len(without)  # the gradient of the bias alone
+    assert_same_bytes(rows_of(embedding), rows)
+
+
+@pytest.mark.parametrize("prefetched", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("capacity", [None, 4], ids=["counted", "capacity"])
+@pytest.mark.parametrize("without", WITHOUT_ROWS.values(), ids=WITHOUT_ROWS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_grad_scaler_steps_where_prefetched_batches_name_no_row(
+    device: str, without: list[int], capacity: int | None, prefetched: bool
+) -> None:
+    ids, nothing = IDS[None].to(device), of_no_rows(without, device)
+    made = []
+    for scales in (False, True):
+        module = speedtorch.Embedding(
+            ROWS, WIDTH, 0, _weight=first_rows(), device=device, capacity=capacity
+        )
+        sgd = optim.SGD(module.parameters(), lr=1.0)
+        scaler = torch.amp.GradScaler(device, init_scale=4.0) if scales else None
+        batches: Any = [nothing, ids, nothing, nothing, ids]
+        if prefetched:
+            batches = speedtorch.prefetch(batches, module, ids=lambda batch: batch)
+        every = zeroed(sgd, batches, to_none=True)
+        scaled_steps(module, sgd, every, scaler, lambda module: None)
+        made.append(rows_of(module))
+    assert not torch.equal(made[0], first_rows())
+    assert_same_bytes(made[1], made[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_grad_scaler_steps_where_the_features_of_a_collection_name_no_row(device: str) -> None:
+    some = {"rows": IDS[None].to(device)}
+    nothing = {"rows": of_no_rows([], device).t()}
+    made = []
+    for scales in (False, True):
+        module = collection_of_bags(first_rows(), device)
+        sgd = optim.SGD(module.parameters(), lr=1.0)
+        scaler = torch.amp.GradScaler(device, init_scale=4.0) if scales else None
+        every = zeroed(sgd, [nothing, some, nothing], to_none=True)
+        scaled_steps(module, sgd, every, scaler, lambda module: None)
+        made.append(module.state_dict()["embedding_bags.rows.weight"].cpu().clone())
+    assert not torch.equal(made[0], first_rows())
+    assert_same_bytes(made[1], made[0])
+
+
 def test_an_optimizers_state_dict_goes_and_comes(module: speedtorch.Embedding) -> None:
     adam = optim.Adam(module.parameters(), lr=0.1)
     speedtorch.attach(adam, module)
