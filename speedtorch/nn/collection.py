@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.nn.jagged import Features, JaggedRows, KeyedFeatures, Source, read_features
-from speedtorch.nn.row_module import Device, RowModule, loadable
+from speedtorch.nn.row_module import Device, RowModule, loadable, opened
 from speedtorch.nn.row_module import Source as Saved
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_group import TableGroup
@@ -201,8 +200,7 @@ class TableCollection(nn.Module):
         if others := sorted(set(places) ^ set(embeddings)):
             raise ValueError(f"embeddings: expected those of {list(places)}; differing: {others}")
         for name, rows in embeddings.items():
-            if isinstance(rows, str | os.PathLike):
-                rows = HostTable.open(rows, memory)
+            rows = opened(f"embeddings[{name!r}]", rows, memory)
             group, where = places[name]
             shape = (where.stop - where.start, group.embedding_dim)
             values = rows["weight"] if isinstance(rows, HostTable) else rows

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from speedtorch.files.table_files import open_fields
 from speedtorch.ops.planned_batch import check_ids
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.step.row_store import Draw, Portion, RowStore
@@ -29,7 +30,7 @@ from speedtorch.torch_internals import (
     is_transformed,
 )
 
-__all__ = ["Device", "RowModule", "Rows", "Source", "loadable", "made_of_rows"]
+__all__ = ["Device", "RowModule", "Rows", "Source", "loadable", "made_of_rows", "opened"]
 
 Rows = Tensor | HostTable
 Source = Rows | str | os.PathLike[str]
@@ -449,9 +450,7 @@ class RowModule(nn.Module):
 
 def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: Any) -> _Self:
     """Makes a module of rows that exist; see from_pretrained."""
-    rows = embeddings
-    if isinstance(rows, str | os.PathLike):
-        rows = HostTable.open(rows, given["memory"])
+    rows = opened("embeddings", embeddings, given["memory"])
     shape = _shape_of("embeddings", rows, "a tensor, a HostTable or the path of a saved one")
     if len(shape) != 2:
         raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
@@ -463,6 +462,27 @@ def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: An
     if isinstance(rows, HostTable) and rows is not embeddings:
         made.trained_rows.store.own()
     return made
+
+
+def opened(argument: str, source: Source, memory: str) -> Rows:
+    """Rows as they are given, or those of a file, in this kind of memory.
+
+    Raises ValueError if a file has no field "weight"; no row is read then.
+    """
+    if isinstance(source, str | os.PathLike):
+        path = os.fspath(source)
+        with open_fields(path) as stored:
+            _check_fields(argument, path, list(stored), f"HostTable.open({path!r})")
+        return HostTable.open(path, memory)
+    return source
+
+
+def _check_fields(argument: str, source: str, fields: Sequence[str], table: str) -> None:
+    if "weight" not in fields:
+        raise ValueError(
+            f"{argument}: {source} has no field 'weight', of which rows are made; it has"
+            f" {', '.join(fields)}: give the rows themselves, as {table}[{fields[0]!r}]"
+        )
 
 
 def loadable(key: str, value: object, expected: tuple[int, ...]) -> Tensor:
@@ -477,6 +497,7 @@ def loadable(key: str, value: object, expected: tuple[int, ...]) -> Tensor:
 
 def _shape_of(argument: str, rows: object, kinds: str) -> tuple[int, ...]:
     if isinstance(rows, HostTable):
+        _check_fields(argument, "this HostTable", list(rows.fields), "table")
         return (rows.rows, *rows.fields["weight"][0])
     return tuple(_dense(argument, rows, kinds).shape)
 

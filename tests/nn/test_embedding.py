@@ -271,6 +271,34 @@ def test_from_pretrained_takes_a_saved_table_or_a_table(tmp_path: Path) -> None:
         assert torch.equal(each(torch.arange(5)), table["weight"])
 
 
+@pytest.mark.parametrize("make", [speedtorch.Embedding, speedtorch.EmbeddingBag])
+def test_from_pretrained_names_a_field_that_is_missing(make: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    table = speedtorch.HostTable.from_fields(5, {"emb.weight": (2, torch.float32)}).fill_(
+        7, "emb.weight"
+    )
+    table.save(path)
+    has = "has no field 'weight', of which rows are made; it has emb.weight: give the rows"
+    with pytest.raises(ValueError, match=f"embeddings: {path} {has}") as caught:
+        make.from_pretrained(path)
+    assert str(caught.value).endswith(f" as HostTable.open({path!r})['emb.weight']")
+    opened = speedtorch.HostTable.open(path)
+    assert bool((make.from_pretrained(opened["emb.weight"]).weight.data == 7).all())
+    with pytest.raises(ValueError, match=f"embeddings: this HostTable {has}"):
+        make.from_pretrained(table)
+    with pytest.raises(ValueError, match=f"_weight: this HostTable {has}"):
+        make(5, 2, _weight=table)
+
+
+def test_from_pretrained_of_a_collection_names_a_field_that_is_missing(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    fields: Any = {"emb.weight": (2, torch.float32)}
+    speedtorch.HostTable.from_fields(5, fields).zeros_("emb.weight").save(path)
+    config = speedtorch.EmbeddingBagConfig(5, 2, "words")
+    with pytest.raises(ValueError, match=rf"embeddings\['words'\]: {path} has no field 'weight'"):
+        speedtorch.EmbeddingBagCollection.from_pretrained([config], {"words": path})
+
+
 def test_equal_seeds_give_equal_rows_and_other_dtypes_work() -> None:
     rows = []
     for _ in range(2):
