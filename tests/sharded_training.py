@@ -447,7 +447,8 @@ def check_clipping(sparse: bool) -> None:
         model.rows = speedtorch.Embedding(ROWS, WIDTH, sparse=sparse, device=own_device())
         return model
 
-    for norm_type, most in ((2.0, 1.0), (float("inf"), 0.5), (1.0, 1e6)):
+    cases = ((2.0, 1.0, None), (float("inf"), 0.5, False), (1.0, 1e6, True))
+    for norm_type, most, foreach in cases:
         model, whole = made(), made()
         shard(model)
         wrapped = nn.parallel.DistributedDataParallel(model)
@@ -461,7 +462,7 @@ def check_clipping(sparse: bool) -> None:
             )
         else:
             expected = nn.utils.clip_grad_norm_(whole.parameters(), most, norm_type)
-        found = clip_grad_norm_(wrapped.parameters(), most, norm_type)
+        found = clip_grad_norm_(wrapped.parameters(), most, norm_type, foreach=foreach)
         torch.testing.assert_close(found, expected)
         clipped = torch.linalg.vector_norm(model.bias.grad, norm_type)
         factor = min(1.0, float(most / expected))

@@ -22,6 +22,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Clips gradients, in place, by the norm of all of them: those of the rows of every rank, too.
 
@@ -34,6 +35,7 @@ def clip_grad_norm_(
         max_norm: The most that their norm is after that.
         norm_type: Which norm; inf is that of the largest.
         error_if_nonfinite: Raise where the norm is none.
+        foreach: Use torch's functions of many tensors at once; None where they are faster.
 
     Returns:
         The norm before.
@@ -59,11 +61,12 @@ def clip_grad_norm_(
         if ranks is not None:
             places[ranks] = parameter.device
     if not own:
-        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
+        settings = (max_norm, norm_type, error_if_nonfinite, foreach)
+        return torch.nn.utils.clip_grad_norm_(given, *settings)
     largest, device = norm_type == float("inf"), given[0].device
 
     def power_of(gradients: list[Tensor]) -> Tensor:
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(device)
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # which powers fit into
         return norm if largest else norm**norm_type
@@ -80,7 +83,7 @@ def clip_grad_norm_(
             " that they cannot be clipped; pass error_if_nonfinite=False to multiply them by it"
         )
     for parameters in _apart(given):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm
 
 
