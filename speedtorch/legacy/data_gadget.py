@@ -133,29 +133,31 @@ class GadgetSwitcher(OneField):
 
         Args:
             dataObject: what getData gives for these indexes, or what NumPy would repeat to that
-                shape; on either device.
+                shape; on either device. Another dtype is cast to that of the rows here, as NumPy
+                casts what is assigned: an imaginary part is dropped with torch's warning.
             indexes: as for getData.
             retrievedNegIndexes: as for getData.
 
         Raises:
             IndexError: an id out of range; nothing is changed.
-            ValueError: another number of rows, another shape or dtype; nothing is changed.
+            ValueError: another number of rows, or another shape; nothing is changed.
         """
         field = self._rows()["weight"]
         rows = _as_tensor(dataObject)
         if field.is_cuda:
             rows = rows.to(field.device, non_blocking=True)
         ids = self._ids_of(indexes, retrievedNegIndexes, rows.device)
-        if rows.dtype != field.dtype:
-            raise _misfit(rows, field, "" if ids is None else f" for {ids.numel()} ids")
         if ids is None:
             self._settle()
-            put_parts(field, indexes, rows)
+            put_parts(field, indexes, rows.to(field.dtype))
             return
         shape = (*ids.shape, *field.shape[1:])
         if not _repeats_to(rows.shape, shape):
-            raise _misfit(rows, field, f" for {ids.numel()} ids")
-        rows = rows.expand(shape).reshape(ids.numel(), *field.shape[1:])
+            raise ValueError(
+                f"insertData got {list(rows.shape)} for {ids.numel()} ids; rows here are"
+                f" {list(field.shape[1:])}"
+            )
+        rows = rows.to(field.dtype).expand(shape).reshape(ids.numel(), *field.shape[1:])
         pinned_scatter(field, ids.reshape(-1), rows.contiguous())
 
 
@@ -177,13 +179,6 @@ def _repeats_to(shape: Sequence[int], wanted: Sequence[int]) -> bool:
         return np.broadcast_shapes(tuple(shape), tuple(wanted)) == tuple(wanted)
     except ValueError:
         return False
-
-
-def _misfit(rows: Tensor, field: Tensor, ids: str) -> ValueError:
-    return ValueError(
-        f"insertData got {list(rows.shape)} of {rows.dtype}{ids}; rows here are"
-        f" {list(field.shape[1:])} of {field.dtype}"
-    )
 
 
 def _choose(stored: Mapping[str, StoredField], field: str | None) -> StoredField:
