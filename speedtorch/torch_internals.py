@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 __all__ = [
     "CLIPS_BY_NORM",
@@ -37,6 +37,7 @@ __all__ = [
     "UNSCALES",
     "HostGradScaler",
     "SteppingScaler",
+    "TensorWeakRef",
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
     "active_data_parallel",

@@ -160,7 +160,7 @@ class RowModule(nn.Module):
         self.trained_rows = TrainedRows(name, store, parameter, padding, capacity)
         self.lookups: Lookups = self.trained_rows
         show_rows(parameter, self.trained_rows)
-        # Brings rows home when the module goes, whose table may stay with who gave or asked for it.
+        # The weight may outlive the module, and so may a table that the caller gave or asked for.
         self._end = weakref.finalize(self, self.trained_rows.let_go)
         self._end.atexit = False
 

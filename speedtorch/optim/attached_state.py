@@ -25,7 +25,7 @@ class AttachedState:
 
     def __init__(self, optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self.table_rows = rows
+        self._rows_reference = weakref.ref(rows)
         self.probe = probe
         self.names = tuple(probe.row_state)
         self.sparse = probe.sparse
@@ -35,6 +35,13 @@ class AttachedState:
         """Whether the rows' state comes from a file, and the step count from nowhere."""
         self._entries: dict[str, Any] = {}
         self._settings = settings_of(optimizer, rows.parameter)
+
+    @property
+    def table_rows(self) -> TrainedRows:
+        """The rows, which their module or their weight keeps alive, and with them this."""
+        if (rows := self._rows_reference()) is None:
+            raise RuntimeError("the rows of an attached optimizer are gone")
+        return rows
 
     def entries(self) -> dict[str, Any]:
         """The optimizer's own state of the parameter; the last one if the optimizer is gone."""

@@ -31,6 +31,7 @@ from speedtorch.step.row_store import Block, Fields, RowStore
 from speedtorch.step.side_stream import MemoryStream, SideStream
 from speedtorch.step.turn import Turn, alone
 from speedtorch.torch_internals import (
+    TensorWeakRef,
     forget_failed_backward,
     of_another_dtype,
     sparse_values,
@@ -162,7 +163,9 @@ class ShownRows:
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
         self._name = name
-        self.parameter = parameter
+        self._kept_alive: torch.nn.Parameter | None = parameter
+        """The parameter; None where it keeps the rows alive, and not they it."""
+        self._reference: Callable[[], torch.nn.Parameter | None] = lambda: None
         self.kept = Kept(None, {"weight": (tuple(parameter.shape[1:]), parameter.dtype)})
         self.rows: Rows | None = None
         """Those of the step that is shown."""
@@ -170,6 +173,21 @@ class ShownRows:
         """Of the parameter; one that was written to since mark() has another."""
         self._asked: tuple[Tensor, int, bool] | None = None
         """The gradient that a zero_grad() asked for, its version then, and whether it was zeros."""
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        """What shows the rows. Raises RuntimeError if it is gone: nothing can train them then."""
+        if self._kept_alive is not None:
+            return self._kept_alive
+        if (parameter := self._reference()) is None:
+            raise RuntimeError(f"{self._name}: its weight is gone, and its module before it")
+        return parameter
+
+    def keep_alive(self, parameter: torch.nn.Parameter | None) -> None:
+        """Keeps the parameter alive, or with None no longer: the parameter keeps the rows alive."""
+        if parameter is None:
+            self._reference = TensorWeakRef(self.parameter)
+        self._kept_alive = parameter
 
     def keep(self, state: HeldState | None, fields: Fields) -> None:
         """Lets the state of the rows be kept by another, or by nobody."""

@@ -11,13 +11,14 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from speedtorch.step.trained_rows import TrainedRows
+from speedtorch.step.trained_rows import TrainedRows, rows_of_parameter
 from speedtorch.torch_internals import (
     CLIPS_BY_NORM,
     GRADIENT_ASKED_TO_BE_ZERO,
@@ -97,11 +98,17 @@ class _Whole(torch.Tensor):
 class RowWeight(_Whole, nn.Parameter):
     """A parameter that stands for all rows and has the memory of the held ones; see Embedding."""
 
+    def __del__(self) -> None:
+        if sys.is_finalizing() or (rows := rows_of_parameter(self)) is None:
+            return
+        rows.end(self)  # these are its own: with a module they would have kept it
+
 
 def show_rows(parameter: nn.Parameter, rows: TrainedRows) -> None:
-    """Makes a parameter stand for a table."""
+    """Makes a parameter stand for a table, which its module keeps alive."""
     parameter.__class__ = RowWeight
-    parameter._rows = weakref.ref(rows)  # type: ignore[attr-defined]
+    if rows_of_parameter(parameter) is not rows:
+        parameter._rows = weakref.ref(rows)  # type: ignore[attr-defined]
 
 
 def hide_rows(parameter: nn.Parameter) -> None:
@@ -259,7 +266,8 @@ def _extents_of(weight: _Whole) -> Tensor:
 def _whole(weight: _Whole) -> _Whole:
     with as_plain():
         whole = weight.detach().as_subclass(_Whole)
-    whole._rows = weight._rows
+    # As a view keeps its tensor.
+    whole._rows = partial(_rows_of, weight) if isinstance(weight, RowWeight) else weight._rows
     return whole
 
 

@@ -81,7 +81,6 @@ class TrainedRows:
     ) -> None:
         self.name = name
         self.store = store
-        self.parameter = parameter
         self.shape = torch.Size((store.rows, *store.row_shape))
         self._padding = None if padding == store.rows else padding
         self.shown = ShownRows(name, parameter)
@@ -92,11 +91,19 @@ class TrainedRows:
         if parameter.requires_grad:
             store.keep_holder(self)
 
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What holds the rows of a step, and stands for the table."""
+        return self.shown.parameter
+
     def claim(self) -> None:
         """Trains the rows from now on, or refuses to if another module was made to."""
-        if (holder := self.store.holder) is None:
+        holder = self.store.holder
+        if holder is self:
+            return
+        if holder is None or (isinstance(holder, TrainedRows) and holder.is_left):
             self.store.keep_holder(self)
-        elif holder is not self:
+        else:
             self._refuse_replaced()
 
     def _check_claim(self) -> None:
@@ -191,15 +198,32 @@ class TrainedRows:
         """See RowHolder."""
         self.exchange.refuse_if_captured("closing its table")
 
+    is_left = False
+    """Whether the module is gone: the rows live as long as the weight, and yield to a module."""
+
     @alone
     def let_go(self) -> None:
-        """Called when the module goes: its rows are in the table, and nobody trains them."""
+        """Called when the module goes: its rows are in the table, and its weight keeps them alive.
+
+        A weight that an optimizer or a caller still has stands for the table as before. Without one
+        the table goes now: a cycle of both would wait for the garbage collector.
+        """
         try:
             self.bring_home()
         finally:
-            if self.state is None:  # else the optimizer's state_dict() is still that of all rows
-                self.store.drop_holder(self)
-                vars(self.parameter).pop("_rows", None)
+            self.is_left = True
+            vars(self.parameter)["_rows"] = lambda: self
+            self.shown.keep_alive(None)
+
+    def end(self, parameter: nn.Parameter) -> None:
+        """Called when the weight goes, after the module: its rows are in the table."""
+        # What refers to it weakly may have lost it by now.
+        self.shown.keep_alive(parameter)
+        try:
+            self.bring_home()
+        finally:
+            self.store.drop_holder(self)
+            self.shown.keep_alive(None)
 
     def flush(self) -> None:
         """Brings the table up to date, until the CPU sees it."""

@@ -184,6 +184,20 @@ def test_tensors_are_keys_by_themselves_and_are_not_kept() -> None:
     assert len(known) == 0
 
 
+def test_a_weak_reference_to_a_tensor_that_a_graph_alone_keeps() -> None:
+    """What it gives is the object that the graph had, and lives on without the graph."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.note = "kept"  # type: ignore[attr-defined]
+    loss, reference = parameter.sum(), torch_internals.TensorWeakRef(parameter)
+    del parameter
+    gc.collect()
+    found: Any = reference()
+    del loss
+    assert found.note == "kept" and reference() is found
+    del found
+    assert reference() is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_of_another_dtype(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.zeros(3, 2, dtype=dtype))

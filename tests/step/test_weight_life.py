@@ -1,0 +1,242 @@
+"""A weight outlives its module, and a table lives as long as its module or its weight."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+
+import speedtorch
+
+ROWS, WIDTH = 12, 4
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+MODULES = [speedtorch.Embedding, speedtorch.EmbeddingBag]
+IDS = torch.tensor([3, 1, 3, 11])
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def first_rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def trained(make: Any, device: str, **settings: Any) -> Any:
+    """A module after a step of SGD, whose rows are newer than the table's."""
+    if make is speedtorch.EmbeddingBag:
+        settings["mode"] = "sum"
+    module = make(ROWS, WIDTH, _weight=first_rows(), device=device, **settings)
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    module(IDS[None].to(device)).sum().backward()
+    sgd.step()
+    return module
+
+
+def after(steps: int) -> Tensor:
+    """The rows after so many steps of SGD as trained() makes."""
+    rows = first_rows()
+    for _ in range(steps):
+        rows -= torch.zeros_like(rows).index_add_(0, IDS, torch.ones(len(IDS), WIDTH))
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------
+# What it is without its module
+
+
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda weight: weight[IDS.to(weight.device)],
+    "lookup": lambda weight: F.embedding(IDS.to(weight.device), weight),
+    "all": lambda weight: weight.data[:],
+    "clone": lambda weight: weight.detach().clone(),
+    "numpy": lambda weight: torch.from_numpy(weight.data.cpu().numpy()),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("make", MODULES)
+def test_a_weight_without_its_module_has_the_tables_rows(
+    device: str, make: Any, read: Callable[[Tensor], Tensor]
+) -> None:
+    weight = trained(make, device).weight
+    assert weight.shape == (ROWS, WIDTH) and weight.numel() == ROWS * WIDTH
+    assert weight.device.type == device and f"{ROWS} rows" in repr(weight)
+    assert_same_bytes(read(weight).detach().cpu(), read(after(1)))
+    assert_same_bytes(read(weight.data).detach().cpu(), read(after(1)))
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["SGD", "Adam"])
+def test_a_weight_without_its_module_is_trained(device: str, attached: bool) -> None:
+    def made(of: Any) -> tuple[nn.Parameter, optim.Optimizer]:
+        module = of(ROWS, WIDTH, _weight=first_rows().to(device if of is nn.Embedding else "cpu"))
+        module = module.to(device)
+        kind: Any = optim.SparseAdam if attached else optim.SGD
+        optimizer = kind(list(module.parameters()), lr=0.1)
+        if attached and of is not nn.Embedding:
+            speedtorch.attach(optimizer, module)
+        return module.weight, optimizer
+
+    weights = []
+    for of in (nn.Embedding, speedtorch.Embedding):
+        weight, optimizer = made(of)
+        for ids in (IDS, IDS - 1, IDS):
+            found = F.embedding(ids.to(device), weight, sparse=attached and of is nn.Embedding)
+            (found * 3).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(weight.data[:].cpu())
+    torch.testing.assert_close(weights[1], weights[0])
+    assert not torch.equal(weights[1], first_rows())
+
+
+def test_a_gradient_from_before_the_module_went_is_stepped(device: str) -> None:
+    module = speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(), device=device)
+    loss, weight = module(IDS.to(device)).sum(), module.weight
+    del module
+    gc.collect()
+    loss.backward()
+    optim.SGD([weight], lr=1.0).step()
+    assert_same_bytes(weight.data[:].cpu(), after(1))
+
+
+def test_a_weight_of_a_module_that_is_gone_yields_to_another_module(device: str) -> None:
+    table = speedtorch.HostTable(ROWS, WIDTH).fill_(1)
+    weight = speedtorch.Embedding.from_pretrained(table, freeze=False, device=device).weight
+    ids = IDS.to(device)
+    weight[ids].sum().backward()
+    optim.SGD([weight], lr=1.0).step()
+    other = speedtorch.Embedding.from_pretrained(table, device=device)
+    other.weight.requires_grad_(True)
+    assert other(ids)[:, 0].tolist() == [-1, 0, -1, 0]
+    for use in (lambda: weight[ids], lambda: weight.data.sum()):
+        with pytest.raises(RuntimeError, match="another module was made to train the rows"):
+            use()
+    assert weight.shape == (ROWS, WIDTH)
+
+
+# ------------------------------------------------------------------------------------------------
+# How long the table lives
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """Nothing collects cycles: what they keep alive stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def untouched(device: str) -> list[Any]:
+    return [speedtorch.Embedding(ROWS, WIDTH, device=device)]
+
+
+def stepped(device: str) -> list[Any]:
+    return [trained(speedtorch.Embedding, device)]
+
+
+def with_optimizer(device: str) -> list[Any]:
+    module = trained(speedtorch.Embedding, device)
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    module(IDS.to(device)).sum().backward()
+    sgd.step()
+    return [module, sgd]
+
+
+def with_state(device: str) -> list[Any]:
+    module = trained(speedtorch.Embedding, device)
+    adam = optim.Adam(module.parameters(), lr=1.0)
+    speedtorch.attach(adam, module)
+    module(IDS.to(device)).sum().backward()
+    adam.step()
+    return [module, adam]
+
+
+def with_capacity(device: str) -> list[Any]:
+    module = trained(speedtorch.Embedding, device, capacity=3, padding_idx=0)
+    return [module, module.weight]
+
+
+def with_weight(device: str) -> list[Any]:
+    module = trained(speedtorch.EmbeddingBag, device)
+    return [module, module.weight, module.weight.data, module.weight.data.detach()]
+
+
+def with_graph(device: str) -> list[Any]:
+    module = trained(speedtorch.Embedding, device)
+    return [module, module(IDS.to(device)).sum()]
+
+
+def with_prefetch(device: str) -> list[Any]:
+    module = trained(speedtorch.Embedding, device)
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    for batch in speedtorch.prefetch([IDS.to(device)] * 3, module, ids=lambda batch: batch):
+        module(batch).sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+    return [module, sgd]
+
+
+KEEPERS = [
+    *(untouched, stepped, with_optimizer, with_state, with_capacity, with_weight, with_graph),
+    with_prefetch,
+]
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("first", [0, -1], ids=["module-first", "module-last"])
+@pytest.mark.parametrize("keepers", KEEPERS, ids=lambda each: each.__name__)
+def test_a_table_goes_at_once_with_its_module_and_its_weight(
+    device: str, keepers: Callable[[str], list[Any]], first: int
+) -> None:
+    kept = keepers(device)
+    table = weakref.ref(kept[0].table)
+    while kept:
+        assert table() is not None
+        kept.pop(first)
+    assert table() is None
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_what_a_weight_was_trained_to_is_in_the_table_when_it_goes(device: str) -> None:
+    """Also through memory that the caller has kept since before."""
+    table = speedtorch.HostTable(ROWS, WIDTH, memory="plain" if device == "cpu" else "auto")
+    table["weight"].copy_(first_rows())
+    view = table["weight"]
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False, device=device)
+    weight = module.weight
+    sgd = optim.SGD([weight], lr=1.0)
+    del module
+    for _ in range(2):
+        weight[IDS.to(device)].sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+    del weight
+    assert not torch.equal(view, after(2))  # the optimizer has it yet, and the rows of the step
+    del sgd
+    assert_same_bytes(view, after(2))
+    assert table.holder is None
+
+
+def test_a_weight_in_a_cycle_brings_its_rows_to_the_table_when_that_is_collected(
+    device: str,
+) -> None:
+    table = speedtorch.HostTable(ROWS, WIDTH)
+    table["weight"].copy_(first_rows())
+    view = table["weight"]
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False, device=device)
+    cycle: list[Any] = [module.weight, optim.SGD(module.parameters(), lr=1.0)]
+    cycle.append(cycle)
+    del module
+    cycle[0][IDS.to(device)].sum().backward()
+    cycle[1].step()
+    del cycle
+    gc.collect()
+    assert_same_bytes(view, after(1))
