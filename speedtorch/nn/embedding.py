@@ -31,10 +31,12 @@ class Embedding(RowModule, nn.Embedding):
     data_ptr(), cannot be told so and sees the held rows: give them emb.table["weight"]. For all
     others its shape, numel() and len() are the table's, weight[ids] is a lookup, and torch.nn.init
     and in-place methods change all rows, those of an untouched table when they are first needed.
-    Under torch.no_grad() and through weight.data other functions get the whole table, in host
-    memory; where gradients are asked they raise. The weight's grad is that of the held rows, and
-    torch.empty_like and the like give their shape, as optimizers need it: weight.data -= lr *
-    weight.grad steps them.
+    Other functions compute with the whole table, in host memory, of which weight.cpu() is no copy.
+    Where gradients are asked a backward through their result raises, and so do at once a function
+    that writes in place or is given another tensor that needs a gradient, or one on a GPU. The
+    weight's grad is that of the held rows, and torch.empty_like and the like give their shape, as
+    optimizers need it: weight.data -= lr * weight.grad steps them. The weight keeps the table when
+    the module is gone.
 
     The table takes its memory when somebody first needs it. An exception in training (out of
     memory, Ctrl-C) leaves every row as before the step or as after it, and training can go on.

@@ -59,6 +59,8 @@ _CHANGE = _names(
     " pow_ sqrt_ square_ exp_ log_ sin_ cos_ tanh_ sigmoid_ erf_ erfinv_ round_ floor_ ceil_"
 )
 _OPERATORS = ("__imul__", "__iadd__", "__isub__", "__itruediv__", "__ifloordiv__", "__ipow__")
+# Methods that give a tensor itself where it is of that kind already.
+_CONVERSIONS = _names("cpu to type float double half bfloat16 contiguous")
 _EXTENTS = ("size", "dim", "ndimension", "numel", "nelement", "__len__")
 
 
@@ -147,11 +149,13 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
     with as_plain():
         if name in _OF_HELD_ROWS or not weights:
             return func(*args, **kwargs)
+        others = [each for each in tensors if not isinstance(each, _Whole)]
         # A _Whole requires no gradient.
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+        trains_others = trains and any(each.requires_grad for each in others)
         # Other tensors are, or may come, from the GPU, where the table is not.
         is_elsewhere = weights[0].is_cuda and (
-            name in _ELEMENTS or any(t.is_cuda and not isinstance(t, _Whole) for t in tensors)
+            name in _ELEMENTS or any(each.is_cuda for each in others)
         )
     rows = _rows_of(weights[0])
     ids = _looked_up(name, args, kwargs, rows.shape[0])
@@ -166,18 +170,76 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: An
             " fully_shard() ignored_params=speedtorch.row_parameters(model)"
             " (FullyShardedDataParallel: ignored_states=)"
         )
-    if trains or is_elsewhere:
-        raise RuntimeError(
-            f"{rows.name}: {name}() of its weight would need all {rows.shape[0]:,} rows, of which a"
-            " step holds few; use emb(ids), which is differentiable, for the rows of a batch, and"
-            ' torch.no_grad() or emb.table["weight"] to read or write the whole table in host'
-            " memory, with other tensors on the CPU"
-        )
+    # What the weight is written to would need a gradient of all rows from then on.
+    is_written = in_place or name == "__setitem__" or kwargs.get("out") is not None
+    if is_elsewhere or trains_others or (trains and is_written):
+        raise RuntimeError(_refusal(rows, f"{name}() of its weight"))
+    if trains:
+        return _read(func, name, args, kwargs, rows)
     args, kwargs = tree_map(
         lambda each: _rows_of(each).view() if isinstance(each, _Whole) else each, (args, kwargs)
     )
     answer = func(*args, **kwargs)
     return weight if weight is not None and in_place else answer
+
+
+def _refusal(rows: TrainedRows, what: str) -> str:
+    return (
+        f"{rows.name}: {what} would need all {rows.shape[0]:,} rows, of which a step holds few; use"
+        " emb(ids), which is differentiable, for the rows of a batch, and torch.no_grad() or"
+        ' emb.table["weight"] to read or write the whole table in host memory, with other tensors'
+        " on the CPU"
+    )
+
+
+def _read(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: TrainedRows
+) -> Any:
+    """The whole table's answer where gradients are asked; a backward through it raises.
+
+    Raises RuntimeError for a view: what follows would compute with all rows before its backward.
+    """
+    refusal = _refusal(rows, f"a gradient of {name}() of its weight")
+    memory = []
+
+    def refused(tensor: Tensor, *, is_shared: bool) -> Tensor:
+        with as_plain():
+            # As a view it is not written to in place, as torch refuses it of a parameter's memory.
+            read = tensor.view_as(tensor) if is_shared else tensor
+            return _Read.apply(rows.parameter, [read], refusal)  # type: ignore[no-any-return, no-untyped-call]
+
+    def whole(each: Any) -> Any:
+        if not isinstance(each, _Whole):
+            return each
+        view = _rows_of(each).view()
+        memory.append(view.untyped_storage().data_ptr())
+        return refused(view, is_shared=True)
+
+    def answered(each: Any) -> Any:
+        if not isinstance(each, Tensor) or not each.requires_grad:
+            return each
+        is_dense = each.layout == torch.strided
+        is_shared = is_dense and each.untyped_storage().data_ptr() in memory
+        if is_shared and name not in _CONVERSIONS:
+            raise RuntimeError(_refusal(rows, f"{name}() of its weight"))
+        # The backward of the function itself would compute with all rows before it raises.
+        return refused(each.detach(), is_shared=is_shared)
+
+    args, kwargs = tree_map(whole, (args, kwargs))
+    return tree_map(answered, func(*args, **kwargs))
+
+
+class _Read(torch.autograd.Function):
+    """A tensor of all rows, or computed of them, whose gradient is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, read: list[Tensor], refusal: str) -> Tensor:
+        ctx.refusal = refusal
+        return read[0]  # in a list, or autograd would take the result for a view of an input
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        raise RuntimeError(ctx.refusal)
 
 
 def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -438,7 +440,7 @@ def test_after_an_error_within_a_step_it_answers_as_before(module: speedtorch.Em
     module(IDS.to(module.weight.device))
     assert tuple(module.weight.shape) == (ROWS, WIDTH)
     with pytest.raises(RuntimeError, match=r"emb\(ids\)"):
-        module.weight * 2
+        module.weight.t()
     with torch.no_grad():
         assert_same_bytes(module.weight[11].cpu(), first_rows()[11])
 
@@ -549,11 +551,15 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-# These may have the whole table's answer, as they take no part in a gradient.
-WITHOUT_GRADIENT = [
-    REFUSED[name]
-    for name in ("numpy", "equal", "compare", "tolist", "data-times", "data-norm", "detach-sum")
-] + [REFUSED["save-a-copy"]]
+# These take no part in a gradient.
+WITHOUT_GRADIENT = (
+    *("numpy", "equal", "compare", "tolist", "data-times", "data-norm", "detach-sum"),
+    "save-a-copy",
+)
+# Views of all rows, with which a program would go on computing.
+VIEWS = ("matmul", "t", "T", "view")
+# With a tensor on the device of the rows.
+MIXED = ("linear",)
 
 
 def assert_refused_by_name(call: Callable[[], object]) -> None:
@@ -562,30 +568,146 @@ def assert_refused_by_name(call: Callable[[], object]) -> None:
     assert "emb(ids)" in str(caught.value) and "emb.table" in str(caught.value)
 
 
-@pytest.mark.parametrize("read", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 @over_the_states
-def test_reading_the_whole_is_refused_by_name(
-    module: speedtorch.Embedding, state: Callable[[Module], None], read: Callable[[Tensor], object]
+def test_a_gradient_of_the_whole_is_refused_by_name(
+    module: speedtorch.Embedding, state: Callable[[Module], None], name: str
+) -> None:
+    """At once, or with the whole table's answer in the backward."""
+    state(module)
+    before, read = rows_of(module), REFUSED[name]
+    if name in VIEWS or (name in MIXED and module.weight.is_cuda):
+        assert_refused_by_name(lambda: read(module.weight))
+    else:
+        found, expected = read(module.weight), read(before)
+        if not isinstance(found, Tensor):
+            assert np.array_equal(np.asarray(found), np.asarray(expected))
+        else:
+            torch.testing.assert_close(found.detach().cpu(), expected)
+            assert found.requires_grad == (name not in WITHOUT_GRADIENT)
+            if found.requires_grad:
+                assert_refused_by_name(found.sum().backward)
+    held(module)
+    assert_same_bytes(rows_of(module), before)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@over_the_states
+def test_without_gradients_the_whole_is_read_or_refused_by_name(
+    module: speedtorch.Embedding, state: Callable[[Module], None], name: str
 ) -> None:
     state(module)
-    if read not in WITHOUT_GRADIENT:
-        assert_refused_by_name(lambda: read(module.weight))
-    whole = rows_of(module)
+    whole, read = rows_of(module), REFUSED[name]
     try:
         with torch.no_grad():
             found = read(module.weight)
     except RuntimeError as error:
         # What weight.t() gives is the table's, which does not mix with rows on a GPU.
-        on_host = read is REFUSED["matmul"] and "same device" in str(error)
+        on_host = name == "matmul" and "same device" in str(error)
         assert on_host or ("emb(ids)" in str(error) and "emb.table" in str(error))
-    else:  # or it is the whole table's answer
+    else:
         if isinstance(found, Tensor):
             torch.testing.assert_close(found.cpu(), read(whole))
 
 
-@pytest.mark.parametrize("read", [score, lambda weight: weight.norm(), lambda weight: weight * 2])
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "cpu-data-numpy": lambda weight: torch.from_numpy(weight.cpu().data.numpy()),
+    "to-cpu": lambda weight: weight.to("cpu").detach(),
+    "clone-detach": lambda weight: weight.clone().detach(),
+    "detach-clone": lambda weight: weight.detach().clone(),
+    "tolist": lambda weight: torch.tensor(weight.tolist()),
+    "norm-item": lambda weight: torch.tensor(weight.norm().item()),
+    "contiguous-data": lambda weight: weight.contiguous().data,
+    "float-data": lambda weight: weight.float().data,
+    "max": lambda weight: weight.max(0).values.detach(),
+    "argmax": lambda weight: weight.argmax(1),
+    "of-parameters": lambda weight: torch.stack([weight.norm(), weight.mean()]).detach(),
+}
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["alone", "attached"])
+@pytest.mark.parametrize("read", KEPT.values(), ids=KEPT)
+@over_the_states
+def test_reads_that_keep_no_gradient_are_the_whole_tables(
+    module: speedtorch.Embedding,
+    state: Callable[[Module], None],
+    read: Callable[[Tensor], Tensor],
+    attached: bool,
+) -> None:
+    """Also where the table has other fields, and rows of the weight are apart."""
+    state(module)
+    if attached:
+        speedtorch.attach(optim.Adam(module.parameters()), module)
+    expected = rows_of(module)
+    found = read(module.weight)
+    assert not found.requires_grad
+    torch.testing.assert_close(found.cpu(), read(expected))
+
+
+@pytest.mark.parametrize("read", [lambda w: w.norm(), lambda w: (w * 2).sum()], ids=["norm", "sum"])
+def test_a_penalty_of_all_rows_is_refused_in_the_backward_and_training_goes_on(
+    module: speedtorch.Embedding, read: Callable[[Tensor], Tensor]
+) -> None:
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    ids = IDS.to(module.weight.device)
+    before = rows_of(module)
+    loss = module(ids).sum() + read(module.weight)
+    assert_refused_by_name(loss.backward)
+    del loss
+    assert_same_bytes(rows_of(module), before)
+    sgd.zero_grad()
+    held(module)
+    sgd.step()
+    assert_same_bytes(rows_of(module), after(before))
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "times": lambda weight: weight.mul_(2),
+    "operator": lambda weight: operator.imul(weight, 2),
+    "conversion": lambda weight: weight.to("cpu").mul_(2),
+    "relu": lambda weight: F.relu(weight, inplace=True),
+    "into-another": lambda weight: torch.zeros(ROWS, WIDTH).add_(weight),
+    "set-in-another": lambda weight: operator.setitem(torch.zeros(ROWS, WIDTH), ..., weight),
+    "out": lambda weight: torch.mul(weight, 2, out=torch.zeros(ROWS, WIDTH)),
+    "numpy": lambda weight: weight.numpy(),
+    "array": lambda weight: np.asarray(weight),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_would_write_where_a_gradient_is_asked_changes_nothing(
+    module: speedtorch.Embedding, name: str
+) -> None:
+    """As torch refuses it of a parameter."""
+    before = rows_of(module)
+    with pytest.raises((RuntimeError, TypeError)):
+        WRITES[name](module.weight)
+    assert_same_bytes(rows_of(module), before)
+
+
+def test_a_product_with_what_needs_a_gradient_is_refused_at_once(
+    module: speedtorch.Embedding,
+) -> None:
+    """As the scores of a tied head, which would be computed for nothing."""
+    hidden = module(IDS.to(module.weight.device))
+    assert_refused_by_name(lambda: F.linear(hidden, module.weight))
+    assert_refused_by_name(lambda: hidden @ module.weight.t())
+    if not module.weight.is_cuda:
+        with torch.no_grad():
+            expected = F.linear(hidden, rows_of(module))
+            assert torch.equal(F.linear(hidden, module.weight), expected)
+        assert torch.equal(F.linear(hidden.detach(), module.weight).detach(), expected)
+    module.weight.requires_grad_(False)
+    if not module.weight.is_cuda:  # rows that are not trained
+        hidden = hidden.detach().requires_grad_()
+        F.linear(hidden, module.weight).sum().backward()
+        assert hidden.grad is not None
+        torch.testing.assert_close(hidden.grad, rows_of(module).sum(0).expand(4, WIDTH))
+
+
+@pytest.mark.parametrize("read", [score, lambda weight: weight.t(), lambda weight: weight * 2])
 def test_reading_the_whole_in_a_closure_of_the_step_is_refused_by_name(
-    module: speedtorch.Embedding, read: Callable[[Tensor], object]
+    module: speedtorch.Embedding, read: Callable[[Tensor], Tensor]
 ) -> None:
     sgd = optim.SGD(module.parameters(), lr=1.0)
     asked = []
@@ -593,7 +715,7 @@ def test_reading_the_whole_in_a_closure_of_the_step_is_refused_by_name(
     def closure() -> Tensor:
         sgd.zero_grad()
         assert tuple(module.weight.shape) == (ROWS, WIDTH)
-        assert_refused_by_name(lambda: read(module.weight))
+        assert_refused_by_name(lambda: read(module.weight).sum().backward())
         asked.append(True)
         loss = module(IDS.to(module.weight.device)).sum()
         loss.backward()
@@ -614,7 +736,7 @@ def test_an_error_in_a_closure_leaves_it_as_it_was(module: speedtorch.Embedding)
     with pytest.raises(RuntimeError, match="broken"):
         sgd.step(closure)
     assert tuple(module.weight.shape) == (ROWS, WIDTH)
-    assert_refused_by_name(lambda: module.weight * 2)
+    assert_refused_by_name(lambda: module.weight.t())
     expected = rows_of(module)
     held(module)
     sgd.step()
