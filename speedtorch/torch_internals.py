@@ -102,7 +102,7 @@ sparse_values = Tensor._values
 sparse_indices = Tensor._indices
 """Its indices likewise."""
 
-sparse_coo = torch.ops.aten._sparse_coo_tensor_unsafe.default
+sparse_coo: Callable[..., Tensor] = torch.ops.aten._sparse_coo_tensor_unsafe.default
 """A sparse tensor of indices, values and a shape, made as torch's own autograd makes a gradient.
 
 torch.sparse_coo_tensor sets a flag of the whole process, which other threads see, for each call.

@@ -59,8 +59,8 @@ _CHANGE = _names(
     " pow_ sqrt_ square_ exp_ log_ sin_ cos_ tanh_ sigmoid_ erf_ erfinv_ round_ floor_ ceil_"
 )
 _OPERATORS = ("__imul__", "__iadd__", "__isub__", "__itruediv__", "__ifloordiv__", "__ipow__")
-# Methods that give a tensor itself where it is of that kind already.
-_CONVERSIONS = _names("cpu to type float double half bfloat16 contiguous")
+# Methods that programs save with, which give a tensor itself where it is of that kind already.
+_CONVERSIONS = _names("cpu to contiguous")
 _EXTENTS = ("size", "dim", "ndimension", "numel", "nelement", "__len__")
 
 
@@ -273,8 +273,8 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
         if zeroes:
             rows.exchange.note_zero_grad()
         gradient = func(*args)
-        # A step of no row but the padding's: no rows have no largest element, for a norm of infinity
-        # for instance. A GradScaler must see that there is a gradient, or it would not step.
+        # A gradient of no rows (a step of the padding's alone) has no largest element: a norm of
+        # infinity raises. A GradScaler must see that there is one, or it would not step.
         is_empty = gradient is not None and gradient.shape[0] == 0
         is_hidden = is_empty and not zeroes and caller.co_name != UNSCALES
         return None if is_hidden else gradient

@@ -332,7 +332,9 @@ def test_a_grad_scaler_steps_where_lookups_name_no_row(
     batches = [nothing, ids, nothing, nothing, ids]
     made = []
     for scales in (False, True):
-        module = make(ROWS, WIDTH, _weight=first_rows(), padding_idx=0, sparse=sparse, device=device)
+        module = make(
+            ROWS, WIDTH, _weight=first_rows(), padding_idx=0, sparse=sparse, device=device
+        )
         optimizer: optim.Optimizer = optim.SGD(module.parameters(), lr=1.0)
         if attached:
             kind: Any = optim.SparseAdam if sparse else optim.Adam
@@ -541,6 +543,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "equal": lambda weight: torch.equal(weight, weight),
     "compare": lambda weight: weight == weight,
     "view": lambda weight: weight.view(-1),
+    "float": lambda weight: weight.float(),
     "clone": lambda weight: weight.clone(),
     "tolist": lambda weight: weight.tolist(),
     "cat": lambda weight: torch.cat([weight, weight]),
@@ -557,7 +560,7 @@ WITHOUT_GRADIENT = (
     "save-a-copy",
 )
 # Views of all rows, with which a program would go on computing.
-VIEWS = ("matmul", "t", "T", "view")
+VIEWS = ("matmul", "t", "T", "view", "float")
 # With a tensor on the device of the rows.
 MIXED = ("linear",)
 
@@ -618,7 +621,7 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "tolist": lambda weight: torch.tensor(weight.tolist()),
     "norm-item": lambda weight: torch.tensor(weight.norm().item()),
     "contiguous-data": lambda weight: weight.contiguous().data,
-    "float-data": lambda weight: weight.float().data,
+    "double-data": lambda weight: weight.double().data,
     "max": lambda weight: weight.max(0).values.detach(),
     "argmax": lambda weight: weight.argmax(1),
     "of-parameters": lambda weight: torch.stack([weight.norm(), weight.mean()]).detach(),
