@@ -163,8 +163,8 @@ class ShownRows:
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
         self._name = name
-        self._kept_alive: torch.nn.Parameter | None = parameter
-        """The parameter; None where it keeps the rows alive, and not they it."""
+        self.parameter = parameter
+        """Not set where it keeps the rows alive, and not they it: see __getattr__."""
         self._reference: Callable[[], torch.nn.Parameter | None] = lambda: None
         self.kept = Kept(None, {"weight": (tuple(parameter.shape[1:]), parameter.dtype)})
         self.rows: Rows | None = None
@@ -174,20 +174,21 @@ class ShownRows:
         self._asked: tuple[Tensor, int, bool] | None = None
         """The gradient that a zero_grad() asked for, its version then, and whether it was zeros."""
 
-    @property
-    def parameter(self) -> torch.nn.Parameter:
-        """What shows the rows. Raises RuntimeError if it is gone: nothing can train them then."""
-        if self._kept_alive is not None:
-            return self._kept_alive
+    def __getattr__(self, name: str) -> torch.nn.Parameter:
+        """The parameter, where it is not set; RuntimeError if it is gone, and nothing can train."""
+        if name != "parameter":
+            raise AttributeError(name)
         if (parameter := self._reference()) is None:
             raise RuntimeError(f"{self._name}: its weight is gone, and its module before it")
         return parameter
 
     def keep_alive(self, parameter: torch.nn.Parameter | None) -> None:
         """Keeps the parameter alive, or with None no longer: the parameter keeps the rows alive."""
-        if parameter is None:
+        if parameter is not None:
+            self.parameter = parameter
+        else:
             self._reference = TensorWeakRef(self.parameter)
-        self._kept_alive = parameter
+            vars(self).pop("parameter", None)
 
     def keep(self, state: HeldState | None, fields: Fields) -> None:
         """Lets the state of the rows be kept by another, or by nobody."""

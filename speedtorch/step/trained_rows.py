@@ -83,6 +83,7 @@ class TrainedRows:
         self.store = store
         self.shape = torch.Size((store.rows, *store.row_shape))
         self._padding = None if padding == store.rows else padding
+        self.parameter = parameter
         self.shown = ShownRows(name, parameter)
         self.exchange = Exchange(name, store, self.shown, padding, capacity)
         self.turn = self.exchange.turn
@@ -91,9 +92,10 @@ class TrainedRows:
         if parameter.requires_grad:
             store.keep_holder(self)
 
-    @property
-    def parameter(self) -> nn.Parameter:
-        """What holds the rows of a step, and stands for the table."""
+    def __getattr__(self, name: str) -> nn.Parameter:
+        """The parameter once the module is gone, of which the rows keep no reference then."""
+        if name != "parameter":
+            raise AttributeError(name)
         return self.shown.parameter
 
     def claim(self) -> None:
@@ -213,6 +215,7 @@ class TrainedRows:
         finally:
             self.is_left = True
             vars(self.parameter)["_rows"] = lambda: self
+            vars(self).pop("parameter", None)
             self.shown.keep_alive(None)
 
     def end(self, parameter: nn.Parameter) -> None:
