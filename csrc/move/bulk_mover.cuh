@@ -5,6 +5,8 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "move/row_mover.cuh"
 
 namespace speedtorch {
@@ -120,17 +122,35 @@ __global__ void __launch_bounds__(kMostBulkWarps * 32)
 #endif
 }
 
+// Lets launches of a kernel on the current device take as much shared memory as any of them may.
+// Once for each kernel and device: the limit is the kernel's, so that a launch of another thread
+// would lower it between this one's call and its launch. How many blocks fit a multiprocessor is
+// decided by what a launch takes.
+template <typename Moves>
+cudaError_t allow_shared_memory() {
+  constexpr int kKnown = 64;  // devices that are remembered
+  static std::atomic<bool> is_allowed[kKnown];
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  std::atomic<bool>* allowed = device < kKnown ? is_allowed + device : nullptr;
+  if (allowed != nullptr && *allowed) return cudaSuccess;
+  error = cudaFuncSetAttribute(bulk_move_rows_kernel<Moves>,
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kMostSharedBytes);
+  if (error == cudaSuccess && allowed != nullptr) *allowed = true;
+  return error;
+}
+
 // As launch_register_moves, where bulk copies can.
 template <typename Moves>
 int launch_bulk_moves(const Moves& moves, const Rows& from, const Rows& to, int64_t most_rows,
                       int64_t zero_rows, int most_blocks, void* stream) {
   const BulkShape shape = bulk_shape(to.row_bytes, most_rows, most_blocks);
-  auto* kernel = bulk_move_rows_kernel<Moves>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+  const cudaError_t error = allow_shared_memory<Moves>();
   if (error != cudaSuccess) return error;
-  kernel<<<shape.blocks, shape.warps * 32, shape.shared_bytes, static_cast<cudaStream_t>(stream)>>>(
-      moves, from, to, shape, zero_rows);
+  bulk_move_rows_kernel<Moves>
+      <<<shape.blocks, shape.warps * 32, shape.shared_bytes, static_cast<cudaStream_t>(stream)>>>(
+          moves, from, to, shape, zero_rows);
   return cudaGetLastError();
 }
 
