@@ -14,7 +14,7 @@ namespace {
 // fewer registers, and lets rows wait for each other.)
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSumThreads, 1)
-    pool_rows_kernel(PoolRows work, int64_t bags, int lanes) {
+    pool_rows_kernel(PoolRows work, int64_t bags, SumLanes lanes) {
   const Seat<kVec> seat(lanes);
   if (seat.group >= bags || seat.column >= work.columns) return;
   const int64_t begin = min(max(work.offsets[seat.group], int64_t{0}), work.count);
@@ -57,8 +57,8 @@ int launch_pool_rows(NumberKind kind, const PoolRows& work, void* stream) {
     using V = decltype(vector);
     const SumShape shape = sum_shape<V::kVec>(bags, work.columns);
     pool_rows_kernel<typename V::T, V::kVec>
-        <<<shape.grid, kSumThreads, 0, static_cast<cudaStream_t>(stream)>>>(work, bags,
-                                                                            shape.lanes);
+        <<<shape.blocks, kSumThreads, 0, static_cast<cudaStream_t>(stream)>>>(work, bags,
+                                                                              shape.lanes);
     return static_cast<int>(cudaGetLastError());
   });
 }

@@ -19,16 +19,24 @@ struct alignas(sizeof(Number) * kCount) Numbers {
   Number at[kCount];
 };
 
+// Which columns the lanes of a group add up: those from 0 on, and in other blocks those from
+// `count` on, and so on. Blocks of all turns lie in x: a grid has 65,535 in y at most.
+struct SumLanes {
+  int count;       // a power of two
+  unsigned turns;  // that all columns take
+};
+
 // Where a thread works: its group, and its first column (or one past all).
 template <int kVec>
 struct Seat {
   int64_t group;
   int64_t column;
 
-  __device__ explicit Seat(int lanes) {
+  __device__ explicit Seat(const SumLanes& lanes) {
     const int thread = static_cast<int>(threadIdx.x);
-    group = int64_t{blockIdx.x} * (kSumThreads / lanes) + thread / lanes;
-    column = (int64_t{blockIdx.y} * lanes + thread % lanes) * kVec;
+    const unsigned turn = blockIdx.x / lanes.turns;
+    group = int64_t{turn} * (kSumThreads / lanes.count) + thread / lanes.count;
+    column = (int64_t{blockIdx.x - turn * lanes.turns} * lanes.count + thread % lanes.count) * kVec;
   }
 };
 
@@ -55,8 +63,8 @@ __device__ __forceinline__ void store(T* out, const Numbers<SumOf<T>, kVec>& sum
 }
 
 struct SumShape {
-  int lanes;  // of a group: a power of two
-  dim3 grid;  // groups in x, columns beyond those of a group's lanes in y
+  SumLanes lanes;
+  unsigned blocks;
 };
 
 template <int kVec>
@@ -64,8 +72,9 @@ SumShape sum_shape(int64_t groups, int64_t columns) {
   const int64_t needed = (columns + kVec - 1) / kVec;
   int lanes = 1;
   while (lanes < 32 && lanes < needed) lanes *= 2;
-  return {lanes, dim3(static_cast<unsigned>((groups * lanes + kSumThreads - 1) / kSumThreads),
-                      static_cast<unsigned>((needed + lanes - 1) / lanes))};
+  const int64_t turns = (needed + lanes - 1) / lanes;
+  const int64_t blocks = (groups * lanes + kSumThreads - 1) / kSumThreads * turns;
+  return {{lanes, static_cast<unsigned>(turns)}, static_cast<unsigned>(blocks)};
 }
 
 template <typename Number, int kCount>

@@ -44,9 +44,8 @@ struct Kept {
 // By all threads: sums from `first` on are zeros. True for one thread.
 template <typename T>
 __device__ bool zero_from(const SumRows& work, int64_t first) {
-  const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
-  const int64_t thread = block * blockDim.x + threadIdx.x;
-  const int64_t threads = int64_t{gridDim.x} * gridDim.y * blockDim.x;
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
   for (int64_t k = first * work.columns + thread; k < work.distinct * work.columns; k += threads) {
     static_cast<T*>(work.out)[k] = T{};
   }
@@ -96,7 +95,8 @@ __device__ Part part_at(const SumRows& work, const PlanView& plan, int64_t entry
 // their way it asks for the places of the next ones, and for the positions of those after them.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSumThreads)
-    sum_parts_kernel(SumRows work, PlanView plan, Kept<SumOf<T>> kept, int lanes, Report about) {
+    sum_parts_kernel(SumRows work, PlanView plan, Kept<SumOf<T>> kept, SumLanes lanes,
+                     Report about) {
   if (work.named != nullptr) {
     const bool blocked = is_blocked(*plan.status, work.table_rows);
     const int64_t named = blocked ? 0 : clamped(*work.named, work.distinct);
@@ -235,7 +235,7 @@ int launch(const SumRows& work, const PlanView& plan, void* scratch, ErrorRecord
   const int blocks = shares_of(windows * work.columns, kSumThreads, kDeviceBlocks);
   const Report about{record, Op::kSum, IdList::kIndex, work.table_rows};
   sum_parts_kernel<T, kVec>
-      <<<shape.grid, kSumThreads, 0, stream>>>(work, plan, kept, shape.lanes, about);
+      <<<shape.blocks, kSumThreads, 0, stream>>>(work, plan, kept, shape.lanes, about);
   sum_kept_kernel<T><<<blocks, kSumThreads, 0, stream>>>(work, kept);
   return cudaGetLastError();
 }

@@ -155,3 +155,12 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@NEEDS_GPU
+def test_rows_may_be_wider_than_a_grid_is_high() -> None:
+    columns = 65_536 * 32 + 5
+    rows = torch.arange(3.0)[:, None] + torch.arange(columns) % 7
+    places, offsets = torch.tensor([2, 0, 1]), torch.tensor([0, 2, 3])
+    pooled = called("cuda", rows, places, offsets, 1, mean=False)
+    assert torch.equal(pooled.cpu(), torch.stack([rows[2] + rows[0], rows[1]]))

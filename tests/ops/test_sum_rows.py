@@ -252,3 +252,14 @@ def test_counts_that_are_none_are_errors() -> None:
     ):
         with pytest.raises(ValueError, match=f"sum_rows: .*{message}"):
             counted(rows, plan, ROWS, 0, capacity, named)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("columns", [65_535 * 32 + 1, 2 * 65_536 * 32 + 7])
+def test_rows_may_be_wider_than_a_grid_is_high(columns: int) -> None:
+    ids = torch.tensor([1, 0, 1, 1])
+    rows = torch.arange(4.0)[:, None] + torch.arange(columns) % 7
+    plan = speedtorch.plan_rows(ids.cuda(), 2)
+    summed = speedtorch.sum_rows(rows.cuda(), plan, 2)
+    expected = torch.stack([rows[1], rows[0] + rows[2] + rows[3]])
+    assert torch.equal(summed[:2].cpu(), expected)
