@@ -105,7 +105,8 @@ class Info:
     library: str
     """Path of the library that holds the ops."""
     kernels: str
-    """"CPU and CUDA", or "CPU" where nvcc was missing when the library was built."""
+    """"CPU and CUDA", or "CPU" and why: nvcc was missing when the library was built, or the driver
+    is too old for what it was built with."""
     default_memory: str
     """What `memory="auto"` means here."""
     gpus: tuple[Gpu, ...]
@@ -144,12 +145,10 @@ def info() -> Info:
     from speedtorch import _C  # type: ignore[attr-defined]
 
     with_gpu = torch.cuda.is_available()
-    with_kernels = torch.ops.speedtorch.built_with_cuda()
     count = torch.cuda.device_count() if with_gpu else 0
     gpus: list[Any] = [torch.cuda.get_device_properties(index) for index in range(count)]
     driver = ask_driver([str(gpu.uuid) for gpu in gpus])
     gbps = {name: kept_link_gbps(name) for name in {gpu.name for gpu in gpus}}
-    without_nvcc = "CPU (built without nvcc, or with SPEEDTORCH_CUDA=0)"
     return Info(
         speedtorch=__version__,
         python=platform.python_version(),
@@ -158,7 +157,7 @@ def info() -> Info:
         driver=driver.version,
         driver_cuda=driver.cuda,
         library=_C.__file__,
-        kernels="CPU and CUDA" if with_kernels else without_nvcc,
+        kernels=_kernels(),
         default_memory=default_kind(),
         gpus=tuple(
             _gpu(index, gpu, free, gbps[gpu.name])
@@ -167,6 +166,16 @@ def info() -> Info:
         host=_host(),
         host_bytes=memory_stats(),
     )
+
+
+def _kernels() -> str:
+    if not torch.ops.speedtorch.built_with_cuda():
+        return "CPU (built without nvcc, or with SPEEDTORCH_CUDA=0)"
+    try:
+        torch.ops.speedtorch.check_driver()
+    except RuntimeError as error:
+        return f"CPU ({error})"
+    return "CPU and CUDA"
 
 
 def _gpu(index: int, gpu: Any, free_bytes: int | None, gbps: tuple[Any, Any]) -> Gpu:

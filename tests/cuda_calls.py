@@ -12,8 +12,9 @@ import ctypes
 import gc
 import importlib.util
 import mmap
+import threading
 from collections.abc import Callable
-from ctypes import CFUNCTYPE, POINTER, c_char, c_int, c_size_t, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char, c_int, c_size_t, c_ulonglong, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,12 @@ _INT, _ADDRESS = POINTER(c_int), POINTER(c_void_p)
 
 # Names and arguments of the calls, in the order of the library's table; each returns an error.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "driver_version": (_INT,),
+    "runtime_version": (_INT,),
     "device_count": (_INT,),
+    "multiprocessors": (c_int, _INT),
     "concurrent_managed_access": (c_int, _INT),
+    "host_page_tables": (c_int, _INT),
     "bulk_copies": (c_int, _INT),
     "malloc_managed": (_ADDRESS, c_size_t),
     "free_managed": (c_void_p,),
@@ -33,7 +38,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "host_register": (c_void_p, c_size_t, c_int),
     "host_unregister": (c_void_p,),
     "host_alloc": (_ADDRESS, c_size_t),
-    "pointer_kind": (c_void_p, _INT),
+    "host_free": (c_void_p,),
+    "pointer_kind": (c_void_p, _INT, _ADDRESS),
     "event_create": (_ADDRESS,),
     "event_record": (c_void_p, c_void_p),
     "event_query": (c_void_p,),
@@ -41,6 +47,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "event_destroy": (c_void_p,),
     "stream_create": (_ADDRESS,),
     "stream_is_capturing": (c_void_p, _INT),
+    "stream_id": (c_void_p, POINTER(c_ulonglong)),
     "relax_capture": (_INT,),
     "retain_in_capture": (c_void_p, c_void_p, c_void_p),
     "get_device": (_INT,),
@@ -49,9 +56,17 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "last_error": (),
 }
 PAGEABLE, HOST, DEVICE, MANAGED = range(4)
-INVALID_VALUE, OUT_OF_MEMORY, NO_DEVICE, INVALID_HANDLE = 1, 2, 100, 400
+INVALID_VALUE, OUT_OF_MEMORY, INSUFFICIENT_DRIVER, NO_DEVICE, INVALID_HANDLE = 1, 2, 35, 100, 400
+NOT_READY, CAPTURE_UNSUPPORTED = 600, 900
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
-UNTOUCHED = 0xFF  # every byte of managed memory that nobody has written to yet
+UNTOUCHED = 0xFF  # every byte of CUDA's memory that nothing has written to yet
+GLOBAL, RELAXED = 0, 2  # cudaStreamCaptureMode
+# What a thread must not call while another one captures a graph, unless it has relaxed its mode.
+UNSAFE_IN_CAPTURE = {
+    *("malloc_managed", "free_managed", "advise_preferred_host", "advise_accessed_by"),
+    *("host_register", "host_unregister", "host_alloc", "host_free"),
+    *("event_create", "event_query", "event_synchronize", "device_synchronize"),
+}
 
 
 class CudaCalls(ctypes.Structure):
@@ -94,6 +109,23 @@ def mapping_of(address: int) -> str | None:
             if begin <= address < end:
                 return permissions
     return None
+
+
+def _map(known: dict[int, mmap.mmap], address: Any, count: int) -> int:
+    memory = mmap.mmap(-1, count)
+    first = ctypes.addressof(c_char.from_buffer(memory))
+    ctypes.memset(first, UNTOUCHED, count)
+    known[first] = memory
+    address[0] = first
+    return 0
+
+
+def _unmap(known: dict[int, mmap.mmap], address: int) -> int:
+    memory = known.pop(address, None)
+    if memory is None:
+        return INVALID_VALUE
+    memory.close()
+    return 0
 
 
 class Driver:
@@ -156,8 +188,16 @@ class PretendedDriver(Driver):
 
     Attributes:
         managed: Address to memory of what was allocated and not freed.
+        allocated: The same of pinned memory.
         registered: Address to (bytes, read-only) of what was registered and not unregistered.
+        registers_elsewhere: Whether GPUs find registered memory at another address, as on WSL2.
+        host_page_tables: Whether GPUs reach pageable memory as the CPU does, as on Grace.
+        versions: CUDA of the driver and of the library's runtime.
         events: Handles that were made and not destroyed.
+        unfinished: Those that the GPU has not reached.
+        stream_ids: Numbers of streams by handle, where they differ from the handle.
+        other_captures: Whether another thread captures a graph: calls that are unsafe then fail.
+        on_call: Called with the name of every call, before it is answered.
         pinned_by_others: Addresses that are pinned without us.
         pending: CUDA's last error: 0 unless a failure was not cleared.
         advised_untouched: For each piece of advice whether nobody had written to the memory.
@@ -168,8 +208,17 @@ class PretendedDriver(Driver):
         super().__init__()
         self.gpus = gpus
         self.managed: dict[int, mmap.mmap] = {}
+        self.allocated: dict[int, mmap.mmap] = {}
         self.registered: dict[int, tuple[int, bool]] = {}
+        self.registers_elsewhere = False
+        self.host_page_tables = False
+        self.versions = (13000, 13000)
         self.events: set[int] = set()
+        self.unfinished: set[int] = set()
+        self.stream_ids: dict[int, int] = {}
+        self.other_captures = False
+        self.on_call: Callable[[str], object] = lambda _: None
+        self._capture_mode = threading.local()
         self.pinned_by_others: set[int] = set()
         self.pending = 0
         self.advised_untouched: list[bool] = []
@@ -195,7 +244,8 @@ class PretendedDriver(Driver):
 
     def nothing_left(self) -> bool:
         """Whether all memory was given back and no failure is left for innocent code to find."""
-        return not (self.managed or self.registered or self.events or self.pending)
+        kept = self.managed or self.allocated or self.registered or self.events
+        return not (kept or self.pending)
 
     def _text(self, error: int) -> int:
         text = self._texts.setdefault(
@@ -207,11 +257,36 @@ class PretendedDriver(Driver):
         if name == "last_error":
             error, self.pending = self.pending, 0
             return error
+        self.on_call(name)
         numbers, error = self._failures.get(name, (set(), 0))
-        if not error or (numbers and len(self.named(name)) not in numbers):
+        relaxed = getattr(self._capture_mode, "value", GLOBAL) == RELAXED
+        if self.other_captures and name in UNSAFE_IN_CAPTURE and not relaxed:
+            error = CAPTURE_UNSUPPORTED
+        elif not error or (numbers and len(self.named(name)) not in numbers):
             error = getattr(self, f"_{name}", lambda *_: 0)(*arguments)
         self.pending = error or self.pending
         return error
+
+    def _driver_version(self, version: Any) -> int:
+        version[0] = self.versions[0]
+        return 0
+
+    def _runtime_version(self, version: Any) -> int:
+        version[0] = self.versions[1]
+        return 0
+
+    def _relax_capture(self, mode: Any) -> int:
+        before = getattr(self._capture_mode, "value", GLOBAL)
+        self._capture_mode.value, mode[0] = mode[0], before
+        return 0
+
+    def _host_page_tables(self, device: int, used: Any) -> int:
+        used[0] = self.host_page_tables
+        return 0
+
+    def _stream_id(self, stream: int | None, number: Any) -> int:
+        number[0] = self.stream_ids.get(stream or 0, stream or 0)
+        return 0
 
     def _device_count(self, count: Any) -> int:
         count[0] = len(self.gpus)
@@ -222,19 +297,16 @@ class PretendedDriver(Driver):
         return 0
 
     def _malloc_managed(self, address: Any, count: int) -> int:
-        memory = mmap.mmap(-1, count)
-        first = ctypes.addressof(c_char.from_buffer(memory))
-        ctypes.memset(first, UNTOUCHED, count)
-        self.managed[first] = memory
-        address[0] = first
-        return 0
+        return _map(self.managed, address, count)
 
     def _free_managed(self, address: int) -> int:
-        memory = self.managed.pop(address, None)
-        if memory is None:
-            return INVALID_VALUE
-        memory.close()
-        return 0
+        return _unmap(self.managed, address)
+
+    def _host_alloc(self, address: Any, count: int) -> int:
+        return _map(self.allocated, address, count)
+
+    def _host_free(self, address: int) -> int:
+        return _unmap(self.allocated, address)
 
     def _advise_preferred_host(self, address: int, count: int) -> int:
         if address not in self.managed:
@@ -260,16 +332,18 @@ class PretendedDriver(Driver):
         self.unregistered_mapped.append(mapping_of(address) is not None)
         return 0 if self.registered.pop(address, None) else NOT_REGISTERED
 
-    def _pointer_kind(self, address: int, kind: Any) -> int:
+    def _pointer_kind(self, address: int, kind: Any, on_gpu: Any) -> int:
         kind[0] = HOST if address in self.pinned_by_others else PAGEABLE
+        moved = 0
         if any(first <= address < first + len(self.managed[first]) for first in self.managed):
             kind[0] = MANAGED
+        elif any(first <= address < first + len(self.allocated[first]) for first in self.allocated):
+            kind[0] = HOST
         elif any(first <= address < first + n for first, (n, _) in self.registered.items()):
             kind[0] = HOST
+            moved = self.registers_elsewhere << 46
+        on_gpu[0] = None if kind[0] == PAGEABLE else address + moved
         return 0
-
-    def _host_alloc(self, *_: Any) -> int:
-        return NO_DEVICE  # only ops on a GPU ask for it
 
     def _event_create(self, event: Any) -> int:
         event[0] = 1 + len(self.named("event_create"))
@@ -279,7 +353,10 @@ class PretendedDriver(Driver):
     def _event_record(self, event: int, _: object = None) -> int:
         return 0 if event in self.events else INVALID_HANDLE
 
-    _event_query = _event_synchronize = _event_record
+    _event_synchronize = _event_record
+
+    def _event_query(self, event: int) -> int:
+        return NOT_READY if event in self.unfinished else self._event_record(event)
 
     def _event_destroy(self, event: int) -> int:
         error = self._event_record(event)

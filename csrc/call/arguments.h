@@ -4,7 +4,7 @@
 //      there); shapes, dtypes and devices that must fit each other: tensor_checks.h
 //   2. aliases: nothing that is written shares a byte with anything else   check_memory()
 //   3. owner: no managed memory of the process that forked this one        check_memory()
-//   4. reach: how a GPU gets at host memory                                access_of()
+//   4. reach: how a GPU gets at host memory                                reach()
 //   5. ids on the CPU, and plans there (those on a GPU are checked by the kernels)
 //   6. marking as written, so that a refused write leaves autograd alone   mark_written()
 //   7. the first byte

@@ -13,6 +13,8 @@
 namespace speedtorch {
 namespace {
 
+constexpr int kInsufficientDriver = 35;  // also the answer where there is no driver at all
+
 #ifdef SPEEDTORCH_CUDA
 
 #if CUDART_VERSION >= 13000
@@ -25,11 +27,18 @@ Location host_location() { return cudaCpuDeviceId; }
 Location device_location(int device) { return device; }
 #endif
 
-int pointer_kind(const void* address, int* kind) {
+int pointer_kind(const void* address, int* kind, void** on_gpu) {
   cudaPointerAttributes attributes{};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, address);
-  if (error == cudaSuccess) *kind = attributes.type;
+  if (error != cudaSuccess) return error;
+  *kind = attributes.type;
+  *on_gpu = attributes.devicePointer;
   return error;
+}
+
+template <cudaDeviceAttr kAttribute>
+int device_attribute(int device, int* value) {
+  return cudaDeviceGetAttribute(value, kAttribute, device);
 }
 
 // A CUDA call whose arguments differ from the table's by their types alone.
@@ -46,6 +55,15 @@ int stream_is_capturing(void* stream, int* capturing) {
   const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
   *capturing = status != cudaStreamCaptureStatusNone;
   return error;
+}
+
+int stream_id(void* stream, unsigned long long* id) {
+#if CUDART_VERSION >= 12000
+  return cudaStreamGetId(static_cast<cudaStream_t>(stream), id);
+#else  // streams have no numbers there
+  *id = reinterpret_cast<unsigned long long>(stream);
+  return cudaSuccess;
+#endif
 }
 
 int relax_capture(int* mode) {
@@ -76,10 +94,12 @@ int retain_in_capture(void* stream, void* data, void (*gone)(void*)) {
 
 CudaCalls real_calls() {
   return {
+      .driver_version = call<cudaDriverGetVersion>,
+      .runtime_version = call<cudaRuntimeGetVersion>,
       .device_count = call<cudaGetDeviceCount>,
-      .concurrent_managed_access = [](int device, int* supported) -> int {
-        return cudaDeviceGetAttribute(supported, cudaDevAttrConcurrentManagedAccess, device);
-      },
+      .multiprocessors = device_attribute<cudaDevAttrMultiProcessorCount>,
+      .concurrent_managed_access = device_attribute<cudaDevAttrConcurrentManagedAccess>,
+      .host_page_tables = device_attribute<cudaDevAttrPageableMemoryAccessUsesHostPageTables>,
       .bulk_copies = ask_bulk_copies,
       .malloc_managed = [](void** address, size_t bytes) -> int {
         return cudaMallocManaged(address, bytes);
@@ -100,6 +120,7 @@ CudaCalls real_calls() {
       .host_alloc = [](void** address, size_t bytes) -> int {
         return cudaHostAlloc(address, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
       },
+      .host_free = call<cudaFreeHost>,
       .pointer_kind = pointer_kind,
       .event_create = [](void** event) -> int {
         return cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event),
@@ -114,6 +135,7 @@ CudaCalls real_calls() {
                                          cudaStreamNonBlocking);
       },
       .stream_is_capturing = stream_is_capturing,
+      .stream_id = stream_id,
       .relax_capture = relax_capture,
       .retain_in_capture = retain_in_capture,
       .get_device = call<cudaGetDevice>,
@@ -130,6 +152,29 @@ CudaCalls real_calls() { return {}; }
 
 #endif
 
+// The oldest driver of NVIDIA's that runs programs of a CUDA, by its major number; 0: not known
+// here.
+constexpr int driver_release(int major) { return major == 13 ? 580 : major == 12 ? 525 : 0; }
+
+std::string version_text(int version) { return text(version / 1000, ".", version % 1000 / 10); }
+
+// Any driver of one major version runs what was built with a minor one of it. Empty where it is new
+// enough, or where there is none.
+std::string why_driver_is_too_old() {
+  int has = 0, built_with = 0;
+  if (cuda_calls().driver_version(&has) != 0 || cuda_calls().runtime_version(&built_with) != 0) {
+    cuda_calls().last_error();
+    return {};
+  }
+  const int major = built_with / 1000, release = driver_release(major);
+  if (has == 0 || has / 1000 >= major) return {};
+  const std::string named = release == 0 ? "" : text(" (NVIDIA's driver ", release, " or newer)");
+  return text("NVIDIA's driver is too old: it runs CUDA ", version_text(has),
+              " at most, and this speedtorch was built with CUDA ", version_text(built_with),
+              ", which needs a driver for CUDA ", major, ".0 or newer", named,
+              "; update the driver, or build speedtorch with an nvcc of CUDA ", has / 1000);
+}
+
 }  // namespace
 
 CudaCalls& cuda_calls() {
@@ -137,11 +182,23 @@ CudaCalls& cuda_calls() {
   return calls;
 }
 
+std::string without_gpu(int error) {
+  std::string why = error == kInsufficientDriver ? why_driver_is_too_old() : "";
+  if (why.empty()) why = "there is none or no driver for it";
+  return text(", and ", why, "; use memory='plain' or memory='auto'");
+}
+
+void check_driver() {
+  const std::string why = why_driver_is_too_old();
+  if (!why.empty()) throw std::runtime_error(why);
+}
+
 void check_cuda(int error, const char* what) {
   if (error == 0) return;
   cuda_calls().last_error();
-  throw std::runtime_error(
-      text(what, " failed: ", cuda_calls().error_string(error), " (CUDA error ", error, ")"));
+  std::string why = error == kInsufficientDriver ? why_driver_is_too_old() : "";
+  if (why.empty()) why = cuda_calls().error_string(error);
+  throw std::runtime_error(text(what, " failed: ", why, " (CUDA error ", error, ")"));
 }
 
 }  // namespace speedtorch

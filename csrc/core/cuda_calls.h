@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 namespace speedtorch {
 
@@ -21,8 +22,15 @@ int no_device(Arguments...) {
 }
 
 struct CudaCalls {
+  // As 12040 for CUDA 12.4: the newest that the driver runs (0: there is no driver), and the one
+  // that this library was built with.
+  int (*driver_version)(int* version) = no_device;
+  int (*runtime_version)(int* version) = no_device;
   int (*device_count)(int* count) = no_device;
+  int (*multiprocessors)(int device, int* count) = no_device;
   int (*concurrent_managed_access)(int device, int* supported) = no_device;
+  // Whether kernels reach pageable memory through the host's page tables, as on Grace.
+  int (*host_page_tables)(int device, int* used) = no_device;
   int (*bulk_copies)(int device, int* supported) = no_device;
   int (*malloc_managed)(void** address, size_t bytes) = no_device;
   int (*free_managed)(void* address) = no_device;
@@ -31,7 +39,9 @@ struct CudaCalls {
   int (*host_register)(void* address, size_t bytes, int read_only) = no_device;
   int (*host_unregister)(void* address) = no_device;
   int (*host_alloc)(void** address, size_t bytes) = no_device;
-  int (*pointer_kind)(const void* address, int* kind) = no_device;
+  int (*host_free)(void* address) = no_device;
+  // `on_gpu`: where kernels on the current device find the memory; null if they do not reach it.
+  int (*pointer_kind)(const void* address, int* kind, void** on_gpu) = no_device;
   int (*event_create)(void** event) = no_device;
   int (*event_record)(void* event, void* stream) = no_device;
   int (*event_query)(void* event) = no_device;
@@ -39,6 +49,8 @@ struct CudaCalls {
   int (*event_destroy)(void* event) = no_device;
   int (*stream_create)(void** stream) = no_device;
   int (*stream_is_capturing)(void* stream, int* capturing) = no_device;
+  // A number that no other stream of the device ever has; handles return to new streams.
+  int (*stream_id)(void* stream, unsigned long long* id) = no_device;
   int (*relax_capture)(int* mode) = no_device;
   // Calls gone(data) when the graph that the stream captures, and all that was made of it, is gone.
   int (*retain_in_capture)(void* stream, void* data, void (*gone)(void*)) = no_device;
@@ -53,8 +65,11 @@ CudaCalls& cuda_calls();
 
 // True for the errors that say there is no GPU or no driver for it (or no CUDA in this build).
 constexpr bool is_without_gpu(int error) { return error == 35 || error == 100; }
-constexpr const char* kWithoutGpu =
-    ", and there is none or no driver for it; use memory='plain' or memory='auto'";
+// What follows "... needs a GPU" for one of these errors: there is none, or the driver is too old;
+// and the remedy.
+std::string without_gpu(int error);
+// Throws std::runtime_error, which names both, if the driver is older than this library needs.
+void check_driver();
 
 #ifdef SPEEDTORCH_CUDA
 constexpr bool kWithCuda = true;
@@ -63,7 +78,8 @@ constexpr bool kWithCuda = false;
 #endif
 
 // Throws std::runtime_error("<what> failed: <reason> (CUDA error <n>)") unless `error` is 0. Clears
-// CUDA's last error first, so that it does not surface later in innocent code.
+// CUDA's last error first, so that it does not surface later in innocent code. Where the driver is
+// too old for this library, the reason says which one is needed.
 void check_cuda(int error, const char* what);
 
 // While one lives, this thread may allocate, query and free although some stream captures a CUDA

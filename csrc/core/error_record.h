@@ -18,9 +18,14 @@ enum class IdError : int32_t {
 enum class Op : int32_t { kGather = 0, kScatter = 1, kSwap = 2, kSum = 3 };
 enum class IdList : int32_t { kIndex = 0, kEvict = 1, kLoad = 2 };
 
-// `full` is written last. `op` and `list` are an Op and an IdList.
+// Of one GPU. A launch that has bad ids claims it, writes all of it and says so in `written`; the
+// host reads it and says so in `taken`. Each of the three counts words, and none is written by both
+// sides: an atomic of a GPU on host memory is none for the CPU. `op` and `list` are an Op and an
+// IdList.
 struct ErrorRecord {
-  int32_t full;
+  int32_t claimed;  // by a launch: one above `taken`, or the same where the record is free
+  int32_t written;  // by that launch, last
+  int32_t taken;    // by the host
   int32_t kind;
   int32_t op;
   int32_t list;

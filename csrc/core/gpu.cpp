@@ -7,7 +7,6 @@
 #include <array>
 #include <atomic>
 #include <cstring>
-#include <mutex>
 #include <stdexcept>
 
 #include "core/process.h"
@@ -32,12 +31,30 @@ constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimize
                                     "sum_rows"};
 constexpr const char* kListNames[] = {"index", "evict", "load"};
 
-// Asked for once per GPU.
-bool asks_bulk_copies(int device) {
-  int supported = 0;
-  check_cuda(cuda_calls().bulk_copies(device, &supported), "bulk copies");
-  return supported != 0;
-}
+constexpr int kKnownGpus = 64;  // GPUs whose answers are kept, and that have an error record
+
+// What a GPU answers to a question, asked for once.
+class Answers {
+ public:
+  explicit Answers(const char* question) : question_(question) {}
+  int of(int device, int (*ask)(int device, int* answer)) {
+    if (device >= kKnownGpus) return asked(device, ask);
+    std::atomic<int>& known = known_[static_cast<size_t>(device)];
+    if (known == 0) known = asked(device, ask) + 1;
+    return known - 1;
+  }
+
+ private:
+  int asked(int device, int (*ask)(int device, int* answer)) const {
+    const RelaxedCapture while_capturing;  // a kernel may have to be loaded first
+    int answer = 0;
+    check_cuda(ask(device, &answer), question_);
+    return answer;
+  }
+
+  const char* question_;
+  std::array<std::atomic<int>, kKnownGpus> known_{};  // 0: not asked, or the answer and 1
+};
 
 void refuse_if_capturing(void* stream, const char* op, const std::string& why) {
   int capturing = 0;
@@ -46,8 +63,13 @@ void refuse_if_capturing(void* stream, const char* op, const std::string& why) {
   throw std::runtime_error(text(op, ": not possible while a CUDA graph is captured: ", why));
 }
 
-std::atomic<ErrorRecord*> the_record{nullptr};
-pid_t record_owner = 0;  // a forked child must not touch it
+// Of all GPUs, made at the first need.
+struct ErrorRecords {
+  ErrorRecord of_gpu[kKnownGpus];
+  pid_t maker;  // a forked child must not touch them
+};
+std::atomic<ErrorRecords*> the_records{nullptr};
+std::atomic<int> highest_gpu{-1};  // that has been given its record
 
 }  // namespace
 
@@ -72,12 +94,13 @@ CurrentStream::CurrentStream(const char* op, const Tensor& tensor) {
 }
 
 bool CurrentStream::has_bulk_copies() const {
-  constexpr int kKnown = 64;                              // GPUs whose answer is kept
-  static std::array<std::atomic<int>, kKnown> answers{};  // 0: not asked, 1: no, 2: yes
-  if (device_ >= kKnown) return asks_bulk_copies(device_);
-  std::atomic<int>& answer = answers[static_cast<size_t>(device_)];
-  if (answer == 0) answer = asks_bulk_copies(device_) ? 2 : 1;
-  return answer == 2;
+  static Answers answers("bulk copies");
+  return answers.of(device_, cuda_calls().bulk_copies) != 0;
+}
+
+int CurrentStream::multiprocessors() const {
+  static Answers answers("number of multiprocessors");
+  return answers.of(device_, cuda_calls().multiprocessors);
 }
 
 void CurrentStream::refuse_capture(const char* op, const std::string& why) const {
@@ -104,36 +127,48 @@ void refuse_during_capture(const char* op, const std::string& why) {
   if (stream_of(device, &stream) == 0) refuse_if_capturing(stream, op, why);
 }
 
-ErrorRecord* error_record() {
-  if (ErrorRecord* record = the_record.load()) return record;
-  static std::mutex making;
-  std::lock_guard lock(making);
-  if (ErrorRecord* record = the_record.load()) return record;
-  const RelaxedCapture while_capturing;
-  void* memory = nullptr;
-  check_cuda(cuda_calls().host_alloc(&memory, sizeof(ErrorRecord)),
-             "speedtorch: cudaHostAlloc of the error record");
-  std::memset(memory, 0, sizeof(ErrorRecord));
-  record_owner = process_id();
-  the_record = static_cast<ErrorRecord*>(memory);
-  return the_record;
+ErrorRecord* error_record(int device) {
+  ErrorRecords* records = the_records;
+  if (records == nullptr) {
+    const RelaxedCapture while_capturing;
+    void* memory = nullptr;
+    check_cuda(cuda_calls().host_alloc(&memory, sizeof(ErrorRecords)),
+               "speedtorch: cudaHostAlloc of the error records");
+    auto* made = static_cast<ErrorRecords*>(memory);
+    std::memset(memory, 0, sizeof(ErrorRecords));
+    made->maker = process_id();
+    if (the_records.compare_exchange_strong(records, made)) {
+      records = made;
+    } else if (cuda_calls().host_free(memory) != 0) {  // another thread has made them
+      cuda_calls().last_error();
+    }
+  }
+  const int gpu = device % kKnownGpus;
+  for (int highest = highest_gpu; highest < gpu;) highest_gpu.compare_exchange_weak(highest, gpu);
+  return &records->of_gpu[gpu];
 }
 
 void throw_pending() {
-  ErrorRecord* record = the_record.load();
-  if (record == nullptr || record_owner != process_id()) return;
-  auto* full = reinterpret_cast<std::atomic<int32_t>*>(&record->full);
-  if (full->load(std::memory_order_acquire) == 0) return;
-  const ErrorRecord error = *record;
-  if (full->exchange(0) == 0) return;  // another thread took it
-  throw_bad_ids({.kind = static_cast<IdError>(error.kind),
-                 .op = kOpNames[error.op],
-                 .list = kListNames[error.list],
-                 .rows = error.rows,
-                 .id = error.id,
-                 .position = error.position,
-                 .bad_count = error.bad_count,
-                 .count = error.count});
+  ErrorRecords* records = the_records;
+  if (records == nullptr || records->maker != process_id()) return;
+  for (int gpu = 0; gpu <= highest_gpu; ++gpu) {
+    ErrorRecord& record = records->of_gpu[gpu];
+    const int32_t word = std::atomic_ref(record.written).load(std::memory_order_acquire);
+    std::atomic_ref taken(record.taken);
+    int32_t before = taken.load(std::memory_order_relaxed);
+    if (word == before) continue;
+    const ErrorRecord error = record;
+    // Only now may another launch write to it. Fails where another thread took the word.
+    if (!taken.compare_exchange_strong(before, word, std::memory_order_acq_rel)) continue;
+    throw_bad_ids({.kind = static_cast<IdError>(error.kind),
+                   .op = kOpNames[error.op],
+                   .list = kListNames[error.list],
+                   .rows = error.rows,
+                   .id = error.id,
+                   .position = error.position,
+                   .bad_count = error.bad_count,
+                   .count = error.count});
+  }
 }
 
 }  // namespace speedtorch

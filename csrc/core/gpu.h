@@ -14,6 +14,12 @@
 
 namespace speedtorch {
 
+// A stream of a GPU. The default streams of all GPUs have the same handle.
+struct Stream {
+  void* handle;
+  int device;
+};
+
 // The stream that torch has made current on the device of `tensor`; that device is current while
 // this lives.
 class CurrentStream {
@@ -23,8 +29,12 @@ class CurrentStream {
   CurrentStream& operator=(const CurrentStream&) = delete;
 
   void* get() const { return stream_; }
-  // Whether this GPU has Hopper's bulk copies.
+  int device() const { return device_; }
+  Stream queue() const { return {stream_, device_}; }
+  // Whether this GPU has Hopper's bulk copies, and how many multiprocessors; asked for once per
+  // GPU.
   bool has_bulk_copies() const;
+  int multiprocessors() const;
   // Throws while this stream captures a CUDA graph; `why` says what cannot be done then, or the
   // remedy.
   void refuse_capture(const char* op, const std::string& why) const;
@@ -42,9 +52,10 @@ class CurrentStream {
 // As CurrentStream::refuse_capture, for the current device and without needing one.
 void refuse_during_capture(const char* op, const std::string& why);
 
-// The error record of this process, mapped into every GPU; made at the first call.
-ErrorRecord* error_record();
-// If a kernel has left word of bad ids: empties the error record and throws IndexError.
+// The error record of a GPU; all are made at the first call. One for each GPU: kernels claim it by
+// an atomic, which in host memory is one among the threads of a GPU alone.
+ErrorRecord* error_record(int device);
+// If a kernel has left word of bad ids: takes it out of the error record and throws IndexError.
 void throw_pending();
 
 }  // namespace speedtorch

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <deque>
 #include <mutex>
+#include <utility>
 
 #include "core/cuda_calls.h"
 #include "core/gpu.h"
@@ -31,19 +32,23 @@ Captures& captures() {
 // In a thread of CUDA's, which must make no call of CUDA.
 void note_gone(void* is_alive) { static_cast<std::atomic<bool>*>(is_alive)->store(false); }
 
+// A new number, and where note_gone writes. The lock goes before CUDA is called.
+std::pair<int64_t, std::atomic<bool>*> begin_watch() {
+  Captures& all = captures();
+  const std::lock_guard guard(all.lock);
+  std::atomic<bool>& is_alive = all.are_alive.emplace_back(true);
+  return {static_cast<int64_t>(all.are_alive.size()) - 1, &is_alive};
+}
+
 // A number of the graph that the current stream of the tensor's GPU captures.
 int64_t watch_graph(const Tensor& on) {
   if (on.is_cpu()) throw_value_error(kOp, "on must be on a GPU, got ", device_text(on));
   const CurrentStream stream(kOp, on);
-  Captures& all = captures();
-  const std::lock_guard guard(all.lock);
-  std::atomic<bool>& is_alive = all.are_alive.emplace_back(true);
-  const int error = cuda_calls().retain_in_capture(stream.get(), &is_alive, note_gone);
-  if (error != 0) {
-    all.are_alive.pop_back();
-    check_cuda(error, kOp);
-  }
-  return static_cast<int64_t>(all.are_alive.size()) - 1;
+  const auto [number, is_alive] = begin_watch();
+  const int error = cuda_calls().retain_in_capture(stream.get(), is_alive, note_gone);
+  if (error != 0) *is_alive = false;  // a graph that never was
+  check_cuda(error, kOp);
+  return number;
 }
 
 // Whether that graph, or what was instantiated of it, is still there.

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <list>
 #include <map>
@@ -18,6 +19,7 @@
 #include <optional>
 #include <set>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "core/gpu.h"
@@ -33,28 +35,32 @@ std::atomic<bool> has_rules{false};
 // Of the captures that may use host memory; numbers them.
 std::atomic<int64_t> capture_count{0};
 
-int current_device() {
-  int device = 0;
-  check_cuda(cuda_calls().get_device(&device), "host memory: cudaGetDevice");
-  return device;
+// Which stream it is, also once it was destroyed and its handle belongs to another.
+struct StreamName {
+  int device;
+  unsigned long long id;
+
+  bool operator==(const StreamName&) const = default;
+};
+
+StreamName name_of(const Stream& stream) {
+  StreamName name{stream.device, 0};
+  check_cuda(cuda_calls().stream_id(stream.handle, &name.id), "host memory: cudaStreamGetId");
+  return name;
 }
 
 // The last use of a piece of memory on each stream.
 class StreamUses {
  public:
-  // `stream` belongs to the current device, as the caller's device guard has set it.
-  void record(void* stream) {
-    const int device = current_device();
-    auto found = std::find_if(uses_.begin(), uses_.end(), [&](const Use& use) {
-      return use.stream == stream && use.device == device;
-    });
-    if (found == uses_.end()) {
-      void* event = nullptr;
-      check_cuda(cuda_calls().event_create(&event), "host memory: cudaEventCreate");
-      found = uses_.insert(uses_.end(), {stream, device, event});
-    }
-    check_cuda(cuda_calls().event_record(found->event, stream), "host memory: cudaEventRecord");
+  // The event of a stream; null if it has none.
+  void* event_of(const StreamName& stream) const {
+    const auto found = std::find_if(uses_.begin(), uses_.end(),
+                                    [&](const Use& use) { return use.stream == stream; });
+    return found == uses_.end() ? nullptr : found->event;
   }
+  // A stream that two threads use at once may have two events.
+  void add(const StreamName& stream, void* event) { uses_.push_back({stream, event}); }
+  bool any() const { return !uses_.empty(); }
   bool finished() const {
     return std::all_of(uses_.begin(), uses_.end(), [](const Use& use) {
       if (cuda_calls().event_query(use.event) == 0) return true;
@@ -73,8 +79,7 @@ class StreamUses {
 
  private:
   struct Use {
-    void* stream;  // the default streams of all devices have the same handle
-    int device;
+    StreamName stream;
     void* event;
   };
   std::vector<Use> uses_;
@@ -84,8 +89,8 @@ class StreamUses {
 class CapturedOn {
  public:
   bool any() const { return !devices_.empty(); }
-  void add_current_device() {
-    devices_.insert(current_device());
+  void add(int device) {
+    devices_.insert(device);
     last_ = ++capture_count;
   }
   void add(const CapturedOn& other) {
@@ -122,14 +127,7 @@ class CapturedOn {
 struct Uses {
   CapturedOn captured;
   StreamUses queued;
-
-  void add(void* stream, bool capturing) {
-    if (capturing) {  // no event can be asked for then
-      captured.add_current_device();
-    } else {
-      queued.record(stream);
-    }
-  }
+  int being_noted = 0;  // threads that record an event of these now, without the registry's lock
 };
 
 // A piece of host memory that we made or registered.
@@ -142,6 +140,8 @@ struct Block {
   int64_t pin = 0;
   std::optional<Tensor> pinned{};
   bool read_only = false;
+  bool is_cudas = false;    // made by cudaHostAlloc, not by us
+  std::set<int> mapped_on;  // of a managed piece: GPUs that have it mapped
   Uses uses{};
   bool tensor_gone = false;
   pid_t maker = process_id();
@@ -194,17 +194,35 @@ constexpr auto is_captured = [](const std::unique_ptr<Block>& block) {
   return block->uses.captured.any();
 };
 
+// Until no thread is about to record an event of a piece that is in the registry no more. Rare: an
+// op of another thread used memory that this one unpins.
+void wait_until_noted(const Uses& uses) {
+  while (true) {
+    {
+      const std::lock_guard lock(registry().mutex);
+      if (uses.being_noted == 0) return;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
 void free_memory(Block& block) noexcept {
   const bool exits = process_exits;
-  if (block.kind != MemoryKind::kPlain && !exits && block.maker == process_id()) {
+  // Plain memory is used by GPUs that reach it through the host's page tables.
+  const bool is_gpus = block.kind != MemoryKind::kPlain || block.uses.queued.any();
+  if (is_gpus && !exits && block.maker == process_id()) {
     const RelaxedCapture while_capturing;
+    wait_until_noted(block.uses);
     block.uses.queued.wait();
-    if (block.kind == MemoryKind::kRegistered) unregister_pages(block.base, block.bytes);
-    if (block.kind == MemoryKind::kManaged && cuda_calls().free_managed(block.base) != 0) {
+    if (block.is_cudas) {
+      free_pinned(block.base);
+    } else if (block.kind == MemoryKind::kRegistered) {
+      unregister_pages(block.base, block.bytes);
+    } else if (block.kind == MemoryKind::kManaged && cuda_calls().free_managed(block.base) != 0) {
       cuda_calls().last_error();
     }
   }
-  if (block.kind != MemoryKind::kManaged && !block.pinned && !exits) {
+  if (block.kind != MemoryKind::kManaged && !block.is_cudas && !block.pinned && !exits) {
     unmap_pages(block.base, block.bytes);
   }
 }
@@ -252,20 +270,14 @@ class OpenRegistry {
     going_.push_back(std::move(block->second));
     all_.blocks.erase(block);
   }
-  // Moves the tensors of others that no GPU work uses any more to `dropped`, which outlives the
-  // lock: dropping a tensor may call tensor_gone.
-  void drop_finished(std::vector<Tensor>& dropped) {
-    if (all_.foreign.empty() || process_exits) return;
-    const RelaxedCapture while_capturing;  // of another thread: a query must not disturb it
-    for (auto use = all_.foreign.begin(); use != all_.foreign.end();) {
-      const auto next = std::next(use);
-      if (!use->uses.captured.any() && use->uses.queued.finished()) {
-        use->uses.queued.wait();
-        dropped.push_back(use->table);
-        all_.foreign.erase(use);
-      }
-      use = next;
+  // The uses of a table that lies in memory of others.
+  Uses& foreign_uses_of(const Tensor& table, const Rows& rows) {
+    auto use = std::find_if(all_.foreign.begin(), all_.foreign.end(),
+                            [&](const ForeignUse& each) { return each.base == rows.base; });
+    if (use == all_.foreign.end()) {
+      use = all_.foreign.insert(use, ForeignUse{table, rows.base, {}});
     }
+    return use->uses;
   }
 
  private:
@@ -320,12 +332,13 @@ std::optional<MemoryKind> kind_of_block(const void* address, int64_t bytes = 1) 
 int64_t memory_kind(const Tensor& tensor) {
   auto kind = MemoryKind::kPlain;
   int found = 0;
+  void* on_gpu = nullptr;
   if (tensor.is_cuda()) {
     kind = MemoryKind::kCuda;
   } else if (tensor.numel() == 0) {
   } else if (const auto ours = kind_of_block(tensor.data_ptr())) {
     kind = *ours;
-  } else if (cuda_calls().pointer_kind(tensor.data_ptr(), &found) != 0) {
+  } else if (cuda_calls().pointer_kind(tensor.data_ptr(), &found, &on_gpu) != 0) {
     cuda_calls().last_error();
   } else if (static_cast<PointerKind>(found) == PointerKind::kManaged) {
     kind = MemoryKind::kManaged;
@@ -349,40 +362,144 @@ void check_access(const char* op, const std::function<std::string()>& name, cons
   }
 }
 
-Access access_of(const char* op, const Tensor& table, const Rows& rows) {
-  if (table.is_cuda()) return Access::kOnGpu;
-  if (rows.base == nullptr) return Access::kManaged;  // there is nothing to reach
-  {
-    OpenRegistry all;
-    if (const Block* block = all.find(rows.base)) {
-      if (block->kind == MemoryKind::kPlain || rows.end() > block->end()) return Access::kNot;
-      return block->kind == MemoryKind::kManaged ? Access::kManaged : Access::kMapped;
-    }
-  }
+namespace {
+
+// How the current GPU reaches memory that is not pinned: on Grace as the CPU does.
+Access access_to_pageable() {
+  int device = 0, in_place = 0;
+  const bool told = cuda_calls().get_device(&device) == 0 &&
+                    cuda_calls().host_page_tables(device, &in_place) == 0;
+  if (!told) cuda_calls().last_error();
+  return told && in_place != 0 ? Access::kMapped : Access::kNot;
+}
+
+Access access_to_foreign(const char* op, const Rows& rows) {
   int kind = 0;
   for (const char* address : {rows.end() - 1, static_cast<const char*>(rows.base)}) {
-    check_cuda(cuda_calls().pointer_kind(address, &kind), op);
-    if (static_cast<PointerKind>(kind) == PointerKind::kPageable) return Access::kNot;
+    void* on_gpu = nullptr;
+    check_cuda(cuda_calls().pointer_kind(address, &kind, &on_gpu), op);
+    if (static_cast<PointerKind>(kind) == PointerKind::kPageable) return access_to_pageable();
+    if (on_gpu != address) return Access::kNot;  // kernels are given the CPU's address
   }
   return static_cast<PointerKind>(kind) == PointerKind::kManaged ? Access::kManaged
                                                                  : Access::kMapped;
 }
 
-void note_use(const Tensor& table, const Rows& rows, void* stream) {
+// Maps managed memory on a GPU, all of it, and keeps it mapped.
+int map_managed(void* base, int64_t bytes, int device) {
+  const RelaxedCapture while_capturing;
+  return cuda_calls().advise_accessed_by(base, static_cast<size_t>(bytes), device);
+}
+
+Access find_access(const char* op, const Tensor& table, const Rows& rows,
+                   std::optional<int> used_by) {
+  if (table.is_cuda()) return Access::kOnGpu;
+  if (rows.base == nullptr) return Access::kManaged;  // there is nothing to reach
+  std::optional<MemoryKind> kind;
+  char* base = nullptr;
+  int64_t bytes = 0;
+  {
+    OpenRegistry all;
+    if (const Block* block = all.find(rows.base)) {
+      kind = block->kind;
+      base = block->base;
+      bytes = block->bytes;
+      const bool is_mapped = !used_by || block->mapped_on.contains(*used_by);
+      if (kind == MemoryKind::kManaged && is_mapped) used_by.reset();
+    }
+  }
+  if (!kind) return access_to_foreign(op, rows);
+  if (kind == MemoryKind::kPlain) return access_to_pageable();
+  if (rows.end() > base + bytes) return Access::kNot;
+  if (kind != MemoryKind::kManaged) return Access::kMapped;
+  if (!used_by) return Access::kManaged;
+  check_cuda(map_managed(base, bytes, *used_by), op);
+  OpenRegistry all;
+  if (Block* block = all.find(rows.base)) block->mapped_on.insert(*used_by);
+  return Access::kManaged;
+}
+
+// Lets go of tensors of others that were kept only until the GPU was done with them. They are taken
+// out meanwhile: no lock is held while the driver is asked, and a use that another thread notes now
+// is noted anew.
+void drop_finished() {
+  std::list<ForeignUse> asked, unfinished;
+  {
+    OpenRegistry all;
+    if (all->foreign.empty() || process_exits) return;
+    for (auto use = all->foreign.begin(); use != all->foreign.end();) {
+      const auto next = std::next(use);
+      if (!use->uses.captured.any() && use->uses.being_noted == 0) {
+        asked.splice(asked.end(), all->foreign, use);
+      }
+      use = next;
+    }
+  }
+  if (asked.empty()) return;
+  const RelaxedCapture while_capturing;  // of another thread: a query must not disturb it
+  for (auto use = asked.begin(); use != asked.end();) {
+    const auto next = std::next(use);
+    if (use->uses.queued.finished()) {
+      use->uses.queued.wait();
+    } else {
+      unfinished.splice(unfinished.end(), asked, use);
+    }
+    use = next;
+  }
+  OpenRegistry all;
+  all->foreign.splice(all->foreign.end(), unfinished);
+}
+
+int make_event(void** event) {
+  const RelaxedCapture while_capturing;  // of another thread
+  return cuda_calls().event_create(event);
+}
+
+}  // namespace
+
+Access access_of(const char* op, const Tensor& table, const Rows& rows) {
+  return find_access(op, table, rows, std::nullopt);
+}
+
+Access reach(const char* op, const Tensor& table, const Rows& rows, int device) {
+  return find_access(op, table, rows, device);
+}
+
+void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
   if (table.is_cuda() || rows.base == nullptr) return;
   int capturing = 0;
-  check_cuda(cuda_calls().stream_is_capturing(stream, &capturing),
+  check_cuda(cuda_calls().stream_is_capturing(stream.handle, &capturing),
              "host memory: asking whether the stream captures");
-  std::vector<Tensor> dropped;
-  OpenRegistry all;
-  if (Block* block = all.find(rows.base)) return block->uses.add(stream, capturing);
-  auto use = std::find_if(all->foreign.begin(), all->foreign.end(),
-                          [&](const ForeignUse& u) { return u.base == rows.base; });
-  if (use == all->foreign.end()) {
-    use = all->foreign.insert(use, {table, rows.base, {}});
+  if (capturing) {  // no event can be asked for then
+    OpenRegistry all;
+    Block* block = all.find(rows.base);
+    Uses& uses = block != nullptr ? block->uses : all.foreign_uses_of(table, rows);
+    return uses.captured.add(stream.device);
   }
-  use->uses.add(stream, capturing);
-  if (!capturing) all.drop_finished(dropped);
+  // A driver may let the recording thread wait, for room in the stream: no lock is held then.
+  const StreamName name = name_of(stream);
+  Uses* uses = nullptr;
+  void* event = nullptr;
+  bool is_foreign = false;
+  {
+    OpenRegistry all;
+    Block* block = all.find(rows.base);
+    is_foreign = block == nullptr;
+    uses = is_foreign ? &all.foreign_uses_of(table, rows) : &block->uses;
+    ++uses->being_noted;
+    event = uses->queued.event_of(name);
+  }
+  const bool is_new = event == nullptr;
+  int error = is_new ? make_event(&event) : 0;
+  const char* what = error != 0 ? "host memory: cudaEventCreate" : "host memory: cudaEventRecord";
+  if (error == 0) error = cuda_calls().event_record(event, stream.handle);
+  {
+    const OpenRegistry all;
+    if (is_new && event != nullptr) uses->queued.add(name, event);
+    --uses->being_noted;
+  }
+  check_cuda(error, what);
+  if (is_foreign) drop_finished();
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -397,7 +514,7 @@ void check_managed(int error, const char* step, int64_t bytes) {
   if (error == 0) return;
   cuda_calls().last_error();
   if (is_without_gpu(error)) {
-    throw std::runtime_error(text("host memory: managed memory needs a GPU", kWithoutGpu));
+    throw std::runtime_error("host memory: managed memory needs a GPU" + without_gpu(error));
   }
   throw std::runtime_error(text("host memory: ", bytes, " bytes of managed memory cannot be had, ",
                                 step, " failed: ", cuda_calls().error_string(error),
@@ -405,16 +522,25 @@ void check_managed(int error, const char* step, int64_t bytes) {
                                 "); free memory, or use memory='registered' or memory='plain'"));
 }
 
-void* allocate_managed(int64_t bytes) {
+// The GPU that memory made now is likely to be used on, if there is one.
+std::set<int> current_device() {
+  int device = 0;
+  if (cuda_calls().get_device(&device) == 0) return {device};
+  cuda_calls().last_error();
+  return {};
+}
+
+void* allocate_managed(int64_t bytes, const std::set<int>& map_on) {
+  const RelaxedCapture while_capturing;
   int devices = 0;
   check_managed(cuda_calls().device_count(&devices), "cudaGetDeviceCount", bytes);
-  for (int device = 0; device < devices; ++device) {
+  for (int each = 0; each < devices; ++each) {
     int supported = 0;
-    check_managed(cuda_calls().concurrent_managed_access(device, &supported),
+    check_managed(cuda_calls().concurrent_managed_access(each, &supported),
                   "cudaDeviceGetAttribute", bytes);
     if (!supported) {
       throw std::runtime_error(
-          text("host memory: GPU ", device,
+          text("host memory: GPU ", each,
                " has no concurrentManagedAccess, so managed memory cannot serve; use "
                "memory='registered'"));
     }
@@ -422,14 +548,35 @@ void* allocate_managed(int64_t bytes) {
   void* address = nullptr;
   check_managed(cuda_calls().malloc_managed(&address, bytes), "cudaMallocManaged", bytes);
   // The advice must stand before the first touch: it decides where the pages are made and how the
-  // GPU maps them.
+  // GPU maps them. Other GPUs map them when they first use them (reach): advice for a GPU opens a
+  // context there.
   int error = cuda_calls().advise_preferred_host(address, bytes);
-  for (int device = 0; device < devices && error == 0; ++device) {
-    error = cuda_calls().advise_accessed_by(address, bytes, device);
+  for (const int device : map_on) {
+    if (error == 0) error = map_managed(address, bytes, device);
   }
   if (error != 0 && cuda_calls().free_managed(address) != 0) cuda_calls().last_error();
   check_managed(error, "cudaMemAdvise", bytes);
   return address;
+}
+
+constexpr const char* kHostRegister = "cudaHostRegister";
+
+// Pins what was just made and filled. Where kernels would find it at another address (WSL2), memory
+// of CUDA's own, which has one address for all, takes its place.
+void pin(Block& made, bool check_memory) {
+  if (const int error = register_pages(made.base, made.bytes, false); error != 0) {
+    throw std::runtime_error(pinning_failure(made.bytes, kHostRegister, error));
+  }
+  made.kind = MemoryKind::kRegistered;
+  if (is_at_own_address(made.base)) return;
+  free_memory(made);
+  made.base = nullptr;
+  if (const int error = allocate_pinned(&made.base, made.bytes); error != 0) {
+    throw std::runtime_error(pinning_failure(made.bytes, "cudaHostAlloc", error));
+  }
+  made.is_cudas = true;
+  kind_of_block(made.base, made.bytes);  // as in host_empty
+  fill_with_zeros(made.base, made.bytes, check_memory);
 }
 
 // uint8 tensor of `bytes` zeros in host memory of that MemoryKind (plain, registered or managed).
@@ -446,23 +593,23 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
   if (wanted != MemoryKind::kPlain) refuse_during_capture("host memory", kMakeBefore);
   if (check_memory) refuse_if_short(bytes);
 
-  const bool managed = wanted == MemoryKind::kManaged;
-  char* base = static_cast<char*>(managed ? allocate_managed(bytes) : map_pages(bytes));
-  kind_of_block(base, bytes);  // forgets what lay here, pinned, before its storage left
-  Block made{.base = base, .bytes = bytes, .kind = managed ? wanted : MemoryKind::kPlain};
+  Block made{.bytes = bytes};
+  if (wanted == MemoryKind::kManaged) {
+    made.mapped_on = current_device();
+    made.base = static_cast<char*>(allocate_managed(bytes, made.mapped_on));
+    made.kind = wanted;
+  } else {
+    made.base = static_cast<char*>(map_pages(bytes));
+  }
   try {
-    fill_with_zeros(base, bytes, check_memory);
+    kind_of_block(made.base, bytes);  // forgets what lay here, pinned, before its storage left
+    fill_with_zeros(made.base, bytes, check_memory);
+    if (wanted == MemoryKind::kRegistered) pin(made, check_memory);
   } catch (...) {
-    free_memory(made);
+    if (made.base != nullptr) free_memory(made);
     throw;
   }
-  if (wanted == MemoryKind::kRegistered) {
-    if (const int error = register_pages(base, bytes, false); error != 0) {
-      unmap_pages(base, bytes);
-      throw std::runtime_error(registration_failure(bytes, error));
-    }
-  }
-  made.kind = wanted;
+  char* base = made.base;
   remember(std::move(made));
   return torch::stable::from_blob(base, sizes, strides, Device(torch::headeronly::DeviceType::CPU),
                                   ScalarType::Byte,
@@ -493,7 +640,16 @@ int64_t host_register(const Tensor& tensor) {
   const int error = register_pages(base, bytes, false);
   // A read-only mapping of a file can be registered as such alone.
   const bool read_only = error != 0 && register_pages(base, bytes, true) == 0;
-  if (error != 0 && !read_only) throw std::runtime_error(registration_failure(bytes, error));
+  if (error != 0 && !read_only) {
+    throw std::runtime_error(pinning_failure(bytes, kHostRegister, error));
+  }
+  if (!is_at_own_address(base)) {
+    unregister_pages(base, bytes);
+    throw std::runtime_error(
+        "pin_memory_: this driver gives pinned memory another address on the GPU, as on WSL2, so "
+        "that kernels do not find it; copy the tensor into speedtorch.memory.empty(shape, "
+        "memory='registered'), or leave it as it is: ops then move its rows through the CPU");
+  }
   static std::atomic<int64_t> pins{0};
   const int64_t pin = ++pins;
   remember({.base = base,
@@ -526,6 +682,22 @@ void host_unregister(int64_t pin, bool tensor_is_gone) {
   if (!captured) all.take_out(found);
 }
 
+// Where CUDA's copies of a tensor must be cut: bytes from its first one at which another
+// registration begins.
+std::vector<int64_t> registration_seams(const Tensor& tensor) {
+  std::vector<int64_t> seams;
+  if (tensor.numel() == 0 || !tensor.is_cpu()) return seams;
+  const auto [begin, bytes] = span_of(tensor);
+  OpenRegistry all;
+  const Block* block = all.find(begin);
+  if (block == nullptr || block->kind != MemoryKind::kRegistered || block->is_cudas) return seams;
+  for (int64_t seam = kBytesPerRegistration; seam < block->bytes; seam += kBytesPerRegistration) {
+    const int64_t offset = block->base + seam - begin;
+    if (offset > 0 && offset < bytes) seams.push_back(offset);
+  }
+  return seams;
+}
+
 // Bytes in use: {plain, registered, managed, held by captured graphs}.
 Tensor memory_stats() {
   std::array<int64_t, 1> sizes{4};
@@ -538,12 +710,6 @@ Tensor memory_stats() {
   }
   for (const std::unique_ptr<Block>& block : all->left) bytes[3] += block->bytes;
   return stats;
-}
-
-// Lets go of tensors of others that were kept only until the GPU was done with them.
-void drop_finished() {
-  std::vector<Tensor> dropped;
-  OpenRegistry().drop_finished(dropped);
 }
 
 // From here on captured graphs do not keep this tensor's memory any more; waits for replays.
@@ -588,6 +754,17 @@ void let_orphans_go() {
   for (const std::unique_ptr<Block>& block : orphans) free_memory(*block);
 }
 
+// What an op does with its table around its kernels, without any: for tests, which have no GPU.
+// Returns the Access.
+int64_t use_on(const Tensor& table, int64_t device, int64_t stream) {
+  constexpr const char* kOp = "use_on";
+  const Rows rows = as_rows(kOp, "table", table);
+  const Stream queue{reinterpret_cast<void*>(stream), static_cast<int>(device)};
+  const Access access = reach(kOp, table, rows, queue.device);
+  if (access != Access::kNot) note_use(table, rows, queue);
+  return static_cast<int64_t>(access);
+}
+
 // Refuses managed memory in a forked child, where touching it would kill the process.
 void check_owner(const Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.is_cpu()) return;
@@ -627,12 +804,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
   m.def("host_unregister(int pin, bool tensor_is_gone) -> ()");
   m.def("available_bytes() -> int");
   m.def("memory_kind(Tensor tensor) -> int");
+  m.def("registration_seams(Tensor tensor) -> int[]");
   m.def("memory_stats() -> Tensor");
   m.def("let_captured_go(Tensor tensor) -> ()");
   m.def("let_orphans_go() -> ()");
   m.def("check_owner(Tensor tensor) -> ()");
   m.def("managed_supported() -> bool");
   m.def("built_with_cuda() -> bool");
+  m.def("check_driver() -> ()");
+  m.def("use_on(Tensor table, int device, int stream) -> int");
   m.def("throw_pending() -> ()");
   m.def("stop() -> ()");
 }
@@ -643,12 +823,15 @@ STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("host_unregister", TORCH_BOX(&speedtorch::host_unregister));
   m.impl("available_bytes", TORCH_BOX(&speedtorch::available_bytes));
   m.impl("memory_kind", TORCH_BOX(&speedtorch::memory_kind));
+  m.impl("registration_seams", TORCH_BOX(&speedtorch::registration_seams));
   m.impl("memory_stats", TORCH_BOX(&speedtorch::memory_stats));
   m.impl("let_captured_go", TORCH_BOX(&speedtorch::let_captured_go));
   m.impl("let_orphans_go", TORCH_BOX(&speedtorch::let_orphans_go));
   m.impl("check_owner", TORCH_BOX(&speedtorch::check_owner));
   m.impl("managed_supported", TORCH_BOX(&speedtorch::managed_supported));
   m.impl("built_with_cuda", TORCH_BOX(&speedtorch::built_with_cuda));
+  m.impl("check_driver", TORCH_BOX(&speedtorch::check_driver));
+  m.impl("use_on", TORCH_BOX(&speedtorch::use_on));
   m.impl("throw_pending", TORCH_BOX(&speedtorch::throw_pending_and_drop_finished));
   m.impl("stop", TORCH_BOX(&speedtorch::stop));
 }

@@ -12,6 +12,7 @@
 #include <functional>
 #include <string>
 
+#include "core/gpu.h"
 #include "core/tensor_checks.h"
 
 namespace speedtorch {
@@ -40,16 +41,18 @@ bool registry_has_rules();
 void check_access(const char* op, const std::function<std::string()>& name, const void* address,
                   bool is_written);
 
-// How a GPU reaches these rows.
+// How the current GPU reaches these rows.
 Access access_of(const char* op, const Tensor& table, const Rows& rows);
+// The same before work on that GPU: its first use of a managed table maps the table there.
+Access reach(const char* op, const Tensor& table, const Rows& rows, int device);
 // Notes that work just queued on `stream` uses the table: its memory stays until that work is done.
-void note_use(const Tensor& table, const Rows& rows, void* stream);
+void note_use(const Tensor& table, const Rows& rows, const Stream& stream);
 // Work that is being queued on `stream`: note() says that all of it is. Where a part fails, what
 // came before is noted all the same.
 struct TableUse {
   const Tensor& table;
   const Rows& rows;
-  void* stream;
+  Stream stream;
   bool noted = false;
 
   void note() {

@@ -31,10 +31,6 @@ constexpr int64_t kBytesPerThread = int64_t{32}
 // What a thread fills at a time, in 1 to 2 ms: asking what is available takes up to 0.3 ms.
 constexpr int64_t kBytesPerPiece = int64_t{8} << 20;
 
-// One registration of 512 GiB or more fails on recent drivers, so memory is registered in pieces of
-// at most this.
-constexpr int64_t kBytesPerRegistration = int64_t{64} << 30;
-
 class MemoryError : public std::bad_alloc {
  public:
   explicit MemoryError(std::string message) : message_(std::move(message)) {}
@@ -185,6 +181,7 @@ void unregister_pages(char* base, int64_t bytes) noexcept {
 }
 
 int register_pages(char* base, int64_t bytes, bool read_only) {
+  const RelaxedCapture while_capturing;
   for (int64_t start = 0; start < bytes; start += kBytesPerRegistration) {
     const int64_t piece = std::min(kBytesPerRegistration, bytes - start);
     const int error = cuda_calls().host_register(base + start, piece, read_only);
@@ -197,15 +194,35 @@ int register_pages(char* base, int64_t bytes, bool read_only) {
   return 0;
 }
 
-std::string registration_failure(int64_t bytes, int error) {
-  if (is_without_gpu(error)) return std::string("host memory: pinning needs a GPU") + kWithoutGpu;
-  return "host memory: pinning " + std::to_string(bytes) +
-         " bytes with cudaHostRegister failed: " + cuda_calls().error_string(error) +
-         " (CUDA error " + std::to_string(error) +
-         "). Bytes available on this machine: " + std::to_string(available_bytes()) +
-         ". Not possible: writable shared mappings of disk files, and memory that is registered "
-         "already. Remedy: load "
-         "the data into speedtorch.memory.empty(...), free host memory, or use memory='plain'";
+bool is_at_own_address(const char* base) {
+  int kind = 0;
+  void* on_gpu = nullptr;
+  if (cuda_calls().pointer_kind(base, &kind, &on_gpu) == 0) return on_gpu == base;
+  cuda_calls().last_error();
+  return true;  // as it is nearly everywhere
+}
+
+int allocate_pinned(char** base, int64_t bytes) {
+  const RelaxedCapture while_capturing;
+  void* address = nullptr;
+  const int error = cuda_calls().host_alloc(&address, static_cast<size_t>(bytes));
+  if (error != 0) cuda_calls().last_error();
+  *base = static_cast<char*>(address);
+  return error;
+}
+
+void free_pinned(char* base) noexcept {
+  if (cuda_calls().host_free(base) != 0) cuda_calls().last_error();
+}
+
+std::string pinning_failure(int64_t bytes, const char* call, int error) {
+  if (is_without_gpu(error)) return "host memory: pinning needs a GPU" + without_gpu(error);
+  return text("host memory: pinning ", bytes, " bytes with ", call,
+              " failed: ", cuda_calls().error_string(error), " (CUDA error ", error,
+              "). Bytes available on this machine: ", available_bytes(),
+              ". Not possible: writable shared mappings of disk files, and memory that is "
+              "registered already. Remedy: load the data into speedtorch.memory.empty(...), free "
+              "host memory, or use memory='plain'");
 }
 
 }  // namespace speedtorch

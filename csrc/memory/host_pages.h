@@ -20,11 +20,22 @@ int64_t available_bytes();
 // already, are not there.
 void refuse_if_short(int64_t bytes, int64_t taken = 0);
 
+// One registration of 512 GiB or more fails on recent drivers, so memory is registered in pieces of
+// at most this. One of CUDA's copies must not cross a seam of two pieces; kernels may.
+constexpr int64_t kBytesPerRegistration = int64_t{256} << 30;
+
 // Pins with cudaHostRegister, all or nothing. Returns a cudaError_t; a failure leaves no error
 // behind for others to find.
 int register_pages(char* base, int64_t bytes, bool read_only);
 void unregister_pages(char* base, int64_t bytes) noexcept;
-// What to tell the user: how many bytes, why, what to do.
-std::string registration_failure(int64_t bytes, int error);
+// Whether kernels find pinned memory at the address that the CPU has for it. On WSL2 registered
+// memory lies elsewhere for them.
+bool is_at_own_address(const char* base);
+// Pinned memory of CUDA's, which is at one address for all; its bytes are anything. Returns a
+// cudaError_t as above.
+int allocate_pinned(char** base, int64_t bytes);
+void free_pinned(char* base) noexcept;
+// What to tell the user: how many bytes, by which call, why, what to do.
+std::string pinning_failure(int64_t bytes, const char* call, int error);
 
 }  // namespace speedtorch

@@ -8,9 +8,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "call/arguments.h"
@@ -68,6 +70,18 @@ constexpr int sms_for_long_rows(int64_t row_bytes, Direction direction) {
   return direction == Direction::kIn && row_bytes < kRecordBytes ? 3 : 2;
 }
 
+// The link that these counts were measured on. A faster one takes as many times more, as many more
+// requests must be on their way; one within a quarter of it is another measurement of the same.
+constexpr double kMeasuredLinkGbps = 55.4;
+constexpr double kSameLink = 1.25;
+constexpr double kMostLinks = 1000;  // far above any; what a file of costs tells may be anything
+// The calibrated link's rate, in the slower direction, relative to it; at least 1.
+std::atomic<double> link_ratio{1};
+
+int64_t for_link(int64_t sms) {
+  return static_cast<int64_t>(std::lround(static_cast<double>(sms) * link_ratio));
+}
+
 // Both directions at once, records of 1,536 bytes: 8 multiprocessors reach 0.83 of what memcpy
 // moves both ways, in 16 and in 48 GiB; 16 reach 0.83 and 0.76, 64 reach 0.77 and 0.70.
 constexpr int64_t kSmsForSwap = 8;
@@ -80,7 +94,7 @@ Costs stored_costs = {
     .winners_ns = 0.06,
     .plan_us = 60,
     .plan_ns = 0.15,
-    .link_gbps = {55.4, 55.4}};
+    .link_gbps = {kMeasuredLinkGbps, kMeasuredLinkGbps}};
 std::mutex costs_lock;
 
 // What this process goes by.
@@ -93,7 +107,7 @@ Costs costs() {
 constexpr int64_t kMostHashed = int64_t{1} << 29;
 
 std::atomic<int64_t> forced_path{-1};
-std::atomic<int64_t> sms{kDefaultSms};
+std::atomic<int64_t> chosen_sms{0};  // by the user; 0: not
 
 double row_ns(const Batch& batch, bool in_address_order, const Costs& costs) {
   const bool small_pages = batch.access == Access::kMapped && batch.table_bytes > kTranslatedBytes;
@@ -159,7 +173,8 @@ Mover link_mover(const Batch& batch, uint64_t other_bits, bool bulk, int sms) {
     return {false, sms};
   }
   if (row_bytes < kLongBulkRowBytes) return {true, sms};
-  return {true, std::min(sms, sms_for_long_rows(row_bytes, batch.direction))};
+  const int64_t enough = for_link(sms_for_long_rows(row_bytes, batch.direction));
+  return {true, static_cast<int>(std::min<int64_t>(sms, enough))};
 }
 
 }  // namespace
@@ -170,12 +185,23 @@ Mover mover_for(const Batch& batch, const Rows& other, const CurrentStream& stre
   if (batch.access == Access::kOnGpu) return gpu_mover();
   // Measured: over small pages bulk copies in address order are a fifth to a half slower.
   const bool bulk = batch.access == Access::kManaged && stream.has_bulk_copies();
-  return link_mover(batch, other.bits(), bulk, static_cast<int>(num_sms()));
+  return link_mover(batch, other.bits(), bulk, link_sms(stream));
 }
 
-int64_t num_sms() { return sms; }
+int64_t num_sms() {
+  const int64_t chosen = chosen_sms;
+  return chosen > 0 ? chosen : for_link(kDefaultSms);
+}
 
-int swap_sms() { return static_cast<int>(std::min(num_sms(), kSmsForSwap)); }
+int link_sms(const CurrentStream& stream) {
+  const int64_t most = num_sms();
+  if (most <= kDefaultSms) return static_cast<int>(most);  // which every GPU may as well be given
+  return static_cast<int>(std::min<int64_t>(most, stream.multiprocessors()));
+}
+
+int swap_sms(const CurrentStream& stream) {
+  return static_cast<int>(std::min<int64_t>(link_sms(stream), for_link(kSmsForSwap)));
+}
 
 // ------------------------------------------------------------------------------------------------
 // ops
@@ -190,13 +216,13 @@ void force_path(int64_t path) {
   forced_path = path;
 }
 
-void set_num_sms(int64_t count) {
+void set_num_sms(std::optional<int64_t> count) {
   constexpr int64_t kMost = 1 << 16;  // more than any GPU has
-  if (count < 1 || count > kMost) {
-    throw_value_error("set_num_sms", "the number of multiprocessors must be 1 to ", kMost, ", got ",
-                      count);
+  if (count && (*count < 1 || *count > kMost)) {
+    throw_value_error("set_num_sms", "the number of multiprocessors must be 1 to ", kMost,
+                      " or None, got ", *count);
   }
-  sms = count;
+  chosen_sms = count.value_or(0);
 }
 
 Tensor doubles(const double* values, int64_t count) {
@@ -278,6 +304,9 @@ void set_costs(const Tensor& values) {
   arguments.check_memory();
   std::lock_guard lock(costs_lock);
   std::memcpy(&stored_costs, values.data_ptr(), sizeof(Costs));
+  const auto& gbps = stored_costs.link_gbps;
+  const double ratio = std::min(gbps[0], gbps[1]) / kMeasuredLinkGbps;
+  link_ratio = ratio > kSameLink ? std::min(ratio, kMostLinks) : 1;
 }
 
 }  // namespace
@@ -293,7 +322,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
   m.def("set_costs(Tensor costs) -> ()");
   m.def("force_path(int path) -> ()");
   m.def("num_sms() -> int");
-  m.def("set_num_sms(int count) -> ()");
+  m.def("set_num_sms(int? count) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {

@@ -49,8 +49,11 @@ Path path_for(const char* op, const Batch& batch);
 // The kernel for rows between a table and `other` rows, on the GPU.
 Mover mover_for(const Batch& batch, const Rows& other, const CurrentStream& stream);
 constexpr Mover gpu_mover() { return {false, kDeviceBlocks}; }
-// How many multiprocessors kernels over the link may fill, at least 1, and blocks of a swap.
+// How many multiprocessors kernels over the link may fill, at least 1: what the user has set, or as
+// many as the calibrated link takes.
 int64_t num_sms();
-int swap_sms();
+// As many of them as this GPU has, and blocks of a swap there.
+int link_sms(const CurrentStream& stream);
+int swap_sms(const CurrentStream& stream);
 
 }  // namespace speedtorch

@@ -6,8 +6,9 @@
 
 namespace speedtorch {
 
-// Multiprocessors that kernels over the link may fill; the user may change it (set_num_sms).
-// Measured on an H200: 8 to 16 blocks with 16-byte loads saturate the link, 4 with bulk copies.
+// Multiprocessors that kernels over a link of PCIe 5 x16 may fill; the user may change it
+// (set_num_sms). Measured on an H200: 8 to 16 blocks with 16-byte loads saturate the link, 4 with
+// bulk copies.
 constexpr int kDefaultSms = 16;
 // On the GPU's own memory everything may run: about eight blocks on each of 132 multiprocessors.
 constexpr int kDeviceBlocks = 1056;

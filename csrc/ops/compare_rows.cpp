@@ -184,7 +184,7 @@ Tensors compare_rows_fitting(const Tensor& named, const Tensor& named_status, co
   std::optional<CurrentStream> stream;
   if (!named.is_cpu()) stream.emplace(kOp, named);
   const Rows word = as_rows(kOp, "fault", fault);
-  if (stream && access_of(kOp, fault, word) == Access::kNot) {
+  if (stream && reach(kOp, fault, word, stream->device()) == Access::kNot) {
     throw_value_error(kOp,
                       "fault is in pageable memory, which the GPU cannot write to; pin it with "
                       "speedtorch.pin_memory_(fault)");
@@ -202,7 +202,7 @@ Tensors compare_rows_fitting(const Tensor& named, const Tensor& named_status, co
     return made;
   };
   if (!stream) return compared();
-  TableUse use{fault, word, stream->get()};
+  TableUse use{fault, word, stream->queue()};
   Tensors made = compared();
   use.note();
   return made;

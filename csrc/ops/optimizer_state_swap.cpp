@@ -124,7 +124,7 @@ void note_use_of(const Tensor* host, const SwapField* fields, size_t count,
   for (size_t k = 0; k < count; ++k) {
     // Fields of one record are one piece of memory.
     const bool noted = k > 0 && lies_among(fields[k].host, fields[0].host);
-    if (!noted) note_use(host[k], fields[k].host, stream.get());
+    if (!noted) note_use(host[k], fields[k].host, stream.queue());
   }
 }
 
@@ -173,11 +173,12 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, cons
                                             [](const Tensor& field) { return !field.is_cuda(); });
       for (size_t table = 0; table < tables.size();) {
         const SwapTables some = places_of(tables, table, first, last);
-        check_cuda(launch_swap(&fields[first], static_cast<int>(last - first),
-                               tables.size() > 1 ? &some : nullptr, rows_of(tables), evict, load,
-                               scratch, crosses_link ? swap_sms() : kDeviceBlocks,
-                               first + table == 0 ? error_record() : nullptr, stream.get()),
-                   kOp);
+        check_cuda(
+            launch_swap(&fields[first], static_cast<int>(last - first),
+                        tables.size() > 1 ? &some : nullptr, rows_of(tables), evict, load, scratch,
+                        crosses_link ? swap_sms(stream) : kDeviceBlocks,
+                        first + table == 0 ? error_record(stream.device()) : nullptr, stream.get()),
+            kOp);
         for (const size_t end = table + static_cast<size_t>(some.count); table < end; ++table) {
           note_use_of(&host[table * fields.size() + first], &tables[table].fields[first],
                       last - first, stream);
@@ -188,11 +189,13 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, cons
 }
 
 // Whether the GPU reaches every field where it is.
-bool all_mapped(const Tensors& host, const std::vector<SwapTable>& tables) {
+bool all_mapped(const Tensors& host, const std::vector<SwapTable>& tables,
+                const CurrentStream& stream) {
   bool mapped = true, on_gpu = false;
   for (size_t k = 0; k < host.size(); ++k) {
     const std::vector<SwapField>& fields = tables[k / tables[0].fields.size()].fields;
-    const Access access = access_of(kOp, host[k], fields[k % fields.size()].host);
+    const Rows& rows = fields[k % fields.size()].host;
+    const Access access = reach(kOp, host[k], rows, stream.device());
     mapped &= access != Access::kNot;
     on_gpu |= access == Access::kOnGpu;
   }
@@ -275,7 +278,7 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
     return swap_on_cpu(tables[0].fields, evict_made.view, load_made.view);
   }
   const CurrentStream stream(kOp, on);
-  const bool mapped = all_mapped(host, tables);
+  const bool mapped = all_mapped(host, tables, stream);
   Ids evict_ids = as_ids(evict), load_ids = as_ids(load);
   if (!mapped) {
     stream.refuse_capture_of_pageable(kOp, "a host field", "field");
@@ -331,9 +334,9 @@ Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& st
   if constexpr (kWithCuda) {
     const Rows from = as_rows(kOp, "leaving", side), to = as_rows(kOp, "leaving", rows);
     const Winners checked = check_ids_on_gpu(kOp, as_ids(places), from.count, side, stream.get());
-    check_cuda(
-        launch_gather_direct(from, to, checked.view, kDeviceBlocks, error_record(), stream.get()),
-        kOp);
+    check_cuda(launch_gather_direct(from, to, checked.view, kDeviceBlocks,
+                                    error_record(stream.device()), stream.get()),
+               kOp);
   }
   return rows;
 }
@@ -347,8 +350,8 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
     const Rows from = as_rows(kOp, "arriving", rows), to = as_rows(kOp, "arriving", side);
     const Winners winners =
         find_winners(kOp, as_ids(places), Winner::kLast, to.count, side, stream.get());
-    check_cuda(launch_scatter_once(to, from, {{}, winners.view}, gpu_mover(), error_record(),
-                                   stream.get()),
+    check_cuda(launch_scatter_once(to, from, {{}, winners.view}, gpu_mover(),
+                                   error_record(stream.device()), stream.get()),
                kOp);
   }
 }
@@ -436,7 +439,7 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
     return swap_tables_on_cpu(tables, placed.evict, placed.load, counted);
   }
   const CurrentStream stream(kOp, on);
-  if (all_mapped(host, tables)) {
+  if (all_mapped(host, tables, stream)) {
     const PlacedViews placed = placed_ids(kOp, leaves, arrives, rows, on, stream.get());
     return swap_on_gpu(host, tables, placed.evict, placed.load, on, stream, all, counted);
   }

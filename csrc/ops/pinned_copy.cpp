@@ -53,14 +53,14 @@ void pinned_copy(const Tensor& dst, const Tensor& src) {
   const Tensor& host = to_host ? dst : src;
   const Rows& host_rows = to_host ? to : from;
   const CurrentStream stream(kOp, to_host ? src : dst);
-  const Access access = access_of(kOp, host, host_rows);
+  const Access access = reach(kOp, host, host_rows, stream.device());
   if (access == Access::kNot) {
     stream.refuse_capture_of_pageable(kOp, "the host side", "tensor");
     all.mark_written();
     return copy(kOp, src, dst, true);
   }
   all.mark_written();
-  TableUse use{host, host_rows, stream.get()};
+  TableUse use{host, host_rows, stream.queue()};
   copy_on_gpu(from, to, access, to_host, stream);
   use.note();
 }

@@ -54,14 +54,14 @@ void gather(const Tensor& table, const Rows& rows, const Tensor& index, const Pl
     return;
   }
   const CurrentStream stream(kOp, out);
-  const Access access = access_of(kOp, table, rows);
+  const Access access = reach(kOp, table, rows, stream.device());
   if (ids.on_cpu) ids = as_ids(ids_to_device(kOp, ids, out, stream));
   if (out.numel() > 0 && access == Access::kNot) {
     return gather_staged(rows, ids, plan, out, stream, all);
   }
   if (ids.count == 0) return all.mark_written();
   if constexpr (kWithCuda) {
-    TableUse use{table, rows, stream.get()};
+    TableUse use{table, rows, stream.queue()};
     const Rows result = rows_per_id(out, rows, ids);
     const Batch batch = batch_of(Direction::kIn, access, rows, ids.count);
     const Mover mover = mover_for(batch, result, stream);
@@ -72,13 +72,14 @@ void gather(const Tensor& table, const Rows& rows, const Tensor& index, const Pl
                                   ? check_ids_on_gpu(kOp, ids, rows.count, out, stream.get())
                                   : Winners{{}, only_ids(ids)};
       all.mark_written();
-      error = launch_gather_direct(rows, result, checked.view, mover.most_blocks, error_record(),
-                                   stream.get());
+      error = launch_gather_direct(rows, result, checked.view, mover.most_blocks,
+                                   error_record(stream.device()), stream.get());
     } else {
       const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan,
                                          Winner::kAny, rows.count, out, stream.get());
       all.mark_written();
-      error = launch_gather_once(rows, result, once.view, mover, error_record(), stream.get());
+      error = launch_gather_once(rows, result, once.view, mover, error_record(stream.device()),
+                                 stream.get());
     }
     check_cuda(error, kOp);
     use.note();

@@ -76,18 +76,18 @@ void scatter_on_gpu(const Rows& table, Access access, const Ids& ids, const Rows
     if (path == Path::kDirect) {
       all.mark_written();
       return check_cuda(launch_scatter_direct(table, src, only_ids(ids), mover.most_blocks,
-                                              error_record(), stream.get()),
+                                              error_record(stream.device()), stream.get()),
                         kOp);
     }
     const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan,
                                        Winner::kLast, table.count, on, stream.get());
     all.mark_written();
-    const int add_blocks = access == Access::kOnGpu ? kDeviceBlocks : static_cast<int>(num_sms());
-    check_cuda(
-        added ? launch_scatter_add(table, src, once.view.plan, *added, add_blocks, error_record(),
-                                   stream.get())
-              : launch_scatter_once(table, src, once.view, mover, error_record(), stream.get()),
-        kOp);
+    const int add_blocks = access == Access::kOnGpu ? kDeviceBlocks : link_sms(stream);
+    check_cuda(added ? launch_scatter_add(table, src, once.view.plan, *added, add_blocks,
+                                          error_record(stream.device()), stream.get())
+                     : launch_scatter_once(table, src, once.view, mover,
+                                           error_record(stream.device()), stream.get()),
+               kOp);
   }
 }
 
@@ -131,7 +131,7 @@ void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const 
     return scatter_or_add_on_cpu(rows, ids, as_rows(kOp, "src", whole), added);
   }
   const CurrentStream stream(kOp, src);
-  const Access access = access_of(kOp, table, rows);
+  const Access access = reach(kOp, table, rows, stream.device());
   Ids ids = as_ids(index);
   if (ids.on_cpu) check_ids_on_cpu(kOp, kIndex, ids, rows.count);
   if (ids.count == 0) return all.mark_written();
@@ -141,7 +141,7 @@ void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const 
     scatter_staged(rows, ids, whole, plan, added, stream, all);
   } else {
     const Rows source = as_rows(kOp, "src", whole);
-    TableUse use{table, rows, stream.get()};
+    TableUse use{table, rows, stream.queue()};
     scatter_on_gpu(rows, access, ids, source, whole, plan, added, stream, all);
     use.note();
   }

@@ -127,7 +127,8 @@ Tensor summed(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64
   if constexpr (kWithCuda) {
     const Tensor scratch =
         new_tensor(kOp, {sum_scratch_bytes(kind, entries, columns)}, ScalarType::Byte, rows);
-    check_cuda(launch_sum_rows(kind, work, view, scratch.data_ptr(), error_record(), stream.get()),
+    check_cuda(launch_sum_rows(kind, work, view, scratch.data_ptr(), error_record(stream.device()),
+                               stream.get()),
                kOp);
   }
   return out;

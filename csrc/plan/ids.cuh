@@ -71,12 +71,14 @@ struct Report {
   int64_t rows;  // of the table
 };
 
-// The first report stays until the host has read it. Two kernels that report at the same moment on
-// two streams may mix their reports: an error is raised all the same.
+// The first report stays until the host has read it: of kernels that report at the same moment, on
+// streams of one GPU, one claims the record and the others leave it alone.
 __device__ inline void report(const Report& about, IdError kind, int64_t id, int64_t position,
                               int64_t bad_count, int64_t count) {
   volatile ErrorRecord* record = about.record;
-  if (record == nullptr || record->full != 0) return;
+  if (record == nullptr) return;
+  const int32_t taken = record->taken;
+  if (atomicCAS(&about.record->claimed, taken, taken + 1) != taken) return;
   record->kind = static_cast<int32_t>(kind);
   record->op = static_cast<int32_t>(about.op);
   record->list = static_cast<int32_t>(about.list);
@@ -86,7 +88,7 @@ __device__ inline void report(const Report& about, IdError kind, int64_t id, int
   record->bad_count = bad_count;
   record->count = count;
   __threadfence_system();
-  record->full = 1;
+  record->written = taken + 1;
 }
 
 // True if a plan's ids must not be used on this table.

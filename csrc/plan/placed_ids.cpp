@@ -72,7 +72,7 @@ PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList
   }
   if constexpr (kWithCuda) {
     check_cuda(launch_check_placed(check_of(evict, made.evict), check_of(load, made.load),
-                                   table_rows, error_record(), stream),
+                                   table_rows, error_record(on.get_device_index()), stream),
                op);
   }
   return made;

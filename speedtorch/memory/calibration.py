@@ -86,15 +86,19 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise RuntimeError("calibrate: there is no GPU to measure; paths matter only with one")
     # What cannot be measured here (managed memory where it is not supported) stays as it was.
-    costs = _ops.costs()
-    for step in tqdm(list(_steps()), desc="calibrating", unit="step", disable=not progress):
-        step(costs)
-    known = {"version": VERSION, "gpu": _gpu(), "torch": torch.__version__}
-    figures: dict[str, Any] = known | {"costs": costs.tolist()}
+    before = _ops.costs()
+    costs = before.clone()
     try:
-        _use(_checked(figures["costs"]))
+        for step in tqdm(list(_steps()), desc="calibrating", unit="step", disable=not progress):
+            step(costs)
+        measured = _checked(costs.tolist())
     except ValueError as error:
         raise RuntimeError(f"calibrate: {error}; measure again on an idle GPU") from error
+    finally:
+        _ops.set_costs(before)  # which a step has changed
+    _use(measured)
+    known = {"version": VERSION, "gpu": _gpu(), "torch": torch.__version__}
+    figures: dict[str, Any] = known | {"costs": measured}
     _store(figures)
     return figures
 
@@ -199,7 +203,8 @@ def _use(costs: list[float]) -> None:
 
 
 def _steps() -> Iterator[Callable[[Tensor], None]]:
-    yield from (_measure_link, _measure_planning)
+    # Set in between: a kernel fills as many multiprocessors as the link takes.
+    yield from (_measure_link, _ops.set_costs, _measure_planning)
     for kind in range(0 if _ops.managed_supported() else 1, len(_KINDS)):
         yield partial(_measure_moves, kind=kind)
 

@@ -190,7 +190,10 @@ def forced_path(path: str) -> Iterator[None]:
 
 
 def get_num_sms() -> int:
-    """How many multiprocessors a kernel over the link may fill at most; 16 until set_num_sms().
+    """How many multiprocessors a kernel over the link may fill at most.
+
+    Without set_num_sms() 16, and as many times more as the link that `calibrate` measured is faster
+    than PCIe 5 x16 (on GH200 about 100); never more than the GPU has.
 
     Example:
         >>> get_num_sms()
@@ -199,22 +202,24 @@ def get_num_sms() -> int:
     return int(_ops.num_sms())
 
 
-def set_num_sms(count: int) -> None:
+def set_num_sms(count: int | None) -> None:
     """Limits the multiprocessors that a kernel over the link may fill, for all GPUs and threads.
 
-    Fewer leave more of the GPU to other work. Results do not change. Batches of rows of 512 bytes
-    and more take 3 at most where the GPU has bulk copies (Hopper, data-centre Blackwell), swaps 8.
+    Fewer leave more of the GPU to other work. Results do not change. Where that saturates the link
+    a kernel takes fewer: over PCIe 5 x16 batches of rows of 512 bytes and more take 3 at most where
+    the GPU has bulk copies (Hopper, data-centre Blackwell), swaps 8; over a faster link, once
+    `calibrate` has measured it, as many times more.
 
     Args:
-        count: at least 1.
+        count: at least 1; None: as many as the link takes, which is the default.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `count` is less than 1, or more than any GPU has.
 
     Example:
         >>> set_num_sms(8)
         >>> get_num_sms()
         8
-        >>> set_num_sms(16)
+        >>> set_num_sms(None)
     """
     _ops.set_num_sms(count)

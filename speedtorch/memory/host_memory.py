@@ -4,7 +4,9 @@ Three kinds, each an ordinary CPU tensor:
 
 - *managed* (CUDA's, which prefers the CPU): a GPU maps it in large pages, so that kernels read and
   write it at the link's speed in any order. It must not be touched in a forked child.
-- *registered* (this process's, pinned): works wherever a GPU is, and is safe to fork.
+- *registered* (this process's, pinned): works wherever a GPU is, and is safe to fork. It is
+  pinned in pieces of at most 256 GiB. CUDA refuses a copy of torch's (`copy_`, `to`) across the
+  seam of two pieces; `speedtorch.pinned_copy` and the other ops may cross it.
 - *plain*: not pinned; what a machine without a GPU uses.
 """
 
@@ -31,6 +33,7 @@ __all__ = [
     "memory_kind",
     "memory_stats",
     "pin_memory_",
+    "registration_seams",
     "release",
     "unpin_memory_",
 ]
@@ -67,7 +70,9 @@ def empty(
         memory: "managed", "registered", "plain", or "auto": managed where every GPU can reach it,
             registered where there is a GPU at all, plain otherwise. All but plain memory lies near
             the current GPU, as far as there is room. It goes once the tensor dies and the GPU work
-            that used it is done.
+            that used it is done. Managed memory is mapped on the current GPU now, and on another
+            one when an op first uses it there. Torch's own copies between a GPU and registered
+            memory must not cross a multiple of 256 GiB from its beginning: use `pinned_copy`.
 
     Raises:
         MemoryError: the machine has too little (SPEEDTORCH_MEMORY_CHECK=0 tries all the same).
@@ -129,7 +134,8 @@ def pin_memory_(tensor: Tensor) -> Tensor:
         TypeError: it is no tensor.
         ValueError: the tensor is not on the CPU or not dense, or (part of) its memory is pinned
             already.
-        RuntimeError: CUDA refused; the message says how many bytes, why, and what to do.
+        RuntimeError: CUDA refused, or pins memory where kernels do not find it (WSL2); the message
+            says why and what to do.
     """
     _check_dense("pin_memory_", tensor)
     if id(tensor) in _pinned:
@@ -182,6 +188,14 @@ def memory_stats() -> dict[str, int]:
         ['captured', 'managed', 'plain', 'registered']
     """
     return dict(zip((*KIND_NAMES[:3], "captured"), _ops.memory_stats().tolist(), strict=True))
+
+
+def registration_seams(tensor: Tensor) -> list[int]:
+    """Bytes from a tensor's first one, ascending, at which another registration with CUDA begins.
+
+    One copy of CUDA's must not cross them. Only registered memory above 256 GiB has any.
+    """
+    return list(_ops.registration_seams(tensor))
 
 
 def available_bytes() -> int:

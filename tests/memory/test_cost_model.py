@@ -208,7 +208,7 @@ def test_the_number_of_multiprocessors_is_set_and_asked_for() -> None:
 
 @pytest.mark.parametrize("count", [0, -3, 10**6])
 def test_an_impossible_number_of_multiprocessors_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"must be 1 to 65536, got {count}"):
+    with pytest.raises(ValueError, match=f"must be 1 to 65536 or None, got {count}"):
         speedtorch.set_num_sms(count)
 
 
@@ -293,3 +293,59 @@ def test_bulk_copies_of_long_rows_take_few_multiprocessors(
 ) -> None:
     assert launch(row_bytes, 100_000, direction=direction)["blocks"] == sms
     assert launch(row_bytes, 100_000, direction=direction, sms=1)["blocks"] == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# links that are faster than the one that counts of multiprocessors were measured on
+
+
+@pytest.fixture
+def unset_sms() -> Iterator[None]:
+    speedtorch.set_num_sms(None)
+    yield
+    speedtorch.set_num_sms(None)
+
+
+def with_link(*gbps: float) -> None:
+    costs = _ops.costs()
+    costs[-2:] = torch.tensor(gbps)
+    cost_model.use_costs(costs, calibrated=True)
+
+
+@pytest.mark.parametrize("link", [(12.0, 12.0), (26.0, 25.0), (51.0, 51.2), (57.0, 58.0)], ids=str)
+def test_links_up_to_pcie_5_take_as_many_multiprocessors_as_ever(
+    unset_sms: None, link: tuple[float, float]
+) -> None:
+    with_link(*link)
+    assert speedtorch.get_num_sms() == 16
+    assert [launch(512, 100_000, sms=132)["blocks"] for _ in range(2)] == [3, 3]
+    assert launch(1536, 100_000, sms=132)["blocks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("link", "sms", "gather", "record"), [((110.8, 120), 32, 6, 4), ((415.5, 387.8), 112, 21, 14)]
+)
+def test_a_faster_link_takes_as_many_times_more(
+    unset_sms: None, link: tuple[float, float], sms: int, gather: int, record: int
+) -> None:
+    with_link(*link)
+    assert speedtorch.get_num_sms() == sms
+    assert launch(512, 100_000, sms=132)["blocks"] == gather
+    assert launch(1536, 100_000, sms=132)["blocks"] == record
+    assert launch(1536, 100_000, sms=3)["blocks"] == 3
+
+
+def test_what_the_user_has_set_is_a_limit_on_any_link(unset_sms: None) -> None:
+    with_link(400.0, 400.0)
+    speedtorch.set_num_sms(5)
+    assert speedtorch.get_num_sms() == 5
+    speedtorch.set_num_sms(None)
+    assert speedtorch.get_num_sms() > 100
+
+
+@pytest.mark.parametrize("link", [(1e5, 1e5), (float("inf"),) * 2, (float("nan"),) * 2], ids=str)
+def test_a_link_that_no_machine_has_leaves_a_number(
+    unset_sms: None, link: tuple[float, float]
+) -> None:
+    with_link(*link)
+    assert 16 <= launch(256, 10**9, sms=speedtorch.get_num_sms())["blocks"] <= 16_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -127,3 +128,46 @@ def test_release_of_a_whole_lets_its_fields_go() -> None:
         release(record)
         assert len(driver.named("device_synchronize")) == 1
     assert len(kept) == 3
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered", "in_place", "torch_pinned"])
+def test_another_thread_may_make_and_drop_tables_while_a_graph_is_captured(kind: str) -> None:
+    values = random_rows(ROWS, (WIDTH,))
+    index = torch.tensor(IDS, device="cuda")
+    speedtorch.pinned_gather(Place("cuda", "managed").table(values), index)
+    speedtorch.synchronize()
+    side, inside, done = torch.cuda.Stream(), threading.Event(), threading.Event()
+    results: list[object] = []
+
+    def make_use_and_drop() -> None:
+        inside.wait()
+        try:
+            with torch.cuda.stream(side):
+                if kind == "in_place":
+                    table = speedtorch.pin_memory_(values.clone())
+                elif kind == "torch_pinned":
+                    table = pinned
+                else:
+                    table = Place("cuda", kind).table(values)
+                results.append(speedtorch.pinned_gather(table, index, out=out))
+                del table
+        except Exception as error:
+            results.append(error)
+        finally:
+            done.set()
+
+    pinned, out = values.pin_memory(), torch.zeros(len(IDS), WIDTH, device="cuda")
+    other = threading.Thread(target=make_use_and_drop)
+    other.start()
+    graph, x = torch.cuda.CUDAGraph(), torch.ones(8, device="cuda")
+    with torch.cuda.graph(graph):
+        y = x + 1
+        inside.set()
+        done.wait()
+        z = y * 2
+    other.join()
+    graph.replay()
+    speedtorch.synchronize()
+    assert z.tolist() == [4.0] * 8
+    assert [result for result in results if isinstance(result, Exception)] == []
+    assert_same_bytes(out, values[IDS])

@@ -31,12 +31,14 @@ def reserved(count: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, count, flags=NORESERVE), dtype=torch.uint8)
 
 
-def test_memory_is_registered_in_pieces_of_at_most_64_gib(driver: PretendedDriver) -> None:
-    tensor = reserved(130 * GIB)
+def test_memory_is_registered_in_pieces_of_at_most_256_gib(driver: PretendedDriver) -> None:
+    tensor = reserved(520 * GIB)
     pin_memory_(tensor)
-    pieces = [(tensor.data_ptr() + 64 * k * GIB, size * GIB) for k, size in enumerate((64, 64, 2))]
+    pieces = [
+        (tensor.data_ptr() + 256 * k * GIB, size * GIB) for k, size in enumerate((256, 256, 8))
+    ]
     assert driver.named("host_register") == [("host_register", *piece, 0) for piece in pieces]
-    assert memory_stats()["registered"] >= 130 * GIB
+    assert memory_stats()["registered"] >= 520 * GIB
     unpin_memory_(tensor)
     unregistered = [("host_unregister", piece[0]) for piece in pieces]
     assert driver.named("host_unregister") == unregistered
@@ -46,9 +48,9 @@ def test_memory_is_registered_in_pieces_of_at_most_64_gib(driver: PretendedDrive
 def test_a_piece_that_fails_takes_the_pieces_before_it_back(
     driver: PretendedDriver, stats: Callable[[], dict[str, int]], piece: int
 ) -> None:
-    tensor = reserved(130 * GIB)
+    tensor = reserved(520 * GIB)
     driver.fail("host_register", piece, piece + 1)  # for writing, then the retry for reading
-    with pytest.raises(RuntimeError, match=f"pinning {130 * GIB} bytes .*pretended reason 2"):
+    with pytest.raises(RuntimeError, match=f"pinning {520 * GIB} bytes .*pretended reason 2"):
         pin_memory_(tensor)
     assert driver.nothing_left()
     assert set(stats().values()) == {0}

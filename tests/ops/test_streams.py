@@ -219,3 +219,60 @@ def test_several_threads_may_call_at_once(gpu_place: Place) -> None:
     assert len(results) == 8
     for seed, rows in results.items():
         assert_same_bytes(rows, values[pinned_ids(300, seed)])
+
+
+def test_threads_move_rows_of_different_lengths_at_once() -> None:
+    """Bulk copies of rows of 256 bytes take less shared memory than those of 512."""
+    errors: list[str] = []
+
+    def work(columns: int) -> None:
+        values = random_rows(65_536, (columns,), seed=columns)
+        table = speedtorch.empty(values.shape, memory="managed").copy_(values)
+        ids = torch.randint(65_536, (8192,))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            index, out = ids.cuda(), torch.empty(8192, columns, device="cuda")
+            try:
+                for _ in range(4000):
+                    speedtorch.pinned_gather(table, index, out=out)
+                assert_same_bytes(out, values[ids])
+            except (RuntimeError, AssertionError) as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(columns,)) for columns in (64, 128)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_bad_ids_of_two_streams_are_told_by_one_of_them(mapped: Place) -> None:
+    """All numbers of a message are those of one launch, whichever comes first."""
+    tables = [mapped.table(torch.zeros(rows, 8)) for rows in (1000, 300)]
+    ids = [torch.arange(count, device="cuda") % 300 for count in (900, 250)]
+    ids[0][[11, 22, 33]] = 5000
+    ids[1][[7, 8]] = -3
+    src = torch.zeros(250, 8, device="cuda")
+    words = {
+        "pinned_gather: id 5000 at position 11 of index is out of range for a table of 1000 rows "
+        "(3 of 900 ids are out of range); no row was moved",
+        "pinned_scatter: id -3 at position 7 of index is out of range for a table of 300 rows "
+        "(2 of 250 ids are out of range); no row was moved",
+    }
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    told = set()
+    for turn in range(100):
+        torch.cuda._sleep(100_000)  # both begin at the end of this
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for which in (0, 1) if turn % 2 else (1, 0):
+            with torch.cuda.stream(streams[which]):
+                if which == 0:
+                    speedtorch.pinned_gather(tables[0], ids[0])
+                else:
+                    speedtorch.pinned_scatter(tables[1], ids[1], src)
+        with pytest.raises(IndexError) as caught:
+            speedtorch.synchronize()
+        told.add(str(caught.value))
+        speedtorch.synchronize()  # the other one is told by none
+    assert told <= words
