@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -64,6 +65,8 @@ def copy_spans(
     """
     is_direct = is_pinned or other.is_cpu
     stage = None if is_direct else _stage(other.device)
+    if is_pinned:
+        spans = _cut(spans, host_memory.registration_seams(host))
     for begin, end in spans:
         of_host, of_other = host, other
         if end - begin < host.numel():
@@ -74,6 +77,17 @@ def copy_spans(
             of_other.copy_(of_host, non_blocking=True)
         else:
             of_host.copy_(of_other, non_blocking=is_direct)
+
+
+def _cut(spans: Sequence[tuple[int, int]], seams: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """The same ranges of bytes, none of which has a seam inside."""
+    if not seams:
+        return spans
+    return [
+        part
+        for begin, end in spans
+        for part in pairwise([begin, *(seam for seam in seams if begin < seam < end), end])
+    ]
 
 
 class Stage:

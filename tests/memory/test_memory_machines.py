@@ -1,0 +1,480 @@
+"""Host memory on every kind of machine: WSL2, Grace, an old driver, several GPUs, huge tables."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from cuda_calls import (
+    GLOBAL,
+    INSUFFICIENT_DRIVER,
+    OUT_OF_MEMORY,
+    RELAXED,
+    UNSAFE_IN_CAPTURE,
+    PretendedDriver,
+    mapping_of,
+)
+from test_pin_memory import GIB, reserved
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import speedtorch
+from speedtorch import empty, memory_kind, pin_memory_, unpin_memory_
+from speedtorch.info import info
+from speedtorch.layers.host_slab import copy_spans
+from speedtorch.memory.host_memory import registration_seams
+from speedtorch.ops.functions import _ops
+
+MANAGED, MAPPED, ON_GPU, NOT = range(4)  # Access in csrc/memory/host_memory.h
+STREAM = 7
+EVENT_CALLS = ("event_create", "event_record", "event_synchronize", "event_destroy")
+
+
+def use(table: Tensor, gpu: int = 0, stream: int = STREAM) -> int:
+    """What an op on a GPU does with its table around its kernels: how the GPU reaches the table."""
+    return int(_ops.use_on(table, gpu, stream))
+
+
+# ------------------------------------------------------------------------------------------------
+# Several GPUs
+# ------------------------------------------------------------------------------------------------
+
+
+def test_another_gpu_maps_a_managed_table_when_it_first_uses_it() -> None:
+    with PretendedDriver(True, True, True) as driver:
+        table = empty(1000, memory="managed")
+        piece = (table.data_ptr(), 4000)
+        for gpu in (0, 2, 2, 0):
+            assert use(table[10:20], gpu) == MANAGED
+        mapped = [("advise_accessed_by", *piece, gpu) for gpu in (0, 2)]
+        assert driver.named("advise_accessed_by") == mapped
+        names = [name for name, *_ in driver.named("advise_accessed_by", "event_record")]
+        assert (
+            names
+            == ["advise_accessed_by", "event_record", "advise_accessed_by"] + ["event_record"] * 3
+        )
+        del table
+        assert driver.nothing_left()
+
+
+def test_a_table_that_cannot_be_mapped_on_a_gpu_is_mapped_by_the_next_use() -> None:
+    with PretendedDriver(True, True) as driver:
+        table = empty(1000, memory="managed")
+        driver.fail("advise_accessed_by", 1)
+        with pytest.raises(RuntimeError, match="pretended reason 2"):
+            use(table, 1)
+        assert driver.named("event_record") == []
+        assert use(table, 1) == MANAGED
+        assert [call[-1] for call in driver.named("advise_accessed_by")] == [0, 1, 1]
+
+
+def test_explaining_maps_nothing() -> None:
+    with PretendedDriver(True, True) as driver:
+        table = empty((16, 128), memory="managed")
+        ids = torch.empty(8, dtype=torch.int64, device="meta")
+        speedtorch.explain("pinned_gather", table, ids)
+        assert len(driver.named("advise_accessed_by")) == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# WSL2: registered memory lies elsewhere for kernels
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wsl(driver: PretendedDriver) -> PretendedDriver:
+    driver.registers_elsewhere = True
+    return driver
+
+
+def test_registered_memory_that_kernels_would_not_find_is_cudas_own(wsl: PretendedDriver) -> None:
+    table = empty(1000, memory="registered")
+    assert list(wsl.allocated) == [table.data_ptr()]
+    assert wsl.registered == {}
+    assert not table.any()
+    assert memory_kind(table) == "registered"
+    assert use(table) == MAPPED
+    del table
+    assert wsl.nothing_left()
+    names = [name for name, *_ in wsl.named("event_synchronize", "host_free")]
+    assert names == ["event_synchronize", "host_free"]
+
+
+def test_a_failure_of_cudas_own_memory_leaves_nothing_behind(wsl: PretendedDriver) -> None:
+    wsl.fail("host_alloc")
+    message = r"pinning 4000 bytes with cudaHostAlloc failed: pretended reason 2"
+    with pytest.raises(RuntimeError, match=message):
+        empty(1000, memory="registered")
+    assert wsl.nothing_left()
+    assert mapping_of(wsl.named("host_register")[0][1]) is None
+
+
+def test_pinning_in_place_is_refused_where_kernels_would_not_find_it(wsl: PretendedDriver) -> None:
+    tensor = torch.ones(1000)
+    with pytest.raises(RuntimeError, match=r"as on WSL2.*memory='registered'"):
+        pin_memory_(tensor)
+    assert wsl.nothing_left()
+    assert memory_kind(tensor) == "plain"
+
+
+def test_memory_registered_by_others_elsewhere_is_staged(wsl: PretendedDriver) -> None:
+    tensor = torch.ones(1000)
+    wsl.registered[tensor.data_ptr()] = (4000, False)
+    assert use(tensor) == NOT
+    wsl.registers_elsewhere = False
+    assert use(tensor) == MAPPED
+    wsl.registered.clear()
+
+
+# ------------------------------------------------------------------------------------------------
+# Grace: kernels reach pageable memory
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torchs", "own"])
+def test_pageable_tables_are_reached_through_the_hosts_page_tables(
+    driver: PretendedDriver, own: bool
+) -> None:
+    table = empty((9, 4), memory="plain") if own else torch.zeros(9, 4)
+    ids = torch.empty(8, dtype=torch.int64, device="meta")
+    assert speedtorch.explain("pinned_gather", table, ids).path == "staged"
+    driver.host_page_tables = True
+    told = speedtorch.explain("pinned_gather", table, ids)
+    assert told.path == "direct"
+    assert "mapped memory" in told.why
+
+
+def test_plain_memory_stays_until_the_gpu_that_reads_it_is_done(driver: PretendedDriver) -> None:
+    driver.host_page_tables = True
+    table = empty(1 << 20, memory="plain")
+    address = table.data_ptr()
+    assert use(table) == MAPPED
+    there: list[str | None] = []
+    driver.on_call = lambda name: there.append(mapping_of(address))
+    del table
+    assert len(driver.named("event_synchronize")) == 1
+    assert there
+    assert all(there)
+    assert mapping_of(address) is None
+    assert driver.nothing_left()
+
+
+@pytest.mark.parametrize("call", ["get_device", "host_page_tables"])
+def test_a_driver_that_does_not_answer_stages_pageable_memory(
+    driver: PretendedDriver, call: str
+) -> None:
+    driver.host_page_tables = True
+    driver.fail(call)
+    assert use(torch.zeros(10)) == NOT
+    assert driver.pending == 0
+
+
+# ------------------------------------------------------------------------------------------------
+# A driver that is too old
+# ------------------------------------------------------------------------------------------------
+
+TOO_OLD = (
+    r"NVIDIA's driver is too old: it runs CUDA 12\.4 at most, and this speedtorch was built with "
+    r"CUDA 13\.1, which needs a driver for CUDA 13\.0 or newer \(NVIDIA's driver 580 or newer\); "
+    r"update the driver, or build speedtorch with an nvcc of CUDA 12"
+)
+
+
+@pytest.fixture
+def old(driver: PretendedDriver) -> PretendedDriver:
+    driver.versions = (12040, 13010)
+    for name in ("device_count", "host_register", "pointer_kind"):
+        driver.fail(name, error=INSUFFICIENT_DRIVER)
+    return driver
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered"])
+def test_memory_for_a_gpu_names_the_driver_that_is_needed(old: PretendedDriver, kind: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"needs a GPU, and {TOO_OLD}; use memory='plain'"):
+        empty(3, memory=kind)
+    assert old.nothing_left()
+
+
+def test_an_op_names_the_driver_that_is_needed(old: PretendedDriver) -> None:
+    with pytest.raises(RuntimeError, match=rf"use_on failed: {TOO_OLD} \(CUDA error 35\)"):
+        use(torch.zeros(3))
+    assert old.pending == 0
+
+
+def test_info_names_the_driver_that_is_needed(
+    old: PretendedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.speedtorch, "built_with_cuda", lambda: True)
+    with pytest.raises(RuntimeError, match=TOO_OLD):
+        torch.ops.speedtorch.check_driver()
+    assert info().kernels.startswith("CPU (NVIDIA's driver is too old: it runs CUDA 12.4 at most")
+
+
+@pytest.mark.parametrize("versions", [(13000, 13010), (13020, 13010), (14000, 13010), (0, 13010)])
+def test_a_driver_of_the_same_major_version_is_new_enough(
+    driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch, versions: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.ops.speedtorch, "built_with_cuda", lambda: True)
+    driver.versions = versions
+    assert info().kernels == "CPU and CUDA"
+    driver.fail("device_count", error=INSUFFICIENT_DRIVER)
+    with pytest.raises(RuntimeError, match="there is none or no driver for it"):
+        empty(3, memory="managed")
+
+
+# ------------------------------------------------------------------------------------------------
+# Seams of registrations
+# ------------------------------------------------------------------------------------------------
+
+
+class CopiesWithinRegistrations(TorchDispatchMode):
+    """Refuses copies across a seam of two registrations, as CUDA does."""
+
+    def __init__(self, driver: PretendedDriver) -> None:
+        super().__init__()
+        self.driver, self.copied = driver, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is torch.ops.aten.copy_.default:
+            self.copied += args[0].nbytes
+            for side in args[:2]:
+                begin = side.data_ptr()
+                for first, (count, _) in self.driver.registered.items():
+                    if first <= begin < first + count:
+                        assert begin + side.nbytes <= first + count, "invalid argument"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def huge() -> Tensor:
+    return reserved(600 * GIB)
+
+
+def test_a_table_up_to_256_gib_is_one_registration(driver: PretendedDriver, huge: Tensor) -> None:
+    table = pin_memory_(huge[: 256 * GIB])
+    assert [count for count, _ in driver.registered.values()] == [256 * GIB]
+    assert registration_seams(table) == []
+    unpin_memory_(table)
+
+
+def test_seams_are_told_from_the_first_byte_of_a_tensor(
+    driver: PretendedDriver, huge: Tensor
+) -> None:
+    table = pin_memory_(huge)
+    assert [count // GIB for count, _ in driver.registered.values()] == [256, 256, 88]
+    assert registration_seams(table) == [256 * GIB, 512 * GIB]
+    assert registration_seams(table[GIB : 300 * GIB]) == [255 * GIB]
+    assert registration_seams(table[256 * GIB : 512 * GIB]) == []
+    assert registration_seams(torch.zeros(3)) == registration_seams(torch.zeros(0)) == []
+    unpin_memory_(table)
+    assert driver.nothing_left()
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "goes"])
+@pytest.mark.parametrize("seam", [64 * GIB, 256 * GIB, 512 * GIB], ids="{}".format)
+def test_copies_of_units_are_cut_at_seams(
+    driver: PretendedDriver, huge: Tensor, seam: int, comes: bool
+) -> None:
+    host = pin_memory_(huge)
+    spans = [(0, 8), (seam - 4096, seam + 5000), (600 * GIB - 8, 600 * GIB)]
+    device = reserved(600 * GIB)
+    source, target = (host, device) if comes else (device, host)
+    values = torch.randint(1, 256, (9096,), dtype=torch.uint8)
+    source[seam - 4096 : seam + 5000] = values
+    with CopiesWithinRegistrations(driver) as copies:
+        copy_spans(host, device, spans, comes=comes, is_pinned=True)
+    assert copies.copied == 9096 + 16
+    assert torch.equal(target[seam - 4096 : seam + 5000], values)
+    unpin_memory_(host)
+
+
+# ------------------------------------------------------------------------------------------------
+# Another thread captures a CUDA graph
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered", "elsewhere", "in_place", "foreign"])
+def test_memory_comes_and_goes_while_another_thread_captures(
+    driver: PretendedDriver, kind: str
+) -> None:
+    driver.registers_elsewhere = kind == "elsewhere"
+    driver.gpus = (True, True)
+    driver.other_captures = True
+    if kind == "in_place":
+        tensor = pin_memory_(torch.ones(1000))
+    elif kind == "foreign":
+        tensor = torch.ones(1000)
+        driver.pinned_by_others = {tensor.data_ptr(), tensor.data_ptr() + 3999}
+    else:
+        tensor = empty(1000, memory="registered" if kind == "elsewhere" else kind)
+    use(tensor, 1)
+    _ops.throw_pending()
+    del tensor
+    assert driver.nothing_left()
+
+
+def test_a_failure_to_register_is_undone_while_another_thread_captures(
+    driver: PretendedDriver, huge: Tensor
+) -> None:
+    driver.other_captures = True
+    driver.fail("host_register", 2, 4)
+    with pytest.raises(RuntimeError, match="pretended reason 2"):
+        pin_memory_(huge)
+    assert driver.nothing_left()
+
+
+def test_the_pretended_driver_refuses_unsafe_calls_of_threads_that_do_not_relax() -> None:
+    with PretendedDriver(True) as driver:
+        driver.other_captures = True
+        driver.fail("relax_capture")
+        with pytest.raises(RuntimeError, match="pretended reason 900"):
+            empty(1000, memory="managed")
+    assert (GLOBAL, RELAXED, OUT_OF_MEMORY) == (0, 2, 2)
+    assert "malloc_managed" in UNSAFE_IN_CAPTURE
+
+
+# ------------------------------------------------------------------------------------------------
+# Streams, and threads that the driver lets wait
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_has_the_handle_of_a_destroyed_one_is_another(
+    driver: PretendedDriver,
+) -> None:
+    table = empty(1000, memory="registered")
+    for number in (70, 70, 71):
+        driver.stream_ids[STREAM] = number
+        use(table)
+    events = [event for _, event, _ in driver.named("event_record")]
+    assert len(set(events)) == len(driver.named("event_create")) == 2
+    del table
+    waited = [event for _, event in driver.named("event_synchronize")]
+    assert waited == list(dict.fromkeys(events))
+    assert driver.nothing_left()
+
+
+def test_the_default_streams_of_two_gpus_are_two() -> None:
+    with PretendedDriver(True, True) as driver:
+        table = empty(1000, memory="registered")
+        for gpu in (0, 1, 0):
+            use(table, gpu, 0)
+        assert len(driver.named("event_create")) == 2
+
+
+def test_an_op_asks_the_driver_three_times_about_its_table(driver: PretendedDriver) -> None:
+    table = empty(1000, memory="managed")
+    use(table)
+    before = len(driver.calls)
+    use(table)
+    names = [name for name, *_ in driver.calls[before:]]
+    assert names == ["stream_is_capturing", "stream_id", "event_record"]
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered", "in_place", "foreign", "plain"])
+def test_no_lock_is_held_while_the_driver_is_asked(driver: PretendedDriver, kind: str) -> None:
+    """Another thread gets at the registry during every call."""
+    locked: list[str] = []
+
+    def ask(name: str) -> None:
+        other = threading.Thread(target=speedtorch.memory_stats)
+        other.start()
+        other.join(5)
+        if other.is_alive():
+            locked.append(name)
+
+    driver.gpus = (True, True)
+    driver.host_page_tables = True
+    driver.on_call = ask
+    if kind in ("in_place", "foreign"):
+        tensor = torch.ones(1000)
+        if kind == "foreign":
+            driver.pinned_by_others = {tensor.data_ptr(), tensor.data_ptr() + 3999}
+        else:
+            pin_memory_(tensor)
+    else:
+        tensor = empty(1000, memory=kind)
+    for gpu in (0, 0, 1):
+        use(tensor, gpu)
+    _ops.throw_pending()
+    del tensor
+    assert locked == []
+    assert driver.named("event_destroy")
+    assert driver.nothing_left()
+
+
+def test_memory_is_unpinned_after_another_threads_op_has_noted_its_use(
+    driver: PretendedDriver,
+) -> None:
+    tensor = pin_memory_(torch.ones(1000))
+    unpinning = threading.Thread(target=unpin_memory_, args=(tensor,))
+    alone: list[bool] = []
+
+    def unpin_meanwhile(name: str) -> None:
+        if name == "event_record" and not unpinning.is_alive():
+            unpinning.start()
+            unpinning.join(0.2)
+            alone.append(unpinning.is_alive())
+
+    driver.on_call = unpin_meanwhile
+    use(tensor)
+    unpinning.join()
+    assert alone == [True]
+    names = [name for name, *_ in driver.calls]
+    last = [each for each in names if each.startswith("event_") or each == "host_unregister"]
+    assert last == [*EVENT_CALLS, "host_unregister"]
+    assert driver.nothing_left()
+
+
+def test_memory_of_others_is_kept_until_the_gpu_is_done(driver: PretendedDriver) -> None:
+    memory = mmap.mmap(-1, 4096)
+    memory_lives = weakref.ref(memory)
+    table = torch.frombuffer(memory, dtype=torch.uint8)
+    driver.pinned_by_others = {table.data_ptr(), table.data_ptr() + 4095}
+    driver.unfinished = set(range(10))
+    use(table)
+    del table, memory
+    _ops.throw_pending()
+    assert memory_lives() is not None
+    driver.unfinished.clear()
+    _ops.throw_pending()
+    assert memory_lives() is None
+    assert driver.nothing_left()
+
+
+@pytest.mark.parametrize("call", ["event_create", "event_record", "stream_id"])
+def test_a_failure_to_note_a_use_is_told_and_leaves_nothing_behind(
+    driver: PretendedDriver, call: str
+) -> None:
+    table = empty(1000, memory="registered")
+    driver.fail(call, 1)
+    with pytest.raises(RuntimeError, match="pretended reason 2"):
+        use(table)
+    assert use(table) == MAPPED
+    del table
+    assert driver.nothing_left()
+
+
+def test_threads_use_one_table_at_once(driver: PretendedDriver) -> None:
+    errors: list[Exception] = []
+
+    def work(table: Tensor, stream: int) -> None:
+        try:
+            for _ in range(50):
+                use(table, 0, stream)
+        except Exception as error:
+            errors.append(error)
+
+    table = empty(1000, memory="registered")
+    threads = [threading.Thread(target=work, args=(table, k % 2 + 1)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(driver.named("event_record")) == 200
