@@ -13,8 +13,6 @@
 namespace speedtorch {
 namespace {
 
-constexpr int kInsufficientDriver = 35;  // also the answer where there is no driver at all
-
 #ifdef SPEEDTORCH_CUDA
 
 #if CUDART_VERSION >= 13000

@@ -63,8 +63,10 @@ struct CudaCalls {
 
 CudaCalls& cuda_calls();
 
+constexpr int kInsufficientDriver = 35;  // also the answer where there is no driver at all
+
 // True for the errors that say there is no GPU or no driver for it (or no CUDA in this build).
-constexpr bool is_without_gpu(int error) { return error == 35 || error == 100; }
+constexpr bool is_without_gpu(int error) { return error == kInsufficientDriver || error == 100; }
 // What follows "... needs a GPU" for one of these errors: there is none, or the driver is too old;
 // and the remedy.
 std::string without_gpu(int error);

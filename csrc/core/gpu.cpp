@@ -64,12 +64,9 @@ void refuse_if_capturing(void* stream, const char* op, const std::string& why) {
 }
 
 // Of all GPUs, made at the first need.
-struct ErrorRecords {
-  ErrorRecord of_gpu[kKnownGpus];
-  pid_t maker;  // a forked child must not touch them
-};
-std::atomic<ErrorRecords*> the_records{nullptr};
-std::atomic<int> highest_gpu{-1};  // that has been given its record
+std::atomic<ErrorRecord*> the_records{nullptr};
+std::atomic<pid_t> records_owner{0};  // a forked child must not touch them
+std::atomic<int> highest_gpu{-1};     // that has been given its record
 
 }  // namespace
 
@@ -128,15 +125,16 @@ void refuse_during_capture(const char* op, const std::string& why) {
 }
 
 ErrorRecord* error_record(int device) {
-  ErrorRecords* records = the_records;
+  ErrorRecord* records = the_records;
   if (records == nullptr) {
+    constexpr size_t kBytes = kKnownGpus * sizeof(ErrorRecord);
     const RelaxedCapture while_capturing;
     void* memory = nullptr;
-    check_cuda(cuda_calls().host_alloc(&memory, sizeof(ErrorRecords)),
+    check_cuda(cuda_calls().host_alloc(&memory, kBytes),
                "speedtorch: cudaHostAlloc of the error records");
-    auto* made = static_cast<ErrorRecords*>(memory);
-    std::memset(memory, 0, sizeof(ErrorRecords));
-    made->maker = process_id();
+    auto* made = static_cast<ErrorRecord*>(memory);
+    std::memset(memory, 0, kBytes);
+    records_owner = process_id();
     if (the_records.compare_exchange_strong(records, made)) {
       records = made;
     } else if (cuda_calls().host_free(memory) != 0) {  // another thread has made them
@@ -145,14 +143,14 @@ ErrorRecord* error_record(int device) {
   }
   const int gpu = device % kKnownGpus;
   for (int highest = highest_gpu; highest < gpu;) highest_gpu.compare_exchange_weak(highest, gpu);
-  return &records->of_gpu[gpu];
+  return records + gpu;
 }
 
 void throw_pending() {
-  ErrorRecords* records = the_records;
-  if (records == nullptr || records->maker != process_id()) return;
+  ErrorRecord* records = the_records;
+  if (records == nullptr || records_owner != process_id()) return;
   for (int gpu = 0; gpu <= highest_gpu; ++gpu) {
-    ErrorRecord& record = records->of_gpu[gpu];
+    ErrorRecord& record = records[gpu];
     const int32_t word = std::atomic_ref(record.written).load(std::memory_order_acquire);
     std::atomic_ref taken(record.taken);
     int32_t before = taken.load(std::memory_order_relaxed);

@@ -140,8 +140,8 @@ struct Block {
   int64_t pin = 0;
   std::optional<Tensor> pinned{};
   bool read_only = false;
-  bool is_cudas = false;    // made by cudaHostAlloc, not by us
-  std::set<int> mapped_on;  // of a managed piece: GPUs that have it mapped
+  bool is_cudas = false;      // made by cudaHostAlloc, not by us
+  std::set<int> mapped_on{};  // of a managed piece: GPUs that have it mapped
   Uses uses{};
   bool tensor_gone = false;
   pid_t maker = process_id();

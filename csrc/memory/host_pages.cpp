@@ -175,6 +175,7 @@ void refuse_if_short(int64_t bytes, int64_t taken) {
 }
 
 void unregister_pages(char* base, int64_t bytes) noexcept {
+  const RelaxedCapture while_capturing;
   for (int64_t start = 0; start < bytes; start += kBytesPerRegistration) {
     if (cuda_calls().host_unregister(base + start) != 0) cuda_calls().last_error();
   }
