@@ -66,6 +66,7 @@ def copy_spans(
     is_direct = is_pinned or other.is_cpu
     stage = None if is_direct else _stage(other.device)
     if is_pinned:
+        # CUDA refuses a copy across the seam of two registrations.
         spans = _cut(spans, host_memory.registration_seams(host))
     for begin, end in spans:
         of_host, of_other = host, other

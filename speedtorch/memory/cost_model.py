@@ -192,8 +192,8 @@ def forced_path(path: str) -> Iterator[None]:
 def get_num_sms() -> int:
     """How many multiprocessors a kernel over the link may fill at most.
 
-    Without set_num_sms() 16, and as many times more as the link that `calibrate` measured is faster
-    than PCIe 5 x16 (on GH200 about 100); never more than the GPU has.
+    Without set_num_sms() 16 over PCIe 5 x16 and slower links. Over a faster link, once `calibrate`
+    has measured it, as many times more. A launch never fills more than its GPU has.
 
     Example:
         >>> get_num_sms()

@@ -262,16 +262,16 @@ def test_bad_ids_of_two_streams_are_told_by_one_of_them(mapped: Place) -> None:
     streams = [torch.cuda.Stream() for _ in range(2)]
     told = set()
     for turn in range(100):
-        torch.cuda._sleep(100_000)  # both begin at the end of this
+        torch.cuda._sleep(1_000_000)  # both begin at the end of this
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
-        for which in (0, 1) if turn % 2 else (1, 0):
-            with torch.cuda.stream(streams[which]):
-                if which == 0:
-                    speedtorch.pinned_gather(tables[0], ids[0])
-                else:
-                    speedtorch.pinned_scatter(tables[1], ids[1], src)
         with pytest.raises(IndexError) as caught:
+            for which in (0, 1) if turn % 2 else (1, 0):
+                with torch.cuda.stream(streams[which]):
+                    if which == 0:
+                        speedtorch.pinned_gather(tables[0], ids[0])
+                    else:
+                        speedtorch.pinned_scatter(tables[1], ids[1], src)
             speedtorch.synchronize()
         told.add(str(caught.value))
         speedtorch.synchronize()  # the other one is told by none
