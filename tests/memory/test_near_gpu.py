@@ -12,9 +12,10 @@ import torch
 from cuda_calls import PretendedDriver
 
 from speedtorch import empty
-from speedtorch.memory import sysfs
+from speedtorch.memory import near_gpu, sysfs
 
 ADDRESS = "0001:0a:1f.0"
+ADDRESSED = SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=31)
 FIRST = min(os.sched_getaffinity(0))
 
 needs_two = pytest.mark.skipif(
@@ -44,12 +45,19 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(f"{text}\n")
-    gpus = {1: SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=31)}
     monkeypatch.setattr(sysfs, "ROOT", tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    pretend_gpus(monkeypatch, {1: ADDRESSED}, current=1)
     return tmp_path
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, gpus: dict[int, Any], current: int) -> None:
+    """For near_gpu alone: torch itself would make the pretended GPU current, and fail."""
+    cuda = SimpleNamespace(
+        is_available=lambda: bool(gpus),
+        current_device=lambda: current,
+        get_device_properties=gpus.__getitem__,
+    )
+    monkeypatch.setattr(near_gpu, "torch", SimpleNamespace(cuda=cuda))
 
 
 def ran_on(kind: str, call: str) -> set[int]:
@@ -97,7 +105,7 @@ def test_nothing_changes_where_there_is_nothing_to_choose(
 
 @needs_two
 def test_without_a_gpu_nothing_changes(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend_gpus(monkeypatch, {}, current=0)
     assert ran_on("registered", "host_register") == os.sched_getaffinity(0)
 
 
