@@ -28,6 +28,15 @@ def own_device() -> torch.device:
     return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else CPU
 
 
+@cache
+def _context() -> Any:
+    """Starts processes as forks of one that has imported torch, which takes seconds."""
+    context = mp.get_context("forkserver")
+    # Dynamo, too, as the first optimizer of a process imports it. It has not our sys.path.
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed"])
+    return context
+
+
 def begin(rank: int, size: int, folder: str, timeout: float, backend: str) -> None:
     """Makes this process one of the ranks."""
     faulthandler.register(signal.SIGUSR1)
@@ -55,7 +64,7 @@ class Ranks:
     """Processes of a group, which call one function after another."""
 
     def __init__(self, size: int, backend: str, timeout: float) -> None:
-        context = mp.get_context("spawn")
+        context = _context()
         self._folder = tempfile.TemporaryDirectory()
         self._asked = [context.SimpleQueue() for _ in range(size)]
         self._said: Any = context.Queue()
@@ -146,7 +155,7 @@ def exit_codes(
     backend: str = "gloo",
 ) -> list[int | None]:
     """How each rank ends, while the others go on; None of one that does not end."""
-    context = mp.get_context("spawn")
+    context = _context()
     with tempfile.TemporaryDirectory() as folder:
         how = (function, arguments, size, folder, timeout, backend)
         ranks = [context.Process(target=_once, args=(rank, *how)) for rank in range(size)]
