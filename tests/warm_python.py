@@ -53,6 +53,9 @@ os.environ.clear()
 os.environ.update(request["environment"])
 if "OMP_NUM_THREADS" in os.environ:  # read when torch is imported
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+if request["arguments"][0] == "-u":  # as torchrun gives
+    del request["arguments"][0]
+    sys.stdout.reconfigure(write_through=True)
 flag, what, *arguments = request["arguments"]
 folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
 sys.path[:] = ["" if flag == "-c" else os.getcwd(), *folders, *own_path]
@@ -102,7 +105,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def warm_python() -> str:
-    """An executable that takes the place of sys.executable before `-c` or `-m`."""
+    """An executable that takes the place of sys.executable before `-c`, `-m` or `-u -m`."""
     folder = Path(_folder().name)
     executable, address = folder / "python", str(folder / "source")
     ask = [sys.executable, "-SE", "-c", ASK, address]

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from rank_processes import in_processes
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
+from warm_python import warm_python
 
 import speedtorch
 from speedtorch.__main__ import main
@@ -63,7 +63,7 @@ def test_torchrun_trains_scores_and_saves_what_one_process_does(tmp_path: Path) 
     # none.
     write_clicks(tmp_path / "clicks", lines=2551)
     torchrun = "-m torch.distributed.run --nproc-per-node 2 --standalone -m speedtorch demo dlrm"
-    command = [sys.executable, *torchrun.split(), "--device", "cpu", *CHOICES]
+    command = [warm_python(), *torchrun.split(), "--device", "cpu", *CHOICES]
     command += ["--clicks", str(tmp_path / "clicks"), "--out", str(tmp_path / "out")]
     run = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn, optim
+from warm_python import warm_python
 
 import speedtorch
 
@@ -19,8 +20,13 @@ PAGE = Path(speedtorch.__file__).parents[1] / "docs" / "layers.md"
 @pytest.mark.slow
 def test_the_example_trains_and_saves(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [warm_python(), "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(PAGE.parents[1])},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert "found their unit there" in done.stdout
     saved = torch.load(tmp_path / "layers.pt", map_location="cpu")
