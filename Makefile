@@ -3,12 +3,14 @@
 #   VENV     the environment that make setup makes; empty: use PYTHON's own as it is
 #   PYTHON   the interpreter that .venv is made from, or that is used where VENV is empty
 #   TORCH    what to install where PYTHON has no torch >= 2.11
-#   ARGS     more arguments for demo, check, test, soak and bench
+#   ARGS     more arguments for demo, check, test, nightly and bench
+#   PROGRAMS how many random programs make nightly runs
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
+PROGRAMS ?= 100000
 SPEEDTORCH_CUDA ?= auto
 export SPEEDTORCH_CUDA
 # Threads that wait for work must not spin: they slow down whoever else has a core.
@@ -34,7 +36,7 @@ CLIENT_PACKAGES_ALONE += torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0 iopath portalocke
 CLIENT_PACKAGES_ALONE += pyre-extensions typing-inspect mypy-extensions orjson importlib-metadata
 CLIENT_PACKAGES_ALONE += cloudpickle torchmetrics lightning-utilities
 
-.PHONY: help setup demo check test soak clients lint sanitize bench clean force
+.PHONY: help setup demo check test nightly clients lint sanitize bench clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -45,13 +47,13 @@ demo: setup ## word2vec on real text with its table in host memory
 	$(PY) -m speedtorch demo word2vec $(ARGS)
 
 check: lint ## lint, and the tests that are fast: before each commit
-	$(TEST) -m 'not slow and not soak and not clients' $(ARGS)
+	$(TEST) -m 'not slow and not nightly and not clients' $(ARGS)
 
-test: setup ## the tests, on all cores; with a GPU one after another, and those that need one too
+test: setup ## the tests, on all cores; with a GPU those that need one, too
 	$(TEST) $(ARGS)
 
-soak: setup ## 100,000 random programs against torch.nn.Embedding: hours
-	SPEEDTORCH_PROGRAMS=100000 $(PY) -m pytest -m '' tests/nn/test_embedding_machine.py $(ARGS)
+nightly: setup ## the tests, whole grids, errors at every line, other random programs: hours
+	SPEEDTORCH_PROGRAMS=$(PROGRAMS) $(TEST) --dist load -m 'not clients' $(ARGS)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
 	$(CLIENTS)/bin/python -m pytest -m clients tests/*/test_clients_*.py $(ARGS)

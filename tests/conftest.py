@@ -2,6 +2,10 @@
 
 A test that asks for `place` runs six times, one that asks for `device` twice; without a GPU all but
 the CPU's are deselected. `place.table` puts a table where it belongs, `place.work` everything else.
+
+The mark `dealt` names arguments of a grid that the ordinary run deals out over the other arguments'
+values: it has each of both, and `make nightly` each with each. `dealt("place", "gpu_place")` is for
+facts that do not depend on the kind of memory: the CPU has them all.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +22,7 @@ import pytest
 import torch
 from cuda_calls import PretendedDriver
 from hypothesis import HealthCheck, settings
+from ordinary_run import dealt, process_count
 from reference import layout_copy
 from torch import Tensor
 
@@ -39,8 +45,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` means: a process for each core, but one alone where there is a GPU."""
-    return 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    """What `-n auto` means: a process for each core, as far as host and GPU memory go."""
+    machine, cores = speedtorch.info(), len(os.sched_getaffinity(0))
+    host_bytes = machine.host.available_bytes or machine.host.memory_bytes
+    free = [gpu.free_bytes or gpu.memory_bytes for gpu in machine.gpus]  # all use the first
+    count = process_count(cores, host_bytes, free[0] if free else None)
+    return count if count > 1 else 0  # then this process runs the tests itself
 
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -52,13 +62,35 @@ LONGEST += ["binary", "ncf", "readme", "memory_processes", "prefetch_errors", "w
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Brings tests in order, without those of a GPU where there is none: skips take time, too."""
     items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))
+    for item in left_to_nightly(items):
+        item.add_marker("nightly")
     if not torch.cuda.is_available():
         left_out = [item for item in items if NEEDS_GPU.mark in item.iter_markers("skipif")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if NEEDS_GPU.mark not in item.iter_markers("skipif")]
+
+
+def left_to_nightly(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The cases of grids with the mark `dealt` that the ordinary run leaves out."""
+    grids: defaultdict[object, list[tuple[pytest.Item, tuple[Hashable, Hashable]]]]
+    grids = defaultdict(list)
+    for item in items:
+        mark, cases = item.get_closest_marker("dealt"), getattr(item, "callspec", None)
+        if mark is None or cases is None or cases.params.get("place") == PLACES[0].values[0]:
+            continue
+        parts: tuple[list[Hashable], list[Hashable]] = ([], [])
+        for name, value in cases.params.items():
+            parts[name in mark.args].append((name, id(value)))  # not all can be compared
+        fact, circumstance = map(tuple, parts)
+        if circumstance:
+            grids[item.parent, item.originalname].append((item, (fact, circumstance)))
+    for grid in grids.values():
+        taken = set(dealt([case for _, case in grid]))
+        yield from (item for number, (item, _) in enumerate(grid) if number not in taken)
 
 
 # A slow machine is no failure, and the blob repeats a failure elsewhere.
@@ -140,6 +172,21 @@ def gpu_place(request: pytest.FixtureRequest) -> Place:
     """The GPU with each kind of memory, for what the CPU has no counterpart of."""
     result: Place = request.param
     return result
+
+
+@pytest.fixture(params=[each for each in PLACES[1:] if each.values[0].mapped], scope="session")
+def mapped_place(request: pytest.FixtureRequest) -> Place:
+    """The GPU with each kind of memory that its kernels reach."""
+    result: Place = request.param
+    return result
+
+
+@pytest.fixture(
+    params=[4, pytest.param(1, marks=pytest.mark.nightly)], ids=["quarter", "all"], scope="session"
+)
+def examples(request: pytest.FixtureRequest, place: Place) -> int:
+    """Of a property test: a quarter of the place's in the ordinary run, all in the nightly one."""
+    return place.examples // int(request.param)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)], scope="session")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import speedtorch
 
-__all__ = ["MUTANTS", "Mutant", "mutated_copy"]
+__all__ = ["MUTANTS", "PACKAGE", "Mutant", "mutated_copy"]
 
-_PACKAGE = Path(speedtorch.__file__).parent
+PACKAGE = Path(speedtorch.__file__).parent
 _TESTS = Path(__file__).parent
 
 
@@ -32,8 +32,11 @@ class Mutant:
     new: str
     found_by: str | None = None
 
-    def apply(self, package: Path) -> None:
-        """Changes a copy of the package.
+    def changed(self, package: Path) -> str:
+        """The file's source with the change.
+
+        Args:
+            package: its folder.
 
         Raises:
             LookupError: the text is not there, or more than once: this list is out of date.
@@ -48,7 +51,7 @@ class Mutant:
             )
         changed = source.replace(self.old, self.new)
         compile(changed, str(path), "exec")
-        path.write_text(changed)
+        return changed
 
 
 MUTANTS = [
@@ -384,9 +387,9 @@ MUTANTS = [
 def mutated_copy(folder: Path, mutant: Mutant | None) -> Path:
     """A copy of package and tests, changed by the mutant, that pytest runs in."""
     skipped = shutil.ignore_patterns("__pycache__", ".hypothesis", "data")
-    shutil.copytree(_PACKAGE, folder / "speedtorch", ignore=skipped)
+    shutil.copytree(PACKAGE, folder / "speedtorch", ignore=skipped)
     shutil.copytree(_TESTS, folder / "tests", ignore=skipped)
     shutil.copy(_TESTS.parent / "pyproject.toml", folder)
     if mutant is not None:
-        mutant.apply(folder / "speedtorch")
+        (folder / "speedtorch" / mutant.file).write_text(mutant.changed(PACKAGE))
     return folder

@@ -157,6 +157,7 @@ def assert_same_as_in_place(
 
 
 # Not of each with each: that takes long, and the next test has the rest for one optimizer.
+@pytest.mark.dealt("overlap", "pooled", "ahead")
 @pytest.mark.parametrize(
     ("overlap", "pooled", "ahead"),
     [(0, False, True), (0.5, True, False), (0.5, True, True), (1, False, True)],
@@ -212,6 +213,7 @@ def train_apart(
 # A bag of one id is the row of a lookup: bags of more have no counterpart whose order of adding is
 # the same, so these are compared with and without prefetch.
 @NEEDS_GPU
+@pytest.mark.dealt("overlap", "ids_on", "capacity", "pooled", "ahead")
 @AHEAD
 @POOLED
 @pytest.mark.parametrize("capacity", [None, CAPACITY], ids=["counted", "capacity"])

@@ -79,6 +79,7 @@ CAPACITY = 40
 """As many as the ids of the largest batch, of which some are alike: no block is ever full."""
 
 
+@pytest.mark.dealt("overlap")
 @AHEAD
 @pytest.mark.parametrize("overlap", [0, 0.5, 1], ids=["apart", "half", "same"])
 @pytest.mark.parametrize(("case", "variant"), VARIANTS)
@@ -131,6 +132,7 @@ def test_every_width_trains_bit_for_bit(width: int, ahead: bool) -> None:
 
 @NEEDS_GPU
 @pytest.mark.usefixtures("deterministic")
+@pytest.mark.dealt("overlap", "ids_on", "capacity", "ahead")
 @AHEAD
 @pytest.mark.parametrize("capacity", [None, CAPACITY], ids=["counted", "capacity"])
 @pytest.mark.parametrize("ids_on", ["cpu", "cuda"])

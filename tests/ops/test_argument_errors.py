@@ -12,6 +12,8 @@ from torch import Tensor
 
 import speedtorch
 
+pytestmark = pytest.mark.dealt("place", "gpu_place")
+
 IDS = [3, 0, 5]
 
 

@@ -13,6 +13,8 @@ from torch.nn.functional import embedding
 
 import speedtorch
 
+pytestmark = pytest.mark.dealt("place", "gpu_place")
+
 IDS = [3, 0, 5, 3, 3, 1]
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 
 import speedtorch
 
+pytestmark = pytest.mark.dealt("place", "gpu_place")
+
 ROWS = 37
 IDS = [3, 0, 36, 17, 5, 21, 8, 2, 11]
 CPU = Place("cpu", "plain")

@@ -22,6 +22,8 @@ from torch import Tensor
 
 import speedtorch
 
+pytestmark = pytest.mark.dealt("place", "gpu_place")
+
 Fields = Sequence[tuple[Sequence[int], torch.dtype]]
 
 EVICT, LOAD = [3, 0, 36, 17, 5, 21, 9], [21, 8, 2, 3, 30, 11]

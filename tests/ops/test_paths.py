@@ -12,6 +12,8 @@ from torch import Tensor
 import speedtorch
 from speedtorch.memory.cost_model import forced_path
 
+pytestmark = pytest.mark.dealt("gpu_place", "mapped_place")
+
 # Bytes: narrow, odd, one access short of a line, across lines, bulk copies, several pieces.
 WIDTHS = [1, 3, 4, 12, 16, 47, 64, 94, 188, 256, 376, 512, 514, 1028, 1536, 2048, 4112, 8192]
 # In one block, in the moving kernel, beyond it.
@@ -32,21 +34,15 @@ def possible(path: str, op: str, count: int, memory: str) -> bool:
     return count <= (2048 if op == "scatter" else 4096) or (op, memory) == ("gather", "cuda")
 
 
-def skip_pageable(place: Place) -> None:
-    if not place.mapped:
-        pytest.skip("pageable memory has one path: staged")
-
-
 @pytest.mark.parametrize("path", ["direct", "distinct", "ordered"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_gather_gives_the_same_bits_on_every_path(
-    gpu_place: Place, path: str, width: int
+    mapped_place: Place, path: str, width: int
 ) -> None:
-    skip_pageable(gpu_place)
     values = random_rows(ROWS, (width,), torch.uint8)
-    table = gpu_place.table(values)
+    table = mapped_place.table(values)
     for count in COUNTS:
-        if not possible(path, "gather", count, gpu_place.memory):
+        if not possible(path, "gather", count, mapped_place.memory):
             continue
         ids = batch(count)
         with forced_path(path):
@@ -57,17 +53,16 @@ def test_a_gather_gives_the_same_bits_on_every_path(
 @pytest.mark.parametrize("path", ["direct", "distinct", "ordered"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_scatter_gives_the_same_bits_on_every_path(
-    gpu_place: Place, path: str, width: int
+    mapped_place: Place, path: str, width: int
 ) -> None:
-    skip_pageable(gpu_place)
     values = random_rows(ROWS, (width,), torch.uint8)
     for count in COUNTS:
-        if not possible(path, "scatter", count, gpu_place.memory):
+        if not possible(path, "scatter", count, mapped_place.memory):
             continue
         ids, src = batch(count), random_rows(count, (width,), torch.uint8)
         expected = values.clone()
         reference.pinned_scatter(expected, ids, src)
-        table = gpu_place.table(values)
+        table = mapped_place.table(values)
         with forced_path(path):
             speedtorch.pinned_scatter(table, ids.to("cuda"), src.to("cuda"))
         speedtorch.synchronize()
@@ -78,12 +73,11 @@ def test_a_scatter_gives_the_same_bits_on_every_path(
 @pytest.mark.parametrize("shift", [1, 2, 4, 8, 15])
 @pytest.mark.parametrize("width", [48, 94, 512, 1028])
 def test_rows_may_begin_anywhere_on_every_path(
-    gpu_place: Place, path: str, shift: int, width: int
+    mapped_place: Place, path: str, shift: int, width: int
 ) -> None:
-    skip_pageable(gpu_place)
     values = random_rows(700, (width,), torch.uint8, gap=shift, offset=shift)
     ids, src = batch(2000, 700), random_rows(2000, (width,), torch.uint8)
-    table = gpu_place.table(values)
+    table = mapped_place.table(values)
     with forced_path(path):
         assert_same_bytes(speedtorch.pinned_gather(table, ids.to("cuda")), values[ids])
         speedtorch.pinned_scatter(table, ids.to("cuda"), src.to("cuda"))
@@ -95,21 +89,22 @@ def test_rows_may_begin_anywhere_on_every_path(
 @pytest.mark.parametrize("path", ["direct", "distinct", "ordered"])
 @pytest.mark.parametrize("count", [700, 1500, 4096, 9000])
 @pytest.mark.parametrize("bad", [-1, ROWS, 2**40])
-def test_bad_ids_are_found_on_every_path(gpu_place: Place, path: str, count: int, bad: int) -> None:
-    skip_pageable(gpu_place)
+def test_bad_ids_are_found_on_every_path(
+    mapped_place: Place, path: str, count: int, bad: int
+) -> None:
     values = random_rows(ROWS, (512,), torch.uint8)
-    table = gpu_place.table(values)
+    table = mapped_place.table(values)
     ids = batch(count)
     ids[count // 2] = ids[count - 1] = bad
     ids = ids.to("cuda")
     message = f"id {bad} at position {count // 2} of index .*2 of {count} ids are out of range"
     with forced_path(path):
-        if possible(path, "gather", count, gpu_place.memory):
+        if possible(path, "gather", count, mapped_place.memory):
             rows = speedtorch.pinned_gather(table, ids)
             with pytest.raises(IndexError, match="pinned_gather: " + message):
                 speedtorch.synchronize()
             assert not rows.any()
-        if possible(path, "scatter", count, gpu_place.memory):
+        if possible(path, "scatter", count, mapped_place.memory):
             speedtorch.pinned_scatter(
                 table, ids, torch.ones_like(values[:1]).cuda().repeat(count, 1)
             )
@@ -138,9 +133,8 @@ def test_the_number_of_multiprocessors_changes_no_bit(
     assert_same_bytes(table, values)
 
 
-def test_a_path_that_is_not_possible_is_refused_by_name(gpu_place: Place) -> None:
-    skip_pageable(gpu_place)
-    table = gpu_place.table(random_rows(ROWS, (16,), torch.uint8))
+def test_a_path_that_is_not_possible_is_refused_by_name(mapped_place: Place) -> None:
+    table = mapped_place.table(random_rows(ROWS, (16,), torch.uint8))
     ids = batch(5000).cuda()
     src = torch.zeros(5000, 16, dtype=torch.uint8, device="cuda")
     with forced_path("direct"), pytest.raises(ValueError, match="not possible for 5000 ids"):

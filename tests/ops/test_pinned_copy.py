@@ -10,6 +10,8 @@ from torch import Tensor
 
 import speedtorch
 
+pytestmark = pytest.mark.dealt("place", "gpu_place")
+
 # Bytes: below, at and above the length that memory is cut into, and not a multiple of anything.
 SIZES = [1, 15, 2047, 2048, 2049, 100_001, 10_000_016]
 

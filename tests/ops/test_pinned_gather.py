@@ -15,6 +15,8 @@ from torch import Tensor
 import speedtorch
 from speedtorch.ops.functions import rows_at
 
+pytestmark = pytest.mark.dealt("place", "gpu_place")
+
 IDS = [3, 0, 36, 3, 17, 5, 5, 21, 36, 1, 2, 8]
 
 # How a batch's ids may lie in memory: `[12]` ids in, the index out.

@@ -22,6 +22,8 @@ from torch import Tensor
 
 import speedtorch
 
+pytestmark = pytest.mark.dealt("place", "gpu_place")
+
 
 def check(
     place: Place, values: Tensor, index: Tensor, src: Tensor, *, accumulate: bool = False

@@ -45,8 +45,8 @@ def gathers(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return values, index
 
 
-def test_any_gather_equals_the_reference(place: Place) -> None:
-    @settings(max_examples=place.examples)
+def test_any_gather_equals_the_reference(place: Place, examples: int) -> None:
+    @settings(max_examples=examples)
     @given(batch=gathers())
     def compare(batch: tuple[Tensor, Tensor]) -> None:
         values, index = batch
@@ -79,8 +79,8 @@ def scatters(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, bool]:
     return values, index, src, accumulate
 
 
-def test_any_scatter_equals_the_reference(place: Place) -> None:
-    @settings(max_examples=place.examples)
+def test_any_scatter_equals_the_reference(place: Place, examples: int) -> None:
+    @settings(max_examples=examples)
     @given(batch=scatters(), ids=st.sampled_from(["on the CPU", "at work", "planned"]))
     def compare(batch: tuple[Tensor, Tensor, Tensor, bool], ids: str) -> None:
         values, index, src, accumulate = batch
@@ -119,8 +119,8 @@ def exchanges(draw: st.DrawFn) -> tuple[list[Tensor], Tensor, Tensor]:
     return host, evict, load
 
 
-def test_any_swap_equals_the_reference(place: Place) -> None:
-    @settings(max_examples=place.examples)
+def test_any_swap_equals_the_reference(place: Place, examples: int) -> None:
+    @settings(max_examples=examples)
     @given(exchange=exchanges(), spare=st.integers(0, 2), planned=st.booleans())
     def compare(exchange: tuple[list[Tensor], Tensor, Tensor], spare: int, planned: bool) -> None:
         host, evict, load = exchange

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import speedtorch
 
+pytestmark = pytest.mark.dealt("place", "gpu_place")
+
 
 def swap_faults(place: Place) -> dict[str, tuple[dict[str, object], str]]:
     """Arguments of a swap of two fields to replace, and what the message must say."""

@@ -1,0 +1,56 @@
+"""What the ordinary run takes of large grids, and how many processes share its tests.
+
+The ordinary run (`make test`) has every fact of a grid under some circumstance, and every
+circumstance with some fact; `make nightly` has each fact under each circumstance. Which ones the
+ordinary run takes depends on the grid alone, so it is the same at every run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Sequence
+
+__all__ = ["dealt", "process_count"]
+
+# Of one process: torch, CUDA's context, small tables. 14 on an H200 take 18 GiB and 16 GiB.
+HOST_BYTES, GPU_BYTES = 2 << 30, 2 << 30
+# The largest table of the tests and its result, which one process at a time has.
+LARGEST_BYTES = 6 << 30
+
+
+def dealt(cases: Sequence[tuple[Hashable, Hashable]]) -> list[int]:
+    """Numbers of the cases that the ordinary run takes.
+
+    Args:
+        cases: the fact and the circumstance of each.
+
+    Returns:
+        As few as have each fact and each circumstance, or nearly so, in order.
+    """
+    order = list(range(len(cases)))
+    random.Random(0).shuffle(order)  # neighbours of a grid have most values in common
+    seen: tuple[set[Hashable], set[Hashable]] = set(), set()
+    taken = []
+    for number in order:
+        if any(each not in known for each, known in zip(cases[number], seen, strict=True)):
+            taken.append(number)
+            for each, known in zip(cases[number], seen, strict=True):
+                known.add(each)
+    return sorted(taken)
+
+
+def process_count(cores: int, host_bytes: int, gpu_bytes: int | None = None) -> int:
+    """How many processes run the tests: one for each core, as far as memory goes.
+
+    Args:
+        cores: that this process may use.
+        host_bytes: of host memory that can be had.
+        gpu_bytes: of free memory on the GPU that all processes share; None: there is no GPU.
+
+    Returns:
+        A number from 1 on.
+    """
+    most = [cores, host_bytes // HOST_BYTES]
+    if gpu_bytes is not None:
+        most.append((gpu_bytes - LARGEST_BYTES) // GPU_BYTES)
+    return max(1, min(most))
