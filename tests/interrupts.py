@@ -23,6 +23,7 @@ from itertools import count
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
 import speedtorch
@@ -150,19 +151,48 @@ def every_interrupt(
     error: Callable[[], BaseException] = KeyboardInterrupt,
     *,
     files: Iterable[str] = PACKAGE,
+    every: int = 1,
 ) -> Iterator[tuple[T, Lines]]:
-    """Interrupts a call at each of its lines in turn, each time on something newly prepared.
+    """Interrupts a call at its lines in turn, each time on something newly prepared.
+
+    Args:
+        prepare: makes what the call is given.
+        call: is interrupted.
+        error: makes the error.
+        files: whose lines count.
+        every: 1 is for each line each time that it is executed; 7 is for each seventh of the lines
+            that are new to the call, counted from the last one.
 
     Yields:
         What was prepared, and where it was interrupted; the call that comes through ends it.
     """
-    for number in count(1):
+    for number in count(1) if every == 1 else _new_lines(prepare, call, files)[::-every][::-1]:
         prepared = prepare()
         with Lines(files, number, error) as lines:
             call(prepared)
         if lines.raised is None:
             return
         yield prepared, lines
+
+
+EVERY = pytest.mark.parametrize(
+    "every",
+    [7, pytest.param(1, marks=pytest.mark.nightly)],
+    ids=["every-7th-line", "every-line"],
+)
+"""For every_interrupt: the ordinary run takes a share of the lines, `make nightly` all of them."""
+
+
+def _new_lines(
+    prepare: Callable[[], T], call: Callable[[T], object], files: Iterable[str]
+) -> list[int]:
+    """Numbers of the lines that a call executes for the first time."""
+    call(prepare())  # what is imported or measured at first use is there
+    prepared = prepare()
+    with Lines(files) as lines:
+        call(prepared)
+    assert lines.seen is not None
+    return first_of_each(lines.seen)
 
 
 def first_of_each(seen: list[Any]) -> list[int]:

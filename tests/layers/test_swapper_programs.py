@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from interrupts import Lines, first_of_each, out_of_memory, source_files
+from interrupts import EVERY, Lines, first_of_each, out_of_memory, source_files
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
@@ -193,12 +193,13 @@ def trained(kind: str = "Adam of matrices") -> Run:
 
 
 @pytest.mark.slow
+@EVERY
 @pytest.mark.parametrize(
     "call",
     [("evaluate", 0, 2), ("prefetch", 0, 1), ("evict", 3, 3), ("evict all",), ("flush",)],
     ids=lambda call: call[0],
 )
-def test_an_error_at_any_line_changes_no_number(call: tuple[Any, ...]) -> None:
+def test_an_error_at_any_line_changes_no_number(call: tuple[Any, ...], every: int) -> None:
     after = [("train", 2, 0), ("step",), ("evict all",)]
     expected = trained()
     values = copies(expected.tensors())
@@ -208,7 +209,7 @@ def test_an_error_at_any_line_changes_no_number(call: tuple[Any, ...]) -> None:
     with Lines(PACKAGE) as counted:
         run.do(call, 9)
     assert counted.seen is not None
-    for number in sorted(first_of_each(counted.seen)):
+    for number in sorted(first_of_each(counted.seen))[::-every]:
         run = trained()
         with Lines(PACKAGE, number, (KeyboardInterrupt, out_of_memory)[number % 2]) as lines:
             run.do(call, 9)
@@ -222,14 +223,15 @@ def test_an_error_at_any_line_changes_no_number(call: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_at_any_line_of_a_step_leaves_each_unit_before_it_or_after() -> None:
+@EVERY
+def test_an_error_at_any_line_of_a_step_leaves_each_unit_before_it_or_after(every: int) -> None:
     run = trained()
     before = copies(run.tensors())
     with Lines(PACKAGE) as counted:
         run.do(("step",), 9)
     after = copies(run.tensors())
     assert counted.seen is not None
-    for number in sorted(first_of_each(counted.seen)):
+    for number in sorted(first_of_each(counted.seen))[::-every]:
         run = trained()
         groups = [list(group["params"]) for group in run.optimizer.param_groups]
         with Lines(PACKAGE, number, (KeyboardInterrupt, out_of_memory)[number % 2]) as lines:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from interrupts import Lines, first_of_each, out_of_memory, source_files
+from interrupts import EVERY, Lines, first_of_each, out_of_memory, source_files
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
@@ -155,9 +155,10 @@ def do(prepared: Prepared, move: str) -> None:
     getattr(prepared[2], move.removesuffix("-new"))()
 
 
+@EVERY
 @pytest.mark.parametrize("follows", ["step", "load", "evict"])
 @pytest.mark.parametrize("move", ["load", "evict", "load-new", "evict-new"])
-def test_an_error_at_any_line_leaves_all_whole(move: str, follows: str) -> None:
+def test_an_error_at_any_line_leaves_all_whole(move: str, follows: str, every: int) -> None:
     small, optimizer, _ = prepare(move)
     values = copies(tensors_of(small, optimizer))
     small_step(small, optimizer)
@@ -167,7 +168,7 @@ def test_an_error_at_any_line_leaves_all_whole(move: str, follows: str) -> None:
         do(prepared, move)
     assert counted.seen is not None
     last = {len(counted.seen) + 1 - each for each in first_of_each(counted.seen[::-1])}
-    for number in sorted(last | set(first_of_each(counted.seen))):
+    for number in sorted(last | set(first_of_each(counted.seen)))[::-every]:
         prepared = small, optimizer, unit = prepare(move)
         with Lines(PACKAGE, number, (KeyboardInterrupt, out_of_memory)[number % 2]) as lines:
             do(prepared, move)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from embedding_reference import random_ids
-from interrupts import every_interrupt
+from interrupts import EVERY, every_interrupt
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 from torch.autograd import DeviceType
@@ -880,10 +880,11 @@ INTERRUPTED: dict[str, Callable[[Training], object]] = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@EVERY
 @pytest.mark.parametrize("with_gradient", [True, False])
 @pytest.mark.parametrize("call", INTERRUPTED.values(), ids=INTERRUPTED)
 def test_rows_are_the_tables_wherever_it_is_interrupted(
-    call: Callable[[Training], object], with_gradient: bool
+    call: Callable[[Training], object], with_gradient: bool, every: int
 ) -> None:
     once = Training()
     once.learn(GOOD)
@@ -896,7 +897,7 @@ def test_rows_are_the_tables_wherever_it_is_interrupted(
             training.emb(OTHER).sum().backward()
         return training
 
-    for training, _ in every_interrupt(begun, call):
+    for training, _ in every_interrupt(begun, call, every=every):
         assert_same_bytes(result_of(training)["weight"], expected)
         training.emb.table.fill_(0.5)
         training.optimizer.zero_grad()
@@ -946,7 +947,8 @@ class Replaces(optim.Optimizer):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_rows_that_a_failed_step_gave_other_memory_leave_it_once() -> None:
+@EVERY
+def test_rows_that_a_failed_step_gave_other_memory_leave_it_once(every: int) -> None:
     def begun() -> Training:
         training = Training(make=Replaces, attach=False)
         training.learn(ids(1, 2))
@@ -957,8 +959,11 @@ def test_rows_that_a_failed_step_gave_other_memory_leave_it_once() -> None:
         training.optimizer.zero_grad()
         return training
 
+    def look_up(training: Training) -> object:
+        return training.emb(ids(5, 6))
+
     expected = result_of(begun())["weight"]
-    for training, _ in every_interrupt(begun, lambda training: training.emb(ids(5, 6))):
+    for training, _ in every_interrupt(begun, look_up, every=every):
         assert_same_bytes(result_of(training)["weight"], expected)
 
 
