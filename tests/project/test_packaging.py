@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import speedtorch
+
 ROOT = Path(__file__).parents[2]
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
 
@@ -62,13 +64,29 @@ def sdist(checkout: Path) -> Path:
     return checkout / "dist" / name
 
 
-@pytest.fixture(scope="module")
-def wheel(sdist: Path) -> Path:
-    """A wheel with CPU kernels alone, built from the source archive as fast as can be."""
-    options = ["--no-build-isolation", "--no-deps", "--wheel-dir", sdist.parent]
-    command = [sys.executable, "-m", "pip", "wheel", *options, sdist]
-    output_of(*command, cwd=sdist.parent, SPEEDTORCH_CUDA="0", CXXFLAGS="-O0")
-    (path,) = sdist.parent.glob("*.whl")
+@pytest.fixture(
+    scope="module",
+    params=["built here", pytest.param("built anew", marks=pytest.mark.nightly)],
+)
+def wheel(
+    request: pytest.FixtureRequest, sdist: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A wheel of the source archive: with the library of this checkout, or with one of its own."""
+    folder = tmp_path_factory.mktemp("wheel")
+    if request.param == "built anew":  # with CPU kernels alone, as fast as can be
+        options = ["--no-build-isolation", "--no-deps", "--wheel-dir", folder]
+        command = [sys.executable, "-m", "pip", "wheel", *options, sdist]
+        output_of(*command, cwd=folder, SPEEDTORCH_CUDA="0", CXXFLAGS="-O0")
+    else:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        (tree,) = folder.iterdir()
+        output_of(sys.executable, "setup.py", "build_py", cwd=tree)
+        (built,) = (tree / "build").glob("lib*")
+        shutil.copy(speedtorch.info().library, built / "speedtorch")
+        command = [sys.executable, "setup.py", "bdist_wheel", "--skip-build"]
+        output_of(*command, "--dist-dir", folder, cwd=tree)
+    (path,) = folder.glob("*.whl")
     return path
 
 
@@ -149,8 +167,13 @@ def test_an_installed_wheel_gathers_rows_outside_the_checkout(installed: Path) -
     assert rows == "[[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]"
 
 
-def test_info_says_that_cpu_kernels_alone_were_built(installed: Path) -> None:
+def test_info_says_which_kernels_were_built(
+    installed: Path, request: pytest.FixtureRequest
+) -> None:
     program = "import speedtorch; print(speedtorch.info().kernels); print(speedtorch.info())"
     kernels, *table = output_of(installed, "-I", "-c", program, cwd=Path("/")).splitlines()
-    assert kernels.startswith("CPU") and not kernels.startswith("CPU and")
+    if request.node.callspec.params["wheel"] == "built here":
+        assert kernels == speedtorch.info().kernels
+    else:
+        assert kernels.startswith("CPU") and not kernels.startswith("CPU and")
     assert any(line.split(maxsplit=1) == ["kernels", kernels] for line in table)
