@@ -6,9 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from rank_backends import BACKENDS, RANKS
+from rank_backends import BACKENDS, EVERY_WAY, RANKS
 from rank_processes import exit_codes, in_processes
 from sharded_training import (
+    CASES,
+    OPTIMIZERS,
+    WAYS,
+    WAYS_OF,
     check_a_killed_rank,
     check_a_missing_lookup,
     check_checkpoint,
@@ -24,10 +28,17 @@ from sharded_training import (
 )
 
 
+@EVERY_WAY
 @RANKS
-def test_ranks_train_as_one_process_does(ranks: int, backend: str) -> None:
+def test_ranks_train_as_one_process_does(ranks: int, backend: str, every_way: bool) -> None:
     # Sums are exact; so is what is divided by a power of two.
-    in_processes(ranks, check_training, ranks == 2, backend=backend)
+    ways = WAYS if every_way else WAYS_OF[ranks]
+    in_processes(ranks, check_training, ranks == 2, CASES, ways, backend=backend)
+
+
+@RANKS
+def test_every_optimizer_trains_on_ranks_as_in_one_process(ranks: int, backend: str) -> None:
+    in_processes(ranks, check_training, ranks == 2, OPTIMIZERS, ["prefetched"], backend=backend)
 
 
 @RANKS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rank_backends import BACKENDS, RANKS
+from rank_backends import BACKENDS, EVERY_WAY, RANKS
 from rank_processes import in_processes
 from sharded_capacity import (
     check_a_bad_id,
@@ -12,12 +12,14 @@ from sharded_capacity import (
     check_rows_that_were_not_announced,
     check_too_many_rows,
 )
-from sharded_training import FITS, FIXED, check_collections, check_training
+from sharded_training import FITS, FIXED, WAYS, WAYS_OF, check_collections, check_training
 
 
+@EVERY_WAY
 @RANKS
-def test_ranks_train_as_one_process_does(ranks: int, backend: str) -> None:
-    in_processes(ranks, check_training, ranks == 2, FIXED, backend=backend)
+def test_ranks_train_as_one_process_does(ranks: int, backend: str, every_way: bool) -> None:
+    ways = WAYS if every_way else WAYS_OF[ranks]
+    in_processes(ranks, check_training, ranks == 2, FIXED, ways, backend=backend)
 
 
 @BACKENDS
