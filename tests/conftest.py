@@ -56,9 +56,34 @@ def pytest_xdist_auto_num_workers() -> int:
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # The files that take longest begin first: begun last, one would run alone beside idle cores.
-LONGEST = ["embedding_machine", "packaging", "embedding_interrupts", "notebooks", "embedding_exact"]
-LONGEST += ["properties", "switch_interrupts", "benchmarks", "skipgram", "training_exact", "glove"]
-LONGEST += ["binary", "ncf", "readme", "memory_processes", "prefetch_errors", "word2vec", "setup"]
+LONGEST = ["graphed", "argument_overlaps", "embedding_interrupts", "shard", "embedding_machine"]
+LONGEST += ["collection_exact", "embedding_exact", "capacity", "swapper_programs", "swapper_auto"]
+LONGEST += [
+    "packaging",
+    "notebooks",
+    "unit_training",
+    "joint_exchange",
+    "switch_interrupts",
+    "paths",
+]
+LONGEST += [
+    "compare",
+    "training_exact",
+    "benchmarks",
+    "glove",
+    "skipgram",
+    "dlrm_processes",
+    "binary",
+]
+LONGEST += [
+    "several_gpus_page",
+    "ncf",
+    "dlrm",
+    "properties",
+    "readme",
+    "memory_processes",
+    "word2vec",
+]
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 
 

@@ -13,7 +13,9 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import forkserver
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,9 @@ def _context() -> Any:
     context = mp.get_context("forkserver")
     # Dynamo, too, as the first optimizer of a process imports it. It has not our sys.path.
     context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed"])
+    # A fork cannot use a GPU that was woken before it: none is, should an import look for one.
+    with patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        forkserver.ensure_running()
     return context
 
 

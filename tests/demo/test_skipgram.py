@@ -74,6 +74,7 @@ def trained_both_ways(
 
 
 @pytest.mark.slow
+@pytest.mark.dealt("ahead", "dim")
 @pytest.mark.parametrize("ahead", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("dim", [7, 32])
 @pytest.mark.parametrize("name", [n for n in optimizer_names() if n not in REFUSED])

@@ -146,6 +146,7 @@ def assert_same_training(actual: Trained, expected: Trained) -> None:
     assert_same_values(actual.scale_state, expected.scale_state)
 
 
+@pytest.mark.dealt("width")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("case", "variant"), VARIANTS)
 def test_training_equals_training_in_place_bit_for_bit(

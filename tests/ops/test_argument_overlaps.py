@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -62,9 +63,18 @@ def sharing(first: Tensor, second: Tensor, begin: int) -> tuple[Tensor, Tensor]:
     return copies[0], copies[1]
 
 
+_arguments = functools.cache(op_arguments)
+
+
+def fresh(name: str, device: str) -> tuple[Any, tuple[Any, ...]]:
+    """An op and its arguments, with tensors of their own."""
+    op, arguments = _arguments(device)[name]
+    return op, with_tensors(arguments, [each.clone() for each in tensors_of(arguments)])
+
+
 def pairs_of(name: str, device: str) -> list[tuple[int, int]]:
     """Places of every two tensors, each first and second in turn."""
-    count = len(tensors_of(op_arguments(device)[name][1]))
+    count = len(tensors_of(_arguments(device)[name][1]))
     pairs = itertools.combinations(range(count), 2)
     return [pair if sum(pair) % 2 else pair[::-1] for pair in pairs]
 
@@ -73,7 +83,7 @@ def pairs_of(name: str, device: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_pair_of_arguments_that_overlaps(device: str, name: str, begin: str) -> None:
     for first, second in pairs_of(name, device):
-        op, arguments = op_arguments(device)[name]
+        op, arguments = fresh(name, device)
         tensors, written = tensors_of(arguments), are_written(op, arguments)
         if device == "cuda" and not (written[first] or written[second]):
             continue  # ids and plans that are none, which a GPU checks late, or not at all
@@ -98,7 +108,7 @@ def test_every_pair_of_arguments_that_overlaps(device: str, name: str, begin: st
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_side_by_side_are_no_overlap(device: str, name: str) -> None:
     for first, second in pairs_of(name, device):
-        op, arguments = op_arguments(device)[name]
+        op, arguments = fresh(name, device)
         tensors = tensors_of(arguments)
         end = tensors[first].numel() * tensors[first].itemsize
         tensors[first], tensors[second] = sharing(tensors[first], tensors[second], end)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
+from warm_python import warm_python
 
 import speedtorch
 
@@ -27,7 +27,7 @@ def test_the_example_trains_and_saves_all_rows(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     hidden = {} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *PROCESSES, "train.py"],
+        [warm_python(), "-m", "torch.distributed.run", "--standalone", *PROCESSES, "-m", "train"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **hidden},
         capture_output=True,
