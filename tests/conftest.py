@@ -58,32 +58,10 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 # The files that take longest begin first: begun last, one would run alone beside idle cores.
 LONGEST = ["graphed", "argument_overlaps", "embedding_interrupts", "shard", "embedding_machine"]
 LONGEST += ["collection_exact", "embedding_exact", "capacity", "swapper_programs", "swapper_auto"]
-LONGEST += [
-    "packaging",
-    "notebooks",
-    "unit_training",
-    "joint_exchange",
-    "switch_interrupts",
-    "paths",
-]
-LONGEST += [
-    "compare",
-    "training_exact",
-    "benchmarks",
-    "glove",
-    "skipgram",
-    "dlrm_processes",
-    "binary",
-]
-LONGEST += [
-    "several_gpus_page",
-    "ncf",
-    "dlrm",
-    "properties",
-    "readme",
-    "memory_processes",
-    "word2vec",
-]
+LONGEST += ["packaging", "notebooks", "unit_training", "joint_exchange", "switch_interrupts"]
+LONGEST += ["paths", "compare", "training_exact", "benchmarks", "glove", "skipgram"]
+LONGEST += ["dlrm_processes", "binary", "several_gpus_page", "ncf", "dlrm", "properties", "readme"]
+LONGEST += ["memory_processes", "word2vec"]
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 
 
