@@ -266,18 +266,19 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
         if rows.store.is_portion:
             _refuse_portion(rows.name, caller)
         zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
-        rows.show_gradient(zeroes=zeroes)
-        if len(args) > 1 and func.__name__ == "__set__":
-            func(*args)
-            return rows.shown.note_gradient()
-        if zeroes:
-            rows.exchange.note_zero_grad()
-        gradient = func(*args)
-        # A gradient of no rows (a step of the padding's alone) has no largest element: a norm of
-        # infinity raises. A GradScaler must see that there is one, or it would not step.
-        is_empty = gradient is not None and gradient.shape[0] == 0
-        is_hidden = is_empty and not zeroes and caller.co_name != UNSCALES
-        return None if is_hidden else gradient
+        with rows.turn:
+            rows.show_gradient(zeroes=zeroes)
+            if len(args) > 1 and func.__name__ == "__set__":
+                func(*args)
+                return rows.shown.note_gradient()
+            if zeroes:
+                rows.exchange.note_zero_grad()
+            gradient = func(*args)
+            # A gradient of no rows (a step of the padding's alone) has no largest element: a norm
+            # of infinity raises. A GradScaler must see that there is one, or it would not step.
+            is_empty = gradient is not None and gradient.shape[0] == 0
+            is_hidden = is_empty and not zeroes and caller.co_name != UNSCALES
+            return None if is_hidden else gradient
 
 
 def _refuse_portion(name: str, caller: CodeType) -> None:

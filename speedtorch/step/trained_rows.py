@@ -374,8 +374,9 @@ class _RowsOfStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         check_once(gradient)
-        ctx.token = None
-        ctx.asker.add_gradient(gradient, ctx.ids, ctx.number)
+        with ctx.asker.turn:  # or another thread would find that no gradient is to come
+            ctx.token = None
+            ctx.asker.add_gradient(gradient, ctx.ids, ctx.number)
         return None, None, None
 
 
@@ -401,9 +402,10 @@ class _SummedLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         check_once(gradient)
-        ctx.token = None
         asker, batch = ctx.asker, ctx.batch
-        asker.add_gradient(summed(gradient, batch, ctx.part, ctx.bags), batch.ids, ctx.number)
+        with asker.turn:  # or another thread would find that no gradient is to come
+            ctx.token = None
+            asker.add_gradient(summed(gradient, batch, ctx.part, ctx.bags), batch.ids, ctx.number)
         return None, None, None, None
 
 
