@@ -6,7 +6,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,27 @@ from speedtorch.table.shared_rows import SharedRows
 __all__ = ["AttachedState", "SavedState", "state_of"]
 
 
+class Loading(NamedTuple):
+    """What a load_state_dict() gives the rows of one table."""
+
+    entries: Mapping[str, Any] | None
+    """The state of all rows and what is kept for all of them; None: that before the first step."""
+    replaced: tuple[object, object] | None = None
+    """The optimizer's state and groups, which torch replaces when all else is done; None: it has
+    done so."""
+
+    def is_assigned(self, optimizer: Optimizer | None) -> bool:
+        """Whether the optimizer's own part is loaded: the rows' part must follow then."""
+        if self.replaced is None:
+            return True
+        state, groups = self.replaced
+        return (
+            optimizer is not None
+            and optimizer.state is not state
+            and optimizer.param_groups is not groups
+        )
+
+
 class AttachedState:
     """The state that an optimizer keeps of one Embedding's rows, which is what its probe found."""
 
@@ -30,7 +51,11 @@ class AttachedState:
         self.names = tuple(probe.row_state)
         self.sparse = probe.sparse
         self._has_stepped = False
-        """Whether the state is that of after some step."""
+        """Whether the state is that of after some step; the optimizer's own state has it then."""
+        self._held: list[Tensor] = []
+        """The state of the held rows as it was put there last."""
+        self._loading: Loading | None = None
+        """What load_state_dict gives the rows; None once all of it is in the table."""
         self._counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
         self._entries: dict[str, Any] = {}
@@ -46,11 +71,13 @@ class AttachedState:
     def entries(self) -> dict[str, Any]:
         """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
         if (optimizer := self.optimizer()) is not None:
-            self._entries = optimizer.state.setdefault(self.table_rows.parameter, {})
+            self._entries = optimizer.state.get(self.table_rows.parameter, {})
         return self._entries
 
     def rows(self) -> list[Tensor]:
         """See HeldState."""
+        if not self._has_stepped:
+            return list(self._held)
         entries, rows = self.entries(), []
         for name in self.names:
             if not isinstance(value := entries.get(name), Tensor):
@@ -63,14 +90,45 @@ class AttachedState:
 
     def hold(self, rows: Sequence[Tensor]) -> None:
         """See HeldState."""
+        self._held = list(rows)
+        if self._has_stepped:
+            self._lend()
+
+    def _lend(self) -> None:
+        """Gives the optimizer the state of the held rows.
+
+        Before the first step the optimizer has none, as in plain torch: torch's get_state_dict()
+        fills the state of an optimizer that has none at all.
+        """
+        if not self.names:
+            return
         entries = self.entries()
         for name, value in self.probe.scalar_state.items():
             if name not in entries:
                 entries[name] = snapshot(value)
-        entries.update(zip(self.names, rows, strict=True))
+        entries.update(zip(self.names, self._held, strict=True))
+        if (optimizer := self.optimizer()) is not None:
+            optimizer.state[self.table_rows.parameter] = entries
+
+    def complete(self) -> None:
+        """See HeldState."""
+        if (loading := self._loading) is None or not loading.is_assigned(self.optimizer()):
+            return
+        try:
+            self._loading = None  # the table asks to be completed before it is written to
+            self._put(loading.entries)
+        except BaseException:
+            self._loading = loading
+            raise
+
+    def expect(self, loading: Loading | None) -> None:
+        """Says what load_state_dict gives the rows once it has come to its end."""
+        self._loading = loading
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step; RuntimeError if with the settings of now it keeps other state."""
+        self.complete()
+        self._loading = None  # what a load that failed has left
         if self._counts_anew:
             self._counts_anew = False
             warnings.warn(
@@ -104,25 +162,26 @@ class AttachedState:
                 " stepped"
             )
         if probe is not before and not self._has_stepped:
-            entries = self.entries()
-            for name, row in probe.row_state.items():
+            for (name, row), held in zip(probe.row_state.items(), self._held, strict=True):
                 if not torch.equal(row, before.row_state[name]):
                     rows.flush()
                     rows.store.fill(name, row.cpu())
-                    if name in entries:
-                        entries[name].copy_(row.expand_as(entries[name]))
-            entries.update({n: snapshot(value) for n, value in probe.scalar_state.items()})
+                    held.copy_(row.expand_as(held))
+            if made := optimizer.state.get(rows.parameter):  # by the optimizer's constructor
+                made.update({n: snapshot(value) for n, value in probe.scalar_state.items()})
             self.probe, self.sparse = probe, probe.sparse
         self._settings = settings
 
     def begin_step(self) -> None:
         """Called when the optimizer's own code is about to run."""
-        if self.table_rows.parameter.grad is not None:
+        if self.table_rows.parameter.grad is not None and not self._has_stepped:
+            self._lend()
             self._has_stepped = True
 
     def after_step(self) -> None:
         """Called after a step; RuntimeError if it keeps more of each row than when attached."""
-        if len(entries := self.entries()) > len(self.names) + len(self.probe.scalar_state):
+        known = len(self.names) + len(self.probe.scalar_state)
+        if self._has_stepped and len(entries := self.entries()) > known:
             self._refuse_unknown(entries, len(self.table_rows.parameter), RuntimeError)
 
     def _refuse_unknown(self, entries: dict[str, Any], rows: int, error: type[Exception]) -> None:
@@ -136,12 +195,16 @@ class AttachedState:
                     " its settings first, then attach it"
                 )
 
-    def complete(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """The state of all rows, in the table's memory if it can be; None before the first step."""
+    def saved(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """The state of all rows, in memory of its own if there is room; None before the first step.
+
+        Of strided memory torch computes with other instructions, which round to other last bits.
+        """
+        self.complete()
         if not self._has_stepped:
             return None
         self.table_rows.flush()
-        rows = {name: self.table_rows.store.of_all(name) for name in self.names}
+        rows = {name: self.table_rows.store.saved(name) for name in self.names}
         parameter = self.table_rows.parameter
         # torch.save takes no views of one memory with several dtypes, and torch's fused optimizers
         # on the CPU take a field's rows for a matrix.
@@ -160,6 +223,7 @@ class AttachedState:
             expected, value = (rows, *row.shape), entries.get(field)
             if isinstance(value, Tensor):
                 if value.shape == expected and value.layout == torch.strided and not value.is_meta:
+                    self.table_rows.store.check_loadable(row, value)
                     continue
                 value = f"{value.layout} {list(value.shape)} on {value.device}"
             raise ValueError(
@@ -173,6 +237,10 @@ class AttachedState:
         Without saved state a table that was read from a file with its own keeps that.
         """
         self.table_rows.bring_home()
+        self._put(entries, was_read=was_read)
+
+    def _put(self, entries: Mapping[str, Any] | None, *, was_read: bool = False) -> None:
+        """As take(), of rows that are at home; can be repeated where it was interrupted."""
         for name, row in self.probe.row_state.items():
             if entries is not None:
                 self.table_rows.store.load(name, entries[name])
@@ -180,6 +248,8 @@ class AttachedState:
                 self.table_rows.store.fill(name, row.cpu())
         self._has_stepped = was_read or entries is not None
         self._counts_anew = was_read and entries is None and bool(self.probe.scalar_state)
+        if self._has_stepped:
+            self._lend()
 
 
 def _in_own_memory(field: Tensor) -> Tensor:
@@ -220,6 +290,7 @@ class SavedState:
         self._handles = [optimizer.register_state_dict_post_hook(self._complete)]
         if type(optimizer).load_state_dict is Optimizer.load_state_dict:
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take))
+            self._handles.append(optimizer.register_load_state_dict_post_hook(self._finish))
         else:
             # torch copies and pickles an optimizer without such attributes, as without its hooks.
             optimizer.load_state_dict = self._load_own  # type: ignore[method-assign]
@@ -233,8 +304,10 @@ class SavedState:
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         numbers = _numbers(optimizer, state_dict["param_groups"])
         for state in self.states:
+            if not state.names:  # torch has all that there is
+                continue
             number = numbers[id(state.table_rows.parameter)]
-            entries = state.complete(optimizer)
+            entries = state.saved(optimizer)
             if entries is None:
                 state_dict["state"].pop(number, None)
             else:
@@ -247,33 +320,50 @@ class SavedState:
             return state_dict  # torch says what is wrong, and nothing has changed
         numbers, rest = _numbers(optimizer, state_dict["param_groups"]), dict(state_dict["state"])
         found = [numbers.get(id(state.table_rows.parameter)) for state in self.states]
-        self._put([rest.get(number) for number in found])
-        for state, number in zip(self.states, found, strict=True):
+        saved = [rest.get(number) for number in found]
+        self._check(saved)
+        self._bring_home()
+        replaced = optimizer.state, optimizer.param_groups
+        for state, number, entries in zip(self.states, found, saved, strict=True):
+            state.expect(Loading(entries, replaced))
             if number in rest:
                 rest[number] = {n: v for n, v in rest[number].items() if n not in state.names}
         return {**state_dict, "state": rest}
+
+    def _finish(self, optimizer: Optimizer) -> None:
+        """Puts the rows' state into the tables; where this is interrupted, their next use does."""
+        for state in self.states:
+            state.complete()
 
     def _load_own(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As the class's load_state_dict; nothing of the rows has changed if it raises."""
         optimizer = self.states[0].optimizer()
         assert optimizer is not None  # its own attribute is being called
-        for state in self.states:
-            state.table_rows.bring_home()
+        self._bring_home()
         before = optimizer.state, optimizer.param_groups
         try:
             type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
-            self._put([dict(state.entries()) or None for state in self.states])
+            own = optimizer.state
+            saved = [dict(own.get(s.table_rows.parameter) or {}) or None for s in self.states]
+            self._check(saved)
+            for state, entries in zip(self.states, saved, strict=True):
+                state.expect(Loading(entries))
         except BaseException:
+            for state in self.states:
+                state.expect(None)
             optimizer.state, optimizer.param_groups = before
             raise
+        self._finish(optimizer)
 
-    def _put(self, saved: list[Any]) -> None:
-        """Puts what was saved of each table there; ValueError unless it, if any, is of all rows."""
+    def _check(self, saved: list[Any]) -> None:
+        """Raises ValueError unless what was saved of each table, if any, is of all rows."""
         for state, entries in zip(self.states, saved, strict=True):
             if entries is not None:
                 state.check(entries)
-        for state, entries in zip(self.states, saved, strict=True):
-            state.take(entries)
+
+    def _bring_home(self) -> None:
+        for state in self.states:
+            state.table_rows.bring_home()
 
 
 def _refuse_own_state_dict(optimizer: Optimizer) -> None:
@@ -294,5 +384,5 @@ def _refuse_own_state_dict(optimizer: Optimizer) -> None:
 
 def _numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[int, Any]:
     """What a state dict calls each parameter, by the parameter's id()."""
-    parameters = (id(each) for group in optimizer.param_groups for each in group["params"])
-    return dict(zip(parameters, (n for group in groups for n in group["params"]), strict=False))
+    parameters = [id(each) for group in optimizer.param_groups for each in group["params"]]
+    return dict(zip(parameters, [n for group in groups for n in group["params"]], strict=False))

@@ -146,6 +146,9 @@ class HeldState(Protocol):
     def hold(self, rows: Sequence[Tensor]) -> None:
         """Puts the state of other rows in its place."""
 
+    def complete(self) -> None:
+        """Finishes loading all rows' state where an exception has interrupted that."""
+
 
 class Kept(NamedTuple):
     """What keeps the state of the held rows, and all their fields; another where they change."""
@@ -410,6 +413,8 @@ class Exchange:
 
         With `ahead` rows of the batch after it are sent for as well, if it is planned.
         """
+        if (state := self._shown.kept.state) is not None:
+            state.complete()
         if self._joint is not None:
             self._joint.complete(ahead=ahead)
         now, shown = self.now, self._shown

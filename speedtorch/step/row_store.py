@@ -353,6 +353,13 @@ class RowStore:
         """Copies one row to all rows of a field."""
         self._home_of(name).fill_(row, name)
 
+    def check_loadable(self, row: Tensor, value: Tensor) -> None:
+        """Raises what load() of all rows would, of a field with such a row; changes nothing."""
+        if self._portion is not None and isinstance(value, SharedRows):
+            self._check_share(value, self._portion.within(slice(None)))
+        else:
+            row.new_empty((0, *row.shape)).copy_(value.detach()[:0])
+
     def load(self, name: str, value: Tensor, first: int = 0) -> None:
         """Copies rows `[n, ...]` of a field, `first` and those after it, from wherever they are.
 
@@ -387,14 +394,18 @@ class RowStore:
             value = value.detach()
             for there, here in blocks:
                 field[here.start : here.stop].copy_(value[there.start : there.stop])
-        elif list(value.blocks) != blocks:
+        else:
+            self._check_share(value, blocks)
+            if value.field.data_ptr() != field.data_ptr():
+                for _, here in blocks:
+                    field[here.start : here.stop].copy_(value.field[here.start : here.stop])
+
+    def _check_share(self, value: SharedRows, blocks: list[tuple[range, range]]) -> None:
+        if list(value.blocks) != blocks:
             raise ValueError(
                 f"{self.name}: these are the rows of another share; torch.distributed.checkpoint"
                 " loads the rows of any number of ranks into model.state_dict()"
             )
-        elif value.field.data_ptr() != field.data_ptr():
-            for _, here in blocks:
-                field[here.start : here.stop].copy_(value.field[here.start : here.stop])
 
     @property
     def is_portion(self) -> bool:
