@@ -196,12 +196,13 @@ class AttachedState:
                 )
 
     def saved(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """The state of all rows, in memory of its own if there is room; None before the first step.
+        """The state of all rows, in memory of its own if there is room; None while there is none.
 
-        Of strided memory torch computes with other instructions, which round to other last bits.
+        There is some from the first step on, or from the optimizer's constructor on. Of strided
+        memory torch computes with other instructions, which round to other last bits.
         """
         self.complete()
-        if not self._has_stepped:
+        if not self._has_stepped and not self.entries():
             return None
         self.table_rows.flush()
         rows = {name: self.table_rows.store.saved(name) for name in self.names}
@@ -320,7 +321,7 @@ class SavedState:
             return state_dict  # torch says what is wrong, and nothing has changed
         numbers, rest = _numbers(optimizer, state_dict["param_groups"]), dict(state_dict["state"])
         found = [numbers.get(id(state.table_rows.parameter)) for state in self.states]
-        saved = [rest.get(number) for number in found]
+        saved = [rest.get(number) or None for number in found]
         self._check(saved)
         self._bring_home()
         replaced = optimizer.state, optimizer.param_groups

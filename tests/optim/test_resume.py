@@ -1,0 +1,181 @@
+"""Training that is saved goes on in a fresh process, bit for bit, each way that torch has for it.
+
+The process that goes on has stepped nothing before it loads: torch.distributed.checkpoint's recipe
+then fills the optimizer's state by a step with gradients of zeros.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoint
+from optimizer_cases import CASES
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from warm_python import warm_python
+
+import speedtorch
+
+ROWS, WIDTH = 30, 4
+
+
+class Words(nn.Module):
+    """An embedding, bags of embeddings and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict(
+            {
+                "words": speedtorch.Embedding(ROWS, WIDTH),
+                "bags": speedtorch.EmbeddingBag(ROWS, 2 * WIDTH, mode="sum"),
+            }
+        )
+        self.out = nn.Linear(3 * WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        words, bags = (each(ids) for each in self.tables.values())
+        return self.out(torch.cat([words.mean(1), bags], 1).tanh())
+
+
+class Pooled(nn.Module):
+    """A collection of two tables and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"users": ROWS, "items": 2 * ROWS}
+        tables = [speedtorch.EmbeddingBagConfig(n, WIDTH, name) for name, n in sizes.items()]
+        self.tables = speedtorch.EmbeddingBagCollection(tables=tables)
+        self.out = nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.tables(dict.fromkeys(("users", "items"), ids))
+        return self.out(found.values().tanh())
+
+
+Training = tuple[nn.Module, list[optim.Optimizer]]
+
+
+def begin(make: type[nn.Module], name: str, seed: int) -> Training:
+    """A model with its optimizers, which have stepped nothing."""
+    torch.manual_seed(seed)
+    model, case = make(), CASES[name]
+    if case.make is optim.SparseAdam:  # which takes no dense gradients
+        parts = [model.tables.parameters(), model.out.parameters()]
+        optimizers = [optim.SparseAdam(parts[0], lr=0.05), optim.Adam(parts[1], lr=0.05)]
+    else:
+        optimizers = [case.make(model.parameters(), lr=0.05, **case.settings)]
+    speedtorch.attach(optimizers[0], model)
+    return model, optimizers
+
+
+def train(training: Training, steps: Sequence[int]) -> None:
+    model, optimizers = training
+    for number in steps:
+        random = torch.Generator().manual_seed(number)
+        for each in optimizers:
+            each.zero_grad()
+        model(torch.randint(ROWS, (5, 3), generator=random)).square().sum().backward()
+        for each in optimizers:
+            each.step()
+
+
+class WithTorchSave:
+    """torch.save of state_dict()s."""
+
+    def save(self, training: Training, path: Path) -> None:
+        model, optimizers = training
+        torch.save([each.state_dict() for each in (model, *optimizers)], path)
+
+    def load(self, training: Training, path: Path) -> None:
+        model, optimizers = training
+        for each, state in zip((model, *optimizers), torch.load(path), strict=True):
+            each.load_state_dict(state)
+
+
+class WithCheckpoint:
+    """torch.distributed.checkpoint, with names instead of numbers."""
+
+    def __init__(self, **options: bool) -> None:
+        self.options = StateDictOptions(**options)
+
+    def save(self, training: Training, path: Path) -> None:
+        state = get_state_dict(*training, options=self.options)
+        checkpoint.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=path)
+
+    def load(self, training: Training, path: Path) -> None:
+        model_state, optimizer_state = get_state_dict(*training, options=self.options)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        checkpoint.load(state, checkpoint_id=path)
+        set_state_dict(
+            *training,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=self.options,
+        )
+
+
+WAYS: dict[str, Any] = {
+    "torch.save": WithTorchSave(),
+    "checkpoint": WithCheckpoint(),
+    "checkpoint-flat": WithCheckpoint(flatten_optimizer_state_dict=True),
+    "checkpoint-copies": WithCheckpoint(cpu_offload=True),
+}
+MODELS = {"words": Words, "pooled": Pooled}
+
+
+def go_on(folder: str, model: str, way: str) -> None:
+    """What the fresh process does."""
+    for name in CASES:
+        training = begin(MODELS[model], name, seed=1)
+        WAYS[way].load(training, Path(folder, name))
+        train(training, range(3, 6))
+        torch.save(
+            [each.state_dict() for each in (training[0], *training[1])], f"{folder}/{name}.pt"
+        )
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert_same_bytes(actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same(actual[name], value)
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert actual == expected
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch, where no processes are joined
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_fresh_process_goes_on_bit_for_bit(model: str, way: str, tmp_path: Path) -> None:
+    expected = {}
+    for name in CASES:
+        training = begin(MODELS[model], name, seed=0)
+        train(training, range(3))
+        WAYS[way].save(training, tmp_path / name)
+        train(training, range(3, 6))
+        expected[name] = [each.state_dict() for each in (training[0], *training[1])]
+    program = f"import test_resume; test_resume.go_on({str(tmp_path)!r}, {model!r}, {way!r})"
+    done = subprocess.run(
+        [warm_python(), "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for name, states in expected.items():
+        assert_same(torch.load(tmp_path / f"{name}.pt"), states), name
