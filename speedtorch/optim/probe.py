@@ -39,6 +39,8 @@ _BATCHES = ((0, 19), (0, 19), (4, 19), (2, 9), (0, 1), (0, 19), (3, 17), (1, 19)
 _MANY_ELEMENTS, _BLOCK = 1 << 14, 256
 # A scheduler's warm-up often starts at 0, which would hide every difference.
 _PLAIN = {"lr": 0.01}
+# What torch's allocators say in a RuntimeError.
+_NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
 
     Optimizer, parameter, hooks, schedulers and random generators are left exactly as they are. A
     momentum buffer, which torch's SGD makes out of the first gradient, starts as zeros. Raises
-    ValueError if the optimizer does not hold the parameter or breaks the rule above.
+    ValueError if the optimizer does not hold the parameter or breaks the rule above. Where memory
+    runs out meanwhile, that error is raised as it is.
     """
     if parameter.dim() == 0:
         raise ValueError("a parameter without dimensions has no rows: it needs at least one")
@@ -127,6 +130,7 @@ class _Probe:
                 self._stepped_once({})
                 break
             except Exception as error:  # the optimizer's own, of any kind; told below
+                _raise_if_no_memory(error)
                 errors.append(error)
         else:
             raise self._refusal(
@@ -196,6 +200,7 @@ class _Probe:
             for copied in (many, parts):
                 copied.step(gradient[: len(copied.parameter)], sparse=self._sparse)
         except Exception as error:
+            _raise_if_no_memory(error)
             raise self._refusal(f"its step fails where there are many rows ({error})") from error
         for name in learnt.scalar_state:
             one, other = (getattr(each.state.get(name), "shape", ()) for each in (many, parts))
@@ -303,6 +308,7 @@ class _Probe:
         try:
             copied.step(gradient, sparse=self._sparse)
         except Exception as error:
+            _raise_if_no_memory(error)
             raise self._refusal(f"its step fails when the rows change ({error})") from error
         state = copied.state
         for name in names:
@@ -331,6 +337,15 @@ class _Probe:
         shape = (rows or self._rows, *self._row_shape)
         drawn = torch.randn(shape, generator=self._random, device="cpu")
         return drawn.to(self.parameter.device, self._dtype)
+
+
+def _raise_if_no_memory(error: Exception) -> None:
+    """Raises an error again that says nothing of the optimizer: memory has run out."""
+    said = str(error).lower()
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        isinstance(error, RuntimeError) and words in said for words in _NO_MEMORY
+    ):
+        raise error
 
 
 def _snapshots(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from test_attach import EVERY, IDS, ROWS, WIDTH, Model, assert_same_optimizer_st
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.optim.attached_state import state_of
+from speedtorch.optim.optimizer_copy import OptimizerCopy
 
 Make = Callable[..., optim.Optimizer]
 
@@ -217,6 +219,47 @@ def test_attach_that_fails_at_the_second_table_leaves_the_first_alone() -> None:
     (both[0](IDS) + both[1](IDS)).sum().backward()
     adam.step()
     assert len(adam.state_dict()["state"]) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"
+        ),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=repr,
+)
+def test_memory_that_runs_out_while_attach_tries_an_optimizer_is_no_fault_of_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    adagrad = optim.Adagrad(embedding.parameters())
+    before = copy.deepcopy(adagrad.state_dict())
+    step, calls = OptimizerCopy.step, [0]
+
+    def fails(self: OptimizerCopy, gradient: Tensor, *, sparse: bool) -> None:
+        calls[0] += 1
+        if calls[0] == at:
+            raise error
+        step(self, gradient, sparse=sparse)
+
+    monkeypatch.setattr(OptimizerCopy, "step", fails)
+    for at in (1, 2, 8, 20):  # in each part of the probe
+        calls[0] = 0
+        with pytest.raises(type(error)) as raised:
+            speedtorch.attach(adagrad, embedding)
+        assert raised.value is error and calls[0] == at
+    assert not embedding.trained_rows.state
+    assert_same_optimizer_state(adagrad.state_dict(), before)
+    at = 0
+    speedtorch.attach(adagrad, embedding)
+    assert not state_of(embedding.trained_rows).sparse
 
 
 def test_attach_that_fails_keeps_what_was_loaded_or_read(

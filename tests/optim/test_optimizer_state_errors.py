@@ -220,7 +220,7 @@ class SmallOnly(Own):
 
     def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if parameter.numel() > 1000:
-            raise MemoryError("too large")
+            raise ValueError("too large")
         parameter.sub_(gradient, alpha=group["lr"])
 
 

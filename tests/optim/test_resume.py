@@ -6,6 +6,7 @@ then fills the optimizer's state by a step with gradients of zeros.
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from warm_python import warm_python
 import speedtorch
 
 ROWS, WIDTH = 30, 4
+# Adagrad makes its state in its constructor; that of Rprop and ASGD starts with the learning rate.
+NAMES = ("SGD", "SGD-momentum", "SparseAdam", "Adam-amsgrad", "Adagrad", "Rprop", "ASGD")
 
 
 class Words(nn.Module):
@@ -126,20 +129,26 @@ WAYS: dict[str, Any] = {
     "torch.save": WithTorchSave(),
     "checkpoint": WithCheckpoint(),
     "checkpoint-flat": WithCheckpoint(flatten_optimizer_state_dict=True),
-    "checkpoint-copies": WithCheckpoint(cpu_offload=True),
 }
 MODELS = {"words": Words, "pooled": Pooled}
 
 
 def go_on(folder: str, model: str, way: str) -> None:
     """What the fresh process does."""
-    for name in CASES:
+    for name in NAMES:
         training = begin(MODELS[model], name, seed=1)
         WAYS[way].load(training, Path(folder, name))
         train(training, range(3, 6))
-        torch.save(
-            [each.state_dict() for each in (training[0], *training[1])], f"{folder}/{name}.pt"
-        )
+        torch.save(states_of(training), Path(folder, f"{name}.pt"))
+
+
+def states_of(training: Training) -> list[dict[str, Any]]:
+    """What there is to compare, without entries that have nothing: torch's flat form adds some."""
+    model, optimizers = training
+    states = [each.state_dict() for each in optimizers]
+    for each in states:
+        each["state"] = {number: kept for number, kept in each["state"].items() if kept}
+    return [model.state_dict(), *states]
 
 
 def assert_same(actual: Any, expected: Any) -> None:
@@ -159,16 +168,30 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch, where no processes are joined
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        ("words", "torch.save"),
+        ("words", "checkpoint"),
+        ("words", "checkpoint-flat"),
+        ("pooled", "torch.save"),
+        pytest.param(
+            "pooled",
+            "checkpoint",
+            marks=pytest.mark.xfail(
+                raises=AttributeError, strict=True, reason="torch finds no collection's tables"
+            ),
+        ),
+    ],
+)
 def test_a_fresh_process_goes_on_bit_for_bit(model: str, way: str, tmp_path: Path) -> None:
     expected = {}
-    for name in CASES:
+    for name in NAMES:
         training = begin(MODELS[model], name, seed=0)
         train(training, range(3))
         WAYS[way].save(training, tmp_path / name)
         train(training, range(3, 6))
-        expected[name] = [each.state_dict() for each in (training[0], *training[1])]
+        expected[name] = states_of(training)
     program = f"import test_resume; test_resume.go_on({str(tmp_path)!r}, {model!r}, {way!r})"
     done = subprocess.run(
         [warm_python(), "-c", program],
@@ -179,3 +202,33 @@ def test_a_fresh_process_goes_on_bit_for_bit(model: str, way: str, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     for name, states in expected.items():
         assert_same(torch.load(tmp_path / f"{name}.pt"), states), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["SGD-momentum", "Adam", "RMSprop-centered-momentum"])
+def test_plain_torch_goes_on_from_what_was_saved(name: str, dtype: torch.dtype) -> None:
+    def begin_one(module: nn.Module) -> tuple[nn.Module, optim.Optimizer]:
+        return module, CASES[name].make(module.parameters(), lr=0.05, **CASES[name].settings)
+
+    def go_on(module: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
+        for number in steps:
+            random = torch.Generator().manual_seed(number)
+            factors = torch.randn(ROWS, 8, generator=random).to(dtype)
+            optimizer.zero_grad()
+            (module(torch.arange(ROWS)) * factors).sum().backward()
+            optimizer.step()
+
+    theirs, their_optimizer = begin_one(nn.Embedding(ROWS, 8, dtype=dtype))
+    ours, our_optimizer = begin_one(speedtorch.Embedding.from_module(theirs))
+    speedtorch.attach(our_optimizer, ours)
+    go_on(theirs, their_optimizer, range(6))
+    go_on(ours, our_optimizer, range(3))
+    file = io.BytesIO()
+    torch.save([ours.state_dict(), our_optimizer.state_dict()], file)
+    file.seek(0)
+    resumed, optimizer = begin_one(nn.Embedding(ROWS, 8, dtype=dtype))
+    for each, state in zip((resumed, optimizer), torch.load(file), strict=True):
+        each.load_state_dict(state)
+    go_on(resumed, optimizer, range(3, 6))
+    assert_same(resumed.state_dict(), theirs.state_dict())
+    assert_same(optimizer.state_dict(), their_optimizer.state_dict())
