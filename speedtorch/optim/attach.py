@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.optim.attached_state import AttachedState, SavedState, state_of
-from speedtorch.optim.probe import agree, probe_optimizer
-from speedtorch.step.trained_rows import rows_held_by
+from speedtorch.optim.probe import OptimizerProbe, agree, probe_optimizer
+from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["attach", "detach"]
@@ -76,13 +77,16 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
             f"{kind} is attached already: detach it first, and attach it once to a module that has"
             " all of its Embeddings"
         )
-    of_module = {id(getattr(each, "trained_rows", None)) for each in module.modules()}
+    of_module = {
+        id(getattr(each, "trained_rows", None)): getattr(each, "sparse", False)
+        for each in module.modules()
+    }
     found = []
     for rows in rows_held_by(optimizer):
         if id(rows) in of_module:
             if state_of(rows) is not None:
                 raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
-            probe = probe_optimizer(optimizer, rows.parameter)
+            probe = _probed(optimizer, rows, sparse=of_module[id(rows)])
             loaded = dict(optimizer.state.get(rows.parameter, {}))
             found.append((rows, probe, loaded, rows.store.was_read))
     if not found:
@@ -108,6 +112,17 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
                 if loaded:
                     optimizer.state[rows.parameter] = loaded
         raise
+
+
+def _probed(optimizer: Optimizer, rows: TrainedRows, *, sparse: bool) -> OptimizerProbe:
+    """What the optimizer keeps of rows, whose gradients are `sparse` if the module gives such."""
+    probe = probe_optimizer(optimizer, rows.parameter)
+    if sparse and not probe.sparse:
+        with suppress(ValueError):  # it takes sparse gradients in a way that a probe does not see
+            asked = probe_optimizer(optimizer, rows.parameter, sparse=True)
+            if asked.row_state.keys() != probe.row_state.keys():
+                return asked
+    return probe
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:
@@ -155,7 +170,8 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
                     f" {which.format(rows.name)}, and makes none for those of a step"
                 )
     fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
-    was_read = rows.attach(state, fields)
+    if was_read := rows.attach(state, fields):
+        state.check_kept()
     state.take(loaded if every in counts else None, was_read=was_read)
 
 

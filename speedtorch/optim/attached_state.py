@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.optim.optimizer_copy import group_of, settings_of, snapshot
-from speedtorch.optim.probe import OptimizerProbe, learn_state, probe_optimizer
+from speedtorch.optim.probe import OptimizerProbe, forgotten_by, learn_state, probe_optimizer
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.table.shared_rows import SharedRows
 
@@ -151,9 +151,9 @@ class AttachedState:
         rows, before, probe = self.table_rows, self.probe, self.probe
         settings = settings_of(optimizer, rows.parameter)
         if _switches(settings) != _switches(self._settings):
-            probe = probe_optimizer(optimizer, rows.parameter)
+            probe = probe_optimizer(optimizer, rows.parameter, sparse=probe.sparse)
         elif settings != self._settings and not self._has_stepped:  # Rprop's starts with its lr
-            probe = learn_state(optimizer, rows.parameter)
+            probe = learn_state(optimizer, rows.parameter, sparse=probe.sparse)
         if probe.row_state.keys() != set(self.names):
             raise RuntimeError(
                 f"{type(optimizer).__name__} keeps {_listed(probe.row_state)} of each row of"
@@ -230,6 +230,20 @@ class AttachedState:
             raise ValueError(
                 f"the state {field!r} of {name} must be dense and have the shape"
                 f" {list(expected)}, got {value}; nothing was loaded"
+            )
+        self.check_kept()
+
+    def check_kept(self) -> None:
+        """Raises ValueError if the optimizer's next step would overwrite state that is loaded."""
+        optimizer = self.optimizer()
+        if optimizer is None or self._has_stepped or not self.names:
+            return
+        known = forgotten_by(optimizer, self.table_rows.parameter, sparse=self.sparse)
+        for name, value in known.items():
+            raise ValueError(
+                f"{type(optimizer).__name__} begins its state anew in its next step, whatever was"
+                f" loaded, as its {name!r} is {vars(optimizer)[name]!r}: set it to {value!r}, as a"
+                " step does, after attach and before you load; nothing was loaded"
             )
 
     def take(self, entries: dict[str, Any] | None, *, was_read: bool = False) -> None:

@@ -28,7 +28,7 @@ from speedtorch.torch_internals import (
     step_without_hooks,
 )
 
-__all__ = ["OptimizerCopy", "Recorder", "group_of", "settings_of", "snapshot"]
+__all__ = ["OptimizerCopy", "Recorder", "group_of", "plain_values", "settings_of", "snapshot"]
 
 # Elements of a tensor that an optimizer refers to and the probe still copies.
 _MOST_COPIED = 1 << 16
@@ -50,6 +50,11 @@ def settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     group = group_of(optimizer, parameter)
     names = [name for name in optimizer.defaults if name in group]
     return {n: group[n] for n in names if isinstance(group[n], int | float | str | tuple)}
+
+
+def plain_values(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and flags among an optimizer's attributes."""
+    return {n: value for n, value in attributes.items() if isinstance(value, bool | int | float)}
 
 
 def snapshot(value: Any) -> Any:
@@ -193,6 +198,8 @@ class OptimizerCopy:
             accepted = set(inspect.signature(kind).parameters) & set(own) - {"params"}
             self.optimizer = kind([self.parameter], **{name: own[name] for name in accepted})
             self.optimizer.param_groups[0].update(own)
+            # A flag or a count beside the state is as far as that of the original.
+            vars(self.optimizer).update(plain_values(attributes))
             self._states[self.parameter] = Recorder(self.optimizer.state[self.parameter])
             self.optimizer.state = self._states
         else:

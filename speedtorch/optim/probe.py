@@ -26,9 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.optim.optimizer_copy import OptimizerCopy, Recorder, group_of, snapshot
+from speedtorch.optim.optimizer_copy import (
+    OptimizerCopy,
+    Recorder,
+    group_of,
+    plain_values,
+    snapshot,
+)
 
-__all__ = ["OptimizerProbe", "agree", "learn_state", "probe_optimizer"]
+__all__ = ["OptimizerProbe", "agree", "forgotten_by", "learn_state", "probe_optimizer"]
 
 # Primes above any vector register's number of lanes; no other dimension has this size by chance.
 _ROW_COUNTS = (19, 23, 29)
@@ -52,16 +58,18 @@ class OptimizerProbe:
     scalar_state: dict[str, Any]
     """The rest: step counts and the like."""
     sparse: bool = False
-    """Whether it takes sparse gradients only."""
+    """Whether it takes sparse gradients only, or was asked with them."""
 
 
-def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
+def probe_optimizer(
+    optimizer: Optimizer, parameter: Tensor, *, sparse: bool = False
+) -> OptimizerProbe:
     """Learns which state an optimizer keeps for each row of a parameter, and how it starts.
 
     Optimizer, parameter, hooks, schedulers and random generators are left exactly as they are. A
     momentum buffer, which torch's SGD makes out of the first gradient, starts as zeros. Raises
     ValueError if the optimizer does not hold the parameter or breaks the rule above. Where memory
-    runs out meanwhile, that error is raised as it is.
+    runs out meanwhile, that error is raised as it is. With `sparse` all gradients are sparse.
     """
     if parameter.dim() == 0:
         raise ValueError("a parameter without dimensions has no rows: it needs at least one")
@@ -79,22 +87,37 @@ def probe_optimizer(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
             f"{type(optimizer).__name__} cannot step rows on their own: its step needs a closure"
         )
     with _kept_random(parameter):
-        probe = _Probe(optimizer, parameter, parameter.dtype)
+        probe = _Probe(optimizer, parameter, parameter.dtype, sparse)
         found = probe.learn({})
         probe.check_size(found)
         # Two steps that differ round to the same half-precision numbers: compare them in float32.
         if parameter.dtype.itemsize < 4:
-            probe = _Probe(optimizer, parameter, torch.float32)
+            probe = _Probe(optimizer, parameter, torch.float32, sparse)
         plain = probe.learn(_PLAIN)
         probe.check_start(plain)
         probe.check_separate(plain)
     return found
 
 
-def learn_state(optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
+def learn_state(optimizer: Optimizer, parameter: Tensor, *, sparse: bool = False) -> OptimizerProbe:
     """As probe_optimizer, of an optimizer that has been probed, with its settings of now."""
     with _kept_random(parameter):
-        return _Probe(optimizer, parameter, parameter.dtype).learn({})
+        return _Probe(optimizer, parameter, parameter.dtype, sparse).learn({})
+
+
+def forgotten_by(
+    optimizer: Optimizer, parameter: Tensor, *, sparse: bool = False
+) -> dict[str, Any]:
+    """Attributes that make an optimizer begin its state anew in its next step, as a step sets them.
+
+    Such a first step overwrites loaded state. There are none as a rule.
+    """
+    with _kept_random(parameter):
+        probe = _Probe(optimizer, parameter, parameter.dtype, sparse)
+        try:
+            return probe.find_forgotten(probe.learn(_PLAIN))
+        except ValueError:  # its next step takes no parameter that is new: it is no first step
+            return {}
 
 
 @contextmanager
@@ -112,12 +135,15 @@ class _Probe:
     Rows and their states go together in dicts, the rows themselves under "".
     """
 
-    def __init__(self, optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype, sparse: bool
+    ) -> None:
         self.optimizer = optimizer
         self.parameter = parameter
         self._dtype = dtype
         self._row_shape = tuple(parameter.shape[1:])
         self._rows = next(count for count in _ROW_COUNTS if count not in self._row_shape)
+        self._layouts = (True,) if sparse else (False, True)
         self._sparse = False
         self._construct = False
         self._random = torch.Generator("cpu").manual_seed(0)
@@ -125,7 +151,8 @@ class _Probe:
     def learn(self, settings: Mapping[str, Any]) -> OptimizerProbe:
         """The state before the first update, with these settings, and which of it goes by rows."""
         errors: list[Exception] = []
-        for self._construct, self._sparse in itertools.product((False, True), repeat=2):
+        layouts = self._layouts
+        for self._construct, self._sparse in itertools.product((False, True), layouts):
             try:
                 self._stepped_once({})
                 break
@@ -290,6 +317,29 @@ class _Probe:
                 table[name][low:high] = each
         if first.numel() and torch.equal(table[""], first):
             raise self._refusal(f"{len(_BATCHES)} steps of it with random gradients train no row")
+
+    def find_forgotten(self, learnt: OptimizerProbe) -> dict[str, Any]:
+        """See forgotten_by."""
+        values, gradient, start = self._random_rows(), self._random_rows(), self._start(learnt)
+        other = {n: rows + self._random_rows(len(rows)).mean().abs() for n, rows in start.items()}
+
+        def ends(known: Mapping[str, Any]) -> list[tuple[OptimizerCopy, dict[str, Tensor]]]:
+            found = []
+            for state in (start, other):
+                copied = self._copy(values, _PLAIN)
+                vars(copied.optimizer).update(known)
+                copied.state.update(_snapshots({**learnt.scalar_state, **state}))
+                found.append((copied, self._stepped(copied, gradient, start)))
+            return found
+
+        def same(of: list[tuple[OptimizerCopy, dict[str, Tensor]]]) -> bool:
+            (_, one), (_, two) = of
+            return all(torch.equal(one[name], two[name]) for name in one)
+
+        first, before = ends({}), plain_values(vars(self.optimizer))
+        after = plain_values(vars(first[0][0].optimizer))
+        known = {name: each for name, each in after.items() if before.get(name) != each}
+        return known if known and same(first) and not same(ends(known)) else {}
 
     def _copy(
         self, values: Tensor, settings: Mapping[str, Any], of: OptimizerCopy | None = None

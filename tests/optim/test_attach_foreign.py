@@ -345,3 +345,70 @@ def test_state_that_only_the_constructor_makes_of_the_rows_of_then_is_refused(
         speedtorch.attach(optimizer, model)
     assert list(model.words.table.fields) == ["weight"]
     assert not optimizer._optimizer_state_dict_post_hooks
+
+
+class RowWise(Own):
+    """Scales each row by its gradients so far, or each element where the gradient is dense.
+
+    As dlrm's RWSAdagrad it counts in its constructor, and a flag says whether there is more state.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.is_begun = False
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["step"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.is_begun = True
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, name = self.state[parameter], "rows" if gradient.is_sparse else "elements"
+        if not self.is_begun:
+            made = parameter.new_zeros(len(parameter)) if name == "rows" else 0 * parameter
+            state[name] = made
+        state["step"] += 1
+        if name == "elements":
+            state[name] += gradient.square()
+            parameter -= group["lr"] * gradient / (state[name].sqrt() + 1e-6)
+            return
+        gradient = gradient.coalesce()
+        (rows,), values = gradient.indices(), gradient.values()
+        state[name][rows] += values.square().mean(1)
+        parameter[rows] -= group["lr"] * values / (state[name][rows].sqrt()[:, None] + 1e-6)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_a_flag_beside_the_state_goes_with_it(sparse: bool) -> None:
+    theirs = nn.EmbeddingBag(20, 4, mode="sum", sparse=sparse)
+    ours = speedtorch.EmbeddingBag.from_module(theirs)
+    models = [(each, RowWise(each.parameters())) for each in (theirs, ours)]
+    speedtorch.attach(models[1][1], ours)
+    for ids in (EVERY[None], IDS[None]):
+        for model, optimizer in models:
+            step(model, optimizer, ids if sparse else EVERY[None])
+    assert_same_bytes(ours.state_dict()["weight"], theirs.weight.detach())
+    expected, found = (optimizer.state_dict()["state"] for _, optimizer in models)
+    assert_same_nested(found, expected)
+    assert ("rows" in found[0]) is sparse
+
+
+def test_loading_what_the_next_step_would_overwrite_is_refused() -> None:
+    (theirs, their_opt), (ours, our_opt) = pair(RowWise)
+    for model, optimizer in ((theirs, their_opt), (ours, our_opt)):
+        step(model, optimizer)
+    model_state, state = saved(ours, our_opt)
+    model = Model()
+    optimizer = RowWise(model.parameters())
+    speedtorch.attach(optimizer, model)
+    model.load_state_dict(model_state)
+    said = "RowWise begins its state anew in its next step.*'is_begun' is False: set it to True"
+    with pytest.raises(ValueError, match=said):
+        optimizer.load_state_dict(state)
+    assert optimizer.state_dict()["state"][0]["step"] == 0
+    optimizer.is_begun = True
+    optimizer.load_state_dict(state)
+    step(model, optimizer)
+    step(theirs, their_opt)
+    assert_same_rows(model, theirs)
