@@ -11,13 +11,11 @@ from torch.optim import Optimizer
 
 from speedtorch.optim.attached_state import AttachedState, SavedState, state_of
 from speedtorch.optim.probe import OptimizerProbe, agree, probe_optimizer
+from speedtorch.optim.wrappers import show_all_rows, show_held_rows, stepped_by
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["attach", "detach"]
-
-# Of accelerate, Lightning and Fabric: they step the optimizer that they wrap, and add no rule.
-_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
 
 _attached: weakref.WeakKeyDictionary[Optimizer, SavedState] = weakref.WeakKeyDictionary()
 
@@ -67,7 +65,20 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         tensor([0.0000, 0.2000, 0.1000])
     """
     with as_plain():
-        _attach(_unwrapped(optimizer), module)
+        rows = {id(getattr(each, "trained_rows", None)) for each in module.modules()}
+        within = stepped_by(optimizer)
+        holding = [each for each in within if any(id(r) in rows for r in rows_held_by(each))]
+        done: list[Optimizer] = []
+        try:
+            for each in holding or within[:1]:  # one that holds none is told so
+                _attach(each, module)
+                done.append(each)
+            show_all_rows(optimizer, {each: _attached[each] for each in done})
+        except BaseException:
+            for each in done:
+                show_held_rows(optimizer)
+                _detach(each)
+            raise
 
 
 def _attach(optimizer: Optimizer, module: nn.Module) -> None:
@@ -125,18 +136,6 @@ def _probed(optimizer: Optimizer, rows: TrainedRows, *, sparse: bool) -> Optimiz
     return probe
 
 
-def _unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer that a library's wrapper steps."""
-    while any(kind.__name__ in _WRAPPERS for kind in type(optimizer).__mro__):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}: attach the"
-            " torch.optim.Optimizer that it steps, before it is wrapped"
-        )
-    return optimizer
-
-
 def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> None:
     """Makes room for the state and puts there what it is so far.
 
@@ -188,13 +187,21 @@ def detach(optimizer: Optimizer) -> None:
         {}
     """
     with as_plain():
-        optimizer = _unwrapped(optimizer)
-        if (saved := _attached.get(optimizer)) is None:
-            raise ValueError(f"{type(optimizer).__name__} is not attached")
-        while saved.states:
-            rows = saved.states[-1].table_rows
-            rows.detach()
-            optimizer.state.pop(rows.parameter, None)
-            saved.states.pop()
-        saved.remove(optimizer)
-        del _attached[optimizer]
+        within = stepped_by(optimizer)
+        attached = [each for each in within if each in _attached]
+        if not attached:
+            raise ValueError(f"{type(within[0]).__name__} is not attached")
+        for each in attached:
+            _detach(each)
+        show_held_rows(optimizer)
+
+
+def _detach(optimizer: Optimizer) -> None:
+    saved = _attached[optimizer]
+    while saved.states:
+        rows = saved.states[-1].table_rows
+        rows.detach()
+        optimizer.state.pop(rows.parameter, None)
+        saved.states.pop()
+    saved.remove(optimizer)
+    del _attached[optimizer]

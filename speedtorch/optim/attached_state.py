@@ -195,6 +195,25 @@ class AttachedState:
                     " its settings first, then attach it"
                 )
 
+    def to_write(self) -> dict[str, Any] | None:
+        """The state of all rows in the table's memory, to be written to; None while there is none.
+
+        was_written() ends that.
+        """
+        self.check_kept()
+        if not self._has_stepped and not self.entries():
+            return None
+        self.table_rows.flush()
+        rows = {name: self.table_rows.store.of_all(name) for name in self.names}
+        return {**self.entries(), **rows}
+
+    def was_written(self, entries: Mapping[str, Any]) -> None:
+        """Takes on what is kept for all rows at once; held rows are read again before their use."""
+        self._lend()
+        self._has_stepped = True
+        self.entries().update({n: v for n, v in entries.items() if n not in self.names})
+        self.table_rows.flush()
+
     def saved(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """The state of all rows, in memory of its own if there is room; None while there is none.
 
@@ -315,6 +334,27 @@ class SavedState:
         for handle in self._handles:
             handle.remove()
         vars(optimizer).pop("load_state_dict", None)
+
+    def shown(self, optimizer: Optimizer, *, to_write: bool) -> dict[Any, Any]:
+        """The optimizer's state with that of all rows, also `to_write` it in place."""
+        shown = dict(optimizer.state)
+        for state in self.states:
+            if not state.names:
+                continue
+            parameter = state.table_rows.parameter
+            entries = state.to_write() if to_write else state.saved(optimizer)
+            if entries is not None:
+                shown[parameter] = entries
+            else:
+                shown.pop(parameter, None)
+        return shown
+
+    def was_written(self, shown: Mapping[Any, Any]) -> None:
+        """Takes on what was written to what shown() gave."""
+        for state in self.states:
+            entries = shown.get(state.table_rows.parameter)
+            if state.names and entries is not None:
+                state.was_written(entries)
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         numbers = _numbers(optimizer, state_dict["param_groups"])

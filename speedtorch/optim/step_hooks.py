@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from speedtorch.optim.attached_state import AttachedState, state_of
 from speedtorch.optim.optimizer_copy import settings_of
 from speedtorch.optim.probe import probe_optimizer
+from speedtorch.optim.wrappers import is_wrapper
 from speedtorch.step.row_weight import hide_rows, show_rows
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.torch_internals import FOUND_INF, as_plain, can_skip, not_compiled
@@ -140,7 +141,7 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     for left in list(_steps.of.values()):
         left.leave()
-    if not (rows := rows_held_by(optimizer)):
+    if not (rows := rows_held_by(optimizer)) or is_wrapper(optimizer):
         return None
     # Torch's step(): functions of its compiler may stand in between.
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))

@@ -102,6 +102,98 @@ def test_an_optimizer_that_a_library_wraps_is_attached_and_detached(wrap: Any) -
         speedtorch.detach(adam)
 
 
+class KeyedOptimizer(optim.Optimizer):
+    """As torchrec's: reads state by names itself, and loads by writing into what is there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = dict(model.named_parameters())
+        self._optimizer = optim.Adam(self.params.values(), lr=0.1)
+        self.state, self.param_groups = self._optimizer.state, self._optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        names = {parameter: name for name, parameter in self.params.items()}
+        return {"state": {names[each]: dict(kept) for each, kept in self.state.items()}}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert self.state.keys() == {self.params[name] for name in state_dict["state"]}
+        for name, entries in state_dict["state"].items():
+            for key, value in entries.items():
+                self.state[self.params[name]][key].copy_(value)
+
+
+class CombinedOptimizer(KeyedOptimizer):
+    """As torchrec's, whose step torch's hooks are called around, too."""
+
+    def __init__(self, *optimizers: KeyedOptimizer) -> None:
+        self.optimizers = self._optims = [("", each) for each in optimizers]
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self._patch_step_function()
+
+    @property
+    def params(self) -> dict[str, Any]:  # type: ignore[override]
+        return {name: each for _, one in self._optims for name, each in one.params.items()}
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        return {each: kept for _, one in self._optims for each, kept in one.state.items()}
+
+    @property
+    def param_groups(self) -> list[Any]:  # type: ignore[override]
+        return [group for _, one in self._optims for group in one.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for _, each in self._optims:
+            each.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _, each in self._optims:
+            each.step(closure)
+
+
+@pytest.mark.parametrize("combines", [False, True])
+def test_an_optimizer_that_knows_state_by_names_knows_that_of_all_rows(combines: bool) -> None:
+    def wrap(model: Model) -> Any:
+        if not combines:
+            return KeyedOptimizer(model)
+        return CombinedOptimizer(
+            *(KeyedOptimizer(nn.ModuleDict(dict([each]))) for each in model.named_children())
+        )
+
+    theirs, ours, resumed = Model(nn.Embedding), Model(), Model()
+    ours.load_state_dict(theirs.state_dict())
+    optimizers = [wrap(each) for each in (theirs, ours, resumed)]
+    for model, optimizer in zip((ours, resumed), optimizers[1:], strict=True):
+        speedtorch.attach(optimizer, model)
+        with pytest.raises(ValueError, match="Adam is attached already"):
+            speedtorch.attach(optimizer, model)
+        with pytest.raises(TypeError, match="wrapper of an attached optimizer is not copied"):
+            copy.deepcopy(optimizer)
+    for _ in range(2):
+        step(theirs, optimizers[0])
+        step(ours, optimizers[1])
+    assert_same_nested(optimizers[1].state_dict(), optimizers[0].state_dict())
+    step(resumed, optimizers[2], IDS)
+    state = copy.deepcopy((ours.state_dict(), optimizers[1].state_dict()))
+    resumed.load_state_dict(state[0])
+    optimizers[2].load_state_dict(state[1])
+    for model, optimizer in zip((theirs, resumed), optimizers[::2], strict=True):
+        step(model, optimizer)
+    assert_same_rows(resumed, theirs)
+    assert_same_nested(optimizers[2].state_dict(), optimizers[0].state_dict())
+    speedtorch.detach(optimizers[2])
+    with pytest.raises(ValueError, match="Adam is not attached"):
+        speedtorch.detach(optimizers[2])
+
+
 def test_other_wrappers_are_refused_by_name_and_nothing_changes() -> None:
     class Lookahead(AcceleratedOptimizer):
         pass

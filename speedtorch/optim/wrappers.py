@@ -1,0 +1,127 @@
+"""Optimizers that step other ones: accelerate's, Lightning's, Fabric's and torchrec's.
+
+What keeps state is torch's optimizer within. torchrec's read its state themselves, by names instead
+of numbers: they are given that of all rows while they save or load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+
+from speedtorch.optim.attached_state import SavedState
+
+__all__ = ["is_wrapper", "show_all_rows", "show_held_rows", "stepped_by"]
+
+# They step the optimizer that they wrap, and add no rule.
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
+# torchrec's, and what has their interface.
+_KEYED, _COMBINED = "KeyedOptimizer", "CombinedOptimizer"
+_SHOWN = ("state_dict", "load_state_dict")
+
+
+def _kinds(optimizer: object) -> set[str]:
+    return {kind.__name__ for kind in type(optimizer).__mro__}
+
+
+def _within(optimizer: Any) -> list[Any]:
+    """The optimizers that a wrapper steps; none of what is no wrapper."""
+    kinds = _kinds(optimizer)
+    if kinds & _WRAPPERS:
+        return [optimizer.optimizer]
+    if _COMBINED in kinds:
+        return [each for _, each in optimizer.optimizers]
+    if _KEYED in kinds and "_optimizer" in vars(optimizer):
+        return [optimizer._optimizer]
+    return []
+
+
+def is_wrapper(optimizer: Optimizer) -> bool:
+    """Whether all that an optimizer does in a step is to call the steps of others."""
+    return bool(_within(optimizer))
+
+
+def _tree(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and those within, at any depth."""
+    yield optimizer
+    for each in _within(optimizer):
+        yield from _tree(each)
+
+
+def stepped_by(optimizer: Any) -> list[Optimizer]:
+    """The optimizers that keep state; TypeError if one is none of torch's."""
+    found = [each for each in _tree(optimizer) if not _within(each)]
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"expected a torch.optim.Optimizer, got {type(each).__name__}: attach the"
+                " torch.optim.Optimizer that it steps, before it is wrapped"
+            )
+    return found
+
+
+def show_all_rows(wrapper: Any, saved: Mapping[Optimizer, SavedState]) -> None:
+    """Lets state_dict and load_state_dict of torchrec's wrappers know the state of all rows.
+
+    As torchrec's they take a state that is there already, and write into it: init_state() or a step
+    makes it. What is interrupted meanwhile has loaded a part.
+    """
+    shown = _Shown(saved)
+    for each in _keyed(wrapper):
+        own = {name: partial(getattr(shown, name), each) for name in _SHOWN}
+        vars(each).update(own)
+
+
+def show_held_rows(wrapper: Any) -> None:
+    """Undoes show_all_rows."""
+    for each in _keyed(wrapper):
+        for name in _SHOWN:
+            vars(each).pop(name, None)
+
+
+def _keyed(wrapper: Any) -> list[Any]:
+    return [each for each in _tree(wrapper) if _within(each) and _KEYED in _kinds(each)]
+
+
+class _Shown:
+    """What wrappers see while they save or load."""
+
+    def __init__(self, saved: Mapping[Optimizer, SavedState]) -> None:
+        self._saved = saved
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "torchrec's wrapper of an attached optimizer is not copied or pickled: build another,"
+            " attach it, and load the state_dict()"
+        )
+
+    def state_dict(self, wrapper: Any) -> dict[str, Any]:
+        shown = {kept: each.shown(kept, to_write=False) for kept, each in self._saved.items()}
+        state: dict[str, Any] = type(wrapper).state_dict(_stand_in(wrapper, shown))
+        return state
+
+    def load_state_dict(self, wrapper: Any, state_dict: Mapping[str, Any]) -> None:
+        shown = {kept: each.shown(kept, to_write=True) for kept, each in self._saved.items()}
+        type(wrapper).load_state_dict(_stand_in(wrapper, shown), state_dict)
+        for kept, each in self._saved.items():
+            each.was_written(shown[kept])
+
+
+def _stand_in(wrapper: Any, shown: Mapping[Optimizer, Mapping[Any, Any]]) -> Any:
+    """A wrapper as it is, but for the state that it sees."""
+    own = {name: value for name, value in vars(wrapper).items() if name not in _SHOWN}
+    if _COMBINED in _kinds(wrapper):
+        own["_optims"] = [(name, _stand_in(each, shown)) for name, each in wrapper.optimizers]
+    elif not (within := _within(wrapper)):
+        return wrapper
+    elif within[0] in shown:
+        own["state"] = shown[within[0]]
+    elif _KEYED in _kinds(within[0]):
+        own["_optimizer"] = _stand_in(within[0], shown)
+        own["state"] = own["_optimizer"].state
+    made = object.__new__(type(wrapper))
+    vars(made).update(own)
+    return made
