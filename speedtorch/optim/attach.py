@@ -26,8 +26,12 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     From here on the optimizer sees the rows of a step and their state, and nothing else changes:
     the same step(), schedulers, scalers and state_dict(), which holds the state of all rows. Attach
     before the first use or loading: the table then takes its memory once, with the state as part of
-    each row's record; rows that are there already move to a new table. The module's state_dict()
-    then has a contiguous copy of the weight, or without room for one a view of the records.
+    each row's record; rows that are there already move to a new table. state_dict() of the module
+    and of the optimizer then have contiguous copies, or without room for one a view of the records.
+
+    load_state_dict() loads all of a state or nothing. Where it is interrupted while it copies rows,
+    their next use copies them all, and raises what is in the way. torch.distributed.checkpoint
+    loads a process that has stepped nothing by get_state_dict(), load() and set_state_dict().
 
     A step changes the rows that it has looked up, and there is one step count for all rows, as with
     torch.optim.SparseAdam. A momentum buffer starts as zeros (torch's SGD starts it as the first
@@ -41,9 +45,10 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
 
     Args:
         optimizer: any torch optimizer that treats rows separately, also one that torch does not
-            define, and one that accelerate, Lightning or Fabric has wrapped. One with a
+            define, and one that accelerate, Lightning, Fabric or torchrec has wrapped: attach the
+            outermost of torchrec's wrappers, whose state_dict() then has all rows. One with a
             load_state_dict of its own loads as that does, which may take the state of all rows to
-            the parameter's device for a moment.
+            the parameter's device for a moment; torchrec's write in place, row after row.
         module: an Embedding or EmbeddingBag, or a module that contains some; those are attached
             whose weight the optimizer holds.
 
@@ -52,7 +57,8 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         ValueError: the optimizer holds no Embedding's weight of the module, it or another is
             attached to it already, it is a copy of an attached one, or it breaks the rule above.
             Nothing has changed.
-        MemoryError: there is no room for the state. Nothing has changed.
+        MemoryError: there is no room for the state, or to try the optimizer (on a GPU
+            torch.OutOfMemoryError). Nothing has changed.
 
     Example:
         >>> import speedtorch, torch

@@ -6,6 +6,9 @@ Needs those libraries: make clients.
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,91 @@ def test_an_optimizer_that_lightning_wraps_is_attached(tmp_path: Path, manual: b
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     saved = torch.load(tmp_path / "model.ckpt", weights_only=False)
     assert_same_bytes(saved["state_dict"]["model.words.weight"], ours.state_dict()["words.weight"])
+
+
+def with_accelerate(model: nn.Module, make: Any, folder: Path, steps: range, resumes: bool) -> None:
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, make(model.parameters()))
+    speedtorch.attach(optimizer, model)
+    if resumes:
+        accelerator.load_state(str(folder / "state"))
+    for number in steps:
+        optimizer.zero_grad()
+        accelerator.backward(model(batch(number)).square().sum())
+        optimizer.step()
+    if not resumes:
+        accelerator.save_state(str(folder / "state"))
+
+
+def with_lightning(model: nn.Module, make: Any, folder: Path, steps: range, resumes: bool) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return self.model(batch[0]).square().sum()
+
+        def configure_optimizers(self) -> optim.Optimizer:
+            optimizer = make(self.model.parameters())
+            speedtorch.attach(optimizer, self.model)
+            return optimizer
+
+        def train_dataloader(self) -> Any:
+            batches = torch.stack([batch(self.trainer.current_epoch)])
+            return torch.utils.data.DataLoader(batches)
+
+    trainer = lightning.Trainer(
+        max_epochs=steps.stop,
+        reload_dataloaders_every_n_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(Task(), ckpt_path=str(folder / "all.ckpt") if resumes else None)
+    if not resumes:
+        trainer.save_checkpoint(folder / "all.ckpt")
+
+
+def batch(number: int) -> Tensor:
+    return torch.randint(20, (6,), generator=torch.Generator().manual_seed(number))
+
+
+OPTIMIZERS = {
+    "Adam": lambda p: optim.Adam(p, lr=0.1, amsgrad=True),
+    "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.1),
+}
+
+
+def train_part(way: str, name: str, folder: str, steps: range, resumes: bool) -> dict[str, Tensor]:
+    torch.manual_seed(7 if resumes else 0)
+    model = Model()
+    globals()[f"with_{way}"](model, OPTIMIZERS[name], Path(folder), steps, resumes)
+    torch.save(model.state_dict(), Path(folder, "last.pt"))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["accelerate", "lightning"])
+def test_a_fresh_process_goes_on_with_what_a_library_has_saved(
+    way: str, name: str, tmp_path: Path
+) -> None:
+    expected = train_part(way, name, str(tmp_path), range(6), False)
+    train_part(way, name, str(tmp_path), range(3), False)
+    given = (way, name, str(tmp_path), range(3, 6), True)
+    program = f"import test_clients_libraries as t; t.train_part(*{given!r})"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    resumed = torch.load(tmp_path / "last.pt")
+    for key, value in expected.items():
+        assert_same_bytes(resumed[key], value)
 
 
 class Words(nn.Module):

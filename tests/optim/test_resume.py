@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
 from optimizer_cases import CASES
+from rank_processes import in_processes
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -232,3 +233,36 @@ def test_plain_torch_goes_on_from_what_was_saved(name: str, dtype: torch.dtype) 
     go_on(resumed, optimizer, range(3, 6))
     assert_same(resumed.state_dict(), theirs.state_dict())
     assert_same(optimizer.state_dict(), their_optimizer.state_dict())
+
+
+def check_ranks_go_on(folder: str) -> None:
+    def begin_one(seed: int) -> Training:
+        torch.manual_seed(seed)
+        model = nn.Sequential(speedtorch.Embedding(200, 2))
+        speedtorch.shard(model)
+        optimizer = optim.Adam(model.parameters(), lr=0.25)
+        speedtorch.attach(optimizer, model)
+        return model, [optimizer]
+
+    def train_one(training: Training, steps: range) -> dict[str, Tensor]:
+        model, (optimizer,) = training
+        for number in steps:
+            optimizer.zero_grad()
+            model(torch.arange(number, 200, 3)).square().sum().backward()
+            optimizer.step()
+        table = model[0].table
+        return {name: table[name].clone() for name in table.fields}
+
+    training, way = begin_one(0), WithCheckpoint()
+    train_one(training, range(3))
+    way.save(training, Path(folder))
+    expected = train_one(training, range(3, 5))
+    again = begin_one(1)
+    way.load(again, Path(folder))
+    assert_same(train_one(again, range(3, 5)), expected)
+    assert_same(again[1][0].state_dict()["state"][0]["step"], torch.tensor(5.0))
+
+
+@pytest.mark.slow
+def test_ranks_that_have_stepped_nothing_go_on(tmp_path: Path) -> None:
+    in_processes(2, check_ranks_go_on, str(tmp_path))
