@@ -199,7 +199,7 @@ def _kept(
                 each.exchange.move_again()
         torch.set_rng_state(random[0])
         torch.cuda.set_rng_state(random[1], device)
-        with torch.no_grad():
+        with torch.no_grad(), as_plain():
             for p, value in before.values():
                 p.copy_(value)
             for optimizer, known in zip(optimizers, states, strict=True):
@@ -211,10 +211,10 @@ def _put_back(optimizer: Optimizer, known: dict[Tensor, dict[str, Any]], held: s
     for parameter, state in optimizer.state.items():
         before = known.get(parameter, {})
         if missing := [name for name, value in state.items() if name not in before]:
-            if id(parameter) in held:
-                continue
             learnt = learn_state(optimizer, parameter)
-            first = {**learnt.scalar_state, **learnt.row_state}
+            # The table has the state of rows; the optimizer gets it at its first step.
+            rows = {} if id(parameter) in held else learnt.row_state
+            first = {**learnt.scalar_state, **rows}
             before = {**{name: first[name] for name in missing if name in first}, **before}
         for name, value in state.items():
             if isinstance(value, Tensor) and isinstance(before.get(name), Tensor):

@@ -283,7 +283,8 @@ class FixedBlocks:
 
     def clear_others(self) -> None:
         """Makes what lies beyond the held rows zeros again, whatever an optimizer made of it."""
-        torch.ops.speedtorch.clear_rows(self.rows, self._number)
+        if self.rows:  # a step before the first lookup finds none made
+            torch.ops.speedtorch.clear_rows(self.rows, self._number)
 
     def halt(self) -> None:
         """Lets no row move."""

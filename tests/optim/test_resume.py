@@ -21,10 +21,16 @@ from optimizer_cases import CASES
 from rank_processes import in_processes
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from warm_python import warm_python
 
 import speedtorch
+from speedtorch.nn.graphed import _put_back
 
 ROWS, WIDTH = 30, 4
 # Adagrad makes its state in its constructor; that of Rprop and ASGD starts with the learning rate.
@@ -233,6 +239,29 @@ def test_plain_torch_goes_on_from_what_was_saved(name: str, dtype: torch.dtype) 
     go_on(resumed, optimizer, range(3, 6))
     assert_same(resumed.state_dict(), theirs.state_dict())
     assert_same(optimizer.state_dict(), their_optimizer.state_dict())
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_a_step_with_gradients_of_zeros_counts_and_trains_no_row(capacity: int | None) -> None:
+    model = nn.Sequential(speedtorch.Embedding(ROWS, WIDTH, capacity=capacity))
+    adam = optim.Adam(model.parameters(), lr=0.1)
+    speedtorch.attach(adam, model)
+    before = model.state_dict()["0.weight"].clone()
+    state = get_optimizer_state_dict(model, adam)["state"]["0.weight"]
+    assert state["exp_avg"].shape == (ROWS, WIDTH) and state["step"] == 1
+    assert not bool(state["exp_avg"].any())
+    assert_same_bytes(model.state_dict()["0.weight"], before)
+
+
+def test_what_a_graph_has_tried_out_before_the_first_step_counts_for_nothing() -> None:
+    model = nn.Sequential(speedtorch.Embedding(ROWS, WIDTH))
+    adam = optim.Adam(model.parameters(), lr=0.1)
+    speedtorch.attach(adam, model)
+    assert not adam.state
+    model(torch.arange(3)).sum().backward()
+    adam.step()
+    _put_back(adam, {}, {id(model[0].weight)})
+    assert adam.state_dict()["state"][0]["step"] == 0
 
 
 def check_ranks_go_on(folder: str) -> None:
