@@ -21,14 +21,15 @@ from torch import nn, optim
 import speedtorch
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
-keyed = pytest.importorskip("torchrec.optim.keyed")
 
 
 def wrapped(model: nn.Module, make: Any) -> Any:
+    keyed = pytest.importorskip("torchrec.optim.keyed")
     return keyed.KeyedOptimizerWrapper(dict(model.named_parameters()), lambda p: make(p, lr=0.1))
 
 
 def combined(model: nn.Module, make: Any) -> Any:
+    keyed = pytest.importorskip("torchrec.optim.keyed")
     parts = [
         keyed.KeyedOptimizerWrapper(
             {f"{name}.{n}": p for n, p in part.named_parameters()}, lambda p: make(p, lr=0.1)
