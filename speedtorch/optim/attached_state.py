@@ -54,7 +54,7 @@ class AttachedState:
         """Whether the state is that of after some step; the optimizer's own state has it then."""
         self._held: list[Tensor] = []
         """The state of the held rows as it was put there last."""
-        self._loading: Loading | None = None
+        self.loading: Loading | None = None
         """What load_state_dict gives the rows; None once all of it is in the table."""
         self._counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
@@ -102,33 +102,34 @@ class AttachedState:
         """
         if not self.names:
             return
-        entries = self.entries()
+        optimizer, rows = self.optimizer(), self._rows_reference()
+        if optimizer is not None and rows is not None:
+            self._entries = optimizer.state.setdefault(rows.parameter, {})
+        entries = self._entries
         for name, value in self.probe.scalar_state.items():
             if name not in entries:
                 entries[name] = snapshot(value)
         entries.update(zip(self.names, self._held, strict=True))
-        if (optimizer := self.optimizer()) is not None:
-            optimizer.state[self.table_rows.parameter] = entries
 
     def complete(self) -> None:
         """See HeldState."""
-        if (loading := self._loading) is None or not loading.is_assigned(self.optimizer()):
+        if (loading := self.loading) is None or not loading.is_assigned(self.optimizer()):
             return
         try:
-            self._loading = None  # the table asks to be completed before it is written to
+            self.loading = None  # the table asks to be completed before it is written to
             self._put(loading.entries)
         except BaseException:
-            self._loading = loading
+            self.loading = loading
             raise
 
     def expect(self, loading: Loading | None) -> None:
         """Says what load_state_dict gives the rows once it has come to its end."""
-        self._loading = loading
+        self.loading = loading
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step; RuntimeError if with the settings of now it keeps other state."""
         self.complete()
-        self._loading = None  # what a load that failed has left
+        self.loading = None  # what a load that failed has left
         if self._counts_anew:
             self._counts_anew = False
             warnings.warn(

@@ -140,6 +140,10 @@ class HeldState(Protocol):
     sparse: bool
     """Whether the optimizer takes sparse gradients only."""
 
+    @property
+    def loading(self) -> object | None:
+        """What complete() may have to finish."""
+
     def rows(self) -> Rows:
         """The state of the held rows, field by field."""
 
@@ -413,7 +417,7 @@ class Exchange:
 
         With `ahead` rows of the batch after it are sent for as well, if it is planned.
         """
-        if (state := self._shown.kept.state) is not None:
+        if (state := self._shown.kept.state) is not None and state.loading is not None:
             state.complete()
         if self._joint is not None:
             self._joint.complete(ahead=ahead)
