@@ -17,6 +17,7 @@ from speedtorch.memory.calibration import kept_link_gbps
 from speedtorch.memory.host_memory import available_bytes, default_kind, memory_stats
 from speedtorch.memory.nvml import ask_driver
 from speedtorch.memory.sysfs import listed, pci_address, told
+from speedtorch.ops.functions import _ops
 from speedtorch.version import __version__
 
 __all__ = ["Gpu", "Host", "Info", "Link", "info"]
@@ -169,10 +170,10 @@ def info() -> Info:
 
 
 def _kernels() -> str:
-    if not torch.ops.speedtorch.built_with_cuda():
+    if not _ops.built_with_cuda():
         return "CPU (built without nvcc, or with SPEEDTORCH_CUDA=0)"
     try:
-        torch.ops.speedtorch.check_driver()
+        _ops.check_driver()
     except RuntimeError as error:
         return f"CPU ({error})"
     return "CPU and CUDA"

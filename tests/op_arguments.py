@@ -80,7 +80,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "pinned_copy": (ops.pinned_copy.default, (table[:COUNT].clone(), block)),
         "sum_rows": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3)),
         "sum_rows, of bags": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3, ids(1, 1, 0, 3))),
-        "sum_rows.counted": (ops.sum_rows.counted, (sums, plan, ROWS, 0, 5, ids(3))),
+        "sum_rows.counted": (ops.sum_rows.counted, (sums, plan, ids(3), ROWS, 0, 5)),
         "table_ids": (
             ops.table_ids.default,
             (index, ids(0, 1, 1, 3, 4), ids(0, 9, 9, 3).view(2, 2), 2),

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "call/arguments.h"
+#include "call/list_ops.h"
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
 #include "ops/clear_rows_launch.h"
@@ -50,13 +51,9 @@ void clear_rows(const Tensors& rows, const Tensor& count) {
   }
 }
 
+const ListOps kListOps{
+    {"clear_rows(Tensor(a! -> *)[] rows, Tensor count) -> ()", TORCH_BOX(&clear_rows)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def("clear_rows(Tensor(a!)[] rows, Tensor count) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("clear_rows", TORCH_BOX(&speedtorch::clear_rows));
-}

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "call/arguments.h"
+#include "call/list_ops.h"
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
 #include "move/cpu_mover.h"
@@ -148,17 +149,13 @@ void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
   }
 }
 
+const ListOps kListOps{
+    {"hold_rows(Tensor(a! -> *)[] held, Tensor(b! -> *)[] coming, Tensor(c! -> *)[] left, Tensor "
+     "stay_places, Tensor stay_from, Tensor leaving, Tensor leaving_places, Tensor counts, Tensor "
+     "ids, Tensor(d!) held_ids, Tensor(e!) held_status, Tensor(f!) left_ids, Tensor(g!) "
+     "left_count) -> ()",
+     TORCH_BOX(&hold_rows)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def(
-      "hold_rows(Tensor(a!)[] held, Tensor(b!)[] coming, Tensor(c!)[] left, Tensor stay_places, "
-      "Tensor stay_from, Tensor leaving, Tensor leaving_places, Tensor counts, Tensor ids, "
-      "Tensor(d!) held_ids, Tensor(e!) held_status, Tensor(f!) left_ids, Tensor(g!) left_count) "
-      "-> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("hold_rows", TORCH_BOX(&speedtorch::hold_rows));
-}

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "call/arguments.h"
+#include "call/list_ops.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
@@ -504,34 +505,27 @@ void optimizer_state_swap_planned(const Tensors& host, const Tensors& leaving, c
   swap(host, leaving, evict, plan(evict_plan), arriving, load, plan(load_plan));
 }
 
+const ListOps kListOps{
+    {"optimizer_state_swap(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor(b! -> "
+     "*)[] arriving, Tensor load) -> ()",
+     TORCH_BOX(&optimizer_state_swap)},
+    {"optimizer_state_swap.planned(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, "
+     "Tensor[] evict_plan, Tensor(b! -> *)[] arriving, Tensor load, Tensor[] load_plan) -> ()",
+     TORCH_BOX(&optimizer_state_swap_planned)},
+    {"optimizer_state_swap.placed(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor "
+     "evict_places, Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places) -> ()",
+     TORCH_BOX(&swap_placed)},
+    // For counts that only the GPU knows.
+    {"optimizer_state_swap.counted(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor "
+     "evict_places, Tensor evict_count, Tensor(b! -> *)[] arriving, Tensor load, Tensor "
+     "load_places, Tensor load_count) -> ()",
+     TORCH_BOX(&swap_counted)},
+    // Of tables whose rows are numbered one after another, and their fields listed so.
+    {"optimizer_state_swap.tables(Tensor(a! -> *)[] host, int tables, Tensor[] leaving, Tensor "
+     "evict, Tensor evict_places, Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places) -> "
+     "()",
+     TORCH_BOX(&swap_tables)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def(
-      "optimizer_state_swap(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor(b!)[] "
-      "arriving, Tensor load) -> ()");
-  m.def(
-      "optimizer_state_swap.planned(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor[]"
-      " evict_plan, Tensor(b!)[] arriving, Tensor load, Tensor[] load_plan) -> ()");
-  m.def(
-      "optimizer_state_swap.placed(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor "
-      "evict_places, Tensor(b!)[] arriving, Tensor load, Tensor load_places) -> ()");
-  // Where nobody knows how many rows there are but the GPU.
-  m.def(
-      "optimizer_state_swap.counted(Tensor(a!)[] host, Tensor[] leaving, Tensor evict, Tensor "
-      "evict_places, Tensor evict_count, Tensor(b!)[] arriving, Tensor load, Tensor load_places, "
-      "Tensor load_count) -> ()");
-  // Of tables whose rows are numbered one after another, and their fields listed so.
-  m.def(
-      "optimizer_state_swap.tables(Tensor(a!)[] host, int tables, Tensor[] leaving, Tensor evict, "
-      "Tensor evict_places, Tensor(b!)[] arriving, Tensor load, Tensor load_places) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("optimizer_state_swap", TORCH_BOX(&speedtorch::optimizer_state_swap));
-  m.impl("optimizer_state_swap.planned", TORCH_BOX(&speedtorch::optimizer_state_swap_planned));
-  m.impl("optimizer_state_swap.placed", TORCH_BOX(&speedtorch::swap_placed));
-  m.impl("optimizer_state_swap.tables", TORCH_BOX(&speedtorch::swap_tables));
-  m.impl("optimizer_state_swap.counted", TORCH_BOX(&speedtorch::swap_counted));
-}

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "call/arguments.h"
+#include "call/list_ops.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
@@ -135,6 +136,13 @@ void pinned_gather_planned_out(const Tensor& table, const Tensor& index, const T
   gather_into(table, index, plan, out);
 }
 
+const ListOps kListOps{
+    {"pinned_gather.planned(Tensor table, Tensor index, Tensor[] plan) -> Tensor",
+     TORCH_BOX(&gather_new<Tensors>)},
+    {"pinned_gather.planned_out(Tensor table, Tensor index, Tensor[] plan, Tensor(a!) out) -> ()",
+     TORCH_BOX(&pinned_gather_planned_out)},
+};
+
 }  // namespace
 }  // namespace speedtorch
 
@@ -143,16 +151,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
   // The same without the autograd kernel, which costs as much again as a small gather.
   m.def("pinned_gather_detached(Tensor table, Tensor index) -> Tensor");
   m.def("pinned_gather.out(Tensor table, Tensor index, Tensor(a!) out) -> ()");
-  m.def("pinned_gather.planned(Tensor table, Tensor index, Tensor[] plan) -> Tensor");
-  m.def(
-      "pinned_gather.planned_out(Tensor table, Tensor index, Tensor[] plan, Tensor(a!) out) -> "
-      "()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("pinned_gather", TORCH_BOX(&speedtorch::gather_new<>));
   m.impl("pinned_gather_detached", TORCH_BOX(&speedtorch::gather_new<>));
   m.impl("pinned_gather.out", TORCH_BOX(&speedtorch::pinned_gather_out));
-  m.impl("pinned_gather.planned", TORCH_BOX(&speedtorch::gather_new<speedtorch::Tensors>));
-  m.impl("pinned_gather.planned_out", TORCH_BOX(&speedtorch::pinned_gather_planned_out));
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "call/arguments.h"
+#include "call/list_ops.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
@@ -156,17 +157,19 @@ void pinned_scatter_planned(const Tensor& table, const Tensor& index, const Tens
   scatter(table, index, src, plan, accumulate);
 }
 
+const ListOps kListOps{
+    {"pinned_scatter.planned(Tensor(a!) table, Tensor index, Tensor src, Tensor[] plan, bool "
+     "accumulate=False) -> ()",
+     TORCH_BOX(&pinned_scatter_planned)},
+};
+
 }  // namespace
 }  // namespace speedtorch
 
 STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
   m.def("pinned_scatter(Tensor(a!) table, Tensor index, Tensor src, bool accumulate=False) -> ()");
-  m.def(
-      "pinned_scatter.planned(Tensor(a!) table, Tensor index, Tensor src, Tensor[] plan, bool "
-      "accumulate=False) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
   m.impl("pinned_scatter", TORCH_BOX(&speedtorch::pinned_scatter));
-  m.impl("pinned_scatter.planned", TORCH_BOX(&speedtorch::pinned_scatter_planned));
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "call/arguments.h"
+#include "call/list_ops.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
@@ -119,14 +120,11 @@ std::vector<Tensor> split_plan(const Tensors& plan, const Tensor& offsets, const
   return made;
 }
 
+// For speedtorch/ops/joint_batch.py.
+const ListOps kListOps{
+    {"split_plan(Tensor[] plan, Tensor offsets, Tensor ranges, int table_rows) -> Tensor[]",
+     TORCH_BOX(&split_plan)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  // For speedtorch/ops/joint_batch.py.
-  m.def("split_plan(Tensor[] plan, Tensor offsets, Tensor ranges, int table_rows) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("split_plan", TORCH_BOX(&speedtorch::split_plan));
-}

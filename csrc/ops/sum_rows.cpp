@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "call/arguments.h"
+#include "call/list_ops.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
@@ -139,26 +140,21 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
   return summed(rows, plan, table_rows, begin, distinct, std::nullopt, source);
 }
 
-Tensor sum_rows_counted(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
-                        int64_t capacity, const Tensor& named,
+// Its third argument tells it from sum_rows, as TorchScript's archives name no overload.
+Tensor sum_rows_counted(const Tensor& rows, const Tensors& plan, const Tensor& named,
+                        int64_t table_rows, int64_t begin, int64_t capacity,
                         const std::optional<Tensor>& source) {
   return summed(rows, plan, table_rows, begin, capacity, named, source);
 }
 
+const ListOps kListOps{
+    {"sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct, Tensor? "
+     "source=None) -> Tensor",
+     TORCH_BOX(&sum_rows)},
+    {"sum_rows.counted(Tensor rows, Tensor[] plan, Tensor named, int table_rows, int begin, int "
+     "capacity, Tensor? source=None) -> Tensor",
+     TORCH_BOX(&sum_rows_counted)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def(
-      "sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct, Tensor? "
-      "source=None) -> Tensor");
-  m.def(
-      "sum_rows.counted(Tensor rows, Tensor[] plan, int table_rows, int begin, int capacity, "
-      "Tensor "
-      "named, Tensor? source=None) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("sum_rows", TORCH_BOX(&speedtorch::sum_rows));
-  m.impl("sum_rows.counted", TORCH_BOX(&speedtorch::sum_rows_counted));
-}

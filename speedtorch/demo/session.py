@@ -13,6 +13,7 @@ from types import FrameType
 import torch
 
 from speedtorch.demo.settings import CommonSettings
+from speedtorch.ops.functions import _ops
 
 __all__ = ["DIFFERENT", "STOPPED", "choose_device", "ended", "interrupt", "make_folder"]
 
@@ -29,7 +30,7 @@ def choose_device(settings: CommonSettings) -> torch.device:
     """
     name, seed = settings.device, settings.seed
     memory = getattr(settings, "memory", "auto")
-    usable = torch.cuda.is_available() and torch.ops.speedtorch.built_with_cuda()
+    usable = torch.cuda.is_available() and _ops.built_with_cuda()
     if name == "cuda" and not usable:
         reason = "torch sees no GPU" if not torch.cuda.is_available() else "built without nvcc"
         raise ValueError(f"device cuda cannot be used: {reason}; use --device cpu")

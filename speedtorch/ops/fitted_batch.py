@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import plan_ids
+from speedtorch.ops.functions import _ops, plan_ids
 from speedtorch.ops.planned_batch import Parts
 
 __all__ = ["BAD_IDS", "TOO_MANY", "Changes", "FittedBatch", "raises_at_once", "too_many"]
@@ -94,7 +94,7 @@ class FittedBatch:
     def compared(self, held: Tensor, held_status: Tensor, halt: Tensor, fault: Tensor) -> Changes:
         """What changes when its rows follow on held ones; see compare_rows.fitting."""
         unique, _, _, _, status = self.parts.plan
-        compare, rows = torch.ops.speedtorch.compare_rows.fitting, self.parts.rows
+        compare, rows = _ops.compare_rows.fitting, self.parts.rows
         padding, size = self._padding, self.capacity
         lists = compare(unique, status, held, held_status, padding, size, rows, halt, fault)
         return Changes(*lists)
@@ -151,13 +151,13 @@ class FittedBatch:
         size, named = self.capacity, self.number
         if self._padding >= 0:  # the sum that follows those of the rows
             size, named = size + 1, self.parts.plan[4][3:4].where(named > 0, 0)
-        summed: Tensor = torch.ops.speedtorch.sum_rows.counted(
+        summed: Tensor = _ops.sum_rows.counted(
             rows,
             self.parts.plan,
+            named,
             self.parts.rows,
             self.parts.begin(part),
             size,
-            named,
             source,
         )
         return summed[: self.capacity]

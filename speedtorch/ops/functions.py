@@ -12,7 +12,6 @@ import atexit
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from speedtorch.torch_internals import is_forward_mode
+from speedtorch.torch_internals import is_forward_mode, sparse_coo
 
 __all__ = [
     "optimizer_state_swap",
@@ -44,21 +43,46 @@ except ImportError as error:
         " `make setup` or `pip install --no-build-isolation .` in a checkout"
     ) from error
 
-_ops = torch.ops.speedtorch
+
+def _checked(op: Any) -> Callable[..., Any]:
+    """An op that raises torch.OutOfMemoryError, which no library of the stable ABI can throw."""
+
+    def call(*args: object) -> Any:
+        try:
+            return op(*args)
+        except RuntimeError as error:
+            if ": out of memory: " in str(error):
+                raise torch.OutOfMemoryError(str(error)) from None
+            raise
+
+    return call
+
+
+def _overloads(name: str) -> dict[str, Any]:
+    """The overloads of an op; of one with lists that which takes the lists made for its call."""
+    found: dict[str, Any] = {}
+    for library in (torch.ops.speedtorch, torch.ops.speedtorch_lists):
+        if (packet := getattr(library, name, None)) is not None:
+            found |= {overload: getattr(packet, overload) for overload in packet.overloads()}
+    return found
+
+
+class _Ops:
+    """The library's ops as the package calls them: `_ops.<op>` and `_ops.<op>.<overload>`."""
+
+    def __getattr__(self, name: str) -> Any:
+        overloads = {each: _checked(op) for each, op in _overloads(name).items()}
+        if "default" not in overloads:
+            raise AttributeError(f"speedtorch: the library has no op {name!r}")
+        call = overloads.pop("default")
+        vars(call).update(overloads)
+        setattr(self, name, call)
+        return call
+
+
+_ops = _Ops()
 # Tensors that go while the interpreter ends must make no CUDA call any more.
 atexit.register(_ops.stop)
-
-
-def _known(error: RuntimeError) -> RuntimeError:
-    """An op's error; torch's own where memory ran out, which no library can throw."""
-    return torch.OutOfMemoryError(str(error)) if ": out of memory: " in str(error) else error
-
-
-def _call(op: Any, *args: object) -> Any:
-    try:
-        return op(*args)
-    except RuntimeError as error:
-        raise _known(error) from None
 
 
 def not_ids(name: str, given: object) -> TypeError:
@@ -108,11 +132,11 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
     """
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
-    plan: list[Tensor] = _call(_ops.plan_rows, index, rows)
+    plan: list[Tensor] = _ops.plan_rows(index, rows)
     return plan
 
 
-plan_ids: Callable[[Tensor, int], list[Tensor]] = partial(_call, _ops.plan_rows)
+plan_ids: Callable[[Tensor, int], list[Tensor]] = _ops.plan_rows
 """plan_rows for who makes its arguments itself."""
 
 
@@ -127,7 +151,7 @@ def compare_rows(
     status, then all rows, those that stay, arrive and leave. The row `padding` is none; -1: each
     is one.
     """
-    made = _call(_ops.compare_rows, index, rows, held, held_status, padding)
+    made = _ops.compare_rows(index, rows, held, held_status, padding)
     counts = made[4]
     return [*made[:4], counts[:8], *made[5:], counts]
 
@@ -172,27 +196,25 @@ def pinned_gather(
         )
     if out is not None:
         _check_written("pinned_gather", "out", out)
-    try:  # not by _call: small gathers are many, and a Python call is felt
-        if out is None:
-            if plan is not None:
-                out = _ops.pinned_gather.planned(table, index, list(plan))
-            elif getattr(table, "requires_grad", False):
-                out = _ops.pinned_gather(table, index)
-            else:
-                out = _ops.pinned_gather_detached(table, index)
+    if out is None:
+        made: Tensor
+        if plan is not None:
+            made = _ops.pinned_gather.planned(table, index, list(plan))
+        elif getattr(table, "requires_grad", False):
+            made = _ops.pinned_gather(table, index)
         else:
-            trained = getattr(table, "requires_grad", True) or getattr(out, "requires_grad", True)
-            with torch.no_grad() if trained else nullcontext():  # which takes a tenth of the call
-                if plan is None:
-                    _ops.pinned_gather.out(table, index, out)
-                else:
-                    _ops.pinned_gather.planned_out(table, index, list(plan), out)
-    except RuntimeError as error:
-        raise _known(error) from None
+            made = _gathered(table, index)
+        return made
+    trained = getattr(table, "requires_grad", True) or getattr(out, "requires_grad", True)
+    with torch.no_grad() if trained else nullcontext():  # which takes a tenth of the call
+        if plan is None:
+            _ops.pinned_gather.out(table, index, out)
+        else:
+            _ops.pinned_gather.planned_out(table, index, list(plan), out)
     return out
 
 
-_gathered: Callable[[Tensor, Tensor], Tensor] = partial(_call, _ops.pinned_gather_detached)
+_gathered: Callable[[Tensor, Tensor], Tensor] = _ops.pinned_gather_detached
 _MANY_ROWS = 1 << 16
 
 
@@ -240,9 +262,9 @@ def pinned_scatter(
     trained = getattr(table, "requires_grad", True) or getattr(src, "requires_grad", True)
     with torch.no_grad() if trained else nullcontext():  # which takes a tenth of the call
         if plan is None:
-            _call(_ops.pinned_scatter, table, index, src, accumulate)
+            _ops.pinned_scatter(table, index, src, accumulate)
         else:
-            _call(_ops.pinned_scatter.planned, table, index, src, list(plan), accumulate)
+            _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
 
 
 def pinned_copy(dst: Tensor, src: Tensor) -> None:
@@ -267,24 +289,24 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
     """
     _check_written("pinned_copy", "dst", dst)
     with torch.no_grad():
-        _call(_ops.pinned_copy, dst, src)
+        _ops.pinned_copy(dst, src)
 
 
-swap_placed: Callable[..., None] = partial(_call, _ops.optimizer_state_swap.placed)
+swap_placed: Callable[..., None] = _ops.optimizer_state_swap.placed
 """optimizer_state_swap for who makes its arguments itself, in the op's order: lists, no gradients.
 
 These are host, leaving, evict, evict_places, arriving, load and load_places.
 """
 
 
-swap_tables: Callable[..., None] = partial(_call, _ops.optimizer_state_swap.tables)
+swap_tables: Callable[..., None] = _ops.optimizer_state_swap.tables
 """As swap_placed for several tables: host lists the fields of one after another, as ids count.
 
 Their number follows host.
 """
 
 
-swap_counted: Callable[..., None] = partial(_call, _ops.optimizer_state_swap.counted)
+swap_counted: Callable[..., None] = _ops.optimizer_state_swap.counted
 """As swap_placed for the first entries of each list: its number of them, `[1]`, follows it."""
 
 
@@ -359,7 +381,7 @@ def optimizer_state_swap(
         if evict_places is None and load_places is None:
             plans = list(evict_plan or ()), list(load_plan or ())
             swap = _ops.optimizer_state_swap.planned
-            _call(swap, host, leaving, evict, plans[0], arriving, load, plans[1])
+            swap(host, leaving, evict, plans[0], arriving, load, plans[1])
         elif evict_places is None or load_places is None or evict_plan or load_plan:
             raise ValueError(
                 "optimizer_state_swap: evict_places and load_places go together, and with no plan"
@@ -411,7 +433,7 @@ def sum_rows(
     """
     if distinct is None:
         distinct = int(plan[4][3])
-    summed: Tensor = _call(_ops.sum_rows, rows, list(plan), table_rows, begin, distinct, source)
+    summed: Tensor = _ops.sum_rows(rows, list(plan), table_rows, begin, distinct, source)
     return summed
 
 
@@ -454,7 +476,7 @@ def table_ids(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> tup
     """
     if not isinstance(ids, Tensor):
         raise not_ids("ids", ids)
-    rows, bags = _call(_ops.table_ids, ids, offsets, ranges, samples)
+    rows, bags = _ops.table_ids(ids, offsets, ranges, samples)
     return rows, bags
 
 
@@ -489,7 +511,7 @@ def pool_rows(
         >>> pool_rows(rows, torch.tensor([0, 2, 1, 1]), offsets, features=2).tolist()
         [[5.0], [2.0], [0.0], [2.0]]
     """
-    pooled: Tensor = _call(_ops.pool_rows, rows, places, offsets, features, mean)
+    pooled: Tensor = _ops.pool_rows(rows, places, offsets, features, mean)
     return pooled
 
 
@@ -603,14 +625,18 @@ def _compare_rows_fitting_fake(
 def _sum_rows_counted_fake(
     rows: Tensor,
     plan: list[Tensor],
+    named: Tensor,
     table_rows: int,
     begin: int,
     capacity: int,
-    named: Tensor,
     source: Tensor | None = None,
 ) -> Tensor:
     _refuse_meta_mix(rows, plan, named, source)
     return rows.new_empty((capacity, *rows.shape[1:]))
+
+
+def _explain_move_fake(table: Tensor, ids: int, direction: int, accumulate: bool) -> Tensor:
+    return table.new_empty(7, dtype=torch.float64, device="cpu")
 
 
 _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
@@ -637,9 +663,49 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "optimizer_state_swap.counted": _refuse_meta_mix,
     "hold_rows": _refuse_meta_mix,
     "clear_rows": _refuse_meta_mix,
+    "check_owner": _refuse_meta_mix,
+    "throw_pending": _refuse_meta_mix,
+    "explain_move": _explain_move_fake,
 }
+# They ask or change the process at the moment of the call. Dynamo takes no op that returns a number.
+_OF_THE_PROCESS = (
+    *("host_empty", "host_register", "host_unregister", "available_bytes", "memory_stats"),
+    *("memory_kind", "registration_seams"),
+    *("let_captured_go", "let_orphans_go", "managed_supported", "built_with_cuda"),
+    *("stop", "watch_graph", "graph_is_alive", "make_stream", "check_driver", "use_on"),
+    *("link_launch", "costs", "set_costs", "force_path", "num_sms", "set_num_sms"),
+)
+
+
+def _refuse_in_graphs(name: str) -> Callable[..., Any]:
+    def refuse(*args: object, **kwargs: object) -> Any:
+        raise NotImplementedError(
+            f"torch.ops.speedtorch.{name} asks or changes the process at its call, and cannot be in "
+            "a compiled or exported graph; call it outside, or in a function under "
+            "torch.compiler.disable"
+        )
+
+    return refuse
+
+
+_FAKE_KERNELS |= {_name: _refuse_in_graphs(_name) for _name in _OF_THE_PROCESS}
+
+# torch empties a list that it passes to the library (see csrc/call/list_ops.h). TorchScript passes
+# the caller's own list. A kernel in Python gets a copy of it, and passes that on.
+_shared_lists = torch.library.Library("speedtorch", "IMPL")  # type: ignore[no-untyped-call]
+_own_lists = torch.library.Library("speedtorch_lists", "IMPL")  # type: ignore[no-untyped-call]
 for _name, _kernel in _FAKE_KERNELS.items():
     torch.library.register_fake(f"speedtorch::{_name}", _kernel)
+    _op, _, _overload = _name.partition(".")
+    getattr(_ops, _op)  # found now, as torch.compile does not trace how it is found
+    _given = _overloads(_op)[_overload or "default"]
+    if _given.namespace == "speedtorch_lists":
+        torch.library.register_fake(f"speedtorch_lists::{_name}", _kernel)
+        for _key in ("CPU", "CUDA"):
+            _shared_lists.impl(_name, _checked(_given), _key)  # type: ignore[no-untyped-call]
+        # What torch.jit.trace records is run as TorchScript.
+        _traced = getattr(getattr(torch.ops.speedtorch, _op), _overload or "default")
+        _own_lists.impl(_name, _traced, "Tracer")  # type: ignore[no-untyped-call]
 
 
 def _remember_index(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -653,11 +719,12 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (index,) = ctx.saved_tensors
     rows = index.reshape(1, -1).to(device=ctx.table_device, dtype=torch.int64)
     values = grad.reshape(rows.shape[1], *ctx.table_shape[1:]).to(ctx.table_device)
-    gradient = torch.sparse_coo_tensor(rows, values, ctx.table_shape, check_invariants=False)
-    return gradient, *ctx.without_gradient
+    return sparse_coo(rows, values, ctx.table_shape), *ctx.without_gradient
 
 
-for _name in ("pinned_gather", "pinned_gather.planned"):
-    torch.library.register_autograd(
-        f"speedtorch::{_name}", _gather_backward, setup_context=_remember_index
-    )
+for _name in (
+    "speedtorch::pinned_gather",
+    "speedtorch::pinned_gather.planned",
+    "speedtorch_lists::pinned_gather.planned",
+):
+    torch.library.register_autograd(_name, _gather_backward, setup_context=_remember_index)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import compare_rows, table_ids
+from speedtorch.ops.functions import _ops, compare_rows, table_ids
 from speedtorch.ops.planned_batch import Numbers, Parts, PlannedBatch
 from speedtorch.torch_internals import current_stream
 
@@ -84,7 +84,7 @@ class JointBatch:
         held_status = held if after is None else after._status
         *made, counts = compare_rows(numbers, sum(rows), held, held_status, -1)
         plan, self._lists = made[:5], made[5:]
-        *split, status, bounds = torch.ops.speedtorch.split_plan(plan, offsets, ranges, sum(rows))
+        *split, status, bounds = _ops.split_plan(plan, offsets, ranges, sum(rows))
         lengths = [sizes, sizes, sizes, tuple(size + 1 for size in sizes)]
         pieces = [each.split(size) for each, size in zip(split, lengths, strict=True)]
         for each, *of_table in zip(parts, *pieces, status.unbind(), strict=True):

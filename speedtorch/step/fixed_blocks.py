@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speedtorch.memory import empty
 from speedtorch.ops.fitted_batch import BAD_IDS, TOO_MANY, Changes, FittedBatch, too_many
+from speedtorch.ops.functions import _ops
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
 __all__ = ["OTHER_MODULE", "REFUSED", "FixedBlocks", "of_ranks"]
@@ -127,12 +128,12 @@ class FixedBlocks:
 
     def watch_graph(self) -> None:
         """Says that the CUDA graph that is captured now uses the blocks while it is there."""
-        self._graphs.append(torch.ops.speedtorch.watch_graph(self._status))
+        self._graphs.append(_ops.watch_graph(self._status))
 
     @property
     def is_captured(self) -> bool:
         """Whether a CUDA graph uses the blocks that is still there."""
-        alive = torch.ops.speedtorch.graph_is_alive
+        alive = _ops.graph_is_alive
         self._graphs = [each for each in self._graphs if alive(each)]
         return bool(self._graphs)
 
@@ -176,7 +177,7 @@ class FixedBlocks:
             )
         put_aside = come is not False
         self._left_some, self.hold_some = put_aside, True
-        torch.ops.speedtorch.hold_rows(
+        _ops.hold_rows(
             self.rows,
             self._coming,
             self._left if put_aside else [],
@@ -284,7 +285,7 @@ class FixedBlocks:
     def clear_others(self) -> None:
         """Makes what lies beyond the held rows zeros again, whatever an optimizer made of it."""
         if self.rows:  # a step before the first lookup finds none made
-            torch.ops.speedtorch.clear_rows(self.rows, self._number)
+            _ops.clear_rows(self.rows, self._number)
 
     def halt(self) -> None:
         """Lets no row move."""

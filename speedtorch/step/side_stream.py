@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from speedtorch.ops.functions import _ops
 from speedtorch.torch_internals import current_stream
 
 __all__ = ["MemoryStream", "SharedSideStream", "SideStream", "end_of_current"]
@@ -22,7 +23,7 @@ def end_of_current(device: torch.device) -> torch.cuda.Event | None:
 @cache
 def _stream(device: int, purpose: str, beside: int | None) -> torch.cuda.Stream:
     # Not one of torch's pool: torch gives these to callers too, and caches memory for each stream.
-    made = torch.ops.speedtorch.make_stream(device)
+    made = _ops.make_stream(device)
     return torch.cuda.ExternalStream(made, device)  # type: ignore[no-untyped-call]
 
 

@@ -11,12 +11,13 @@ import torch
 from cuda_calls import INVALID_VALUE, PretendedDriver, mapping_of
 
 from speedtorch import empty, memory_kind, pin_memory_, unpin_memory_
+from speedtorch.ops.functions import _ops
 
 
 def without_managed(monkeypatch: pytest.MonkeyPatch) -> PretendedDriver:
     """A GPU that torch and the library find and that has no concurrentManagedAccess."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.ops.speedtorch, "built_with_cuda", lambda: True)
+    monkeypatch.setattr(_ops, "built_with_cuda", lambda: True)
     return PretendedDriver(False)
 
 

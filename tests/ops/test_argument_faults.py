@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from test_argument_overlaps import NAMES, assert_same
 from torch import Tensor
 
 import speedtorch
+from speedtorch.ops import functions
 
 # ------------------------------------------------------------------------------------------------
 # Memory
@@ -338,22 +341,28 @@ def test_a_direction_is_in_or_out(direction: int) -> None:
     refused(lambda: ops.link_launch(0, 16, 0, 0, 5, False, 0), "sms at least 1")
 
 
-def test_memory_that_ran_out_on_the_gpu_is_torchs_own_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Full:
-        def plan_rows(self, *_: object) -> None:
-            raise RuntimeError("plan_rows: out of memory: torch failed at allocating a tensor")
+def test_memory_that_ran_out_on_the_gpu_is_torchs_own_error() -> None:
+    def failing(message: str) -> Callable[..., Any]:
+        def op(*_: object) -> None:
+            raise RuntimeError(message)
 
-        def pinned_copy(self, *_: object) -> None:
-            raise RuntimeError("pinned_copy failed: an illegal memory access (CUDA error 700)")
+        return functions._checked(op)
 
-    monkeypatch.setattr(speedtorch.ops.functions, "_ops", Full())
     with pytest.raises(torch.OutOfMemoryError, match="plan_rows: out of memory"):
-        speedtorch.plan_rows(torch.tensor([1]), 3)
+        failing("plan_rows: out of memory: torch failed at allocating a tensor")(1)
     with pytest.raises(RuntimeError, match="illegal memory access") as caught:
-        speedtorch.pinned_copy(torch.zeros(1), torch.zeros(1))
+        failing("pinned_copy failed: an illegal memory access (CUDA error 700)")()
     assert caught.type is RuntimeError
+
+
+def test_the_package_calls_each_op_in_one_way() -> None:
+    package = Path(speedtorch.__file__).parent
+    calling = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        if re.search(r"torch\.ops\.speedtorch\w*\.\w+\(", file.read_text())
+    }
+    assert calling == set()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from speedtorch import info, memory_kind, memory_stats
 from speedtorch.info import Gpu, Host, Link
 from speedtorch.memory import calibration, sysfs
 from speedtorch.memory.nvml import Driver
+from speedtorch.ops.functions import _ops
 
 # The package's attribute of this name is the function.
 module = import_module("speedtorch.info")
@@ -317,7 +318,7 @@ def test_the_default_memory_follows_the_gpus(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.ops.speedtorch, "built_with_cuda", lambda: seen)
+    monkeypatch.setattr(_ops, "built_with_cuda", lambda: seen)
     with PretendedDriver(*gpus):
         assert info().default_memory == expected
 
