@@ -1,0 +1,279 @@
+"""TorchScript calls every op as Python does: lists stay whole, and no call is removed."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import linecache
+import subprocess
+import sys
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from op_arguments import op_arguments, tensors_of, with_tensors
+from reference import assert_same_bytes
+from torch import Tensor
+from warm_python import warm_python
+
+import speedtorch
+
+pytestmark = [
+    pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch refuses TorchScript on 3.14"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
+]
+NAMES = sorted(op_arguments("cpu"))
+WITH_LISTS = [
+    name
+    for name, (_, arguments) in sorted(op_arguments("cpu").items())
+    if any(isinstance(each, list) for each in arguments)
+]
+TIMES = 3
+# Of ops with results of which some entries are left as they come: those that are all written.
+WRITTEN = {"compare_rows": slice(5), "compare_rows.fitting": slice(6, 7)}
+_numbers = itertools.count()
+
+
+def scripted(
+    op: Any, arguments: tuple[Any, ...], *, literals: bool = False, library: str = "speedtorch"
+) -> Any:
+    """A module whose forward takes the tensors and lists, calls the op three times, and returns
+    what the op has made and the lists. With `literals` it takes the tensors of a list one by one.
+    """
+    taken, given, lists = [], [], []
+    for declared, part in zip(op._schema.arguments, arguments, strict=False):
+        name = declared.name
+        if isinstance(part, Tensor):
+            taken.append(f"{name}: Tensor")
+            given.append(f"{name}={name}")
+        elif not isinstance(part, list):
+            given.append(f"{name}={part!r}")
+        elif literals:
+            names = [f"{name}_{k}" for k in range(len(part))]
+            taken += [f"{each}: Tensor" for each in names]
+            given.append(f"{name}=[{', '.join(names)}]")
+        else:
+            taken.append(f"{name}: List[Tensor]")
+            given.append(f"{name}={name}" if library == "speedtorch" else f"{name}=list({name})")
+            lists.append(name)
+    returns = [str(each.type) for each in op._schema.returns]
+    call = f"torch.ops.{library}.{op._schema.name.split('::')[1]}({', '.join(given)})"
+    keep = {"Tensor": f"made.append({call})", "List[Tensor]": f"made += {call}"}
+    source = f"""
+class Scripted(torch.nn.Module):
+    def forward(self, {", ".join(taken)}) -> Tuple[List[Tensor], List[List[Tensor]]]:
+        made: List[Tensor] = []
+        kept: List[List[Tensor]] = [{", ".join(lists)}]
+        for _ in range({TIMES}):
+            {keep[returns[0]] if returns else call}
+        return made, kept
+"""
+    # torch.jit.script reads the source of what it is given.
+    file = f"<scripted {next(_numbers)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names: dict[str, Any] = {"torch": torch, "Tensor": Tensor, **vars(typing)}
+    exec(compile(source, file, "exec"), names)
+    return torch.jit.script(names["Scripted"]())
+
+
+def loaded(module: Any) -> Any:
+    """The module after it was saved and loaded."""
+    archive = io.BytesIO()
+    torch.jit.save(module, archive)
+    archive.seek(0)
+    return torch.jit.load(archive)
+
+
+def check(name: str, module: Any, *, literals: bool = False) -> None:
+    """The module gives and writes what as many calls from Python do, and keeps its lists."""
+    op, arguments = op_arguments("cpu")[name]
+    expected = [each.clone() for each in tensors_of(arguments)]
+    results: list[Tensor] = []
+    for _ in range(TIMES):
+        made = op(*with_tensors(arguments, expected))
+        results += [] if made is None else [made] if isinstance(made, Tensor) else made
+    width = len(results) // TIMES
+    tensors = [each.clone() for each in tensors_of(arguments)]
+    parts = [each for each in with_tensors(arguments, tensors) if isinstance(each, Tensor | list)]
+    if literals:
+        parts = tensors_of(tuple(parts))
+    made, kept = module(*parts)
+    assert len(made) == len(results)
+    if name in WRITTEN:
+        made, results = (
+            [each for first in range(0, len(all_), width) for each in all_[first:][WRITTEN[name]]]
+            for all_ in (made, results)
+        )
+    for one, other in zip([*made, *tensors], [*results, *expected], strict=True):
+        assert_same_bytes(one, other)
+    given = [each for each in parts if isinstance(each, list)]
+    assert len(kept) == len(given)
+    for one, other in zip(kept, given, strict=True):
+        assert [each.data_ptr() for each in one] == [each.data_ptr() for each in other]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scripted_loop_does_what_calls_from_python_do(name: str) -> None:
+    module = scripted(*op_arguments("cpu")[name])
+    for _ in range(3):  # the second call optimizes the graph
+        check(name, module)
+    check(name, loaded(module))
+
+
+@pytest.mark.parametrize("name", WITH_LISTS)
+def test_lists_made_in_a_scripted_function_are_written(name: str) -> None:
+    module = scripted(*op_arguments("cpu")[name], literals=True)
+    for _ in range(3):
+        check(name, module, literals=True)
+    check(name, loaded(module), literals=True)
+
+
+@pytest.mark.parametrize("name", WITH_LISTS)
+def test_a_scripted_op_keeps_its_lists_in_inference_mode(name: str) -> None:
+    with torch.inference_mode():
+        check(name, scripted(*op_arguments("cpu")[name]))
+
+
+class Fields(torch.nn.Module):
+    """Keeps the lists of an exchange, as TorchScript's attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = [torch.zeros(9, 2)]
+        self.arriving = [torch.zeros(1, 2)]
+
+    def forward(self, leaving: Tensor, evict: Tensor, load: Tensor) -> Tensor:
+        """Writes rows, and returns those that are read."""
+        torch.ops.speedtorch.optimizer_state_swap(self.host, [leaving], evict, self.arriving, load)
+        return self.arriving[0]
+
+
+def test_a_scripted_call_that_raises_keeps_its_lists() -> None:
+    module = torch.jit.script(Fields())
+    one, two = torch.tensor([1]), torch.tensor([2])
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"index 9 is out of range|9 .*out of"):
+            module(torch.ones(1, 2), torch.tensor([9]), one)
+        module(torch.ones(1, 2) * 3, one, two)
+        assert module(torch.ones(1, 2), two, one).tolist() == [[3.0, 3.0]]
+
+
+def in_the_interpreter(op: Any, arguments: tuple[Any, ...]) -> None:
+    parts = [each for each in arguments if isinstance(each, Tensor | list)]
+    scripted(op, arguments)(*parts)
+
+
+def from_python(op: Any, arguments: tuple[Any, ...]) -> None:
+    op(*arguments)
+
+
+def of_lists(op: Any, arguments: tuple[Any, ...]) -> None:
+    overload = op._schema.overload_name or "default"
+    packet = getattr(torch.ops.speedtorch_lists, op._schema.name.split("::")[1])
+    getattr(packet, overload)(*arguments)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+@pytest.mark.parametrize("call", [in_the_interpreter, from_python, of_lists])
+@pytest.mark.parametrize("name", WITH_LISTS)
+def test_no_call_keeps_a_tensor(
+    name: str, call: Callable[[Any, tuple[Any, ...]], None], fails: bool
+) -> None:
+    op, arguments = op_arguments("cpu")[name]
+    memory = [each.numpy().copy() for each in tensors_of(arguments)]
+    held = [sys.getrefcount(each) for each in memory]
+    for _ in range(3):
+        tensors = [torch.from_numpy(each) for each in memory]
+        if fails:
+            tensors = [each.to_sparse() if each.dim() else each for each in tensors[:1]] + tensors[
+                1:
+            ]
+            with pytest.raises((RuntimeError, ValueError), match="dense"):
+                call(op, with_tensors(arguments, tensors))
+        else:
+            call(op, with_tensors(arguments, tensors))
+        del tensors
+    assert [sys.getrefcount(each) for each in memory] == held
+
+
+# ------------------------------------------------------------------------------------------------
+# torch.jit.trace
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_traced_exchange_keeps_its_lists() -> None:
+    def exchange(host: Tensor, leaving: Tensor, evict: Tensor, arriving: Tensor) -> Tensor:
+        plan = speedtorch.plan_rows(evict, 9)
+        for _ in range(2):
+            speedtorch.optimizer_state_swap([host], [leaving], evict, [arriving], evict)
+            speedtorch.pinned_scatter(host, evict, arriving + 1, plan=plan)
+        return speedtorch.pinned_gather(host, evict, plan=plan)
+
+    def arguments() -> tuple[Tensor, ...]:
+        return torch.zeros(9, 2), torch.ones(2, 2), torch.tensor([3, 5]), torch.zeros(2, 2)
+
+    traced = torch.jit.trace(exchange, arguments(), check_trace=False)
+    assert "speedtorch_lists::" not in str(traced.graph)
+    for each in (traced, loaded(traced)):
+        for _ in range(3):
+            ours, expected = arguments(), arguments()
+            assert_same_bytes(each(*ours), exchange(*expected))
+            for one, other in zip(ours, expected, strict=True):
+                assert_same_bytes(one, other)
+
+
+# ------------------------------------------------------------------------------------------------
+# The library without the package
+# ------------------------------------------------------------------------------------------------
+
+ALONE = """
+import sys, torch
+library, module, tensors = sys.argv[1:]
+torch.ops.load_library(library)
+scripted = torch.jit.load(module)
+host, leaving, evict, arriving, load = torch.load(tensors, weights_only=True)
+_, kept = scripted(host, leaving, evict, arriving, load)
+assert "speedtorch" not in sys.modules
+assert host[0].tolist() == [[7.0], [5.0], [0.0]]
+assert arriving[0].tolist() == [[7.0]]
+assert all(each[0].numel() for each in kept)
+"""
+
+
+@pytest.mark.slow
+def test_copied_lists_stay_whole_with_the_library_alone(tmp_path: Path) -> None:
+    op = torch.ops.speedtorch.optimizer_state_swap.default
+    one = torch.tensor([1])
+    host, leaving = torch.tensor([[7.0], [0.0], [0.0]]), torch.tensor([[5.0]])
+    arguments = ([host], [leaving], one, [torch.zeros(1, 1)], one - 1)
+    (library,) = Path(speedtorch.__file__).parent.glob("_C*.so")
+    module, tensors = tmp_path / "module.pt", tmp_path / "tensors.pt"
+    torch.jit.save(scripted(op, arguments, library="speedtorch_lists"), module)
+    torch.save(arguments, tensors)
+    command = [warm_python(), "-c", ALONE, str(library), str(module), str(tensors)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_memory_of_numpy_is_counted() -> None:
+    """What test_no_call_keeps_a_tensor relies on."""
+    memory = np.zeros(3)
+    before = sys.getrefcount(memory)
+    tensor = torch.from_numpy(memory)
+    assert sys.getrefcount(memory) == before + 1
+    del tensor
+    assert sys.getrefcount(memory) == before
