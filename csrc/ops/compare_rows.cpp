@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "call/arguments.h"
@@ -163,9 +164,13 @@ Tensors compare_rows(const Tensor& index, int64_t rows, const Tensor& held,
   return made;
 }
 
-Tensors compare_rows_fitting(const Tensor& named, const Tensor& named_status, const Tensor& held,
-                             const Tensor& held_status, int64_t padding, int64_t capacity,
-                             int64_t table_rows, const Tensor& halt, const Tensor& fault) {
+// The lists of ComparedRows and its counts. No Tensor[]: torch.compile takes none from an op that
+// writes to its arguments.
+using Compared = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Compared compare_rows_fitting(const Tensor& named, const Tensor& named_status, const Tensor& held,
+                              const Tensor& held_status, int64_t padding, int64_t capacity,
+                              int64_t table_rows, const Tensor& halt, const Tensor& fault) {
   const Arguments all(
       kOp, {read("named", named), read("named_status", named_status), read("held", held),
             read("held_status", held_status), written("halt", halt), written("fault", fault)});
@@ -198,12 +203,11 @@ Tensors compare_rows_fitting(const Tensor& named, const Tensor& named_status, co
   const Tensor counts = new_tensor(kOp, {kCounts}, ScalarType::Long, named);
   auto compared = [&] {
     Tensors made = compare(now, before, padding, &fitting, data_of(counts), named, stream, all);
-    made.push_back(counts);
-    return made;
+    return Compared{made[0], made[1], made[2], made[3], made[4], made[5], counts};
   };
   if (!stream) return compared();
   TableUse use{fault, word, stream->queue()};
-  Tensors made = compared();
+  Compared made = compared();
   use.note();
   return made;
 }
@@ -218,7 +222,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
       "Tensor[]");
   m.def(
       "compare_rows.fitting(Tensor named, Tensor named_status, Tensor held, Tensor held_status, "
-      "int padding, int capacity, int table_rows, Tensor(a!) halt, Tensor(b!) fault) -> Tensor[]");
+      "int padding, int capacity, int table_rows, Tensor(a!) halt, Tensor(b!) fault) -> (Tensor, "
+      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {

@@ -340,6 +340,7 @@ def optimizer_state_swap(
 
     For every field k: `host[k][evict] = leaving[k][:len(evict)]` and `arriving[k][:len(load)] =
     host[k][load]`. A row in both lists goes from `leaving` to `arriving`; its host copy stays.
+    docs/ops.md shows the op in TorchScript, where lists may be arguments, attributes or literals.
 
     Args:
         host: fields `[rows, ...]` of one table, on the CPU or on the GPU of the other side.
@@ -618,8 +619,8 @@ def _compare_rows_fitting_fake(
     padding: int,
     capacity: int,
     *others: object,
-) -> list[Tensor]:
-    return [named.new_empty(length) for length in [capacity] * 6 + [4]]
+) -> tuple[Tensor, ...]:
+    return tuple(named.new_empty(length) for length in [capacity] * 6 + [4])
 
 
 def _sum_rows_counted_fake(
@@ -667,7 +668,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "throw_pending": _refuse_meta_mix,
     "explain_move": _explain_move_fake,
 }
-# They ask or change the process at the moment of the call. Dynamo takes no op that returns a number.
+# They ask or change the process at their call. (Dynamo takes no op that returns a number.)
 _OF_THE_PROCESS = (
     *("host_empty", "host_register", "host_unregister", "available_bytes", "memory_stats"),
     *("memory_kind", "registration_seams"),
@@ -680,9 +681,9 @@ _OF_THE_PROCESS = (
 def _refuse_in_graphs(name: str) -> Callable[..., Any]:
     def refuse(*args: object, **kwargs: object) -> Any:
         raise NotImplementedError(
-            f"torch.ops.speedtorch.{name} asks or changes the process at its call, and cannot be in "
-            "a compiled or exported graph; call it outside, or in a function under "
-            "torch.compiler.disable"
+            f"torch.ops.speedtorch.{name} asks or changes the process at its call, and cannot be"
+            " in a compiled or exported graph; call it outside, or in a function under"
+            " torch.compiler.disable"
         )
 
     return refuse

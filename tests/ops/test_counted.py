@@ -61,12 +61,12 @@ class Block:
     def compared(
         self, plan: list[Tensor], *, padding: int = -1, table_rows: int = ROWS
     ) -> list[Tensor]:
-        lists: list[Tensor] = ops.compare_rows.fitting(
+        lists: tuple[Tensor, ...] = ops.compare_rows.fitting(
             *(plan[0], plan[4], self.ids, self.status),
             *(padding, self.capacity, table_rows, self.halt, self.fault),
         )
         assert [len(each) for each in lists] == [*[self.capacity] * 6, 4]
-        return lists
+        return list(lists)
 
 
 def plan_of(ids: list[int] | Tensor, device: str) -> list[Tensor]:

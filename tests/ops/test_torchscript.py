@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from op_arguments import op_arguments, tensors_of, with_tensors
+from op_arguments import WRITTEN, op_arguments, tensors_of, with_tensors
 from reference import assert_same_bytes
 from torch import Tensor
 from warm_python import warm_python
@@ -35,8 +35,6 @@ WITH_LISTS = [
     if any(isinstance(each, list) for each in arguments)
 ]
 TIMES = 3
-# Of ops with results of which some entries are left as they come: those that are all written.
-WRITTEN = {"compare_rows": slice(5), "compare_rows.fitting": slice(6, 7)}
 _numbers = itertools.count()
 
 
@@ -64,14 +62,16 @@ def scripted(
             lists.append(name)
     returns = [str(each.type) for each in op._schema.returns]
     call = f"torch.ops.{library}.{op._schema.name.split('::')[1]}({', '.join(given)})"
-    keep = {"Tensor": f"made.append({call})", "List[Tensor]": f"made += {call}"}
+    entries = ", ".join(f"all_[{k}]" for k in range(len(returns)))
+    kept = {"": call, "List[Tensor]": f"made += {call}", "Tensor": f"made.append({call})"}
+    line = kept.get(",".join(returns), f"all_ = {call}; made += [{entries}]")
     source = f"""
 class Scripted(torch.nn.Module):
     def forward(self, {", ".join(taken)}) -> Tuple[List[Tensor], List[List[Tensor]]]:
         made: List[Tensor] = []
         kept: List[List[Tensor]] = [{", ".join(lists)}]
         for _ in range({TIMES}):
-            {keep[returns[0]] if returns else call}
+            {line}
         return made, kept
 """
     # torch.jit.script reads the source of what it is given.

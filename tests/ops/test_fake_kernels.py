@@ -1,0 +1,160 @@
+"""Every op has a fake kernel, which gives what the op gives or names the op that no graph holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from op_arguments import WRITTEN, op_arguments, tensors_of, with_tensors
+from reference import assert_same_bytes
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import speedtorch
+from speedtorch.ops import functions
+
+NAMES = sorted(op_arguments("cpu"))
+OF_THE_PROCESS = functions._OF_THE_PROCESS
+
+
+def registered(library: str) -> set[str]:
+    """The overloads of a library, as "name" and "name.overload"."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {each.removeprefix(f"{library}::") for each in names if each.startswith(f"{library}::")}
+
+
+def test_every_op_has_a_fake_kernel() -> None:
+    assert registered("speedtorch") == set(functions._FAKE_KERNELS)
+    assert registered("speedtorch_lists") < registered("speedtorch")
+
+
+def made_by(op: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """The op's results."""
+    made = op(*arguments)
+    return [] if made is None else [made] if isinstance(made, Tensor) else list(made)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fake_kernel_gives_what_the_op_gives(name: str) -> None:
+    op, arguments = op_arguments("cpu")[name]
+    with FakeTensorMode() as mode:
+        faked = [mode.from_tensor(each) for each in tensors_of(arguments)]
+        fakes = made_by(op, with_tensors(arguments, faked))
+    made = made_by(op, arguments)
+    assert [(each.shape, each.dtype, each.device) for each in fakes] == [
+        (each.shape, each.dtype, each.device) for each in made
+    ]
+
+
+@pytest.mark.parametrize("name", OF_THE_PROCESS)
+def test_an_op_of_the_process_is_refused_by_name(name: str) -> None:
+    op = getattr(torch.ops.speedtorch, name).default
+    values = {"Tensor": torch.zeros(2), "int": 1, "bool": False}
+    given = [values[str(each.type)] for each in op._schema.arguments]
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
+        with pytest.raises(NotImplementedError, match=rf"speedtorch\.{name} asks or changes"):
+            op(*given)
+
+
+class Owner(nn.Module):
+    """A module that checks its table."""
+
+    def forward(self, table: Tensor) -> Tensor:
+        """The table plus one."""
+        torch.ops.speedtorch.check_owner(table)
+        torch.ops.speedtorch.throw_pending()
+        return table + 1
+
+
+def test_a_graph_checks_its_owner() -> None:
+    table = torch.zeros(3, 2)
+    torch._dynamo.reset()
+    compiled = torch.compile(Owner(), fullgraph=True, backend="aot_eager")
+    assert compiled(table).sum().item() == 6
+    program = torch.export.export(Owner(), (table,))
+    assert program.module()(table).sum().item() == 6
+
+
+def test_a_graph_breaks_where_the_memory_is_asked_for() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def function(table: Tensor) -> tuple[str, Tensor]:
+        kind = speedtorch.memory_kind(table)
+        return kind, table + 1
+
+    kind, more = function(torch.zeros(3))
+    assert (kind, more.tolist()) == ("plain", [1.0, 1.0, 1.0])
+
+
+# ------------------------------------------------------------------------------------------------
+# Every op compiled, exported, and compiled ahead of time
+# ------------------------------------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    """Calls ops one after another, with the tensors that it is given."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names, self.calls = names, [op_arguments("cpu")[name] for name in names]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors of all calls, in memory of their own."""
+        return tuple(each.clone() for _, given in self.calls for each in tensors_of(given))
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """What the ops have made and written in full, and one that needs no op."""
+        results, left = [tensors[0] + 0], list(tensors)
+        for name, (op, given) in zip(self.names, self.calls, strict=True):
+            count = len(tensors_of(given))
+            made = made_by(op, with_tensors(given, left[:count]))
+            results += made[WRITTEN.get(name, slice(None))]
+            left = left[count:]
+        return results
+
+
+def check(names: list[str], build: Callable[[nn.Module, tuple[Tensor, ...]], Any]) -> None:
+    """What is built of the calls gives and writes what they do."""
+    calls = Calls(names)
+    run = build(calls, calls.tensors())
+    tensors, expected = calls.tensors(), calls.tensors()
+    for _ in range(2):
+        results, made = run(*tensors), calls(*expected)
+        for one, other in zip([*results, *tensors], [*made, *expected], strict=True):
+            assert_same_bytes(one, other)
+
+
+def compiled(calls: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(calls, fullgraph=True, backend="aot_eager")
+
+
+def exported(calls: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
+    return torch.export.export(calls, tensors).module()
+
+
+def decomposed(calls: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
+    return torch.export.export(calls, tensors).run_decompositions().module()
+
+
+@pytest.mark.parametrize("build", [compiled, exported, decomposed])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_does_what_the_op_does(name: str, build: Any) -> None:
+    check([name], build)
+
+
+@pytest.mark.slow
+def test_ops_compiled_ahead_of_time_do_what_they_do(tmp_path: Path) -> None:
+    def packaged(calls: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
+        program = torch.export.export(calls, tensors)
+        path = str(tmp_path / "package.pt2")
+        return torch._inductor.aoti_load_package(
+            torch._inductor.aoti_compile_and_package(program, package_path=path)
+        )
+
+    check(NAMES, packaged)
