@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -200,3 +202,19 @@ def test_forward_mode_is_refused(device: str) -> None:
         dual = torch.autograd.forward_ad.make_dual(table, torch.ones_like(table))
         with pytest.raises(NotImplementedError, match="use reverse mode"):
             gathered(dual)
+
+
+def test_a_gradient_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = torch.sparse_coo_tensor
+
+    def before_2_13(*args: Any, **kwargs: Any) -> Tensor:
+        warnings.warn("Sparse invariant checks are implicitly disabled", stacklevel=2)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "sparse_coo_tensor", before_2_13)
+    table = torch.zeros(4, 2, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        speedtorch.pinned_gather(table, torch.tensor([1, 1])).sum().backward()
+    assert table.grad is not None
+    assert table.grad.to_dense().tolist() == [[0.0] * 2, [2.0] * 2, [0.0] * 2, [0.0] * 2]
