@@ -10,56 +10,27 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from speedtorch.nn.jagged import Features, JaggedRows, KeyedFeatures, Source, read_features
+from speedtorch.nn.jagged import (
+    Features,
+    GroupRows,
+    JaggedRows,
+    KeyedFeatures,
+    RowsByFeature,
+    Source,
+    read_features,
+)
 from speedtorch.nn.row_module import Device, RowModule, loadable, opened
 from speedtorch.nn.row_module import Source as Saved
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.nn.table_ranges import TableIds
+from speedtorch.nn.tables import Tables, groups_of, place_of, places_of, rows_of
 from speedtorch.table.host_table import HostTable
 from speedtorch.torch_internals import not_compiled
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection", "TableCollection"]
 
 _Self = TypeVar("_Self", bound="TableCollection")  # typing.Self needs Python 3.11.
-
-
-class _Tables(nn.ModuleDict):
-    """The groups of a collection, saved and loaded table by table, as torchrec names them."""
-
-    def places(self) -> dict[str, tuple[TableGroup, slice]]:
-        """Each table's group and its rows there."""
-        groups: Any = self.values()
-        return {
-            table.name: (group, group.ranges.range_of(table.name))
-            for group in groups
-            for table in group.ranges.tables
-        }
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for group in self.values():
-            assert isinstance(group, TableGroup)
-            group.flush()
-        for name, (group, rows) in self.places().items():
-            destination[f"{prefix}{name}.weight"] = group.trained_rows.store.saved("weight", rows)
-
-    def _load_from_state_dict(  # type: ignore[no-untyped-def]
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        known = set()
-        for name, (group, rows) in self.places().items():
-            known.add(key := f"{prefix}{name}.weight")
-            if key not in state_dict:
-                missing_keys.append(key)
-                continue
-            shape = (rows.stop - rows.start, group.embedding_dim)
-            try:
-                group.trained_rows.load_some(loadable(key, state_dict[key], shape), rows.start)
-            except (TypeError, ValueError) as error:
-                error_msgs.append(f"{error}.")
-        if strict:
-            given = [key for key in state_dict if key.startswith(prefix)]
-            unexpected_keys.extend(key for key in given if key not in known)
 
 
 class TableCollection(nn.Module):
@@ -79,44 +50,45 @@ class TableCollection(nn.Module):
         capacity: int | None = None,
     ) -> None:
         super().__init__()
-        self._configs = list(tables)
-        described = [Table.of(each) for each in self._configs]
+        described = [Table.of(each) for each in tables]
+        self._configs = [_with_features(*each) for each in zip(tables, described, strict=True)]
         if not described:
             raise ValueError(f"{type(self).__name__}: tables: expected one or more, got none")
         twice = [name for name, n in Counter(each.name for each in described).items() if n > 1]
         if twice:
             raise ValueError(f"{type(self).__name__}: two tables are called {twice[0]!r}")
-        by_group: dict[str, list[Table]] = {}
+        by_group: dict[tuple[object, ...], list[Table]] = {}
         for table in described:
-            kind = f"{table.columns}x{str(table.dtype).partition('.')[2]}"
-            key = f"{table.group}_{kind}" if table.group else kind
-            by_group.setdefault(key, []).append(table)
-        groups = {
-            key: TableGroup(some, device, memory, freeze, capacity)
-            for key, some in by_group.items()
-        }
-        setattr(self, self._kept_as, _Tables(groups))
-        self._places = self._named(described)
+            kind = (table.group, table.columns, table.dtype)
+            by_group.setdefault(kind, []).append(table)
+        groups = [TableGroup(some, device, memory, freeze, capacity) for some in by_group.values()]
+        setattr(self, self._kept_as, Tables(groups, [each.name for each in described]))
+        self._names = _result_names(described)
+        self._places = self._placed(described)
 
-    def _named(self, tables: Sequence[Table]) -> dict[str, tuple[int, int]]:
+    def _placed(self, tables: Sequence[Table]) -> dict[str, tuple[int, int]]:
         """What the result calls each feature, its group and its number there, in table order."""
-        uses = Counter(feature for table in tables for feature in table.features)
         numbers: dict[tuple[str, str], tuple[int, int]] = {}
         for at, group in enumerate(self._groups()):
             for number, (k, feature) in enumerate(group.ranges.features):
                 numbers[group.ranges.tables[k].name, feature] = (at, number)
         return {
-            f"{key}@{table.name}" if uses[key] > 1 else key: numbers[table.name, key]
-            for table in tables
-            for key in table.features
+            called: numbers[table.name, key]
+            for table, names in zip(tables, self._names, strict=True)
+            for called, key in zip(names, table.features, strict=True)
         }
 
     def _groups(self) -> list[TableGroup]:
-        groups: Any = self._modules[self._kept_as]
-        return list(groups.values())
+        return groups_of(self._tables())
 
-    def _tables(self) -> _Tables:
-        return cast(_Tables, self._modules[self._kept_as])
+    def _tables(self) -> Tables:
+        return cast(Tables, self._modules[self._kept_as])
+
+    @property
+    def device(self) -> torch.device:
+        """Where lookups give their rows."""
+        device: torch.device = self._groups()[0].weight.device
+        return device
 
     # --------------------------------------------------------------------------------------------
     # Ids
@@ -138,6 +110,16 @@ class TableCollection(nn.Module):
                 weights = source.weights(ids.rows.device)
             found.append((ids, group.look_up(ids, weights, pooled=self._pooled)))
         return found
+
+    def _recorded(self, features: torch.fx.Proxy) -> Any:
+        """A lookup that torch.fx traces: a call of this module, as of those of torch.nn."""
+        tracer: Any = features.tracer
+        if tracer.root is self:
+            raise NotImplementedError(
+                f"{type(self).__name__}: torch.fx cannot trace a lookup, as the tables are in host"
+                " memory: trace a model that has the collection as a part"
+            )
+        return tracer.create_proxy("call_module", tracer.path_of_module(self), (features,), {})
 
     def ids_by_module(self, features: Features) -> dict[RowModule, list[Tensor]]:
         """Features of a lookup, or of a list of them, as prefetch plans them: rows by group."""
@@ -167,12 +149,9 @@ class TableCollection(nn.Module):
 
         Raises:
             KeyError: There is no such table.
+            RuntimeError: The table is sharded, and this rank has a share of its rows.
         """
-        places = self._tables().places()
-        if name not in places:
-            raise KeyError(f"{name!r} is none of the tables {list(places)}")
-        group, rows = places[name]
-        return group.table["weight"][rows]
+        return rows_of(self._tables(), name)
 
     def group_of(self, name: str) -> TableGroup:
         """The group that trains a table: its `weight` is the parameter, its `table` the HostTable.
@@ -180,10 +159,7 @@ class TableCollection(nn.Module):
         Raises:
             KeyError: There is no such table.
         """
-        places = self._tables().places()
-        if name not in places:
-            raise KeyError(f"{name!r} is none of the tables {list(places)}")
-        return places[name][0]
+        return place_of(self._tables(), name)[0]
 
     def reset_parameters(self) -> None:
         """Draws all rows anew as the configs say."""
@@ -196,7 +172,7 @@ class TableCollection(nn.Module):
             group.flush()
 
     def _fill(self, embeddings: Mapping[str, Saved], memory: str) -> None:
-        places = self._tables().places()
+        places = places_of(self._tables())
         if others := sorted(set(places) ^ set(embeddings)):
             raise ValueError(f"embeddings: expected those of {list(places)}; differing: {others}")
         for name, rows in embeddings.items():
@@ -295,6 +271,11 @@ class EmbeddingBagCollection(TableCollection):
     ) -> None:
         super().__init__(tables, device, memory=memory, freeze=freeze, capacity=capacity)
         self._is_weighted = is_weighted
+        columns = [group.embedding_dim for group in self._groups()]
+        self._columns = {
+            key: (at, number * columns[at], columns[at])
+            for key, (at, number) in self._places.items()
+        }
         if is_weighted:
             for group in self._groups():
                 for table in group.ranges.tables:
@@ -329,31 +310,23 @@ class EmbeddingBagCollection(TableCollection):
             TypeError, ValueError: Ids, offsets or weights do not fit; no row has moved.
             RuntimeError, NotImplementedError: As for Embedding.
         """
+        if isinstance(features, torch.fx.Proxy):
+            return cast(KeyedFeatures, self._recorded(features))
         if torch.compiler.is_dynamo_compiling():
             return _pooled_not_compiled(self, features)
-        found = [each for _, each in self._looked_up(features)]
-        columns = [group.embedding_dim for group in self._groups()]
-
-        def part(at: int, number: int) -> Tensor:
-            return found[at][:, number * columns[at] : (number + 1) * columns[at]]
-
-        def values() -> Tensor:
-            if len(found) == 1:
-                return found[0]
-            return torch.cat([part(at, number) for at, number in self._places.values()], 1)
-
-        return KeyedFeatures(self._places, part, values)
+        return KeyedFeatures(self._columns, [found for _, found in self._looked_up(features)])
 
 
 class EmbeddingCollection(TableCollection):
     """Tables whose rows are looked up one by one, all in one exchange.
 
     As EmbeddingBagCollection, but the rows of an id's sample stay apart, as torchrec's
-    EmbeddingCollection has them: the result's [name] is a jagged tensor.
+    EmbeddingCollection has them: the result is a dict of jagged tensors.
 
     Args:
         tables: EmbeddingConfigs.
         device: Where lookups give their rows; the tables are in host memory.
+        need_indices: Whether the result has the ids, as weights() of a feature.
         memory: The tables' memory, as for HostTable.
         freeze: Do not train the rows.
         capacity: The most distinct rows of a step in each group, as for Embedding.
@@ -369,45 +342,84 @@ class EmbeddingCollection(TableCollection):
         >>> words = tables({"word": (torch.tensor([5, 1, 5]), torch.tensor([0, 2, 3]))})
         >>> words["word"].values().shape, words["word"].lengths().tolist()
         (torch.Size([3, 8]), [2, 1])
+        >>> words["word"].to_padded_dense().shape  # samples, the most ids of one, columns
+        torch.Size([2, 2, 8])
     """
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        device: Device = None,
+        need_indices: bool = False,
+        *,
+        memory: str = "auto",
+        freeze: bool = False,
+        capacity: int | None = None,
+    ) -> None:
+        super().__init__(tables, device, memory=memory, freeze=freeze, capacity=capacity)
+        self._need_indices = need_indices
 
     def embedding_configs(self) -> list[Any]:
         """The configs of the tables."""
         return list(self._configs)
 
-    def forward(self, features: Features) -> KeyedFeatures:
+    def embedding_dim(self) -> int:
+        """The columns of the tables; ValueError if they differ."""
+        dims = {group.embedding_dim for group in self._groups()}
+        if len(dims) > 1:
+            raise ValueError(f"embedding_dim(): the tables differ in columns, {sorted(dims)}")
+        return dims.pop()
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """What the result calls the features of each table."""
+        return [list(names) for names in self._names]
+
+    def need_indices(self) -> bool:
+        """Whether the result has the ids."""
+        return self._need_indices
+
+    def forward(self, features: Features) -> RowsByFeature:
         """Looks rows up.
 
         Args:
             features: As for EmbeddingBagCollection.
 
         Returns:
-            Its [name] is a JaggedRows, its values() are the rows of all features one after another,
-            `[ids, columns]`, on the module's device.
+            A dict with a JaggedRows for each feature, on the module's device, in the order of the
+            tables and of their features. Its rows() are those of all features one after another,
+            `[ids, columns]`.
 
         Raises:
-            As for EmbeddingBagCollection; ValueError by values() if tables differ in columns.
+            As for EmbeddingBagCollection; ValueError by rows() if tables differ in columns.
         """
+        if isinstance(features, torch.fx.Proxy):
+            return cast(RowsByFeature, self._recorded(features))
         if torch.compiler.is_dynamo_compiling():
             return _rows_not_compiled(self, features)
         found = self._looked_up(features)
-        counts = [len(group.ranges.features) for group in self._groups()]
+        groups = [
+            GroupRows(rows, ids.jagged, len(group.ranges.features), has_ids=self._need_indices)
+            for group, (ids, rows) in zip(self._groups(), found, strict=True)
+        ]
+        parts = {key: JaggedRows(groups[at], number) for key, (at, number) in self._places.items()}
+        return RowsByFeature(parts, [rows for _, rows in found])
 
-        def part(at: int, number: int) -> JaggedRows:
-            ids, rows = found[at]
-            begins, samples = ids.jagged.begins_of(counts[at]), ids.jagged.samples
-            begin, end = begins[number : number + 2]
-            of_part = ids.jagged.offsets[number * samples : (number + 1) * samples + 1]
-            return JaggedRows(rows[begin:end], of_part - begin)
 
-        def values() -> Tensor:
-            if len(found) == 1:
-                return found[0][1]
-            if len({rows.shape[1] for _, rows in found}) > 1:
-                raise ValueError("values(): the tables differ in columns; take features by name")
-            return torch.cat([part(at, number).values() for at, number in self._places.values()])
+def _with_features(config: Any, table: Table) -> Any:
+    """A config whose feature_names are those of its table, which models ask for."""
+    if not config.feature_names:
+        config = copy.copy(config)
+        vars(config).update(feature_names=list(table.features))
+    return config
 
-        return KeyedFeatures(self._places, part, values)
+
+def _result_names(tables: Sequence[Table]) -> list[list[str]]:
+    """What the result calls the features of each table."""
+    uses = Counter(feature for table in tables for feature in table.features)
+    return [
+        [f"{key}@{table.name}" if uses[key] > 1 else key for key in table.features]
+        for table in tables
+    ]
 
 
 _pooled_not_compiled = not_compiled(EmbeddingBagCollection.forward)

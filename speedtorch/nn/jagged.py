@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from speedtorch.ops.planned_batch import check_ids
 
-__all__ = ["Features", "Jagged", "JaggedRows", "KeyedFeatures", "read_features"]
+__all__ = [
+    "Features",
+    "GroupRows",
+    "Jagged",
+    "JaggedRows",
+    "KeyedFeatures",
+    "RowsByFeature",
+    "read_features",
+]
 
 Features = Any
 """A keyed jagged tensor, or a dict: see EmbeddingBagCollection."""
@@ -91,6 +99,11 @@ def _of_keyed(given: Any, wanted: list[str], name: str, weighted: bool) -> Sourc
     if getattr(given, "variable_stride_per_key", bool)():
         strides = dict(zip(keys, given.stride_per_key(), strict=True))
         raise ValueError(f"{name}: all features must have as many samples, got {strides}")
+    if getattr(given, "inverse_indices_or_none", lambda: None)() is not None:
+        raise NotImplementedError(
+            f"{name}: inverse_indices are not applied: look the features up without them, and take"
+            " the result's samples by result[key].index_select(0, inverse_indices)"
+        )
     ids, offsets = given.values(), given.offsets()
     weights = getattr(given, "weights_or_none", lambda: None)() if weighted else None
     _check_ids(f"{name}: values", ids)
@@ -235,58 +248,225 @@ def _on(ids: Tensor, device: torch.device) -> Tensor:
 # What comes out
 
 
+class GroupRows:
+    """Looked-up rows of the features of one group, one feature after another.
+
+    Args:
+        rows: `[ids, columns]`.
+        jagged: Their ids.
+        features: Their number.
+        has_ids: Whether results have the ids, too.
+    """
+
+    def __init__(self, rows: Tensor, jagged: Jagged, features: int, *, has_ids: bool) -> None:
+        self.rows, self.jagged = rows, jagged
+        self.ids = jagged.ids if has_ids else None
+        self._features = features
+        self._begins: list[int] | None = None
+
+    def place_of(self, number: int) -> slice:
+        """Where the rows of a feature are; of a GPU this is read at first need, and once."""
+        if self._begins is None:
+            self._begins = self.jagged.begins_of(self._features)
+        return slice(*self._begins[number : number + 2])
+
+    def bags_of(self, number: int) -> Tensor:
+        """Where the rows of each sample of a feature begin, and their end."""
+        first = number * self.jagged.samples
+        return self.jagged.offsets[first : first + self.jagged.samples + 1]
+
+
 class JaggedRows:
     """Looked-up rows of one feature, as many for each sample as it has ids.
 
-    Its methods are those of torchrec's JaggedTensor.
+    Its methods are those of torchrec's JaggedTensor: `values` are the rows, `weights` the ids if
+    the collection was made with need_indices.
     """
 
-    def __init__(self, values: Tensor, offsets: Tensor) -> None:
-        self._values = values
-        self._offsets = offsets
+    def __init__(self, group: GroupRows, number: int) -> None:
+        self._group, self._number = group, number
 
     def values(self) -> Tensor:
         """The rows, sample after sample: `[ids, columns]`."""
-        return self._values
+        return self._group.rows[self._group.place_of(self._number)]
 
     def offsets(self) -> Tensor:
-        """Where each sample's rows begin, and their number: `[samples + 1]`."""
-        return self._offsets
+        """Where each sample's rows begin, and their number: `[samples + 1]`, int64."""
+        bags = self._group.bags_of(self._number)
+        return bags - bags[:1]
+
+    def offsets_or_none(self) -> Tensor:
+        """As offsets()."""
+        return self.offsets()
 
     def lengths(self) -> Tensor:
-        """How many rows each sample has: `[samples]`."""
-        return self._offsets.diff()
+        """How many rows each sample has: `[samples]`, int64."""
+        return self._group.bags_of(self._number).diff()
+
+    def lengths_or_none(self) -> Tensor:
+        """As lengths()."""
+        return self.lengths()
+
+    def weights(self) -> Tensor:
+        """The id of each row, `[ids]`; ValueError without need_indices."""
+        if (weights := self.weights_or_none()) is None:
+            raise ValueError("weights(): make the EmbeddingCollection with need_indices=True")
+        return weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """The id of each row, `[ids]`, or None without need_indices."""
+        ids = self._group.ids
+        return None if ids is None else ids[self._group.place_of(self._number)]
+
+    def device(self) -> torch.device:
+        """The device of the rows."""
+        return self._group.rows.device
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedRows:
+        """The same on another device."""
+        ids, has_ids = self.weights_or_none(), self._group.ids is not None
+        rows, offsets = self.values(), self.offsets()
+        given = (rows, offsets, offsets[:0] if ids is None else ids)
+        rows, offsets, ids = (each.to(device, non_blocking=non_blocking) for each in given)
+        jagged = Jagged(ids, offsets, len(offsets) - 1, [0, len(rows)])
+        return JaggedRows(GroupRows(rows, jagged, 1, has_ids=has_ids), 0)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keeps the memory of its tensors until the work queued on a stream so far is done."""
+        group = self._group
+        for each in (group.rows, group.jagged.offsets, group.ids):
+            if each is not None:
+                each.record_stream(stream)
+
+    def to_dense(self) -> list[Tensor]:
+        """The rows of each sample: `[ids of the sample, columns]`."""
+        return [*torch.split(self.values(), self.lengths().tolist())]
+
+    def to_dense_weights(self) -> list[Tensor] | None:
+        """The ids of each sample, or None without need_indices."""
+        weights = self.weights_or_none()
+        return None if weights is None else [*torch.split(weights, self.lengths().tolist())]
+
+    def to_padded_dense(
+        self, desired_length: int | None = None, padding_value: float = 0.0
+    ) -> Tensor:
+        """As many rows for each sample: `[samples, desired_length, columns]`.
+
+        Args:
+            desired_length: Rows of a sample, by default the most that one has. Of a sample with
+                more the first are taken.
+            padding_value: The elements behind the rows of a sample with fewer.
+        """
+        return self._padded(self.values(), desired_length, padding_value)
+
+    def to_padded_dense_weights(
+        self, desired_length: int | None = None, padding_value: float = 0.0
+    ) -> Tensor | None:
+        """As many ids for each sample `[samples, desired_length]`, or None without need_indices."""
+        weights = self.weights_or_none()
+        return None if weights is None else self._padded(weights, desired_length, padding_value)
+
+    def _padded(self, values: Tensor, length: int | None, padding: float) -> Tensor:
+        bags = self._group.bags_of(self._number)
+        offsets, lengths = (bags - bags[:1])[:-1, None], bags.diff()[:, None]
+        samples = len(lengths)
+        if length is None:
+            length = int(lengths.max()) if samples else 0
+        if not len(values):
+            return values.new_full((samples, length, *values.shape[1:]), padding)
+        places = torch.arange(length, device=values.device)
+        is_padding = places >= lengths
+        padded = values[(offsets + places).clamp(max=len(values) - 1)]
+        return padded.masked_fill(
+            is_padding[..., None] if values.dim() > 1 else is_padding, padding
+        )
+
+    def __repr__(self) -> str:
+        jagged, columns = self._group.jagged, self._group.rows.shape[1]
+        return f"{type(self).__name__}(samples={jagged.samples}, columns={columns})"
+
+
+class RowsByFeature(dict[str, JaggedRows]):
+    """What an EmbeddingCollection has looked up: a dict of the rows of each feature."""
+
+    def __init__(self, features: Mapping[str, JaggedRows], rows: Sequence[Tensor] = ()) -> None:
+        """`rows` are those of each group."""
+        super().__init__(features)
+        self._rows = rows
+
+    def rows(self) -> Tensor:
+        """The rows of all features one after another, in their order: `[ids, columns]`.
+
+        With one group of tables it waits for no GPU, where values() of a feature may. Raises
+        ValueError if tables differ in columns.
+        """
+        if len(self._rows) == 1:
+            return self._rows[0]
+        parts = [each.values() for each in self.values()]
+        if len({each.shape[1] for each in parts}) > 1:
+            raise ValueError("rows(): the tables differ in columns; take features by name")
+        return torch.cat(parts)
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise KeyError(f"{key!r} is none of the features {list(self)}")
 
 
 class KeyedFeatures:
-    """What was looked up, by feature; the methods are those of torchrec's KeyedTensor.
+    """What an EmbeddingBagCollection has looked up, by feature.
 
-    A feature of two tables is called `feature@table`.
+    The methods are those of torchrec's KeyedTensor, whose regroup() takes it as well. A feature of
+    two tables is called `feature@table`.
     """
 
-    def __init__(
-        self,
-        places: Mapping[str, tuple[int, int]],
-        part: Callable[[int, int], Any],
-        values: Callable[[], Tensor],
-    ) -> None:
+    def __init__(self, places: Mapping[str, tuple[int, int, int]], parts: Sequence[Tensor]) -> None:
+        """`places` are the part that each feature is in, its first column there and its columns."""
         self._places = places
-        self._part = part
-        self._values = values
+        self._parts = parts
+        self._whole = parts[0] if len(parts) == 1 else None
 
     def keys(self) -> list[str]:
         """The features, in the order of the tables and of their features."""
         return list(self._places)
 
     def values(self) -> Tensor:
-        """All features: pooled ones side by side, `[samples, columns]`; rows `[ids, columns]`."""
-        return self._values()
+        """All features side by side: `[samples, columns of all]`."""
+        if self._whole is None:
+            self._whole = torch.cat([each for _, each in self.items()], 1)
+        return self._whole
 
-    def __getitem__(self, key: str) -> Any:
-        """One feature: pooled `[samples, columns]`, or its JaggedRows."""
+    def key_dim(self) -> int:
+        """The dimension of values() in which features are side by side: 1."""
+        return 1
+
+    def length_per_key(self) -> list[int]:
+        """The columns of each feature."""
+        return [columns for _, _, columns in self._places.values()]
+
+    def offset_per_key(self) -> list[int]:
+        """Where each feature begins in values(), and the columns of all."""
+        return [0, *accumulate(self.length_per_key())]
+
+    def device(self) -> torch.device:
+        """The device of the result."""
+        return self._parts[0].device
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedFeatures:
+        """The same on another device."""
+        moved = self.values().to(device, non_blocking=non_blocking)
+        spans = zip(self._places, self.offset_per_key(), self.length_per_key(), strict=False)
+        return KeyedFeatures({key: (0, first, n) for key, first, n in spans}, [moved])
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keeps the result's memory until the work queued on a stream so far is done."""
+        for each in (*self._parts, self.values()):
+            each.record_stream(stream)
+
+    def __getitem__(self, key: str) -> Tensor:
+        """One feature: `[samples, columns]`."""
         if key not in self._places:
             raise KeyError(f"{key!r} is none of the features {self.keys()}")
-        return self._part(*self._places[key])
+        part, first, columns = self._places[key]
+        return self._parts[part].narrow(1, first, columns)
 
     def __contains__(self, key: object) -> bool:
         return key in self._places
@@ -297,10 +477,18 @@ class KeyedFeatures:
     def __len__(self) -> int:
         return len(self._places)
 
-    def items(self) -> Iterator[tuple[str, Any]]:
+    def items(self) -> Iterator[tuple[str, Tensor]]:
         """Each feature's name, and what was looked up."""
-        return ((key, self._part(*place)) for key, place in self._places.items())
+        return ((key, self[key]) for key in self._places)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Tensor]:
         """Each feature by its name."""
         return dict(self.items())
+
+    def _key_indices(self) -> dict[str, int]:
+        """Each feature's number, for which torchrec's KeyedTensor.regroup asks."""
+        return {key: number for number, key in enumerate(self._places)}
+
+    def __repr__(self) -> str:
+        columns = dict(zip(self._places, self.length_per_key(), strict=True))
+        return f"{type(self).__name__}({columns})"

@@ -84,7 +84,8 @@ class TableGroup(RowModule):
     def look_up(self, ids: TableIds, weights: Tensor | None, *, pooled: bool) -> Tensor:
         """The rows of ids `[ids, columns]`, or added up `[samples, features * columns]`.
 
-        Raises IndexError, with the feature and the table, if an id is out of range.
+        Tables of 16 bits give float32, converted after the sum. Raises IndexError, with the feature
+        and the table, if an id is out of range.
         """
         with as_plain():
             trains, rows = self._check_lookup(ids.rows), self.lookups
@@ -101,6 +102,8 @@ class TableGroup(RowModule):
                 assert weights is not None
                 factors = weights.to(found.dtype)[:, None]
                 found = _PooledRows.apply(found * factors, ids.bags)  # type: ignore[no-untyped-call]
+            if found.element_size() == 2:
+                found = found.float()
             if not pooled:
                 return found
             return found.view(ids.jagged.samples, len(self.ranges.features) * self.embedding_dim)

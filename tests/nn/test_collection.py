@@ -152,23 +152,30 @@ def test_values_of_layouts_that_alternate_are_in_table_order() -> None:
     assert_same_bytes(found.values(), torch.cat([*found.to_dict().values()], 1))
 
 
-@COLLECTIONS
-def test_to_dict_has_each_feature(pooled: bool) -> None:
-    found = made(pooled)(KeyedIds.of(BAGS))
+def test_to_dict_has_each_feature() -> None:
+    found = made()(KeyedIds.of(BAGS))
     features = found.to_dict()
     assert list(features) == found.keys()
     for key, value in features.items():
-        rows, same = (value, found[key]) if pooled else (value.values(), found[key].values())
-        assert_same_bytes(rows, same)
+        assert_same_bytes(value, found[key])
 
 
-def test_values_of_rows_are_one_feature_after_another() -> None:
+def test_rows_come_as_a_dict_in_table_order() -> None:
+    found = made(False)(KeyedIds.of(dict(reversed(BAGS.items()))))
+    assert isinstance(found, dict)
+    assert [*found] == [*found.keys()] == ["user", "seen", "bought", "word"]
+    for (key, rows), value in zip(found.items(), found.values(), strict=True):
+        assert rows is value is found[key]
+
+
+@pytest.mark.parametrize("group", ["", "own"], ids=["one group", "two groups"])
+def test_rows_of_all_features_are_one_feature_after_another(group: str) -> None:
     ours = EmbeddingCollection(
-        [EmbeddingConfig(9, 2, "a"), EmbeddingConfig(9, 2, "b", group="own")]
+        [EmbeddingConfig(9, 2, "a"), EmbeddingConfig(9, 2, "b", group=group)]
     )
     found = ours({"a": torch.tensor([1, 2]), "b": torch.tensor([[3, 4], [5, 6]])})
     expected = [ours.table_weight("a")[[1, 2]], ours.table_weight("b")[[3, 4, 5, 6]]]
-    assert_same_bytes(found.values().detach(), torch.cat(expected))
+    assert_same_bytes(found.rows().detach(), torch.cat(expected))
 
 
 def test_a_feature_of_two_tables_has_the_tables_name_behind_it() -> None:
@@ -187,7 +194,7 @@ def test_a_feature_of_two_tables_has_the_tables_name_behind_it() -> None:
 def test_features_of_no_table_are_ignored(pooled: bool) -> None:
     ours = made(pooled)
     more = {"before": [[99], [], []], **BAGS, "behind": [[], [99], [99, 99]]}
-    assert ours(KeyedIds.of(more)).keys() == list(BAGS)
+    assert [*ours(KeyedIds.of(more)).keys()] == list(BAGS)
 
 
 def test_features_in_any_order_are_their_tables() -> None:
@@ -306,8 +313,9 @@ def test_rows_of_every_dtype(dtype: torch.dtype, mode: str, device: str) -> None
     for feature, bags in BAGS.items():
         ids, offsets = jagged(bags, device)
         expected = theirs[TABLE_OF[feature]](ids, offsets[:-1])
-        assert found[feature].dtype == dtype
-        torch.testing.assert_close(found[feature], expected)
+        # Of 16 bits they are converted after the sum, as torchrec's are.
+        assert found[feature].dtype == (torch.float32 if dtype.itemsize == 2 else dtype)
+        torch.testing.assert_close(found[feature].to(dtype), expected)
 
 
 def test_the_gradient_of_each_table_is_that_of_a_plain_one(device: str) -> None:
@@ -592,10 +600,14 @@ def test_data_type_is_a_dtype_or_has_torchrecs_name(dtype: torch.dtype) -> None:
         assert one(data_type=kind).table_weight("a").dtype == dtype
 
 
-def test_the_configs_are_kept_as_they_were_given() -> None:
+def test_the_configs_have_the_names_of_their_features() -> None:
     bags, rows = configs(), configs(pooled=False)
-    assert EmbeddingBagCollection(bags).embedding_bag_configs() == bags
-    assert EmbeddingCollection(rows).embedding_configs() == rows
+    bag_configs = EmbeddingBagCollection(bags).embedding_bag_configs()
+    row_configs = EmbeddingCollection(rows).embedding_configs()
+    for given, found in ((bags, bag_configs), (rows, row_configs)):
+        assert [each.feature_names for each in given] == [[], ["seen", "bought"], []]
+        assert [each.feature_names for each in found] == [["user"], ["seen", "bought"], ["word"]]
+        assert found[1] is given[1]
     assert EmbeddingBagCollection(bags, True).is_weighted() is True
     assert EmbeddingBagCollection(bags).is_weighted() is False
 
@@ -651,9 +663,9 @@ def test_several_lookups_of_a_step_are_prefetched_as_a_list() -> None:
     twin.load_state_dict(ours.state_dict())
     batches = [({"a": torch.tensor([k, 2])}, {"a": torch.tensor([k + 1])}) for k in range(5)]
     for first, second in speedtorch.prefetch(batches, ours, ids=list):
-        sgd_step(ours, ours(first).values().sum() + ours(second).values().square().sum())
+        sgd_step(ours, ours(first).rows().sum() + ours(second).rows().square().sum())
     for first, second in batches:
-        sgd_step(twin, twin(first).values().sum() + twin(second).values().square().sum())
+        sgd_step(twin, twin(first).rows().sum() + twin(second).rows().square().sum())
     assert_same_bytes(ours.table_weight("a"), twin.table_weight("a"))
 
 
@@ -748,10 +760,10 @@ def test_a_state_dict_has_tables_as_they_are_after_a_step(device: str) -> None:
 def test_a_state_dict_is_loaded_by_another_collection(pooled: bool, device: str) -> None:
     first, second = made(pooled, device), made(pooled, device)
     first.reset_parameters()
-    expected = first(KeyedIds.of(BAGS)).to_dict()
+    expected = first(KeyedIds.of(BAGS))
     second(KeyedIds.of(BAGS))  # holds rows
     assert str(second.load_state_dict(first.state_dict())) == "<All keys matched successfully>"
-    for key, value in second(KeyedIds.of(BAGS)).to_dict().items():
+    for key, value in second(KeyedIds.of(BAGS)).items():
         rows, same = (value, expected[key]) if pooled else (value.values(), expected[key].values())
         assert_same_bytes(rows.detach(), same.detach())
 
@@ -1323,10 +1335,10 @@ def test_a_collection_names_the_tables_that_it_has() -> None:
             ask("b")
 
 
-def test_rows_of_tables_that_differ_in_columns_have_no_values_together() -> None:
+def test_rows_of_tables_that_differ_in_columns_are_none_of_one_tensor() -> None:
     found = made(False)(KeyedIds.of(BAGS))
     with pytest.raises(ValueError, match="the tables differ in columns; take features by name"):
-        found.values()
+        found.rows()
 
 
 def test_from_pretrained_asks_for_the_rows_of_each_table() -> None:

@@ -136,7 +136,7 @@ class Tables(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         order = (ids.flatten() >= ROWS // 2).long().argsort(stable=True)
-        rows: Tensor = self.tables(self.features(ids)).values()
+        rows: Tensor = self.tables(self.features(ids)).rows()
         return rows[order.argsort()].view(*ids.shape, WIDTH)
 
     def announce(self, *parts: Tensor) -> None:

@@ -413,7 +413,7 @@ def trained_on_several(*, graphed: bool, told: int) -> dict[str, Tensor]:
     def train(ids: Tensor, more: Tensor) -> None:
         adam.zero_grad()
         users.announce(ids, more)
-        a, b = tables(features(ids)).values().chunk(2)
+        a, b = tables(features(ids)).rows().chunk(2)
         (users(ids) * a + 2 * users(more) - b).square().sum().backward()
         adam.step()
 

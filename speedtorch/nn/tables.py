@@ -1,0 +1,267 @@
+"""Tables: what the attributes `embedding_bags` and `embeddings` of the collections are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from speedtorch.nn.row_module import loadable
+from speedtorch.nn.table_group import TableGroup
+from speedtorch.torch_internals import as_plain, tree_map
+
+__all__ = ["JoinedTable", "TableWeight", "Tables", "groups_of", "place_of", "places_of", "rows_of"]
+
+
+class Tables(nn.Module):
+    """The tables of a collection by name, read, saved and loaded as a torch.nn.ModuleDict's.
+
+    Its modules are the groups, since a group has one parameter. A group's name is that of its
+    table, or of its tables with "+" between them, so that every name of a parameter names its
+    tables: `embedding_bags.user+item.weight`.
+    """
+
+    def __init__(self, groups: Sequence[TableGroup], names: Sequence[str]) -> None:
+        """`names` are those of the tables, in order."""
+        super().__init__()
+        self._names = list(names)
+        for name in names:
+            if hasattr(self, name):
+                raise ValueError(
+                    f"tables: no table can be called {name!r}, which is an attribute of"
+                    " torch.nn.ModuleDict: give it another name and"
+                    f" feature_names=[{name!r}]"
+                )
+        for group in groups:
+            joined = "+".join(table.name for table in group.ranges.tables)
+            if len(group.ranges.tables) > 1 and joined in names:
+                raise ValueError(
+                    f"tables: {joined!r} is also the name of the parameter of"
+                    f" {joined.split('+')}: give the table another name"
+                )
+            self.add_module(joined, group)
+
+    # --------------------------------------------------------------------------------------------
+    # As a ModuleDict of tables
+
+    def __getitem__(self, name: str) -> TableGroup | JoinedTable:
+        group, rows = place_of(self, name)
+        return group if len(group.ranges.tables) == 1 else JoinedTable(name, group, rows)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in self:
+                raise
+        return self[name]  # torch.distributed.checkpoint goes by the keys of a state_dict
+
+    def __contains__(self, name: object) -> bool:
+        return name in places_of(self)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(places_of(self))
+
+    def __len__(self) -> int:
+        return len(places_of(self))
+
+    def keys(self) -> Iterator[str]:
+        """The tables' names."""
+        return iter(self)
+
+    def values(self) -> Iterator[TableGroup | JoinedTable]:
+        """The tables."""
+        return (self[name] for name in self)
+
+    def items(self) -> Iterator[tuple[str, TableGroup | JoinedTable]]:
+        """Each table's name and the table."""
+        return ((name, self[name]) for name in self)
+
+    # --------------------------------------------------------------------------------------------
+    # Saved and loaded
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for group in groups_of(self):
+            group.flush()
+        for name, (group, rows) in places_of(self).items():
+            destination[f"{prefix}{name}.weight"] = group.trained_rows.store.saved("weight", rows)
+
+    def _load_from_state_dict(  # type: ignore[no-untyped-def]
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        known = set()
+        for name, (group, rows) in places_of(self).items():
+            known.add(key := f"{prefix}{name}.weight")
+            if key not in state_dict:
+                missing_keys.append(key)
+                continue
+            shape = (rows.stop - rows.start, group.embedding_dim)
+            try:
+                group.trained_rows.load_some(loadable(key, state_dict[key], shape), rows.start)
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{error}.")
+        # torch's set_state_dict adds the parameters themselves if it is given a full state_dict.
+        groups = zip(self._modules, groups_of(self), strict=True)
+        own = {f"{prefix}{joined}.weight": group.weight for joined, group in groups}
+        if strict:
+            given = [key for key in state_dict if key.startswith(prefix)]
+            unexpected_keys.extend(
+                key for key in given if key not in known and state_dict[key] is not own.get(key)
+            )
+
+
+# Functions, since a table may have the name of a method no more than torch's own.
+
+
+def groups_of(tables: Tables) -> list[TableGroup]:
+    """What holds the rows and the parameters."""
+    groups: Any = vars(tables).get("_modules", {}).values()
+    return list(groups)
+
+
+def places_of(tables: Tables) -> dict[str, tuple[TableGroup, slice]]:
+    """Each table's group and its rows there, in table order."""
+    places = {
+        table.name: (group, group.ranges.range_of(table.name))
+        for group in groups_of(tables)
+        for table in group.ranges.tables
+    }
+    return {name: places[name] for name in vars(tables).get("_names", ()) if name in places}
+
+
+def place_of(tables: Tables, name: str) -> tuple[TableGroup, slice]:
+    """A table's group and its rows there; KeyError if there is no such table."""
+    places = places_of(tables)
+    if name not in places:
+        raise KeyError(f"{name!r} is none of the tables {list(places)}")
+    return places[name]
+
+
+def rows_of(tables: Tables, name: str) -> Tensor:
+    """All rows of a table in its memory, as they are now; they may be written to.
+
+    Raises KeyError if there is no such table, RuntimeError if other ranks have some of the rows.
+    """
+    return _Part(name, *place_of(tables, name)).all_rows()
+
+
+class JoinedTable:
+    """A table that is one of several in its group, with the rows of that table alone.
+
+    Attributes:
+        num_embeddings: Its rows.
+        embedding_dim: Its columns.
+    """
+
+    def __init__(self, name: str, group: TableGroup, rows: slice) -> None:
+        self._weight = TableWeight(_Part(name, group, rows))
+        self.num_embeddings, self.embedding_dim = rows.stop - rows.start, group.embedding_dim
+
+    @property
+    def weight(self) -> TableWeight:
+        """All rows `[num_embeddings, embedding_dim]`, read and written in host memory."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: object) -> None:
+        if value is not self._weight:  # which `weight *= 2` assigns
+            part = self._weight._part
+            raise AttributeError(
+                f"table {part.name!r}: its weight cannot be replaced: write to it, for instance by"
+                " weight.copy_(rows), or make the collection by from_pretrained"
+            )
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        # Names with "_" are those that copy, pickle and torch ask for on their own.
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        raise AttributeError(self._weight._part.has_no(attribute))
+
+    def __repr__(self) -> str:
+        name, rows = self._weight._part.name, self.num_embeddings
+        return f"{type(self).__name__}({name}: {rows}; columns={self.embedding_dim})"
+
+
+class _Part(NamedTuple):
+    """Some rows of a group."""
+
+    name: str
+    group: TableGroup
+    rows: slice
+
+    def all_rows(self) -> Tensor:
+        """As `rows_of`."""
+        store = self.group.trained_rows.store
+        if store.rows < store.all_rows:
+            raise RuntimeError(
+                f"table {self.name!r}: this rank has a share of its rows: read them from"
+                " state_dict(), and write them by load_state_dict()"
+            )
+        return self.group.table["weight"][self.rows]
+
+    def has_no(self, attribute: str) -> str:
+        """What to say of an attribute that would be that of a parameter."""
+        name = repr(self.name)
+        return (
+            f"table {name} has no {attribute!r} of its own: the parameter of its rows is"
+            f" group_of({name}).weight, of {self.group._called()}; for a parameter of its own set"
+            f" group={name} in its config"
+        )
+
+
+class TableWeight(Tensor):
+    """The rows of a table that is one of several in its group; it is no parameter.
+
+    Reading its shape or dtype takes no memory. Every other function of torch works on the rows in
+    the table's memory, as they are at that time.
+    """
+
+    _part: _Part
+
+    def __new__(cls, part: _Part) -> TableWeight:
+        """Has the extents of the rows, and the memory of one element."""
+        extents = part.rows.stop - part.rows.start, part.group.embedding_dim
+        with as_plain():
+            one = torch.empty(1, dtype=part.group.trained_rows.store.dtype, device="cpu")
+            self = one.expand(extents).as_subclass(cls)
+        self._part = part
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        weight, name = args[0] if args else None, getattr(func, "__name__", "")
+        with as_plain():
+            if isinstance(weight, TableWeight):
+                access, name = name, getattr(getattr(func, "__self__", None), "__name__", name)
+                if access == "__get__" and name == "requires_grad":
+                    return weight._part.group.weight.requires_grad
+                if name in _OF_PARAMETERS:
+                    raise RuntimeError(weight._part.has_no(name))
+                if access == "__set__" and name == "data":
+                    part, shape = weight._part, tuple(weight.shape)
+                    part.all_rows().copy_(loadable(f"table {part.name!r}", args[1], shape))
+                    return None
+                if name in _EXTENTS:
+                    return func(*args, **(kwargs or {}))
+            made: dict[int, Tensor] = {}
+
+            def real(each: Any) -> Any:
+                if not isinstance(each, TableWeight):
+                    return each
+                return made.setdefault(id(each), each._part.all_rows())
+
+            args, kwargs = tree_map(real, (tuple(args), kwargs or {}))
+            answer = func(*args, **kwargs)
+            # What changes it in place gives it back.
+            is_itself = isinstance(weight, TableWeight) and answer is made.get(id(weight))
+            return weight if is_itself else answer
+
+
+# Of these the answer would be that of no parameter, in silence.
+_OF_PARAMETERS = frozenset({"grad", "requires_grad", "requires_grad_", "retain_grad", "is_leaf"})
+_EXTENTS = frozenset({"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__"})
+_EXTENTS |= {"dtype", "device", "layout", "is_cuda", "is_cpu", "is_floating_point", "__hash__"}
