@@ -15,6 +15,14 @@ import speedtorch
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 torchrec = pytest.importorskip("torchrec")
+for module in (
+    "fx",
+    "models.deepfm",
+    "models.dlrm",
+    "modules.fp_embedding_modules",
+    "modules.regroup",
+):
+    pytest.importorskip(f"torchrec.{module}")
 
 BAGS = {
     "user": [[3], [19], [3]],
@@ -93,7 +101,7 @@ def test_rows_are_torchrecs_bit_for_bit(dtype: torch.dtype) -> None:
     theirs, ours = pair(False)
     features = keyed(dtype=dtype)
     expected, found = theirs(features), ours(features)
-    assert found.keys() == list(expected)
+    assert [*found] == [*expected]
     for key, rows in expected.items():
         assert_same_bytes(found[key].values().detach(), rows.values().detach())
         assert found[key].lengths().tolist() == rows.lengths().tolist()
@@ -118,7 +126,7 @@ def test_state_dicts_load_both_ways(pooled: bool) -> None:
 def test_a_step_of_sgd_gives_torchrecs_rows(pooled: bool) -> None:
     theirs, ours = pair(pooled)
     for module in (theirs, ours):
-        found = module(keyed()).to_dict() if pooled or module is ours else module(keyed())
+        found = module(keyed()).to_dict() if pooled else module(keyed())
         rows = [each if pooled else each.values() for each in found.values()]
         torch.cat([each.square().sum()[None] for each in rows]).sum().backward()
         torch.optim.SGD(module.parameters(), lr=0.5).step()
@@ -208,3 +216,205 @@ def test_prefetch_takes_torchrecs_features() -> None:
         seen.append(ours(features).values().detach().clone())
     assert len(seen) == 4
     assert_same_bytes(seen[3], seen[0])
+
+
+# ------------------------------------------------------------------------------------------------
+# Results have the methods of torchrec's
+
+
+def test_a_keyed_result_has_the_methods_of_torchrecs() -> None:
+    theirs, ours = pair(True)
+    expected, found = theirs(keyed()), ours(keyed())
+    for method in ("offset_per_key", "length_per_key", "key_dim", "device", "keys"):
+        assert getattr(found, method)() == getattr(expected, method)()
+    moved = found.to(torch.device("cpu"))
+    assert_same_bytes(moved.values().detach(), expected.values().detach())
+
+
+@pytest.mark.parametrize("data_type", ["FP32", "FP16"])
+@KINDS
+def test_results_have_torchrecs_dtype(pooled: bool, data_type: str) -> None:
+    kind = getattr(torchrec.modules.embedding_configs.DataType, data_type)
+    theirs, ours = pair(pooled, data_type=kind)
+    expected, found = theirs(keyed())["seen"], ours(keyed())["seen"]
+    if not pooled:
+        expected, found = expected.values(), found.values()
+    assert_same_bytes(found.detach(), expected.detach())
+
+
+GROUPS = {
+    "each key once": [["word@item", "user"], ["seen", "word@word"]],
+    "some keys": [["seen"]],
+    "a key twice": [["seen", "user"], ["seen", "word@item"]],
+}
+
+
+@pytest.mark.parametrize("how", ["regroup", "regroup_as_dict", "KTRegroupAsDict"])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_torchrec_regroups_our_results(groups: list[list[str]], how: str) -> None:
+    names = [f"group{number}" for number in range(len(groups))]
+
+    def regrouped(result: Any) -> list[torch.Tensor]:
+        keyed_tensor = torchrec.KeyedTensor
+        if how == "regroup":
+            return list(keyed_tensor.regroup([result], groups))
+        if how == "regroup_as_dict":
+            return [*keyed_tensor.regroup_as_dict([result], groups, names).values()]
+        return [*torchrec.modules.regroup.KTRegroupAsDict(groups, names)([result]).values()]
+
+    theirs, ours = pair(True)
+    expected, found = regrouped(theirs(keyed())), regrouped(ours(keyed()))
+    for part, own in zip(found, expected, strict=True):
+        assert_same_bytes(part.detach(), own.detach())
+    torch.cat(found, 1).sum().backward()
+    assert ours.group_of("user").weight.grad is not None
+
+
+def test_torchrec_regroups_our_results_beside_its_own() -> None:
+    theirs, ours = pair(True)
+    other = torchrec.KeyedTensor(["more"], [2], torch.ones(3, 2))
+    groups = [["more", "seen"], ["user"]]
+    expected = torchrec.KeyedTensor.regroup([theirs(keyed()), other], groups)
+    found = torchrec.KeyedTensor.regroup([ours(keyed()), other], groups)
+    for part, own in zip(found, expected, strict=True):
+        assert_same_bytes(part.detach(), own.detach())
+
+
+def test_rows_of_a_feature_have_the_methods_of_torchrecs() -> None:
+    theirs = torchrec.EmbeddingCollection(configs(False), need_indices=True)
+    ours = speedtorch.EmbeddingCollection(configs(False), need_indices=True)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.embedding_names_by_table() == theirs.embedding_names_by_table()
+    assert ours.embedding_dim() == theirs.embedding_dim()
+    assert ours.need_indices() is theirs.need_indices() is True
+    assert ours.device == theirs.device
+    expected, found = theirs(keyed()), ours(keyed())
+    for key in expected:
+        for method in ("values", "lengths", "offsets", "weights", "weights_or_none"):
+            own = getattr(expected[key], method)()
+            assert_same_bytes(getattr(found[key], method)().to(own.dtype).detach(), own.detach())
+        for method in ("to_dense", "to_dense_weights"):
+            pairs = zip(
+                getattr(found[key], method)(), getattr(expected[key], method)(), strict=True
+            )
+            for part, own in pairs:
+                assert_same_bytes(part.detach(), own.detach())
+        for length, padding in ((None, 0.0), (2, -1.0), (6, 7.0)):
+            for method in ("to_padded_dense", "to_padded_dense_weights"):
+                part, own = (
+                    getattr(each[key], method)(length, padding) for each in (found, expected)
+                )
+                assert_same_bytes(part.detach(), own.detach())
+
+
+def test_a_table_is_read_by_its_name_as_torchrecs() -> None:
+    for pooled, kept_as in ((True, "embedding_bags"), (False, "embeddings")):
+        theirs, ours = pair(pooled)
+        expected, found = getattr(theirs, kept_as), getattr(ours, kept_as)
+        assert list(found) == list(expected)
+        for name, table in expected.items():
+            assert_same_bytes(found[name].weight.clone(), table.weight.detach())
+            assert found[name].weight.shape == table.weight.shape
+
+
+def test_inverse_indices_are_refused_rather_than_ignored() -> None:
+    features = torchrec.KeyedJaggedTensor(
+        ["user", "seen", "word"],
+        torch.tensor([1, 2, 3]),
+        lengths=torch.tensor([1, 1, 1]),
+        inverse_indices=(["user", "seen", "word"], torch.zeros(3, 2, dtype=torch.int64)),
+    )
+    assert pair(True)[0](features).values().shape[0] == 2
+    with pytest.raises(NotImplementedError, match="inverse_indices are not applied"):
+        pair(True)[1](features)
+
+
+# ------------------------------------------------------------------------------------------------
+# torchrec's models and modules with our collection inside
+
+
+def one_width() -> list[Any]:
+    """A table for each of two features, which the models take by their names."""
+    return [
+        torchrec.EmbeddingBagConfig(
+            name=f"t{name}", num_embeddings=30, embedding_dim=4, feature_names=[name]
+        )
+        for name in ("user", "seen")
+    ]
+
+
+def twins(**settings: Any) -> list[Any]:
+    theirs = torchrec.EmbeddingBagCollection(one_width(), **settings)
+    ours = speedtorch.EmbeddingBagCollection(one_width(), **settings)
+    ours.load_state_dict(theirs.state_dict())
+    return [theirs, ours]
+
+
+def test_dlrm_trains_with_our_tables_as_with_torchrecs() -> None:
+    models = []
+    for tables in twins():
+        torch.manual_seed(0)
+        dlrm = torchrec.models.dlrm.DLRM(tables, 3, [8, 4], [5, 1])
+        models.append(torchrec.models.dlrm.DLRMTrain(dlrm))
+    batch = torchrec.datasets.utils.Batch(torch.rand(3, 3), keyed(), torch.tensor([0, 1, 1]))
+    losses: list[list[Any]] = [[], []]
+    for model, own in zip(models, losses, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss, _ = model(batch)
+            loss.backward()
+            optimizer.step()
+            own.append(loss.detach())
+    torch.testing.assert_close(torch.stack(losses[1]), torch.stack(losses[0]))
+    for key, value in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[key], value)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_deepfm_gives_with_our_tables_what_it_gives_with_torchrecs() -> None:
+    found = []
+    for tables in twins():
+        torch.manual_seed(0)
+        model = torchrec.models.deepfm.SimpleDeepFMNN(
+            num_dense_features=3,
+            embedding_bag_collection=tables,
+            hidden_layer_size=5,
+            deep_fm_dimension=4,
+        )
+        torch.manual_seed(1)
+        found.append(model(torch.rand(3, 3), keyed()))
+        found[-1].sum().backward()
+    assert_same_bytes(found[1].detach(), found[0].detach())
+
+
+@pytest.mark.parametrize("collection", [False, True], ids=["dict", "collection"])
+def test_position_weights_train_with_our_tables(collection: bool) -> None:
+    modules = torchrec.modules.feature_processor_
+    results, gradients = [], []
+    for tables in twins(is_weighted=True):
+        lengths = {"user": 5, "seen": 5}
+        processors: Any = {
+            key: modules.PositionWeightedModule(max_feature_length=n) for key, n in lengths.items()
+        }
+        if collection:
+            processors = modules.PositionWeightedModuleCollection(lengths)
+        model = torchrec.modules.fp_embedding_modules.FeatureProcessedEmbeddingBagCollection(
+            tables, processors
+        )
+        found = model(keyed()).to_dict()
+        results.append(torch.cat([found["user"], found["seen"]], 1))
+        results[-1].square().sum().backward()
+        named = model._feature_processors.named_parameters()
+        gradients.append({name: each.grad for name, each in named})
+    torch.testing.assert_close(results[1], results[0])
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_a_traced_dlrm_calls_our_tables() -> None:
+    model = torchrec.models.dlrm.DLRM(twins()[1], 3, [8, 4], [5, 1])
+    traced = torchrec.fx.symbolic_trace(model)
+    dense = torch.rand(3, 3)
+    assert_same_bytes(traced(dense, keyed()).detach(), model(dense, keyed()).detach())
