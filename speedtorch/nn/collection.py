@@ -223,9 +223,16 @@ class EmbeddingBagCollection(TableCollection):
     """Tables whose rows are looked up and added up, bag by bag, all in one exchange.
 
     Arguments, input, result and state_dict are those of torchrec's EmbeddingBagCollection, whose
-    configs it takes as well. Tables of one embedding_dim, data_type and `group=` are ranges of the
-    rows of one HostTable and one parameter: learning rate, freezing and optimizer go by group. All
-    else is as for Embedding, and each table's numbers are those of a table of its own: whatever
+    configs may be given as well; docs/collections.md says what differs. Tables of 16 bits give
+    float32, as torchrec's do.
+
+    Tables of one embedding_dim, data_type and `group=` are ranges of the rows of one HostTable, and
+    one parameter: learning rate, freezing and optimizer go by group. The parameter's name has the
+    names of its tables, `embedding_bags.user+item.weight`. `embedding_bags["user"].weight` are the
+    rows of one table; where that table shares its group, they can be read and written, and what a
+    parameter alone can do raises an error.
+
+    All else is as for Embedding, and each table's numbers are those of a table of its own: whatever
     else is in a batch, the gradients of a row are added up in the order of its ids (on a GPU as for
     Embedding), which torch's EmbeddingBag does not do for rows that a batch names several times.
 
@@ -301,8 +308,8 @@ class EmbeddingBagCollection(TableCollection):
                 int64, on either device. Features of no table are ignored.
 
         Returns:
-            Its values() are `[samples, columns of all features]` on the module's device, in the
-            order of the tables and of their features.
+            Has the methods of torchrec's KeyedTensor. Its values() are `[samples, columns of all
+            features]` on the module's device, in the order of the tables and of their features.
 
         Raises:
             KeyError: A feature is missing.

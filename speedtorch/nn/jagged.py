@@ -140,7 +140,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: bool) -> Source:
-    _check_named(name, list(given), wanted)
+    _check_named(name, list(given.keys()), wanted)  # a TensorDict iterates over its samples
     parts, tensors = [], []
     for key in wanted:
         part = _of_value(f"{name}: {key!r}", given[key], weighted)

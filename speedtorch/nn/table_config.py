@@ -21,12 +21,16 @@ _DTYPES |= {dtype: dtype for dtype in _DTYPES.values()}
 
 @dataclass
 class EmbeddingConfig:
-    """One table of an EmbeddingCollection; the fields are those of torchrec's EmbeddingConfig.
+    """One table of an EmbeddingCollection.
+
+    All fields but `group` are torchrec's, whose EmbeddingConfig may be given instead; its other
+    fields are for torchrec's sharding and have no effect. The first seven have torchrec's order:
+    give the others by name.
 
     Attributes:
         num_embeddings: Rows.
         embedding_dim: Columns.
-        name: Of the table.
+        name: Of the table, without dots; none of the attributes of torch.nn.ModuleDict.
         data_type: The elements of the rows: a torch.dtype, or torchrec's DataType.
         feature_names: Features whose ids are rows of this table; by default one of its name.
         weight_init_max: The largest first value; by default sqrt(1 / num_embeddings).

@@ -317,6 +317,14 @@ def test_a_table_is_read_by_its_name_as_torchrecs() -> None:
             assert found[name].weight.shape == table.weight.shape
 
 
+def test_a_tensor_dict_has_features() -> None:
+    tables = pair(True)[1]
+    tensordict = pytest.importorskip("tensordict")
+    features = {key: torch.tensor([3, 4, 0]) for key in BAGS}
+    found = tables(tensordict.TensorDict(features, batch_size=[3]))
+    assert_same_bytes(found.values().detach(), tables(features).values().detach())
+
+
 def test_inverse_indices_are_refused_rather_than_ignored() -> None:
     features = torchrec.KeyedJaggedTensor(
         ["user", "seen", "word"],
