@@ -317,6 +317,39 @@ def test_torchs_checkpoints_resume_with_the_settings_of_each_group(
         assert_same_bytes(rows, expected[name])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("steps_before", [1], ids=["stepped"])
+@COLLECTIONS
+def test_torchs_checkpoints_resume_an_attached_optimizer(
+    pooled: bool, steps_before: int, device: str, tmp_path: Path
+) -> None:
+    def begun(steps: int) -> tuple[nn.Sequential, optim.Optimizer]:
+        model = nn.Sequential(made(pooled, device))
+        optimizer = optim.Adam(model.parameters(), lr=0.1)
+        speedtorch.attach(optimizer, model)
+        for _ in range(steps):
+            step(model, optimizer)
+        return model, optimizer
+
+    def step(model: nn.Sequential, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+        loss(model[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return weights_of(model[0])
+
+    first, second = begun(3), begun(steps_before)
+    state, fields = get_state_dict(*first)
+    dcp.save({"model": state, "optimizer": fields}, checkpoint_id=tmp_path)
+    expected = step(*first)
+
+    state, fields = get_state_dict(*second)
+    loaded: dict[str, Any] = {"model": state, "optimizer": fields}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(*second, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    for name, rows in step(*second).items():
+        assert_same_bytes(rows, expected[name])
+
+
 def test_an_attached_optimizers_state_is_saved_by_group() -> None:
     model = nn.Sequential(made())
     optimizer = optim.Adam(model.parameters())
