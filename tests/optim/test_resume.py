@@ -182,13 +182,7 @@ def assert_same(actual: Any, expected: Any) -> None:
         ("words", "checkpoint"),
         ("words", "checkpoint-flat"),
         ("pooled", "torch.save"),
-        pytest.param(
-            "pooled",
-            "checkpoint",
-            marks=pytest.mark.xfail(
-                raises=AttributeError, strict=True, reason="torch finds no collection's tables"
-            ),
-        ),
+        ("pooled", "checkpoint"),
     ],
 )
 def test_a_fresh_process_goes_on_bit_for_bit(model: str, way: str, tmp_path: Path) -> None:
