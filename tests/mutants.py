@@ -190,14 +190,15 @@ MUTANTS = [
     Mutant(
         "announced rows do not join a planned batch",
         "step/exchange.py",
-        "any(self.now.find(part) is None for part in told):\n",
-        "False:\n",
+        "self._extend(parts, are_planned=True)\n            self._announced.forget()\n",
+        "pass\n            self._announced.forget()\n",
     ),
     Mutant(
         "announced rows do not begin the step",
         "step/exchange.py",
-        "begun = batch or told or self._step_of(parts)",
-        "begun = batch or self._step_of(parts)",
+        "told = batch or (None if announced is None else announced.batch)",
+        "told = batch",
+        "tests/step/test_announcements.py::test_the_first_lookup_brings_the_rows_of_all",
     ),
     Mutant(
         "zeros of zero_grad move rows",
@@ -208,8 +209,8 @@ MUTANTS = [
     Mutant(
         "an earlier step's gradient is taken for this one's",
         "step/trained_rows.py",
-        "            if number != step.number:\n",
-        "            if False:\n",
+        "        if not self.exchange.holds(number):\n",
+        "        if False:\n",
         "tests/nn/test_embedding.py::test_backward_through_rows_that_have_left_is_an_error",
     ),
     # ---- exchange.py: shown rows; trained_rows.py
@@ -276,8 +277,8 @@ MUTANTS = [
     Mutant(
         "announcements of an earlier step are those of this one",
         "step/exchange.py",
-        "        if told:\n            self._told = ((), None)\n",
-        "",
+        "                self.forget_announced()\n                has_gradient",
+        "                has_gradient",
     ),
     # ---- gradient_sums.py and ops/planned_batch.py
     Mutant(
@@ -347,11 +348,11 @@ MUTANTS = [
         "tests/nn/test_capacity.py::test_batches_around_a_prefetched_one_that_does_not_fit_are_trained",
     ),
     Mutant(
-        "rows that were announced in vain come again",
+        "rows that were announced and not looked up are stepped in silence",
         "step/exchange.py",
-        "            self._told = ((), None)  # else the next lookup would begin with them again\n",
-        "",
-        "tests/nn/test_capacity.py::test_a_lookup_that_was_not_announced_uses_the_announcement_up",
+        "        if not now.unseen or now.over or",
+        "        if now.over or True or",
+        "tests/step/test_announcements.py::test_a_step_that_leaves_an_announced_tensor_out_raises",
     ),
     Mutant(
         "a failed backward refuses the lookups after it",

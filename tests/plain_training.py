@@ -44,10 +44,19 @@ class PlainTable:
         held: rows of the step.
         gradient: of all rows, or None before a backward.
         over: whether the step was stepped, so that the next lookup begins another.
-        announced: rows that the next lookup brings too.
+        left: whether a zero_grad has come since the last lookup: without a gradient, lookups but
+            those that were announced begin another step, although a graph of this one is there.
+        parts: ids that a step knows: those of its lookups, and those that it was begun with.
+        unseen: those of them that were announced and are still to be looked up.
+        looked_up: all ids that lookups of the step have named.
+        waiting: ids that were announced and of which no lookup has come, call by call.
+        before: those of the batch before, if nobody can say yet that it was given up.
+        is_new: whether the next announcement is of another batch.
         due: ids of the batch that a loop gives: a step that begins with them has all of its rows.
         kept: whether a backward that failed keeps its lookups, in torch, so that they count for the
-            step whatever zero_grad says.
+            step until lookups of other ids come.
+        capacity: whether lookups of a step may bring no rows after the first.
+        number: counts steps.
     """
 
     weight: Tensor
@@ -58,36 +67,88 @@ class PlainTable:
     held: set[int] = field(default_factory=set)
     gradient: Tensor | None = None
     over: bool = True
-    announced: set[int] = field(default_factory=set)
+    left: bool = False
+    parts: list[Tensor] = field(default_factory=list)
+    unseen: list[Tensor] = field(default_factory=list)
+    looked_up: set[int] = field(default_factory=set)
+    waiting: list[tuple[Tensor, ...]] = field(default_factory=list)
+    before: list[tuple[Tensor, ...]] = field(default_factory=list)
+    is_new: bool = False
     due: tuple[Tensor, ...] = ()
     kept: bool = False
+    capacity: bool = False
+    number: int = 0
 
-    def _rows(self, ids: Tensor) -> set[int]:
-        return set(ids.flatten().tolist()) - {self.padding}
+    def _rows(self, *parts: Tensor) -> set[int]:
+        return {each for ids in parts for each in ids.flatten().tolist()} - {self.padding}
 
     def announce(self, *parts: Tensor) -> None:
-        self._begin_with(parts)
-        for ids in parts:
-            self.announced |= self._rows(ids)
+        if self.over or (self.left and self.gradient is None):
+            if self.is_new:
+                self.before, self.waiting, self.is_new = self.waiting, [], False
+            self.waiting = [*self.waiting, parts]
+        elif not all(_is_one_of(part, self.parts) for part in parts):
+            self._join(parts)
 
-    def _begin_with(self, parts: Sequence[Tensor]) -> None:
-        """Takes the batch that is due if a step begins with parts of it, or with all its rows."""
-        if not (self.over and self.due):
-            return
+    def _join(self, parts: Sequence[Tensor]) -> None:
+        """Announced ids become those of the step."""
+        self.unseen = [*self.unseen, *parts]
+        self.held = self.held | self._rows(*parts)
+        self.parts = [*self.parts, *parts]
+
+    def end_batch(self) -> None:
+        """A batch may have been given up."""
+        self.is_new = bool(self.waiting)
+
+    def give_up(self) -> None:
+        """Nothing that was announced waits."""
+        self.waiting, self.before, self.is_new, self.left = [], [], False, True
+
+    def _begin(self, ids: Tensor, announced: list[Tensor]) -> None:
+        self.held, self.gradient, self.over, self.kept = set(), None, False, False
+        self.number += 1
+        self.parts, self.unseen, self.looked_up = [], [], set()
         due, self.due = self.due, ()
-        rows = set[int]().union(*map(self._rows, due))
-        of_it = all(any(torch.equal(part, each) for each in due) for part in parts)
-        if of_it or rows == set[int]().union(*map(self._rows, parts)):
-            self.announced |= rows
+        if due and (_is_one_of(ids, due) or self._rows(*due) == self._rows(ids)):
+            self._join(due)
+        elif announced:
+            self._join(announced)
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Brings the rows into the step; returns their values."""
-        if self.over:
-            self._begin_with([ids])
-            self.held, self.gradient, self.over, self.kept = set(), None, False, False
-        self.held |= self._rows(ids) | self.announced
-        self.announced = set()
+        announced = _from_the_call_of(ids, self.waiting)
+        if not announced and (announced := _from_the_call_of(ids, self.before)):
+            announced += [part for call in self.waiting for part in call]
+        is_left = self.left and self.gradient is None
+        if is_left and (announced or _is_one_of(ids, self.due)):
+            pass
+        elif is_left and self.capacity:
+            is_left = not _is_one_of(ids, self.parts)
+        elif is_left:
+            is_left = ids.numel() == 0 or not _is_one_of(ids, self.unseen)
+        if self.over or is_left:
+            rows = self._rows(ids)
+            if self.capacity and not (announced or self.is_new):
+                every = [part for call in self.waiting for part in call]
+                announced = every if rows and rows <= self._rows(*every) else []
+            self._begin(ids, announced)
+        if announced:
+            if not all(_is_one_of(part, self.parts) for part in announced):
+                self._join(announced)
+            self.waiting, self.before, self.is_new = [], [], False
+        self.held = self.held | self._rows(ids)
+        if not _is_one_of(ids, self.parts):
+            self.parts = [*self.parts, ids]
+        self.unseen = [part for part in self.unseen if not _is_one_of(part, [ids])]
+        self.looked_up = self.looked_up | set(ids.flatten().tolist())
+        self.left &= ids.numel() == 0
         return self.read(ids)
+
+    def is_refused(self) -> bool:
+        """Whether a step would change rows that were announced and not looked up."""
+        if self.over or self.gradient is None:
+            return False
+        return any(not set(part.flatten().tolist()) <= self.looked_up for part in self.unseen)
 
     def read(self, ids: Tensor) -> Tensor:
         """The rows' values, outside of the step."""
@@ -99,6 +160,9 @@ class PlainTable:
         """Adds the gradient of a lookup, `[*ids, columns]`."""
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.weight)
+        if not self._rows(ids) <= self.held:  # its lookup was given up
+            self.held = self.held | self._rows(ids)
+            self.looked_up = self.looked_up | set(ids.flatten().tolist())
         self.gradient.index_put_((ids,), gradient, accumulate=True)
 
     def copy(self) -> PlainTable:
@@ -107,14 +171,13 @@ class PlainTable:
             weight=self.weight.clone(),
             fields={name: each.clone() for name, each in self.fields.items()},
             scalars=copy.deepcopy(self.scalars),
-            held=set(self.held),
             gradient=None if self.gradient is None else self.gradient.clone(),
-            announced=set(self.announced),
         )
 
     def forget(self) -> None:
         """zero_grad when no lookup waits for its backward: the step holds nothing."""
-        self.gradient = None
+        self.gradient, self.left = None, True
+        self.end_batch()
         if not self.kept:
             self.held, self.over = set(), True
 
@@ -169,6 +232,10 @@ class PlainTraining:
         table.fields = {n: torch.full_like(table.weight, v) for n, v in self.case.rows.items()}
         table.scalars = {name: make() for name, make in self.case.scalars.items()}
 
+    def is_refused(self) -> bool:
+        """Whether a step raises, and changes nothing."""
+        return any(table.is_refused() for table in self.tables)
+
     def zero_grad(self) -> None:
         for table in self.tables:
             table.forget()
@@ -201,6 +268,7 @@ class PlainTraining:
                 table.scalars = {name: state[name] for name in table.scalars}
         for table in self.tables:
             table.over |= table.gradient is not None
+            table.waiting, table.before, table.is_new = [], [], False
 
     def state(self) -> list[dict[str, Any]]:
         """What the optimizer's state dict has of each table."""
@@ -209,6 +277,18 @@ class PlainTraining:
     def numbers(self) -> list[dict[str, Any]]:
         """For each table its rows, their state, and the counts beside them."""
         return [{"weight": table.weight, **table.fields, **table.scalars} for table in self.tables]
+
+
+def _from_the_call_of(ids: Tensor, calls: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Of announced ids those of the call that has these, and of the calls after it."""
+    for number, call in enumerate(calls):
+        if _is_one_of(ids, call):
+            return [part for each in calls[number:] for part in each]
+    return []
+
+
+def _is_one_of(ids: Tensor, parts: Iterable[Tensor]) -> bool:
+    return any(ids.dtype == each.dtype and torch.equal(ids.cpu(), each.cpu()) for each in parts)
 
 
 def _all_rows(gradient: Tensor) -> Tensor:

@@ -131,13 +131,18 @@ class TableCollection(nn.Module):
         }
 
     def announce(self, *features: Features) -> None:
-        """Lets the next lookup bring the rows of all lookups of its step; see Embedding.announce.
+        """Lets the first lookup bring the rows of all lookups of its step; see Embedding.announce.
 
         Args:
             *features: What the lookups will be given.
+
+        Raises:
+            As for Embedding.announce, with the table and the feature; nothing is announced to any
+            table then.
         """
-        for group, ids in self.ids_by_module(features).items():
-            group.announce(*ids)
+        named = self.ids_by_module(features)
+        for announce in [group.announcement(*ids) for group, ids in named.items()]:
+            announce()
 
     # --------------------------------------------------------------------------------------------
     # Rows

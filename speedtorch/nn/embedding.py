@@ -25,7 +25,9 @@ class Embedding(RowModule, nn.Embedding):
     follows the optimizer's step. A gradient that is left over then is dropped with the rows; so are
     rows that were looked up before a zero_grad(), if no step has followed. A lookup whose backward
     has not run counts for the step for as long as Python or a graph keeps its result (a backward
-    that fails on the CPU keeps its graph in torch itself).
+    that fails on the CPU keeps its graph in torch itself), unless a zero_grad() and a lookup of
+    another batch follow: then its rows are of the step only if its backward comes after all, which
+    raises RuntimeError where they have a capacity.
 
     The weight stands for the whole table. C++ code that is given it, and who reaches its memory by
     data_ptr(), cannot be told so and sees the held rows: give them emb.table["weight"]. For all

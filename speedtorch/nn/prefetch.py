@@ -156,7 +156,11 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         model: Has a speedtorch Embedding or EmbeddingBag, or several.
         ids: Gives the ids that a batch will look up: a tensor (or a list of them, if there are
             several lookups), a collection's features, or a dict from each module to its own. Rows
-            that it names and no lookup does are stepped as well; rows that it leaves out cost time.
+            that it leaves out cost time. A step of a batch looks up all of the tensors, or none:
+            where lookups name some of a module's and others not (labels that were taken for ids),
+            optimizer.step() raises RuntimeError before any row changes; see Embedding.announce.
+            Where rows are shared out among ranks, which could not agree on that, the rows that no
+            lookup names are stepped.
 
     Returns:
         An iterable of the loader's batches, with its len(); every loop over it is a new epoch.
@@ -169,9 +173,9 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     Example:
         >>> import torch, speedtorch
         >>> embedding = speedtorch.Embedding(1000, 4)
-        >>> batches = [torch.tensor([1, 2]), torch.tensor([2, 999])]
-        >>> for batch in prefetch(batches, embedding, ids=lambda batch: batch):
-        ...     print(tuple(embedding(batch).shape))
+        >>> loader = [(torch.tensor([1, 2]), 0.5), (torch.tensor([2, 999]), 1.0)]
+        >>> for ids, label in prefetch(loader, embedding, ids=lambda batch: batch[0]):
+        ...     print(tuple(embedding(ids).shape))
         (2, 4)
         (2, 4)
     """

@@ -46,8 +46,14 @@ class Steps(Protocol):
     def ahead(self) -> int:
         """How many batches a loop plans ahead."""
 
-    def announce(self, parts: Sequence[Tensor]) -> None:
-        """Ids of the next step's lookups."""
+    def plan_announced(self, parts: Sequence[Tensor]) -> Any:
+        """Ids of the next step's lookups, which announce() is to announce."""
+
+    def announce(self, announced: Any) -> None:
+        """Announces what was planned."""
+
+    def give_up(self) -> None:
+        """Gives up a batch that was announced or looked up."""
 
     def start_loop(self, loop: object) -> None:
         """A loop plans batches ahead."""
@@ -274,14 +280,25 @@ class RowModule(nn.Module):
         self.init_(nn.init.normal_)
 
     def announce(self, *ids: Tensor) -> None:
-        """Lets the next lookup bring the rows of all lookups of its step.
+        """Lets the first lookup of a step bring the rows of all lookups of the step.
 
         A step of several lookups then has one exchange; without it each lookup that brings new rows
-        copies those that are held already. The optimizer's step changes every row that was
-        announced, as if it had been looked up (a sparse gradient has it, too); a zero_grad() before
-        their lookups drops none of them. With several Embeddings announce to all of them before the
-        first lookup: their ids are planned while nobody waits. Where lookups train nothing
+        copies those that are held already. With several Embeddings announce to all of them before
+        the first lookup: their ids are planned while nobody waits. Where lookups train nothing
         (no_grad, frozen rows) it does nothing.
+
+        Announced ids belong to one step, which looks up all of the tensors or none:
+
+        - The first lookup of one of the tensors brings the rows of all. If the step then leaves
+          others out, optimizer.step() raises RuntimeError before any row changes.
+        - If the step looks none of them up, their rows stay as they are. The optimizer's step and
+          load_state_dict() end the announcement; zero_grad() before the lookups does not.
+        - Several calls announce for one step, looked up in the order of the calls. A first lookup
+          of a later call's tensors gives the calls before it up, as after an exception.
+
+        A lookup is known by its tensor: ids on the CPU by their values, those on a GPU as the same
+        tensor, unchanged. After a lookup of another tensor (a slice, a view, a copy on another
+        device) ids on the CPU are compared, and on a GPU nothing is raised for the step.
 
         Args:
             *ids: Of any shape, on either device; the tensors that the lookups will be given.
@@ -289,14 +306,31 @@ class RowModule(nn.Module):
         Raises:
             TypeError: Ids are no tensors of integers, or as for a lookup.
             IndexError: An id is out of range; where rows are held on a GPU the next lookup says so.
+            RuntimeError: With a capacity, the ids name more rows; nothing is announced then.
+
+        Example:
+            >>> import torch, speedtorch
+            >>> embedding = speedtorch.Embedding(1000, 4)
+            >>> words, others = torch.tensor([1, 2]), torch.tensor([7, 8, 9])
+            >>> embedding.announce(words, others)
+            >>> embedding(words).shape, embedding(others).shape  # one exchange
+            (torch.Size([2, 4]), torch.Size([3, 4]))
         """
+        self.announcement(*ids)()
+
+    def announcement(self, *ids: Tensor) -> Callable[[], None]:
+        """Does all of announce() that can raise; what it gives does the rest."""
         with as_plain():
             self._check_use()
             for each in ids:
                 check_ids(f"{self.trained_rows.name}.announce", each)
-            if ids and torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad:
-                self.trained_rows.claim()
-                self.lookups.exchange.announce(ids)
+            if not ids or not torch.is_grad_enabled():
+                return lambda: None
+            if not self.trained_rows.parameter.requires_grad:
+                return lambda: None
+            self.trained_rows.claim()
+            steps = self.lookups.exchange
+            return partial(steps.announce, steps.plan_announced(ids))
 
     def ids_by_module(self, ids: Any) -> dict[RowModule, list[Tensor]]:
         """Ids of one lookup or of several as prefetch plans them: which module names which rows."""
@@ -404,6 +438,7 @@ class RowModule(nn.Module):
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{error}.")
             return
+        self.lookups.exchange.give_up()
         self.trained_rows.load(value)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,10 +67,10 @@ class TableGroup(RowModule):
         read = self.ranges.ids_of if is_alone else self.ranges.ids_of_rank
         return read(source, self.trained_rows.exchange.device)
 
-    def announce(self, *ids: Tensor) -> None:
-        """As RowModule.announce; an error about bad ids has the feature and the table."""
+    def announcement(self, *ids: Tensor) -> Callable[[], None]:
+        """As RowModule.announcement; an error about bad ids has the feature and the table."""
         try:
-            super().announce(*ids)
+            return super().announcement(*ids)
         except IndexError as error:
             raise self.ranges.explained(error) from None
 

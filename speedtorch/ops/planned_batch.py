@@ -105,6 +105,11 @@ class SeenIds:
         elif unread and not ids.is_inference():  # such a tensor does not count its versions
             self._unread, self._state = ids, _state_of(ids)
 
+    @property
+    def copied(self) -> Tensor | None:
+        """A copy of the ids on the CPU, if that is how they are recognised."""
+        return self.values if self._is_copy else None
+
     def are(self, ids: Tensor) -> bool:
         """Whether these are the ids, for certain."""
         if self._unread is not None:
@@ -164,6 +169,10 @@ class Parts:
         """Gives the plan of the ids, which somebody has planned with others."""
         self.plan, self.ids = plan, None
 
+    def __len__(self) -> int:
+        """How many parts there are."""
+        return len(self._seen)
+
     @property
     def count(self) -> int:
         """Ids in all."""
@@ -179,6 +188,18 @@ class Parts:
             if seen.are(ids):
                 return part
         return None
+
+    def others(self, ids: Tensor) -> list[int]:
+        """The parts that are not known to be these ids."""
+        return [part for part, seen in enumerate(self._seen) if not seen.are(ids)]
+
+    def shape(self, part: int) -> torch.Size:
+        """Of the ids of a part."""
+        return self._seen[part].shape
+
+    def values(self, part: int) -> Tensor | None:
+        """The ids of a part, if the CPU has them."""
+        return self._seen[part].copied
 
     def local(self, part: int, places: Tensor | None) -> Tensor:
         """The places of the rows that a part names, in the part's shape.

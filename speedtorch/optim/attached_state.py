@@ -418,7 +418,9 @@ class SavedState:
                 state.check(entries)
 
     def _bring_home(self) -> None:
+        """Called before state is loaded: the rows are in the tables, and of no batch any more."""
         for state in self.states:
+            state.table_rows.exchange.give_up()
             state.table_rows.bring_home()
 
 

@@ -49,12 +49,17 @@ class OptimizerStep:
         self._lent: Callable[[], object] = lambda: None
         """Takes back what was lent to the optimizer for this step."""
 
-    def enter(self, optimizer: Optimizer) -> None:
-        """From here on the optimizer's own code sees the held rows."""
+    def enter(self, optimizer: Optimizer, *, looks_up: bool = False) -> None:
+        """From here on the optimizer's own code sees the held rows.
+
+        With `looks_up` a closure of the user, with lookups of the step, is still to come.
+        """
         with as_plain():
             for rows in self._rows:
                 rows.exchange.check_threads()
                 _check(optimizer, rows)
+                if not looks_up:
+                    rows.exchange.check_lookups()
             _check_capture(optimizer, self._rows)
             self._lent()
             self._lent = _let_skip(optimizer, self._rows)
@@ -147,7 +152,8 @@ def _before_step(
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
     frame = next(frame for frame in frames if frame.f_globals["__name__"] == Optimizer.__module__)
     step = _steps.of[optimizer] = OptimizerStep(rows, frame)
-    step.enter(optimizer)
+    has_closure = (len(args) > 1 and callable(args[1])) or callable(kwargs.get("closure"))
+    step.enter(optimizer, looks_up=has_closure)
     if len(args) > 1 and callable(args[1]):
         return (args[0], step.by_user(optimizer, args[1]), *args[2:]), kwargs
     if callable(kwargs.get("closure")):

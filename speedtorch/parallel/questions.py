@@ -20,6 +20,7 @@ from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.fixed_questions import FixedQuestion
 from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Asked, Ranks, Told, out_of_range
+from speedtorch.step.announcements import Announced
 from speedtorch.step.exchange import Batch, Exchange
 from speedtorch.step.side_stream import SideStream
 from speedtorch.step.trained_rows import Bags, summed
@@ -105,6 +106,8 @@ class PlannedQuestions:
         self.questions = questions
         self.after = after
         self.own: Batch | None = None
+        self.announced: Announced | None = None
+        """What the exchange is to announce of them."""
         self.error: IndexError | RuntimeError | None = None
         self.is_asked = False
         self._until: torch.cuda.Event | None = None
@@ -129,6 +132,10 @@ class PlannedQuestions:
             except (IndexError, RuntimeError) as error:
                 self.error = error
         return self.error is None
+
+    def plan_announced(self, exchange: Exchange) -> None:
+        """Plans what the exchange is to announce of them; see Exchange.plan_announced."""
+        self.announced = exchange.plan_announced(self.ids)
 
     @property
     def ids(self) -> list[Tensor]:
@@ -162,6 +169,8 @@ class Questions:
         self._number, self._none = number, none
         self._told: list[PlannedQuestions] = []
         """Announced since the last lookup before."""
+        self._told_in = 0
+        """Of how many batches the exchange had seen the end then."""
         self._due: PlannedQuestions | None = None
         """Of the batch that a loop gives."""
         self._was_looked_up = False
@@ -170,6 +179,7 @@ class Questions:
         self._begins = torch.arange(dealt.ranks + 1) * dealt.room
         self._latest: PlannedQuestions | None = None
         """What was looked up last."""
+        exchange.leave_lookups_unchecked()
         self._agreement: Agreement | None = None
         if exchange.capacity is not None:
             self._agreement = Agreement(exchange, ranks)
@@ -259,16 +269,28 @@ class Questions:
             faults = [fault for planned in plans for fault in planned.faults]
             self._agreement.expect(torch.cat(faults).max().view(1))
 
-    def announce(self, parts: Sequence[Tensor]) -> None:
-        """As Exchange.announce."""
+    def plan_announced(self, parts: Sequence[Tensor]) -> PlannedQuestions:
+        """As Exchange.plan_announced; a batch before that may have been given up is."""
         self._forget_after_faults()
-        if self._was_looked_up:
+        if self._was_looked_up or self._told_in != self._exchange.batches_over:
             self._told, self._was_looked_up = [], False
         before = [each for planned in self._told for each in planned.questions]
         planned = PlannedQuestions(self._questions(parts, self._bounds(), before), None)
-        self._told.append(planned)
         if self._exchange.device.type == "cpu":  # nothing is gained by waiting later
-            self._pass_on(planned)
+            self._ask_all(planned)
+        return planned
+
+    def announce(self, announced: PlannedQuestions) -> None:
+        """As Exchange.announce."""
+        self._told_in = self._exchange.batches_over
+        self._told.append(announced)
+        if announced.is_asked:
+            self._exchange.announce(announced.announced)
+
+    def give_up(self) -> None:
+        """As Exchange.give_up."""
+        self._told = []
+        self._exchange.give_up()
 
     def plan_ahead(
         self, parts: Sequence[Tensor], after: PlannedQuestions | None
@@ -314,13 +336,18 @@ class Questions:
     def _pass_on(self, planned: PlannedQuestions) -> None:
         """Announces to the exchange what other ranks ask for, once."""
         if not planned.is_asked:
-            self._ask(planned)
-            self._expect(self._told)
-            try:
-                self._exchange.announce(planned.ids)
-            except (IndexError, RuntimeError):
-                self._ranks.count_fault()
-                raise
+            self._ask_all(planned)
+            self._exchange.announce(planned.announced)
+
+    def _ask_all(self, planned: PlannedQuestions) -> None:
+        """Asks the other ranks, and plans what they ask for."""
+        self._ask(planned)
+        self._expect([*self._told, planned])
+        try:
+            planned.plan_announced(self._exchange)
+        except (IndexError, RuntimeError):
+            self._ranks.count_fault()
+            raise
 
     def _ask(self, planned: PlannedQuestions) -> None:
         """Asks the other ranks; raises what is wrong."""

@@ -16,7 +16,8 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from speedtorch.ops.fitted_batch import FittedBatch, raises_at_once
 from speedtorch.ops.functions import carry_rows, raises_later
 from speedtorch.ops.joint_batch import JointBatch
 from speedtorch.ops.planned_batch import PlannedBatch
+from speedtorch.step.announcements import Announced, Announcements
 from speedtorch.step.fixed_blocks import REFUSED, FixedBlocks, of_ranks
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
 from speedtorch.step.row_store import Block, Fields, RowStore
@@ -32,6 +34,7 @@ from speedtorch.step.side_stream import MemoryStream, SideStream
 from speedtorch.step.turn import Turn, alone
 from speedtorch.torch_internals import (
     TensorWeakRef,
+    current_backward,
     forget_failed_backward,
     of_another_dtype,
     sparse_values,
@@ -55,8 +58,14 @@ _LOOK = 1e-3  # seconds between two looks at the step of another thread
 Rows = list[Tensor]
 """Rows of every field `[n, ...]`, in the same order."""
 
+_Made = TypeVar("_Made")
+
 Batch: TypeAlias = PlannedBatch | FittedBatch
 """What a step holds the rows of; of the second nobody knows how many they are."""
+
+
+Unseen: TypeAlias = tuple[tuple[int, int], ...]
+"""Parts of a step's batches: the numbers of batch and part."""
 
 
 class Coming(NamedTuple):
@@ -97,8 +106,12 @@ class Step(NamedTuple):
     """How many of the batches, the first ones, were looked up before other rows joined."""
     gradient: Tensor | None = None
     """What the parameter's gradient is when the rows are first shown."""
-    announced: bool = False
-    """Whether lookups are still to come that were announced."""
+    planned: tuple[int, ...] = ()
+    """Which of the batches were announced or planned by a loop; the others are lookups."""
+    unseen: Unseen = ()
+    """Parts of those that no lookup has named yet."""
+    since: int = 0
+    """The first step whose graphs may bring a gradient: no optimizer has stepped rows since."""
     awaited: Step | None = None
     """The step before, without its rows, if this one began with those of other tables and nobody
     has asked for its rows yet."""
@@ -132,6 +145,15 @@ class Step(NamedTuple):
             if (part := batch.parts.part_of(ids)) is not None:
                 return self.part(number, part)
         return None
+
+
+def unseen_of(batch: Batch, number: int, ids: Tensor | None) -> Unseen:
+    """What Step.unseen has of a step's batch of this number, whose lookup of `ids` comes."""
+    if ids is None:
+        return tuple((number, part) for part in range(len(batch.parts)))
+    if len(batch.parts) == 1:
+        return ()
+    return tuple((number, part) for part in batch.parts.others(ids))
 
 
 class HeldState(Protocol):
@@ -372,8 +394,12 @@ class Exchange:
         self._others: Others | None = None
         self._is_agreed = False
         """Whether the others have been asked at this lookup."""
-        self._told: tuple[Sequence[Tensor], Batch | None] = ((), None)
-        """Ids that were announced for the step that the next lookup begins, and their plan."""
+        self._announced = Announcements(self._step_of)
+        self._checks_lookups = True
+        self.batches_over = 0
+        """How often a batch has ended, or may have been given up."""
+        self._is_left = False
+        """Whether the lookups of now may have been given up, unless they have a gradient."""
         self._call: tuple[OptimizerCall, int] | None = None
         """The last call of an optimizer's step, and the number of the step that it was for."""
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
@@ -388,7 +414,7 @@ class Exchange:
         if self._fixed is not None:
             self._fixed.forget()
         ids = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.now = Step(number, ids, *self._memory(0), {}, over=True)
+        self.now = Step(number, ids, *self._memory(0), {}, since=number, over=True)
 
     def _memory(self, count: int) -> tuple[Rows, Tensor]:
         """Memory for rows of every field, and that of the weights with the padding's place."""
@@ -478,6 +504,7 @@ class Exchange:
         if self._call is not None:
             call, number = self._call
             if call.done:
+                self.forget_announced()
                 has_gradient = self._shown.parameter.grad is not None
                 stepped = number == now.number and (has_gradient or written)
                 left = True
@@ -617,23 +644,48 @@ class Exchange:
         Gives where the rows of the ids, of any shape on either device, are. What was announced is
         held as well. Bad ids raise IndexError, and what is held did not change.
         """
-        hold = self._hold if self._others is None else self._hold_with_others
-        found = hold([ids], announced=False)
+        try:
+            if self._others is None:
+                found = self._look_up(ids)
+            else:
+                found = self._with_others(partial(self._look_up, ids))
+        except BaseException:
+            self._end_batch()
+            raise
+        if self._is_left and ids.numel() > 0:  # no ids show no batch
+            self._is_left = False
         if found is None:  # not known again, or new: which of them nobody can tell
             found = self.now.part(len(self.now.batches) - 1, 0)
             found = found._replace(has_moved=self.now.moved > 0)
         return found
 
     @alone
-    def announce(self, parts: Sequence[Tensor]) -> None:
-        """Lets the next lookup bring the rows of all of these ids; those after it load nothing.
+    def plan_announced(self, parts: Sequence[Tensor]) -> Announced | None:
+        """Plans what announce() adds to it; None if the step that goes on holds all of the rows.
 
-        Nothing waits: where a step is over, the ids are planned, so that several tables can be
-        announced to before the first of them counts its rows. Bad ids raise IndexError, on a GPU at
-        the next lookup.
+        Nothing waits: where a step is over, several tables can be announced to before the first of
+        them counts its rows. Bad ids raise IndexError, on a GPU at the next lookup; what raises
+        leaves nothing.
         """
-        hold = self._hold if self._others is None else self._hold_with_others
-        hold(parts, announced=True)
+        try:
+            if self._others is None:
+                return self._announce(parts)
+            return self._with_others(partial(self._announce, parts))
+        except BaseException:
+            self._end_batch()
+            raise
+
+    @alone
+    def announce(self, announced: Announced | None) -> None:
+        """Lets the first lookup of announced ids bring the rows of all; see Announcements."""
+        if announced is not None:
+            self._announced.add(announced)
+
+    @alone
+    def give_up(self) -> None:
+        """Gives up what was announced, and lookups of the step unless they have a gradient."""
+        self.forget_announced()
+        self._is_left = True
 
     def begin_with(self, others: Others) -> None:
         """Lets steps of blocks of a fixed size begin if they can on all ranks.
@@ -643,11 +695,11 @@ class Exchange:
         """
         self._others = others
 
-    def _hold_with_others(self, parts: Sequence[Tensor], *, announced: bool) -> Placed | None:
-        """As _hold; what one rank cannot hold, none does."""
+    def _with_others(self, hold: Callable[[], _Made]) -> _Made:
+        """Holds or plans rows; what one rank cannot hold, none does."""
         self._is_agreed, before = False, self.now
         try:
-            found = self._hold(parts, announced=announced)
+            found = hold()
         except Exception:
             if not self._is_agreed:
                 self._ask_others(REFUSED)
@@ -676,52 +728,167 @@ class Exchange:
     @alone
     def forget_announced(self) -> None:
         """Awaits no lookups that were announced."""
-        self._told = ((), None)
-        if self.now.announced:
-            self.now = self.now._replace(announced=False)
+        self.batches_over += 1
+        if self._announced.latest is not None:
+            self._announced.forget()
 
-    def _hold(self, parts: Sequence[Tensor], *, announced: bool) -> Placed | None:
-        """Holds rows, or remembers them; where the last part's are, if it was looked up before."""
+    def _end_batch(self) -> None:
+        """Called where a batch may have been given up."""
+        self.batches_over += 1
+        if self._announced.latest is not None:
+            self._announced.end_batch()
+
+    def _announce(self, parts: Sequence[Tensor]) -> Announced | None:
+        """As plan_announced; the rows join a step that goes on at once."""
+        if self._before_rows(parts) or self._was_left():
+            return self._announced.planned(parts)
+        self._read_again()
+        if self._fixed is not None and self._was_over(parts):
+            return self._announced.planned(parts)
+        if any(self.now.find(part) is None for part in parts):
+            self._extend(parts, are_planned=True)
+        return None
+
+    def _look_up(self, ids: Tensor) -> Placed | None:
+        """Holds the rows of a lookup; where they are, if they were looked up or planned before."""
+        is_over = self._before_rows([ids])
+        announced = None
+        if self._announced.latest is not None:
+            announced = self._announced.of(ids, self.device)
+        if not is_over and self._was_left():
+            is_over = announced is not None or self._goes_on_without(ids)
+        begun = None
+        if is_over:
+            begun, announced = self._begin(ids, announced)
+        else:
+            self._read_again()
+            if self._fixed is not None and self._was_over([ids]):
+                return self._look_up(ids)
+        if announced is not None:
+            parts = () if begun is announced.batch else announced.parts
+            if any(self.now.find(part) is None for part in parts):
+                self._extend(parts, are_planned=True)
+            self._announced.forget()
+        if is_over and begun is None:
+            return None
+        if (found := self.now.find(ids)) is None:
+            self._extend([ids])
+        elif unseen := self.now.unseen:
+            batches = self.now.batches
+            left = tuple(each for each in unseen if each[1] in batches[each[0]].parts.others(ids))
+            if len(left) < len(unseen):
+                self.now = self.now._replace(unseen=left)
+        return found
+
+    def _before_rows(self, parts: Sequence[Tensor]) -> bool:
+        """Completes the step of now; whether it is over, so that these ids begin another."""
         self._is_idle = False
         on_gpu = self.device.type == "cuda"
         if self._fixed is not None or (on_gpu and torch.cuda.is_current_stream_capturing()):
             self._before_lookup()
         self.complete()
-        (told, plan), is_over = self._told, self.is_over()
+        is_over = self.now.over or self.is_over()
         if self.now.awaited is not None:
             # Rows that were brought for other ids than are asked for are those of no step.
             is_over = self._taken(self.now.batches[0], parts) is None
             self.now = self.now._replace(awaited=None)
-        if is_over and announced and self._due is None:
-            parts = [*told, *parts]
-            plan = self._step_of(parts)
-            if isinstance(plan, FittedBatch):
-                self._check_told(plan)
-            self._told = (parts, plan)
+        return is_over
+
+    def _was_left(self) -> bool:
+        """Whether the lookups of the step may have been given up, though graphs of them are there.
+
+        A backward through those, if one comes after all, brings the rows again: rejoin().
+        """
+        return self._is_left and not self._shown.has_gradient()
+
+    def _goes_on_without(self, ids: Tensor) -> bool:
+        """Whether a lookup begins a step of its own, if that of now may have been given up.
+
+        One of the batch that a loop gives now does. One that was announced with lookups of that
+        step does not; nor, in blocks, to which rows do not come back, one of ids known there.
+        """
+        if self._captures() or current_backward() != -1:  # where a checkpoint computes it again
+            return False
+        if self._due is not None and self._due.parts.part_of(ids) is not None:
+            return True
+        batches, unseen = self.now.batches, self.now.unseen
+        if any(part not in batches[number].parts.others(ids) for number, part in unseen):
+            return self._fixed is None and ids.numel() == 0
+        return self._fixed is None or self.now.find(ids) is None
+
+    def _announced_around(self, ids: Tensor) -> Announced | None:
+        """What was announced, if it has all rows of a lookup: blocks take no more afterwards.
+
+        The host waits for that. Not if what was announced may have been given up.
+        """
+        announced = self._announced.certain
+        if announced is None or self._captures():
             return None
-        if plan is not None:
-            if plan.device != self.device:  # the rows were moved
-                plan = self._step_of(told)
-            self._check_told(plan)
-        begun = None
-        if is_over:
-            begun = self._begin(parts, plan)
-        else:
-            self._read_again()
-        if self._fixed is not None and not is_over and self._was_over(parts):
-            return self._hold(parts, announced=announced)
-        if begun is not plan and any(self.now.find(part) is None for part in told):
-            self._extend(told)
-        found = None
-        for part in () if is_over and begun is None else parts:
-            if (found := self.now.find(part)) is None:
-                self._extend(parts)
-                break
-        if self.now.announced is not announced:
-            self.now = self.now._replace(announced=announced)
-        if told:
-            self._told = ((), None)
-        return found
+        asked = self.planned([ids], announced.batch)
+        return announced if len(asked.arriving[0]) == 0 < asked.held else None
+
+    def holds(self, number: int) -> bool:
+        """Whether rows that a step of this number has looked up are held, or can be again.
+
+        They cannot if an optimizer has stepped rows since, nor in blocks.
+        """
+        now = self.now
+        if number == now.number:
+            return True
+        return self._fixed is None and not now.over and now.since <= number < now.number
+
+    def rejoin(self, ids: Tensor) -> None:
+        """Holds rows again that were looked up before, for a backward."""
+        self.complete()
+        self._read_again()
+        self._extend([ids])
+
+    def leave_lookups_unchecked(self) -> None:
+        """Lets check_lookups() raise nothing: ranks that exchange rows would not agree on it.
+
+        Each of them compares the ids that it is asked for, which may be none.
+        """
+        self._checks_lookups = False
+
+    @alone
+    def check_lookups(self) -> None:
+        """Raises RuntimeError if an optimizer would change rows that were announced in vain.
+
+        That is, if lookups have named some of the tensors that were announced together, and others
+        not. A lookup of other tensors, as of a slice or of a copy on another device, may have named
+        any: ids on the CPU are compared then, and those of a GPU, for which the host would wait,
+        raise nothing. A step of no gradient changes no rows.
+        """
+        now = self.now
+        if not now.unseen or now.over or now.awaited is not None or not self._checks_lookups:
+            return
+        if not self._shown.has_gradient():
+            return
+        looked_up = [
+            (batch.parts.values(part), number in now.planned)
+            for number, batch in enumerate(now.batches)
+            for part in range(len(batch.parts))
+            if (number, part) not in now.unseen
+        ]
+        if any(values is None and not is_planned for values, is_planned in looked_up):
+            return
+        named = [each.reshape(-1).long() for each, _ in looked_up if each is not None]
+        others = len(now.batches) > len(now.planned)
+        for number, part in now.unseen:
+            parts = now.batches[number].parts
+            if (ids := parts.values(part)) is None and others:
+                continue
+            if ids is not None and named and bool(torch.isin(ids, torch.cat(named)).all()):
+                continue
+            if parts.shape(part).numel():
+                raise RuntimeError(
+                    f"{self.name}: a step looks up all tensors of ids that announce() or prefetch's"
+                    f" ids names for it, or none: of {len(parts)} that were named, number {part}"
+                    f" (counted from 0), of shape {list(parts.shape(part))}, was not looked up, and"
+                    " the step would change its rows without a gradient. Name no other tensors"
+                    " (ids=lambda batch: batch[0] where a loader gives (ids, labels)), or give the"
+                    " step up by zero_grad(); nothing was stepped"
+                )
 
     def _was_over(self, parts: Sequence[Tensor]) -> bool:
         """Whether a failed backward alone kept the step from being over, which has no such rows."""
@@ -731,14 +898,6 @@ class Exchange:
             return False
         forget_failed_backward(self.device)  # or its lookups count until the next
         return self.is_over()
-
-    def _check_told(self, plan: Batch) -> None:
-        """Raises what is wrong with ids that were announced, which are forgotten then."""
-        try:
-            plan.count()
-        except (IndexError, RuntimeError):
-            self._told = ((), None)  # whoever announced them is told
-            raise
 
     def _captures(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -780,9 +939,9 @@ class Exchange:
         """Ends stand_still()."""
         assert self._fixed is not None
         self._drop_coming()
-        self._told = ((), None)
+        self._announced.forget()
         self._fixed.go_on()
-        self.now = self.now._replace(over=True, announced=False)
+        self.now = self.now._replace(over=True)
 
     @property
     def capacity(self) -> int | None:
@@ -797,7 +956,7 @@ class Exchange:
         self._drop_coming()
         self._read_again()
         if not self.now.over:
-            self.now = self.now._replace(over=True, announced=False)
+            self.now = self.now._replace(over=True)
 
     @contextmanager
     def foreseeing(self, parts: Sequence[Tensor] | None) -> Iterator[None]:
@@ -838,8 +997,8 @@ class Exchange:
             self._fixed.check()
         except (IndexError, RuntimeError):
             self._drop_coming()
-            self._told = ((), None)
-            self.now = self.now._replace(over=True, announced=False, newer=False)
+            self._announced.forget()
+            self.now = self.now._replace(over=True, newer=False)
             raise
 
     def is_over(self) -> bool:
@@ -847,7 +1006,7 @@ class Exchange:
         now = self.now
         if now.over or (now.captured and not self._captures()):
             return True
-        if now.announced or now.awaited is not None or self.expects_gradient():
+        if now.awaited is not None or self.expects_gradient():
             return False
         return not self._shown.has_gradient()
 
@@ -877,17 +1036,27 @@ class Exchange:
         if not self.now.newer:
             self.now = self.now._replace(newer=True)
 
-    def _begin(self, parts: Sequence[Tensor], told: Batch | None) -> Batch | None:
-        """Begins a step of the batch that was planned before, which it returns, or of these ids."""
+    def _begin(
+        self, ids: Tensor, announced: Announced | None
+    ) -> tuple[Batch | None, Announced | None]:
+        """Begins a step of a batch that was planned before, or of these ids alone.
+
+        Gives the batch, and what was announced with these ids.
+        """
         planned, self._due = self._due, None  # two steps of one batch take its plan once
-        batch = None if planned is None else self._taken(planned, parts)
+        batch = None if planned is None else self._taken(planned, [ids])
         if self._joint is not None and self._begin_with_others(self._joint, batch):
-            return batch
-        begun = batch or told or self._step_of(parts)
+            return batch, announced
+        part: Tensor | None = ids
+        if batch is None and announced is None and self._fixed is not None:
+            announced, part = self._announced_around(ids), None
+        told = batch or (None if announced is None else announced.batch)
+        begun = told or self._step_of([ids])
+        unseen = () if told is None else unseen_of(told, 0, part)
         begun.count()  # bad ids change nothing
         if isinstance(begun, FittedBatch):
-            self._begin_fixed(begun, ahead=batch is not None)
-            return batch or told
+            self._begin_fixed(begun, unseen, is_told=told is not None, ahead=batch is not None)
+            return told, announced
         coming, owed, newer = self.now.coming, None, True
         if coming is not None and coming.batch is begun:
             _, rows, padded = coming
@@ -897,12 +1066,22 @@ class Exchange:
             newer = self.now.newer  # rows that stay have not been in the table in between
             leaving = Block(self._shown.rows_of(self.now), self.now.ids) if newer else None
             rows, padded = self._loaded(begun.ids, leaving)
-        number, ahead = self.now.number + 1, batch is not None
         self.now = Step(
-            number, begun.ids, rows, padded, {}, (begun,), newer=newer, ahead=ahead, owed=owed
+            self.now.number + 1,
+            begun.ids,
+            rows,
+            padded,
+            {},
+            (begun,),
+            planned=() if told is None else (0,),
+            unseen=unseen,
+            since=self.now.number + 1 if self.now.over else self.now.since,
+            newer=newer,
+            ahead=batch is not None,
+            owed=owed,
         )
         self.complete()
-        return batch or told
+        return told, announced
 
     def _begin_with_others(self, joint: Joint, batch: Batch | None) -> bool:
         """Whether a step of a batch has begun in all tables that it was planned with."""
@@ -942,7 +1121,7 @@ class Exchange:
     def may_begin(self, batch: PlannedBatch, fields: Fields, *, asked: bool) -> bool:
         """Whether a step of a batch may begin, before its own first lookup unless that asks."""
         self.complete(ahead=False)
-        is_due = asked or (self._due is batch and not self._told[0] and self.is_over())
+        is_due = asked or (self._due is batch and self._announced.latest is None and self.is_over())
         is_due = is_due and not self._is_idle
         alike = self.fields is fields and self.device == batch.device
         return is_due and alike and self._can_join()
@@ -970,6 +1149,9 @@ class Exchange:
             rows[0],
             {},
             (batch,),
+            planned=(0,),
+            unseen=unseen_of(batch, 0, None),
+            since=self.now.number + 1 if self.now.over else self.now.since,
             newer=newer,
             awaited=before,
         )
@@ -980,7 +1162,9 @@ class Exchange:
         self.now = step
         self._shown.show(step)
 
-    def _begin_fixed(self, batch: FittedBatch, *, ahead: bool) -> None:
+    def _begin_fixed(
+        self, batch: FittedBatch, unseen: Unseen, *, is_told: bool, ahead: bool
+    ) -> None:
         """Begins a step of a batch in blocks of a fixed size."""
         blocks, now, fields = self._fixed, self.now, self._shown.kept.fields
         assert blocks is not None
@@ -1016,6 +1200,9 @@ class Exchange:
             padded,
             {},
             (batch,),
+            planned=(0,) if is_told else (),
+            unseen=unseen,
+            since=now.number + 1 if now.over else now.since,
             captured=captured,
             newer=True,
             ahead=ahead,
@@ -1069,14 +1256,17 @@ class Exchange:
         leaving = Block(old, *batch.leaving)
         return leaving if now.newer and len(leaving.ids) > 0 else None
 
-    def _extend(self, parts: Sequence[Tensor]) -> None:
-        """Holds more rows beside those that are held already."""
+    def _extend(self, parts: Sequence[Tensor], *, are_planned: bool = False) -> None:
+        """Holds more rows beside those that are held already.
+
+        Where `are_planned`, lookups of them are still to come.
+        """
         if self._fixed is not None:
-            return self._extend_fixed(parts)
+            return self._extend_fixed(parts, are_planned=are_planned)
         batch = self.planned(parts, self.now.ids)
         load, _ = batch.arriving
         if len(load) == 0:
-            self.now = self.now._replace(batches=(*self.now.batches, batch))
+            self.now = self._beside(batch, are_planned=are_planned)
             return
         self._drop_coming()
         now = self.now
@@ -1090,18 +1280,27 @@ class Exchange:
         if self._padding is not None:
             self._fetch_padding(self._padding, padded)
         gradient = self._shown.parameter.grad if self._shown.has_gradient() else None
-        self.now = now._replace(
+        self.now = self._beside(batch, are_planned=are_planned)._replace(
             ids=ids,
             rows=rows,
             padded=padded,
             places={},
-            batches=(*now.batches, batch),
             moved=len(now.batches),
             gradient=None if gradient is None else among_more(gradient, before, count),
         )
         self.complete()
 
-    def _extend_fixed(self, parts: Sequence[Tensor]) -> None:
+    def _beside(self, batch: PlannedBatch, *, are_planned: bool) -> Step:
+        """The step of now with a batch beside, all of whose rows it holds."""
+        now = self.now
+        beside = now._replace(batches=(*now.batches, batch))
+        if not are_planned:
+            return beside
+        number = len(now.batches)
+        unseen = (*now.unseen, *unseen_of(batch, number, None))
+        return beside._replace(planned=(*now.planned, number), unseen=unseen)
+
+    def _extend_fixed(self, parts: Sequence[Tensor], *, are_planned: bool) -> None:
         """Finds rows among those that are held already: no others fit."""
         remedy = (
             f"{self.name}: with capacity all lookups of a step are announced before the first of"
@@ -1111,10 +1310,8 @@ class Exchange:
             raise RuntimeError(f"{remedy} was not, and a CUDA graph cannot look what it names")
         batch = self.planned(parts, self.now.batches[0])
         if more := len(batch.arriving[0]):
-            self._told = ((), None)  # else the next lookup would begin with them again
-            self.now = self.now._replace(announced=False)  # nor does the step wait for others
             raise RuntimeError(f"{remedy} brings {more} new rows; nothing has changed")
-        self.now = self.now._replace(batches=(*self.now.batches, batch))
+        self.now = self._beside(batch, are_planned=are_planned)
 
     @alone
     def bring_home(self, *, changes: bool = True) -> None:
@@ -1217,6 +1414,8 @@ class Exchange:
     def expect(self, batch: Batch | None) -> None:
         """Says which planned batch the next step may take."""
         self._due = batch
+        if batch is not None and self.now.unseen:
+            self._is_left = True  # no step of the batch before, of which lookups are missing
         if self.now.awaited is not None:
             self._is_idle = True
             self._give_back()
@@ -1225,6 +1424,8 @@ class Exchange:
     def note_zero_grad(self) -> None:
         """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
         self._shown.note_zero_grad()
+        self._is_left = True
+        self._end_batch()
         before = self.now.awaited
         if before is not None and before.gradient is not None:
             self.now = self.now._replace(awaited=before._replace(gradient=None))

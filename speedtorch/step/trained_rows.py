@@ -144,7 +144,9 @@ class TrainedRows:
                 if self._padding is not None:
                     self.store.write(torch.tensor([self._padding]), rows[-1:])
                 self.shown.mark()
-            return found.positions, _RowsOfStep.apply(self.parameter, [rows], self)  # type: ignore[no-untyped-call]
+            # In lists, as autograd is to make no views of them.
+            looked_up = _RowsOfStep.apply(self.parameter, [rows], [found.positions], self)  # type: ignore[no-untyped-call]
+            return found.positions, looked_up
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
         """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows_of` are.
@@ -270,23 +272,26 @@ class TrainedRows:
         return (self.store.all_rows, *self.store.row_shape)
 
     @alone
-    def add_gradient(self, gradient: Tensor, ids: Tensor, number: int) -> None:
+    def add_gradient(
+        self, gradient: Tensor, ids: Tensor, number: int, places: Callable[[], Tensor]
+    ) -> None:
         """Adds the gradient of the rows `ids`, held in the step of this number, to the parameter's.
 
-        It may have the padding's row after them. Raises RuntimeError if the rows have left.
+        It may have the padding's row after them. `places` are those among them that the lookup
+        names. Raises RuntimeError if the rows have left.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.add_gradient(gradient, ids, number)
+                return self.add_gradient(gradient, ids, number, places)
         with as_plain():
             self.exchange.await_step()
+            if number != self.exchange.now.number:
+                self.check_held(number)
+                gradient, ids = _named_alone(gradient, ids, places())
+                if len(ids) == 0:
+                    return
+                self.exchange.rejoin(ids)
             step = self.exchange.now
-            if number != step.number:
-                raise RuntimeError(
-                    f"{self.name}: backward through a lookup of an earlier step, whose rows have"
-                    " gone back to the table: call backward before the lookup that follows the"
-                    " optimizer's step"
-                )
             self.shown.show(step)
             added, held = gradient, step.ids.shape[0]
             if ids is not step.ids:
@@ -299,6 +304,15 @@ class TrainedRows:
             summed = self._sums.add(self.parameter.grad, added, more_to_come=more_to_come)
             self.parameter.grad = summed
             self.shown.note_gradient()
+
+    def check_held(self, number: int) -> None:
+        """Raises RuntimeError if rows that a step of this number has looked up have left."""
+        if not self.exchange.holds(number):
+            raise RuntimeError(
+                f"{self.name}: backward through a lookup of an earlier step, whose rows have gone"
+                " back to the table: call backward before the lookup that follows the optimizer's"
+                " step"
+            )
 
     @alone
     def show_gradient(self, *, zeroes: bool = False) -> None:
@@ -365,9 +379,11 @@ class _RowsOfStep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, rows: list[Tensor], asker: TrainedRows) -> Tensor:
+    def forward(
+        ctx: Any, parameter: Tensor, rows: list[Tensor], places: list[Tensor], asker: TrainedRows
+    ) -> Tensor:
         step = asker.exchange.now
-        ctx.asker, ctx.ids, ctx.number = asker, step.ids, step.number
+        ctx.asker, ctx.ids, ctx.number, ctx.places = asker, step.ids, step.number, places
         ctx.token = asker.exchange.token()
         return rows[0]  # in a list, or autograd would take the result for a view of an input
 
@@ -376,8 +392,8 @@ class _RowsOfStep(torch.autograd.Function):
         check_once(gradient)
         with ctx.asker.turn:  # or another thread would find that no gradient is to come
             ctx.token = None
-            ctx.asker.add_gradient(gradient, ctx.ids, ctx.number)
-        return None, None, None
+            ctx.asker.add_gradient(gradient, ctx.ids, ctx.number, lambda: ctx.places[0])
+        return None, None, None, None
 
 
 class _SummedLookup(torch.autograd.Function):
@@ -402,10 +418,15 @@ class _SummedLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         check_once(gradient)
-        asker, batch = ctx.asker, ctx.batch
+        asker, batch, part = ctx.asker, ctx.batch, ctx.part
         with asker.turn:  # or another thread would find that no gradient is to come
             ctx.token = None
-            asker.add_gradient(summed(gradient, batch, ctx.part, ctx.bags), batch.ids, ctx.number)
+            if ctx.number != asker.exchange.now.number:
+                if gradient.numel() == 0:
+                    return None, None, None, None
+                asker.check_held(ctx.number)
+            added = summed(gradient, batch, part, ctx.bags)
+            asker.add_gradient(added, batch.ids, ctx.number, lambda: batch.local(part))
         return None, None, None, None
 
 
@@ -419,6 +440,19 @@ def summed(gradient: Tensor, batch: Batch, part: int, bags: Bags | None) -> Tens
     if gradient.stride(1) != 1:
         gradient = gradient.contiguous()
     return batch.summed(gradient, part, None if bags is None else bags.of_ids)
+
+
+def _named_alone(gradient: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of those of the rows `ids` that are at these places, and their ids, ascending.
+
+    A place after the last is that of the padding.
+    """
+    named = torch.unique(places)
+    named = named[named < ids.shape[0]]
+    if gradient.is_sparse:
+        among = torch.searchsorted(named, sparse_indices(gradient))
+        return of_rows(gradient, among, named.shape[0]), ids[named]
+    return gradient[named], ids[named]
 
 
 def check_once(gradient: Tensor) -> None:

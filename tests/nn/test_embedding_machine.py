@@ -201,7 +201,7 @@ class Ours:
         self.model.train()
         for module in self.model:
             with suppress(RuntimeError):  # of a capacity, which forgets it as well
-                module(torch.tensor([[1]]))  # uses up what was announced
+                module(torch.tensor([[1]]))
         self.optimizer.zero_grad()
         for module, rows in zip(self.model, self.first, strict=True):
             module.load_state_dict({"weight": rows})
@@ -213,6 +213,7 @@ class Ours:
         for table, arguments in zip(plain.tables, self.kind.modules, strict=True):
             table.padding = arguments.get("padding_idx")
             table.max_norm = arguments.get("max_norm")
+            table.capacity = "capacity" in arguments
         return plain
 
     def numbers(self) -> list[dict[str, Any]]:
@@ -246,6 +247,7 @@ class Lookup:
     table: int
     ids: Tensor
     result: Tensor
+    step: int
 
 
 class Programs(RuleBasedStateMachine):
@@ -269,7 +271,6 @@ class Programs(RuleBasedStateMachine):
             self.ours = Ours(self.kind)
         self.worlds = [self.ours.begin_anew()]
         self.waiting: list[Lookup] = []
-        self.announced: set[int] = set()
         self.fresh: set[int] = set()
         """Tables with a gradient that was not stepped."""
         self.loop: Iterator[Any] | None = None
@@ -353,14 +354,10 @@ class Programs(RuleBasedStateMachine):
             return through, result
         assert "capacity" in self.kind.modules[number]
         tables = [world.tables[number] for world in before]
-        assert any(not each.over or each.announced or each.due for each in tables)
+        assert any(not each.over or each.due for each in tables)
         self.worlds = before
-        for each in tables:
-            each.announced.clear()
-        self.announced.discard(number)
         result = None  # its traceback has the lookup's frames
         self.end_loop()
-        self.use_up_announcements()
         self.clear_gradients(to_none=True)
         return False, None
 
@@ -395,12 +392,14 @@ class Programs(RuleBasedStateMachine):
         through, result = self.call_with_ids(
             number, lambda: module(ids), lambda w: seen.append(plain(w)), forgotten
         )
-        self.announced.discard(number) if through else None
         if not through:
             return False
         expected = iter(seen)
         self.see(lambda world: "" if torch.equal(next(expected), result) else "values looked up")
-        self.waiting.append(Lookup(number, ids, result))
+        numbers = {world.tables[number].number for world in self.worlds}
+        if "capacity" in self.kind.modules[number]:  # rows of lookups that were given up are gone
+            self.waiting = [w for w in self.waiting if w.table != number or {w.step} == numbers]
+        self.waiting.append(Lookup(number, ids, result, max(numbers)))
         return True
 
     @rule(number=st.integers(0, 1), ids=st.integers(0, len(IDS) - 1), anew=st.booleans())
@@ -416,18 +415,11 @@ class Programs(RuleBasedStateMachine):
         number = self.table(number)
         parts = (self.ids(ids), self.ids(more))
         module = self.ours.model[number]
-        self.announced.add(number)
         self.call_with_ids(
             number,
             lambda: module.announce(*parts),
             lambda world: world.tables[number].announce(*parts),
-            lambda world: world.let_due_go(number),
         )
-
-    def use_up_announcements(self) -> None:
-        """A zero_grad drops no rows that were announced."""
-        for number in sorted(self.announced):
-            self.look_up(number, IDS[0])
 
     def go_back(self, lookups: list[Lookup], factor: int) -> bool:
         """Backward of some lookups. After an interrupt nothing of the step is used any more."""
@@ -447,7 +439,6 @@ class Programs(RuleBasedStateMachine):
             tables = {each.table for each in lookups}
             del total
             lookups.clear()
-            self.use_up_announcements()
             self.worlds += [
                 world.keeping(kept)
                 for world in self.worlds
@@ -463,9 +454,11 @@ class Programs(RuleBasedStateMachine):
     def backward(self, first_only: bool, factor: int) -> None:
         self.go_back(self.waiting[:1] if first_only else list(self.waiting), factor)
 
-    @precondition(lambda self: self.fresh and not self.announced)
+    @precondition(lambda self: self.fresh)
     @rule()
     def step(self) -> None:
+        if any(world.is_refused() for world in self.worlds):
+            return self.refused_step()
         through, _ = self.call(self.ours.optimizer.step, lambda world: world.step())
         stepped = {
             number
@@ -479,6 +472,22 @@ class Programs(RuleBasedStateMachine):
             self.waiting.clear()
             self.clear_gradients(to_none=True)
 
+    def refused_step(self) -> None:
+        """A step that has left announced ids out raises and changes nothing."""
+        self.armed, raised = None, False
+        try:
+            self.ours.optimizer.step()
+        except RuntimeError as error:
+            assert "was not looked up" in str(error)
+            raised = True
+        self.see(lambda world: "" if world.is_refused() is raised else f"raised: {raised}")
+        if raised:
+            self.look_at_all()
+        else:
+            for world in self.worlds:
+                world.step()
+        self.clear_gradients(to_none=True)
+
     def clear_gradients(self, *, to_none: bool) -> None:
         self.waiting.clear()
         self.armed = None  # torch's own
@@ -488,25 +497,37 @@ class Programs(RuleBasedStateMachine):
         )
         self.fresh.clear()
 
-    @precondition(lambda self: not self.announced)
     @rule(to_none=st.booleans(), keep=st.booleans())
     def zero_grad(self, to_none: bool, keep: bool) -> None:
         """Drops the step; or keeps lookups without a backward, where there are no others."""
         new = all(table.gradient is None for world in self.worlds for table in world.tables)
         if keep and new and self.waiting:
-            self.call(lambda: self.ours.optimizer.zero_grad(set_to_none=to_none))
+            self.armed = None
+            self.ours.optimizer.zero_grad(set_to_none=to_none)
+            for world in self.worlds:
+                for table in world.tables:
+                    table.left = True
+                    table.end_batch()
         else:
             self.clear_gradients(to_none=to_none)
 
     def train(
-        self, number: int, ids: int, more: int | None, factor: int, write: str, end: str
+        self,
+        number: int,
+        ids: int,
+        more: int | None,
+        both: bool,
+        factor: int,
+        write: str,
+        end: str,
     ) -> None:
         """A whole step of a usual loop, or a part of one.
 
         Args:
             number: of the table.
             ids: looked up.
-            more: announced beside, and not looked up.
+            more: announced beside.
+            both: whether that is looked up, too.
             factor: of the gradient.
             write: what is written to after the backward, without another value.
             end: nothing, a step, or a step and a zero_grad.
@@ -514,7 +535,9 @@ class Programs(RuleBasedStateMachine):
         if more is not None:
             self.announce(number, ids, more)
         number = self.table(number)
-        if not self.look_up(number, self.ids(ids)) or self.announced:
+        if not self.look_up(number, self.ids(ids)):
+            return
+        if more is not None and both and not self.look_up(number, self.ids(more)):
             return
         if not self.go_back(list(self.waiting), factor):
             return
@@ -529,18 +552,15 @@ class Programs(RuleBasedStateMachine):
             self.clear_gradients(to_none=end == "None")
 
     # More than one rule, so that most programs train several times.
-    train_alone = train_between = train_anew = train_often = precondition(
-        lambda self: not self.announced
-    )(
-        rule(
-            number=st.integers(0, 1),
-            ids=st.integers(0, len(IDS) - 1),
-            more=st.sampled_from([None, None, *range(len(IDS))]),
-            factor=st.integers(0, 3),
-            write=st.sampled_from(["", "", "gradients", "rows"]),
-            end=st.sampled_from(["", "step", "None", "zeros"]),
-        )(train)
-    )
+    train_alone = train_between = train_anew = train_often = rule(
+        number=st.integers(0, 1),
+        ids=st.integers(0, len(IDS) - 1),
+        more=st.sampled_from([None, None, *range(len(IDS))]),
+        both=st.sampled_from([True, True, True, False]),
+        factor=st.integers(0, 3),
+        write=st.sampled_from(["", "", "gradients", "rows"]),
+        end=st.sampled_from(["", "step", "None", "zeros"]),
+    )(train)
 
     # --------------------------------------------------------------------------------------------
     # Beside the steps
@@ -622,7 +642,7 @@ class Programs(RuleBasedStateMachine):
 
     def is_between_gradients(self) -> bool:
         """Whether no lookup waits and no gradient of a step that is over is left."""
-        if self.waiting or self.announced:
+        if self.waiting:
             return False
         left = any(
             table.over and table.gradient is not None
@@ -649,6 +669,7 @@ class Programs(RuleBasedStateMachine):
 
         def plain(world: PlainTraining) -> None:
             for table, saved in zip(world.tables, before.tables, strict=True):
+                table.give_up()
                 table.weight = saved.weight.clone()
                 if with_state:
                     table.fields, table.scalars = copied(saved.fields), copied(saved.scalars)
@@ -755,16 +776,16 @@ class Programs(RuleBasedStateMachine):
         for world in self.worlds:
             for table, parts in zip(world.tables, batch.values(), strict=True):
                 table.due = tuple(parts)
+                table.left |= bool(table.unseen)
         if skip == 0 and all(len(parts) == 1 for parts in batch.values()):
             return
         for number, parts in enumerate(batch.values()):
             for part in parts:
                 if not self.look_up(number, part):
                     self.end_loop()  # what the batch's other parts do is not known
-                    self.use_up_announcements()
                     self.clear_gradients(to_none=True)
                     return
-        if train and not self.announced and self.go_back(list(self.waiting), factor):
+        if train and self.go_back(list(self.waiting), factor):
             self.step()
             self.clear_gradients(to_none=True)
 

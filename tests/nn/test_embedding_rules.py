@@ -398,14 +398,17 @@ def test_every_announced_row_is_in_the_step_of_sparse_adam(
         pair.learn(torch.arange(6, device=device))
         pair.step()
         pair.zero_grad()
-        pair.embedding.announce(FIRST.to(device), SECOND.to(device))
+        first, second = FIRST.to(device), SECOND.to(device)
+        pair.embedding.announce(first, second)
         pair.plain.tables[0].announce(FIRST, SECOND)
-        pair.learn(SECOND.to(device))
+        unused = pair.embedding(first)
+        pair.learn(second)
         seen = []
         hook = pair.optimizer.register_step_pre_hook(
             lambda *_: seen.append(pair.embedding.weight.grad)
         )
         pair.step()
+        assert unused.requires_grad
         hook.remove()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -187,9 +187,10 @@ def lookups_of_more_rows(training: Training) -> None:
 
 def announced_within_the_loop(training: Training) -> None:
     for batch in training.loop(training.batches()):
+        again = batch[0][:1]
         for module, ids in zip(training.model, batch, strict=True):
-            module.announce(ids, ids[:1])
-        loss = training.loss(batch) + training.model[0](batch[0][:1]).sum()
+            module.announce(ids, *([again] if module is training.model[0] else []))
+        loss = training.loss(batch) + training.model[0](again).sum()
         loss.backward()
         training.optimizer.step()
         training.optimizer.zero_grad()

@@ -1,0 +1,116 @@
+"""Announcements: the ids that were announced to a table, and the step that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.fitted_batch import FittedBatch
+from speedtorch.ops.planned_batch import PlannedBatch
+
+__all__ = ["Announced", "Announcements"]
+
+
+class Announced(NamedTuple):
+    """Ids that were announced for one step."""
+
+    parts: tuple[Tensor, ...]
+    begins: tuple[int, ...]
+    """Which part is the first of each announce()."""
+    batch: PlannedBatch | FittedBatch
+    """The plan of all parts."""
+
+
+class Announcements:
+    """Announced ids of which no lookup has come yet; what is given up brings no row into a step.
+
+    announce() plans ids and moves no row. From then on:
+
+    1. The first lookup of an announced tensor brings the rows of all tensors of its announce(), and
+       of every announce() after that. What was announced before it is given up.
+    2. A lookup of other ids brings its own rows alone. The announced ids wait.
+    3. An announce() that follows a zero_grad() or an error begins a new batch, whose rows need no
+       room beside those of the batch before. That one is not given up yet; rule 1 decides.
+    4. A step of the rows' optimizer and load_state_dict() give up all that waits.
+
+    So zero_grad() alone gives nothing up: it may stand between announce() and the lookups.
+
+    Args:
+        plan: plans the ids of a step.
+    """
+
+    def __init__(self, plan: Callable[[Sequence[Tensor]], PlannedBatch | FittedBatch]) -> None:
+        self._plan = plan
+        self.latest: Announced | None = None
+        """The batch that was announced last, and waits."""
+        self._before: Announced | None = None
+        """The batch before that."""
+        self._is_over = False
+        """Whether the next announce() begins a new batch."""
+
+    def planned(self, parts: Sequence[Tensor]) -> Announced:
+        """What add() is to announce: these ids beside those of their batch; nothing has changed.
+
+        Raises IndexError or RuntimeError if the rows are held on the CPU and cannot be those of a
+        step.
+        """
+        latest = None if self._is_over else self.latest
+        if latest is None:
+            return self._planned(parts, (0,))
+        return self._planned([*latest.parts, *parts], (*latest.begins, len(latest.parts)))
+
+    def _planned(self, parts: Sequence[Tensor], begins: tuple[int, ...]) -> Announced:
+        batch = self._plan(parts)
+        if isinstance(batch, FittedBatch):
+            batch.count()
+        return Announced(tuple(parts), begins, batch)
+
+    def add(self, announced: Announced) -> None:
+        """Lets ids of planned() wait for their lookups."""
+        if self._is_over:
+            self._before, self._is_over = self.latest, False
+        self.latest = announced
+
+    def end_batch(self) -> None:
+        """Called where a batch may have been given up."""
+        self._is_over = self.latest is not None
+
+    def forget(self) -> None:
+        """Gives up all that waits."""
+        self.latest, self._before, self._is_over = None, None, False
+
+    def of(self, ids: Tensor, device: torch.device) -> Announced | None:
+        """What a lookup of these ids brings, if they are known to be announced.
+
+        Raises IndexError or RuntimeError if announced ids cannot be those of a step; all are given
+        up then.
+        """
+        if (latest := self.latest) is None:
+            return None
+        try:
+            if latest.batch.device != device:  # the rows were moved
+                latest = self.latest = self._planned(latest.parts, latest.begins)
+            latest.batch.count()
+            after: tuple[Tensor, ...] = ()
+            for announced in (latest, self._before):
+                if announced is None or (part := announced.batch.parts.part_of(ids)) is None:
+                    after = latest.parts
+                    continue
+                begin = max(first for first in announced.begins if first <= part)
+                if begin == 0 and not after:
+                    return announced
+                brought = self._planned((*announced.parts[begin:], *after), (0,))
+                brought.batch.count()
+                return brought
+        except (IndexError, RuntimeError):
+            self.forget()
+            raise
+        return None
+
+    @property
+    def certain(self) -> Announced | None:
+        """What waits, if nothing says that it may have been given up."""
+        return None if self._is_over else self.latest
