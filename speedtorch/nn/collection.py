@@ -50,6 +50,7 @@ class TableCollection(nn.Module):
         capacity: int | None = None,
     ) -> None:
         super().__init__()
+        tables = list(tables)
         described = [Table.of(each) for each in tables]
         self._configs = [_with_features(*each) for each in zip(tables, described, strict=True)]
         if not described:

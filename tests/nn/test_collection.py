@@ -1170,6 +1170,11 @@ def test_a_bad_config_is_an_error(settings: dict[str, Any], message: str) -> Non
         one(**settings)
 
 
+def test_configs_may_come_one_by_one() -> None:
+    given: Any = iter(configs())
+    assert names_of(EmbeddingBagCollection(given)) == list(ROWS)
+
+
 def test_no_tables_are_an_error() -> None:
     with pytest.raises(ValueError, match="EmbeddingCollection: tables: expected one or more"):
         EmbeddingCollection([])
