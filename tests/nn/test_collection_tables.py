@@ -318,7 +318,7 @@ def test_torchs_checkpoints_resume_with_the_settings_of_each_group(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("steps_before", [1], ids=["stepped"])
+@pytest.mark.parametrize("steps_before", [0, 1], ids=["fresh", "stepped"])
 @COLLECTIONS
 def test_torchs_checkpoints_resume_an_attached_optimizer(
     pooled: bool, steps_before: int, device: str, tmp_path: Path
