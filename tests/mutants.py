@@ -365,7 +365,7 @@ MUTANTS = [
     Mutant(
         "a closure sees the weight as the optimizer does",
         "optim/step_hooks.py",
-        "            self.paused = True\n            self._show()\n",
+        "            self.paused = True\n            self.show()\n",
         "",
         "tests/step/test_embedding_steps.py::test_a_closure_sees_the_weight_as_the_table",
     ),

@@ -110,7 +110,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 # Ops that take a tensor and no second one, nor write to it: see test_every_op_is_here.
 ONE_TENSOR = {
     *("explain_move", "set_costs", "host_register", "memory_kind"),
-    *("let_captured_go", "check_owner", "watch_graph"),
+    *("let_captured_go", "check_owner", "watch_graph", "registration_seams", "use_on"),
 }
 
 # Of ops with results of which some entries are left as they come: those that are all written.

@@ -76,7 +76,7 @@ class OptimizerStep:
 
         def called(*args: Any, **kwargs: Any) -> Any:
             self.paused = True
-            self._show()
+            self.show()
             result = closure(*args, **kwargs)
             self.enter(optimizer)
             return result
@@ -88,7 +88,7 @@ class OptimizerStep:
         self.done = True
         self._frame = None
         self._lent()
-        self._show()
+        self.show()
         with as_plain():
             for rows in self._rows:
                 rows.exchange.after_optimizer()
@@ -101,7 +101,7 @@ class OptimizerStep:
         if self._is_within():
             return False
         self._lent()
-        self._show()
+        self.show()
         self._frame, self._rows = None, []
         return True
 
@@ -125,7 +125,8 @@ class OptimizerStep:
             return True
         return False
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """See OptimizerCall."""
         for rows in self._rows:
             show_rows(rows.parameter, rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -39,10 +40,12 @@ class Announcements:
     So zero_grad() alone gives nothing up: it may stand between announce() and the lookups.
 
     Args:
-        plan: plans the ids of a step.
+        plan: plans the ids of a step; a method of the object that has these.
     """
 
-    def __init__(self, plan: Callable[[Sequence[Tensor]], PlannedBatch | FittedBatch]) -> None:
+    def __init__(
+        self, plan: weakref.WeakMethod[Callable[[Sequence[Tensor]], PlannedBatch | FittedBatch]]
+    ) -> None:
         self._plan = plan
         self.latest: Announced | None = None
         """The batch that was announced last, and waits."""
@@ -63,7 +66,9 @@ class Announcements:
         return self._planned([*latest.parts, *parts], (*latest.begins, len(latest.parts)))
 
     def _planned(self, parts: Sequence[Tensor], begins: tuple[int, ...]) -> Announced:
-        batch = self._plan(parts)
+        plan = self._plan()  # a strong reference would keep the table for the garbage collector
+        assert plan is not None
+        batch = plan(parts)
         if isinstance(batch, FittedBatch):
             batch.count()
         return Announced(tuple(parts), begins, batch)

@@ -322,6 +322,9 @@ class OptimizerCall(Protocol):
     def runs_elsewhere(self) -> bool:
         """Whether another thread is within it, and not in a closure of the user."""
 
+    def show(self) -> None:
+        """Makes the parameters stand for their tables again."""
+
     def leave(self) -> bool:
         """The next one in cleans up behind a call that an exception left; whether one did."""
 
@@ -394,7 +397,7 @@ class Exchange:
         self._others: Others | None = None
         self._is_agreed = False
         """Whether the others have been asked at this lookup."""
-        self._announced = Announcements(self._step_of)
+        self._announced = Announcements(weakref.WeakMethod(self._step_of))
         self._checks_lookups = True
         self.batches_over = 0
         """How often a batch has ended, or may have been given up."""
@@ -504,6 +507,8 @@ class Exchange:
         if self._call is not None:
             call, number = self._call
             if call.done:
+                if type(self._shown.parameter) is torch.nn.Parameter:  # an exception has left it so
+                    call.show()
                 self.forget_announced()
                 has_gradient = self._shown.parameter.grad is not None
                 stepped = number == now.number and (has_gradient or written)

@@ -52,7 +52,7 @@ def test_a_fake_kernel_gives_what_the_op_gives(name: str) -> None:
 @pytest.mark.parametrize("name", OF_THE_PROCESS)
 def test_an_op_of_the_process_is_refused_by_name(name: str) -> None:
     op = getattr(torch.ops.speedtorch, name).default
-    values = {"Tensor": torch.zeros(2), "int": 1, "bool": False}
+    values = {"Tensor": torch.zeros(2), "int": 1, "bool": False, "Optional[int]": 1}
     given = [values[str(each.type)] for each in op._schema.arguments]
     with FakeTensorMode() as mode:
         given = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
