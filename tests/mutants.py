@@ -198,7 +198,7 @@ MUTANTS = [
         "step/exchange.py",
         "told = batch or (None if announced is None else announced.batch)",
         "told = batch",
-        "tests/step/test_announcements.py::test_the_first_lookup_brings_the_rows_of_all",
+        "tests/nn/test_capacity.py::test_announced_lookups_are_one_step",
     ),
     Mutant(
         "zeros of zero_grad move rows",

@@ -139,7 +139,7 @@ def pin_memory_(tensor: Tensor) -> Tensor:
     """
     _check_dense("pin_memory_", tensor)
     if not tensor.is_cpu:
-        raise ValueError(f"pin_memory_: the tensor must be on the CPU, got {tensor.device}")
+        raise ValueError(f"pin_memory_: the tensor must be on the CPU, it is on {tensor.device}")
     if id(tensor) in _pinned:
         raise ValueError("pin_memory_: the tensor is pinned already; unpin_memory_ it first")
     # An alias, which the library keeps: the memory goes after it is unpinned.

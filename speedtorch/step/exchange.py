@@ -1425,7 +1425,6 @@ class Exchange:
             self._is_idle = True
             self._give_back()
 
-    @alone
     def note_zero_grad(self) -> None:
         """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
         self._shown.note_zero_grad()
@@ -1435,7 +1434,6 @@ class Exchange:
         if before is not None and before.gradient is not None:
             self.now = self.now._replace(awaited=before._replace(gradient=None))
 
-    @alone
     def note_gradient_asked(self) -> None:
         """Called before somebody else reads the gradient, or sets it."""
         if self.now.awaited is not None and self.now.awaited.gradient is not None:

@@ -271,14 +271,13 @@ class TrainedRows:
         """Of the weight of all rows, also where only some are here."""
         return (self.store.all_rows, *self.store.row_shape)
 
-    @alone
     def add_gradient(
         self, gradient: Tensor, ids: Tensor, number: int, places: Callable[[], Tensor]
     ) -> None:
         """Adds the gradient of the rows `ids`, held in the step of this number, to the parameter's.
 
         It may have the padding's row after them. `places` are those among them that the lookup
-        names. Raises RuntimeError if the rows have left.
+        names. Called within a turn. Raises RuntimeError if the rows have left.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():

@@ -54,6 +54,8 @@ def test_a_step_that_leaves_an_announced_tensor_out_raises(
 ) -> None:
     if how == "within the step" and capacity is not None:
         pytest.skip("announced rows that join a step do not fit")
+    if how == "within the step" and device == "cuda":
+        pytest.skip("the lookup before may have named ids of a GPU, which are not compared")
     trained = Trained(device, capacity=capacity)
     one, two = ids(1, 2).to(device), ids(3, 4, 5).to(device)
     if how == "one call":
