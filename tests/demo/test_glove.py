@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,6 @@ import torch
 from conftest import NEEDS_GPU
 from topics import TOPIC_OF, topic_passages
 from torch import nn
-from warm_python import warm_python
 
 import speedtorch
 from speedtorch.__main__ import main
@@ -258,7 +258,7 @@ def test_it_runs_on_a_gpu(text: Path, tmp_path: Path, memory: str) -> None:
 @pytest.mark.slow
 def test_ctrl_c_saves_what_there_is(text: Path, tmp_path: Path) -> None:
     given = ("--corpus", str(text), "--out", str(tmp_path), "--device", "cpu", *SMALL)
-    command = [warm_python(), "-m", "speedtorch", "demo", "glove", *given, "--epochs", "100000"]
+    command = [sys.executable, "-m", "speedtorch", "demo", "glove", *given, "--epochs", "100000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     ) as process:

@@ -18,7 +18,6 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from topics import topic_passages
-from warm_python import warm_python
 
 import speedtorch
 from speedtorch.__main__ import main
@@ -158,7 +157,7 @@ def test_a_gzip_corpus_gives_the_same_vectors_as_a_plain_one(text: Path, tmp_pat
 @pytest.mark.slow
 def test_ctrl_c_saves_what_there_is(text: Path, tmp_path: Path) -> None:
     given = ("--corpus", str(text), "--out", str(tmp_path), "--device", "cpu", *SMALL)
-    command = [warm_python(), "-m", "speedtorch", "demo", "word2vec", *given, "--epochs", "100000"]
+    command = [sys.executable, "-m", "speedtorch", "demo", "word2vec", *given, "--epochs", "100000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2]
     ) as process:
