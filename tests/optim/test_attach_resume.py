@@ -193,7 +193,8 @@ def test_a_fresh_process_goes_on_bit_for_bit(model: str, way: str, tmp_path: Pat
         WAYS[way].save(training, tmp_path / name)
         train(training, range(3, 6))
         expected[name] = states_of(training)
-    program = f"import test_attach_resume; test_attach_resume.go_on({str(tmp_path)!r}, {model!r}, {way!r})"
+    given = f"{str(tmp_path)!r}, {model!r}, {way!r}"
+    program = f"import test_attach_resume; test_attach_resume.go_on({given})"
     done = subprocess.run(
         [warm_python(), "-c", program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
