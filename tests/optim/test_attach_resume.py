@@ -60,13 +60,13 @@ class Pooled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"users": ROWS, "items": 2 * ROWS}
+        sizes = {"users": ROWS, "goods": 2 * ROWS}
         tables = [speedtorch.EmbeddingBagConfig(n, WIDTH, name) for name, n in sizes.items()]
         self.tables = speedtorch.EmbeddingBagCollection(tables=tables)
         self.out = nn.Linear(2 * WIDTH, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = self.tables(dict.fromkeys(("users", "items"), ids))
+        found = self.tables(dict.fromkeys(("users", "goods"), ids))
         return self.out(found.values().tanh())
 
 
