@@ -202,6 +202,8 @@ class ShownRows:
         """Of the parameter; one that was written to since mark() has another."""
         self._asked: tuple[Tensor, int, bool] | None = None
         """The gradient that a zero_grad() asked for, its version then, and whether it was zeros."""
+        self._lent: tuple[Tensor, int] | None = None
+        """The gradient that an optimizer's step() was given, and its version then."""
 
     def __getattr__(self, name: str) -> torch.nn.Parameter:
         """The parameter, where it is not set; RuntimeError if it is gone, and nothing can train."""
@@ -279,6 +281,23 @@ class ShownRows:
         """Called when somebody has given the parameter another gradient: no zero_grad() has."""
         self._asked = None
 
+    def note_lent(self) -> None:
+        """Called when an optimizer's step() is given the gradient, and asks for it unseen."""
+        gradient = self.parameter.grad
+        self._lent = None if gradient is None else (gradient, version_of(gradient))
+
+    def note_left(self) -> None:
+        """Called after a step() that an exception has left.
+
+        From then on until somebody else comes here a zero_grad(set_to_none=False) is not seen.
+        """
+        lent, self._lent = self._lent, None
+        gradient = self.parameter.grad
+        if lent is None or gradient is not lent[0] or version_of(gradient) == lent[1]:
+            return
+        if not _any(gradient):
+            self._asked = (gradient, version_of(gradient), True)
+
     def has_gradient(self) -> bool:
         """Whether there is a gradient that no zero_grad() has filled with zeros.
 
@@ -291,8 +310,13 @@ class ShownRows:
         _, version, zeros = self._asked
         writes = version_of(gradient) - version
         if writes > 1:
-            return bool((sparse_values(gradient) if gradient.is_sparse else gradient).any())
+            return _any(gradient)
         return writes == 0 and not zeros
+
+
+def _any(gradient: Tensor) -> bool:
+    """Whether any element is another than zero; a GPU is waited for."""
+    return bool((sparse_values(gradient) if gradient.is_sparse else gradient).any())
 
 
 def replace_rows(parameter: Tensor, rows: Tensor) -> None:
@@ -519,8 +543,10 @@ class Exchange:
             elif not call.paused:
                 left = call.leave()
                 written = written or number == now.number
-                if left and number == now.number and self._fixed is not None:
-                    self._fixed.clear_others()
+                if left and number == now.number:
+                    self._shown.note_left()
+                    if self._fixed is not None:
+                        self._fixed.clear_others()
         if written:
             if not self.now.newer:
                 self.now = self.now._replace(newer=True, stale=False)
@@ -1375,6 +1401,7 @@ class Exchange:
         state = self._shown.kept.state
         if state is not None and state.sparse and gradient is not None:
             parameter.grad = sparse_of_all(gradient, self._store.numbers(self.now.ids))
+        self._shown.note_lent()
         self._call = (call, self.now.number)
 
     @alone

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from interrupts import in_step_of_torch
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
@@ -143,6 +144,29 @@ def test_zeros_of_a_zero_grad_whose_repetition_is_interrupted_move_no_row(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Tensor, "zero_", interrupted)
         adam.zero_grad(set_to_none=False)
+    adam.step()
+    assert_same_bytes(rows_of(ours), before)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_zeros_of_a_zero_grad_after_a_step_that_failed_move_no_row(
+    capacity: int | None, set_to_none: bool
+) -> None:
+    """The parameters are still as the optimizer's own code sees them when zero_grad() comes."""
+    ours = speedtorch.Embedding(ROWS, WIDTH, capacity=capacity)
+    adam = optim.Adam(ours.parameters(), lr=0.1, weight_decay=0.5)
+    speedtorch.attach(adam, ours)
+    ours(IDS).sum().backward()
+    adam.step()
+    adam.zero_grad()
+    before = rows_of(ours).clone()
+    ours(IDS + 2).sum().backward()
+    with in_step_of_torch(1) as lines:
+        adam.step()
+    assert lines.came_out
+    adam.zero_grad(set_to_none=set_to_none)
+    ours(IDS + 5)  # with a capacity these are none of a step that goes on
     adam.step()
     assert_same_bytes(rows_of(ours), before)
 
