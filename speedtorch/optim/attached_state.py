@@ -128,8 +128,9 @@ class AttachedState:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step; RuntimeError if with the settings of now it keeps other state."""
-        self.complete()
-        self.loading = None  # what a load that failed has left
+        if self.loading is not None:
+            self.complete()
+            self.loading = None  # what a load that failed has left
         if self._counts_anew:
             self._counts_anew = False
             warnings.warn(
@@ -175,7 +176,7 @@ class AttachedState:
 
     def begin_step(self) -> None:
         """Called when the optimizer's own code is about to run."""
-        if self.table_rows.parameter.grad is not None and not self._has_stepped:
+        if not self._has_stepped and self.table_rows.parameter.grad is not None:
             self._lend()
             self._has_stepped = True
 

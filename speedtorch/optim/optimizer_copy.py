@@ -37,8 +37,9 @@ _MOST_COPIED = 1 << 16
 def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """The parameter group that holds a parameter; ValueError if none does."""
     for group in optimizer.param_groups:
-        if any(held is parameter for held in group["params"]):
-            return group
+        for held in group["params"]:
+            if held is parameter:
+                return group
     raise ValueError(
         f"{type(optimizer).__name__} does not hold this parameter of shape"
         f" {list(parameter.shape)}: build the optimizer with it first"

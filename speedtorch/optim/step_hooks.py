@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -56,20 +55,22 @@ class OptimizerStep:
         """
         with as_plain():
             for rows in self._rows:
-                rows.exchange.check_threads()
-                _check(optimizer, rows)
-                if not looks_up:
-                    rows.exchange.check_lookups()
+                with rows.turn:
+                    rows.exchange.check_threads()
+                    _check(optimizer, rows)
+                    if not looks_up:
+                        rows.exchange.check_lookups()
             _check_capture(optimizer, self._rows)
             self._lent()
             self._lent = _let_skip(optimizer, self._rows)
             for rows in self._rows:
-                rows.exchange.before_optimizer(self)
+                with rows.turn:
+                    rows.exchange.before_optimizer(self)
             self.paused = False
             for rows in self._rows:
                 hide_rows(rows.parameter)
-                if isinstance(rows.state, AttachedState):
-                    rows.state.begin_step()
+                if isinstance(state := rows.state, AttachedState):
+                    state.begin_step()
 
     def by_user(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
         """A closure, which is the user's code within the optimizer's."""
@@ -91,9 +92,10 @@ class OptimizerStep:
         self.show()
         with as_plain():
             for rows in self._rows:
-                rows.exchange.after_optimizer()
-                if isinstance(rows.state, AttachedState):
-                    rows.state.after_step()
+                with rows.turn:
+                    rows.exchange.after_optimizer()
+                if isinstance(state := rows.state, AttachedState):
+                    state.after_step()
 
     def leave(self) -> bool:
         """See OptimizerCall."""
@@ -149,9 +151,11 @@ def _before_step(
         left.leave()
     if not (rows := rows_held_by(optimizer)) or is_wrapper(optimizer):
         return None
-    # Torch's step(): functions of its compiler may stand in between.
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
-    frame = next(frame for frame in frames if frame.f_globals["__name__"] == Optimizer.__module__)
+    frame = sys._getframe()
+    while frame.f_globals["__name__"] != Optimizer.__module__:
+        # Torch's step() called this: functions of its compiler may stand in between.
+        assert frame.f_back is not None
+        frame = frame.f_back
     step = _steps.of[optimizer] = OptimizerStep(rows, frame)
     has_closure = (len(args) > 1 and callable(args[1])) or callable(kwargs.get("closure"))
     step.enter(optimizer, looks_up=has_closure)

@@ -40,7 +40,8 @@ class GradScaler(HostGradScaler):
         if not sharing:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         for rows in held:
-            rows.show_gradient()
+            with rows.turn:
+                rows.show_gradient()
         with as_plain():  # else the weights would refuse a GradScaler
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         most = found_inf.clone()  # where no parameter has a gradient nothing was found

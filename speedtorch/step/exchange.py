@@ -193,7 +193,6 @@ class ShownRows:
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
         self._name = name
         self.parameter = parameter
-        """Not set where it keeps the rows alive, and not they it: see __getattr__."""
         self._reference: Callable[[], torch.nn.Parameter | None] = lambda: None
         self.kept = Kept(None, {"weight": (tuple(parameter.shape[1:]), parameter.dtype)})
         self.rows: Rows | None = None
@@ -205,20 +204,14 @@ class ShownRows:
         self._lent: tuple[Tensor, int] | None = None
         """The gradient that an optimizer's step() was given, and its version then."""
 
-    def __getattr__(self, name: str) -> torch.nn.Parameter:
-        """The parameter, where it is not set; RuntimeError if it is gone, and nothing can train."""
-        if name != "parameter":
-            raise AttributeError(name)
-        if (parameter := self._reference()) is None:
-            raise RuntimeError(f"{self._name}: its weight is gone, and its module before it")
-        return parameter
-
     def keep_alive(self, parameter: torch.nn.Parameter | None) -> None:
         """Keeps the parameter alive, or with None no longer: the parameter keeps the rows alive."""
         if parameter is not None:
+            self.__class__ = ShownRows
             self.parameter = parameter
         else:
             self._reference = TensorWeakRef(self.parameter)
+            self.__class__ = _WeaklyShownRows
             vars(self).pop("parameter", None)
 
     def keep(self, state: HeldState | None, fields: Fields) -> None:
@@ -281,9 +274,8 @@ class ShownRows:
         """Called when somebody has given the parameter another gradient: no zero_grad() has."""
         self._asked = None
 
-    def note_lent(self) -> None:
+    def note_lent(self, gradient: Tensor | None) -> None:
         """Called when an optimizer's step() is given the gradient, and asks for it unseen."""
-        gradient = self.parameter.grad
         self._lent = None if gradient is None else (gradient, version_of(gradient))
 
     def note_left(self) -> None:
@@ -312,6 +304,20 @@ class ShownRows:
         if writes > 1:
             return _any(gradient)
         return writes == 0 and not zeros
+
+
+class _WeaklyShownRows(ShownRows):
+    """As ShownRows, of a parameter that keeps them alive, and not they it.
+
+    A class of their own, as a __getattr__ would slow every attribute of the others down.
+    """
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:  # type: ignore[override]
+        """RuntimeError if it is gone, and nothing can train."""
+        if (parameter := self._reference()) is None:
+            raise RuntimeError(f"{self._name}: its weight is gone, and its module before it")
+        return parameter
 
 
 def _any(gradient: Tensor) -> bool:
@@ -427,7 +433,7 @@ class Exchange:
         """How often a batch has ended, or may have been given up."""
         self._is_left = False
         """Whether the lookups of now may have been given up, unless they have a gradient."""
-        self._call: tuple[OptimizerCall, int] | None = None
+        self.call: tuple[OptimizerCall, int] | None = None
         """The last call of an optimizer's step, and the number of the step that it was for."""
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
         self._due: Batch | None = None
@@ -484,7 +490,7 @@ class Exchange:
             shown.show(now)
             if now.owed is not None or (ahead and now.ahead):
                 self._send(ahead)
-        if self._call is not None or version_of(shown.parameter) != shown.version:
+        if self.call is not None or version_of(shown.parameter) != shown.version:
             self._settle()
 
     def _held_tensors(self) -> Iterator[Tensor]:
@@ -526,14 +532,15 @@ class Exchange:
 
         Returns whether an optimizer has stepped them.
         """
-        self.await_step()
+        if self.call is not None and not self.call[0].done:
+            self.await_step()
         now, written, stepped, left = self.now, self._shown.was_written(), False, False
-        if self._call is not None:
-            call, number = self._call
+        if self.call is not None:
+            call, number = self.call
             if call.done:
                 if type(self._shown.parameter) is torch.nn.Parameter:  # an exception has left it so
                     call.show()
-                self.forget_announced()
+                self._forget_announced()
                 has_gradient = self._shown.parameter.grad is not None
                 stepped = number == now.number and (has_gradient or written)
                 left = True
@@ -552,17 +559,16 @@ class Exchange:
                 self.now = self.now._replace(newer=True, stale=False)
             self._shown.mark()
         if left:
-            self._call = None
+            self.call = None
         return stepped
 
     def await_step(self) -> None:
-        """Waits for a step() in another thread; RuntimeError if that takes too long.
+        """Waits for the call's end in another thread; RuntimeError if that takes too long.
 
         The other thread may wait for this one, as in a hook of the optimizer that joins a thread.
         """
-        if self._call is None:
-            return
-        call, deadline = self._call[0], time.monotonic() + _PATIENCE
+        assert self.call is not None
+        call, deadline = self.call[0], time.monotonic() + _PATIENCE
         while call.runs_elsewhere():
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -572,18 +578,17 @@ class Exchange:
                 )
             time.sleep(_LOOK)
 
-    @alone
     def check_threads(self) -> None:
         """Raises RuntimeError where an optimizer's step must wait for another thread.
 
         That is within a step() of the same rows, or between a lookup and its backward: this step
-        would change the rows of a lookup whose gradient has yet to come.
+        would change the rows of a lookup whose gradient has yet to come. Called within a turn.
         """
-        self.await_step()
-        number, tokens = self._tokens
-        if number != self.now.number or not tokens:
+        if self.call is not None:
+            self.await_step()
+        (number, tokens), own = self._tokens, threading.get_ident()
+        if number != self.now.number or not tokens or (own in tokens and len(tokens) == 1):
             return
-        own = threading.get_ident()
         waiting = [thread for thread, token in tokens.items() if thread != own and token()]
         if waiting:
             raise RuntimeError(
@@ -715,7 +720,7 @@ class Exchange:
     @alone
     def give_up(self) -> None:
         """Gives up what was announced, and lookups of the step unless they have a gradient."""
-        self.forget_announced()
+        self._forget_announced()
         self._is_left = True
 
     def begin_with(self, others: Others) -> None:
@@ -753,12 +758,15 @@ class Exchange:
     def _raise_with_others(self, fault: Tensor) -> None:
         """Raises what some rank has found wrong."""
         if why := int(fault):
-            self.forget_announced()
+            self._forget_announced()
             raise of_ranks(self.name, why, "nothing has changed")
 
     @alone
     def forget_announced(self) -> None:
         """Awaits no lookups that were announced."""
+        self._forget_announced()
+
+    def _forget_announced(self) -> None:
         self.batches_over += 1
         if self._announced.latest is not None:
             self._announced.forget()
@@ -804,12 +812,21 @@ class Exchange:
             return None
         if (found := self.now.find(ids)) is None:
             self._extend([ids])
-        elif unseen := self.now.unseen:
-            batches = self.now.batches
-            left = tuple(each for each in unseen if each[1] in batches[each[0]].parts.others(ids))
-            if len(left) < len(unseen):
-                self.now = self.now._replace(unseen=left)
+        elif self.now.unseen:
+            self._saw(found, ids)
         return found
+
+    def _saw(self, found: Placed, ids: Tensor) -> None:
+        """Takes a lookup of ids, which it has found, and of all parts of equal ids, from unseen."""
+        batches, unseen = self.now.batches, self.now.unseen
+        left = tuple(
+            (number, part)
+            for number, part in unseen
+            if not (part == found.part and batches[number] is found.batch)  # not compared again
+            and part in batches[number].parts.others(ids)
+        )
+        if len(left) < len(unseen):
+            self.now = self.now._replace(unseen=left)
 
     def _before_rows(self, parts: Sequence[Tensor]) -> bool:
         """Completes the step of now; whether it is over, so that these ids begin another."""
@@ -823,6 +840,7 @@ class Exchange:
             # Rows that were brought for other ids than are asked for are those of no step.
             is_over = self._taken(self.now.batches[0], parts) is None
             self.now = self.now._replace(awaited=None)
+            self._is_left = False  # as there is no lookup of it yet
         return is_over
 
     def _was_left(self) -> bool:
@@ -881,14 +899,13 @@ class Exchange:
         """
         self._checks_lookups = False
 
-    @alone
     def check_lookups(self) -> None:
         """Raises RuntimeError if an optimizer would change rows that were announced in vain.
 
         That is, if lookups have named some of the tensors that were announced together, and others
         not. A lookup of other tensors, as of a slice or of a copy on another device, may have named
         any: ids on the CPU are compared then, and those of a GPU, for which the host would wait,
-        raise nothing. A step of no gradient changes no rows.
+        raise nothing. A step of no gradient changes no rows. Called within a turn.
         """
         now = self.now
         if not now.unseen or now.over or now.awaited is not None or not self._checks_lookups:
@@ -1044,7 +1061,11 @@ class Exchange:
     def expects_gradient(self) -> bool:
         """Whether a gradient of rows that were looked up in this step may still come."""
         number, tokens = self._tokens
-        return number == self.now.number and any(token() is not None for token in tokens.values())
+        if number == self.now.number:
+            for token in tokens.values():  # any() is slower, of one most often
+                if token() is not None:
+                    return True
+        return False
 
     def token(self) -> Token:
         """What a graph keeps for as long as a gradient of this step's rows may come of it."""
@@ -1181,7 +1202,7 @@ class Exchange:
             {},
             (batch,),
             planned=(0,),
-            unseen=unseen_of(batch, 0, None),
+            unseen=unseen_of(batch, 0, None) if len(batch.parts) > 1 else (),  # or seen when asked
             since=self.now.number + 1 if self.now.over else self.now.since,
             newer=newer,
             awaited=before,
@@ -1387,9 +1408,8 @@ class Exchange:
             self._hold_nothing(self.now.number + 1)
             self.complete()
 
-    @alone
     def before_optimizer(self, call: OptimizerCall) -> None:
-        """Called before an optimizer steps the held rows."""
+        """Called before an optimizer steps the held rows, within a turn."""
         self.complete()
         self.note_gradient_asked()
         self._read_again()
@@ -1400,13 +1420,12 @@ class Exchange:
             gradient = parameter.grad = None
         state = self._shown.kept.state
         if state is not None and state.sparse and gradient is not None:
-            parameter.grad = sparse_of_all(gradient, self._store.numbers(self.now.ids))
-        self._shown.note_lent()
-        self._call = (call, self.now.number)
+            gradient = parameter.grad = sparse_of_all(gradient, self._store.numbers(self.now.ids))
+        self._shown.note_lent(gradient)
+        self.call = (call, self.now.number)
 
-    @alone
     def after_optimizer(self) -> None:
-        """Called after it."""
+        """Called after it, within a turn."""
         if self._settle():
             # A backward through what used these rows would compute with other ones.
             torch.autograd.graph.increment_version(self.now.padded)
@@ -1446,7 +1465,7 @@ class Exchange:
     def expect(self, batch: Batch | None) -> None:
         """Says which planned batch the next step may take."""
         self._due = batch
-        if batch is not None and self.now.unseen:
+        if batch is not None and (self.now.unseen or self.now.awaited is not None):
             self._is_left = True  # no step of the batch before, of which lookups are missing
         if self.now.awaited is not None:
             self._is_idle = True

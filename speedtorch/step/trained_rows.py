@@ -92,18 +92,12 @@ class TrainedRows:
         if parameter.requires_grad:
             store.keep_holder(self)
 
-    def __getattr__(self, name: str) -> nn.Parameter:
-        """The parameter once the module is gone, of which the rows keep no reference then."""
-        if name != "parameter":
-            raise AttributeError(name)
-        return self.shown.parameter
-
     def claim(self) -> None:
         """Trains the rows from now on, or refuses to if another module was made to."""
         holder = self.store.holder
         if holder is self:
             return
-        if holder is None or (isinstance(holder, TrainedRows) and holder.is_left):
+        if holder is None or isinstance(holder, _LeftRows):
             self.store.keep_holder(self)
         else:
             self._refuse_replaced()
@@ -202,9 +196,6 @@ class TrainedRows:
         """See RowHolder."""
         self.exchange.refuse_if_captured("closing its table")
 
-    is_left = False
-    """Whether the module is gone: the rows live as long as the weight, and yield to a module."""
-
     @alone
     def let_go(self) -> None:
         """Called when the module goes: its rows are in the table, and its weight keeps them alive.
@@ -215,8 +206,8 @@ class TrainedRows:
         try:
             self.bring_home()
         finally:
-            self.is_left = True
             vars(self.parameter)["_rows"] = lambda: self
+            self.__class__ = _LeftRows
             vars(self).pop("parameter", None)
             self.shown.keep_alive(None)
 
@@ -283,7 +274,8 @@ class TrainedRows:
             with torch.no_grad():
                 return self.add_gradient(gradient, ids, number, places)
         with as_plain():
-            self.exchange.await_step()
+            if self.exchange.call is not None:
+                self.exchange.await_step()
             if number != self.exchange.now.number:
                 self.check_held(number)
                 gradient, ids = _named_alone(gradient, ids, places())
@@ -291,7 +283,8 @@ class TrainedRows:
                     return
                 self.exchange.rejoin(ids)
             step = self.exchange.now
-            self.shown.show(step)
+            if self.shown.rows is not step.rows:
+                self.shown.show(step)
             added, held = gradient, step.ids.shape[0]
             if ids is not step.ids:
                 added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
@@ -313,16 +306,17 @@ class TrainedRows:
                 " step"
             )
 
-    @alone
     def show_gradient(self, *, zeroes: bool = False) -> None:
-        """Called before somebody else reads the parameter's gradient or sets it.
+        """Called within a turn, before somebody else reads the parameter's gradient or sets it.
 
         With `zeroes` a zero_grad() does.
         """
-        self.exchange.await_step()
+        if self.exchange.call is not None:
+            self.exchange.await_step()
         if not zeroes:
             self.exchange.note_gradient_asked()
-        self.shown.show(self.exchange.now)
+        if self.shown.rows is not self.exchange.now.rows:
+            self.shown.show(self.exchange.now)
 
     def adds_in_order(self) -> bool:
         """Whether gradients must be added up in torch's order."""
@@ -368,6 +362,18 @@ class TrainedRows:
         self.shown.keep(None, {})
         self.exchange.show_anew()
         self.store.note_read(was_read)
+
+
+class _LeftRows(TrainedRows):
+    """Rows whose module is gone: they live as long as the weight, and yield to a module.
+
+    A class of their own, as a __getattr__ would slow every attribute of the others down.
+    """
+
+    @property
+    def parameter(self) -> nn.Parameter:  # type: ignore[override]
+        """The weight, to which the rows have no reference of their own."""
+        return self.shown.parameter
 
 
 class _RowsOfStep(torch.autograd.Function):

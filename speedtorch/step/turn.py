@@ -22,22 +22,23 @@ class Turn:
     asks next, which in a loop is the same thread for minutes.
     """
 
-    __slots__ = ("_lock", "_waiting")
+    __slots__ = ("_acquire", "_release", "_waiting")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        lock = threading.RLock()
+        self._acquire, self._release = lock.acquire, lock.release  # each step takes several turns
         self._waiting = 0
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(False):
+        if not self._acquire(False):
             self._waiting += 1
             try:
-                self._lock.acquire()
+                self._acquire()
             finally:
                 self._waiting -= 1
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._release()
         if self._waiting:
             time.sleep(_GIVE_WAY)
 
