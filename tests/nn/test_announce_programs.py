@@ -3,7 +3,8 @@
 A collection of two groups is trained batch after batch. Some batches are given up: an exception is
 raised at some line of the package, or between two calls, and the program goes on with the next
 batch. Batches that were not given up must be trained, and every row must be as if the others had
-never been there.
+never been there. A lookup of the same ids as an announced one that was given up may be taken for
+that: such a batch may be refused by name before it is stepped.
 
 SPEEDTORCH_ANNOUNCE_PROGRAMS is how many programs are run; by default few, always the same ones.
 """
@@ -110,6 +111,8 @@ class Program:
         self.capacity = self.random.choice([None, CAPACITY, CAPACITY])
         self.ours, self.plain = Ours(self.capacity), Plain()
         self.log: list[str] = []
+        self.given_up: list[Features] = []
+        """Lookups of batches that were given up since the last step."""
 
     def draw(self, number: int) -> list[Features]:
         """The lookups of a batch, whose rows have room together.
@@ -137,7 +140,23 @@ class Program:
         if ahead:
             loop = speedtorch.prefetch(batches, self.ours.tables, ids=as_looked_up)
         for batch in loop:
-            self.one(batch, ahead=ahead)
+            try:
+                self.one(batch, ahead=ahead)
+            except RuntimeError as error:
+                if "was not looked up" not in str(error) or not self.is_alike(batch):
+                    raise
+                self.log.append("refused")
+                self.ours.results = []
+                self.ours.sgd.zero_grad()
+
+    def is_alike(self, batch: list[Features]) -> bool:
+        """Whether a lookup of a batch may be that of a tensor announced for one given up."""
+        return any(
+            torch.equal(each[name], other[name])
+            for each in batch
+            for other in self.given_up
+            for name in TABLES
+        )
 
     def one(self, batch: list[Features], *, ahead: bool) -> None:
         """Trains a batch, or gives it up on the way."""
@@ -152,6 +171,7 @@ class Program:
                 continue
             if self.random.random() < 0.2:  # the user's own code raises before this call
                 self.log.append(f"given up before {name}")
+                self.given_up += batch
                 return self.give_up(stepped=None, went_back=name in ("step", "end"))
             error = self.random.choice([KeyboardInterrupt, out_of_memory])
             line = self.random.randint(1, self.random.choice([30, 100, 400]))
@@ -166,8 +186,9 @@ class Program:
             if name == "end":
                 self.ours.results = []
                 return self.ours.sgd.zero_grad()
+            self.given_up += batch
             return self.give_up(stepped, went_back=name in ("backward", "step"))
-        self.ours.results = []
+        self.ours.results, self.given_up = [], []
 
     def calls(
         self, batch: list[Features], *, ahead: bool
