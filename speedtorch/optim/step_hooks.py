@@ -42,6 +42,7 @@ class OptimizerStep:
     def __init__(self, rows: list[TrainedRows], frame: FrameType) -> None:
         self.done = False  # one assignment for all tables of the call
         self.paused = False
+        self.is_idle = False
         self._rows = rows
         self._frame: FrameType | None = frame
         self._thread = threading.get_ident()
@@ -63,6 +64,7 @@ class OptimizerStep:
             _check_capture(optimizer, self._rows)
             self._lent()
             self._lent = _let_skip(optimizer, self._rows)
+            self.is_idle = _is_idle(optimizer)
             for rows in self._rows:
                 with rows.turn:
                     rows.exchange.before_optimizer(self)
@@ -183,6 +185,15 @@ def _check_capture(optimizer: Optimizer, rows: list[TrainedRows]) -> None:
             " with capturable=True (Adam, AdamW, NAdam, RAdam, Adamax, Rprop, RMSprop, ASGD,"
             " Adadelta), or use SGD"
         )
+
+
+def _is_idle(optimizer: Optimizer) -> bool:
+    """Whether every learning rate is 0; of one on a GPU that is not asked."""
+    for group in optimizer.param_groups:
+        rate = group.get("lr", 1)
+        if (isinstance(rate, torch.Tensor) and not rate.is_cpu) or rate != 0:
+            return False
+    return True
 
 
 def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], object]:

@@ -348,6 +348,8 @@ class OptimizerCall(Protocol):
     """Whether all rows have been stepped."""
     paused: bool
     """Whether a closure of the user runs within it."""
+    is_idle: bool
+    """Whether it may leave all rows as they are, as every learning rate is 0."""
 
     def runs_elsewhere(self) -> bool:
         """Whether another thread is within it, and not in a closure of the user."""
@@ -435,6 +437,8 @@ class Exchange:
         """Whether the lookups of now may have been given up, unless they have a gradient."""
         self.call: tuple[OptimizerCall, int] | None = None
         """The last call of an optimizer's step, and the number of the step that it was for."""
+        self._as_in_table: Rows | None = None
+        """What rows were before that call, if it may leave them so and the table has them."""
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
         self._due: Batch | None = None
         """The batch of a loop that the next step may take."""
@@ -535,6 +539,7 @@ class Exchange:
         if self.call is not None and not self.call[0].done:
             self.await_step()
         now, written, stepped, left = self.now, self._shown.was_written(), False, False
+        is_moved = written
         if self.call is not None:
             call, number = self.call
             if call.done:
@@ -545,22 +550,35 @@ class Exchange:
                 stepped = number == now.number and (has_gradient or written)
                 left = True
                 if stepped:
+                    is_moved = self._has_moved()
                     self._tidy()
-                    self.now = now._replace(newer=True, over=True, stale=False)
+                    self.now = now._replace(newer=is_moved, over=True, stale=not is_moved)
             elif not call.paused:
                 left = call.leave()
-                written = written or number == now.number
+                written = is_moved = written or number == now.number
                 if left and number == now.number:
                     self._shown.note_left()
                     if self._fixed is not None:
                         self._fixed.clear_others()
+        if is_moved and not self.now.newer:
+            self.now = self.now._replace(newer=True, stale=False)
         if written:
-            if not self.now.newer:
-                self.now = self.now._replace(newer=True, stale=False)
             self._shown.mark()
         if left:
-            self.call = None
+            self.call = self._as_in_table = None
         return stepped
+
+    def _has_moved(self) -> bool:
+        """Whether a step has changed rows, or was not asked to leave them.
+
+        torch.distributed.checkpoint makes an optimizer's state by a step of rate 0 before it writes
+        to the memory of the table's state_dict: that is newer than rows which are held.
+        """
+        before = self._as_in_table
+        return before is None or not all(
+            torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+            for old, new in zip(before, self._shown.rows_of(self.now), strict=True)
+        )
 
     def await_step(self) -> None:
         """Waits for the call's end in another thread; RuntimeError if that takes too long.
@@ -1412,7 +1430,10 @@ class Exchange:
         """Called before an optimizer steps the held rows, within a turn."""
         self.complete()
         self.note_gradient_asked()
+        is_idle = call.is_idle and self.now.stale
         self._read_again()
+        rows = self._shown.rows_of(self.now) if is_idle else []
+        self._as_in_table = [each.clone() for each in rows] or None
         parameter = self._shown.parameter
         gradient = parameter.grad
         if gradient is not None and not self._shown.has_gradient():

@@ -236,6 +236,43 @@ def test_plain_torch_goes_on_from_what_was_saved(name: str, dtype: torch.dtype) 
     assert_same(optimizer.state_dict(), their_optimizer.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, where no processes are joined
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_a_model_goes_back_to_its_checkpoint_while_it_holds_later_rows(
+    capacity: int | None, rate: float | Tensor, tmp_path: Path
+) -> None:
+    """torch writes to the memory of state_dict(), after a step of rate 0 that moves no row."""
+    model = nn.Sequential(speedtorch.Embedding(ROWS, WIDTH, capacity=capacity))
+
+    def train_rows() -> None:
+        sgd = optim.SGD(model.parameters(), lr=0.5)
+        model(torch.tensor([1, 2])).sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+
+    way = WithCheckpoint()
+    train_rows()
+    way.save((model, [optim.SGD(model.parameters(), lr=rate)]), tmp_path)
+    expected = model.state_dict()["0.weight"].clone()
+    train_rows()
+    assert not torch.equal(model.state_dict()["0.weight"], expected)
+    way.load((model, [optim.SGD(model.parameters(), lr=rate)]), tmp_path)
+    assert_same_bytes(model.state_dict()["0.weight"], expected)
+    assert_same_bytes(model(torch.tensor([1, 2])), expected[1:3])
+
+
+def test_a_step_of_rate_zero_that_moves_rows_counts() -> None:
+    """A gradient that is infinite makes them NaN."""
+    model = speedtorch.Embedding(ROWS, WIDTH)
+    model(torch.tensor([1, 2])).sum().backward()
+    model.state_dict()  # from now on somebody may write to the table
+    assert model.weight.grad is not None
+    model.weight.grad.fill_(torch.inf)
+    optim.SGD(model.parameters(), lr=0.0).step()
+    assert model.state_dict()["weight"].isnan().any(1).nonzero().flatten().tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("capacity", [None, 8])
 def test_a_step_with_gradients_of_zeros_counts_and_trains_no_row(capacity: int | None) -> None:
     model = nn.Sequential(speedtorch.Embedding(ROWS, WIDTH, capacity=capacity))
