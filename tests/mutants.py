@@ -98,18 +98,18 @@ MUTANTS = [
     Mutant(
         "rows that an interrupted step wrote to count as the table's",
         "step/exchange.py",
-        "            if not self.now.newer:\n"
-        "                self.now = self.now._replace(newer=True, stale=False)\n"
-        "            self._shown.mark()\n",
-        "            self._shown.mark()\n",
+        "        if is_moved and not self.now.newer:\n"
+        "            self.now = self.now._replace(newer=True, stale=False)\n"
+        "        if written:\n",
+        "        if written:\n",
         "tests/step/test_embedding_interrupts.py"
         "::test_an_interrupt_within_torchs_step_leaves_what_it_leaves_of_plain_rows",
     ),
     Mutant(
         "rows that an optimizer stepped are not over",
         "step/exchange.py",
-        "now._replace(newer=True, over=True, stale=False)",
-        "now._replace(newer=True, stale=False)",
+        "now._replace(newer=is_moved, over=True, stale=not is_moved)",
+        "now._replace(newer=is_moved, stale=not is_moved)",
     ),
     Mutant(
         "a step with no gradient is over all the same",
