@@ -10,8 +10,10 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <fstream>
 #include <limits>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <sstream>
@@ -132,31 +134,39 @@ void unmap_pages(void* address, int64_t bytes) { munmap(address, round_up(bytes,
 
 void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
   char* begin = static_cast<char*>(address);
+  const int64_t threads = std::clamp<int64_t>(bytes / kBytesPerThread, 1, usable_cpus());
   std::atomic<int64_t> next{0};
+  std::mutex mutex;
+  std::exception_ptr refusal;
   auto fill_piece = [&] {
     const int64_t start = next.fetch_add(kBytesPerPiece);
     if (start >= bytes) return false;
+    // Once for all threads, by any of them: one that waits for a processor delays no check.
+    if (check_memory && start != 0 && start / kBytesPerPiece % threads == 0) {
+      refuse_if_short(bytes, start);
+    }
     std::memset(begin + start, 0, std::min(kBytesPerPiece, bytes - start));
     return true;
   };
   auto fill_pieces = [&] {
-    while (fill_piece()) {
+    try {
+      while (fill_piece()) {
+      }
+    } catch (...) {
+      next = bytes;
+      const std::scoped_lock lock(mutex);
+      refusal = std::current_exception();
     }
   };
-  const int64_t threads = std::clamp<int64_t>(bytes / kBytesPerThread, 1, usable_cpus());
-  std::vector<std::jthread> others;  // joins when it goes
-  try {
-    while (std::ssize(others) + 1 < threads) others.emplace_back(fill_pieces);
-  } catch (const std::system_error&) {  // no more threads: those that are there fill it all
-  }
-  try {
-    while (fill_piece()) {
-      if (check_memory && next < bytes) refuse_if_short(bytes, next);
+  {
+    std::vector<std::jthread> others;  // joins when it goes
+    try {
+      while (std::ssize(others) + 1 < threads) others.emplace_back(fill_pieces);
+    } catch (const std::system_error&) {  // no more threads: those that are there fill it all
     }
-  } catch (...) {
-    next = bytes;
-    throw;
+    fill_pieces();
   }
+  if (refusal) std::rethrow_exception(refusal);
 }
 
 int64_t available_bytes() {
