@@ -566,6 +566,7 @@ class Exchange:
             self._shown.mark()
         if left:
             self.call = self._as_in_table = None
+            self._shown.note_lent(None)  # which would keep its memory
         return stepped
 
     def _has_moved(self) -> bool:
@@ -1430,7 +1431,7 @@ class Exchange:
         """Called before an optimizer steps the held rows, within a turn."""
         self.complete()
         self.note_gradient_asked()
-        is_idle = call.is_idle and self.now.stale
+        is_idle = call.is_idle and self.now.stale and not self._captures()
         self._read_again()
         rows = self._shown.rows_of(self.now) if is_idle else []
         self._as_in_table = [each.clone() for each in rows] or None

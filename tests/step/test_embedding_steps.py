@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,16 @@ def test_a_gradient_that_accumulates_stays_the_same_tensor() -> None:
     (ours(IDS).sum() + 2 * ours(IDS).sum() + ours(IDS).sum()).backward()
     assert ours.weight.grad is gradient
     assert bool((gradient == 5).all())
+
+
+def test_nobody_keeps_a_gradient_after_its_step() -> None:
+    _, ours = pair()
+    sgd = optim.SGD(ours.parameters(), lr=0.1)
+    ours(IDS).sum().backward()
+    gradient = weakref.ref(ours.weight.grad)  # type: ignore[arg-type]
+    sgd.step()
+    sgd.zero_grad()
+    assert gradient() is None
 
 
 def test_a_step_of_no_rows_is_none_that_was_written_in_vain() -> None:
