@@ -277,7 +277,7 @@ MUTANTS = [
     Mutant(
         "announcements of an earlier step are those of this one",
         "step/exchange.py",
-        "                self._forget_announced()\n                has_gradient",
+        "                self.forget_announced()\n                has_gradient",
         "                has_gradient",
     ),
     # ---- gradient_sums.py and ops/planned_batch.py

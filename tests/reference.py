@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,6 +151,21 @@ def assert_same_bytes(actual: Tensor, expected: Tensor) -> None:
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert torch.equal(as_bytes(actual), as_bytes(expected))
+
+
+def assert_same_content(actual: Any, expected: Any) -> None:
+    """As `assert_same_bytes`, also for dicts, lists and tuples of tensors and other values."""
+    if isinstance(expected, Tensor):
+        assert_same_bytes(actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same_content(actual[name], value)
+    elif isinstance(expected, list | tuple):
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_content(one, other)
+    else:
+        assert actual == expected
 
 
 def assert_same_storage(actual: Tensor, expected: Tensor) -> None:

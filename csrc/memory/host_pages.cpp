@@ -141,7 +141,7 @@ void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
   auto fill_piece = [&] {
     const int64_t start = next.fetch_add(kBytesPerPiece);
     if (start >= bytes) return false;
-    // Once for all threads, by any of them: one that waits for a processor delays no check.
+    // Any thread may check: a thread that the scheduler has paused must not delay the check.
     if (check_memory && start != 0 && start / kBytesPerPiece % threads == 0) {
       refuse_if_short(bytes, start);
     }

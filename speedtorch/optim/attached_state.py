@@ -128,9 +128,8 @@ class AttachedState:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step; RuntimeError if with the settings of now it keeps other state."""
-        if self.loading is not None:
-            self.complete()
-            self.loading = None  # what a load that failed has left
+        self.complete()
+        self.loading = None  # what a load that failed has left
         if self._counts_anew:
             self._counts_anew = False
             warnings.warn(

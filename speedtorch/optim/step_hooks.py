@@ -188,7 +188,7 @@ def _check_capture(optimizer: Optimizer, rows: list[TrainedRows]) -> None:
 
 
 def _is_idle(optimizer: Optimizer) -> bool:
-    """Whether every learning rate is 0; of one on a GPU that is not asked."""
+    """Whether every learning rate is 0. A rate on a GPU counts as not 0: reading it would wait."""
     for group in optimizer.param_groups:
         rate = group.get("lr", 1)
         if (isinstance(rate, torch.Tensor) and not rate.is_cpu) or rate != 0:

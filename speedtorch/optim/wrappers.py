@@ -7,7 +7,7 @@ of numbers: they are given that of all rows while they save or load.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -23,14 +23,8 @@ _KEYED, _COMBINED = "KeyedOptimizer", "CombinedOptimizer"
 _SHOWN = ("state_dict", "load_state_dict")
 
 
-def _kinds(optimizer: object) -> frozenset[str]:
-    return _names(type(optimizer))  # type: ignore[arg-type]  # mypy: no type is Hashable
-
-
-@lru_cache(maxsize=64)
-def _names(kind: type) -> frozenset[str]:
-    """The names of a class and of those that it is made from; every step asks for them."""
-    return frozenset(each.__name__ for each in kind.__mro__)
+def _kinds(optimizer: object) -> set[str]:
+    return {kind.__name__ for kind in type(optimizer).__mro__}
 
 
 def _within(optimizer: Any) -> list[Any]:

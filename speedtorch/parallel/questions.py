@@ -241,7 +241,8 @@ class Questions:
         if self._faults != self._ranks.faults:
             self._faults = self._ranks.faults
             self._told, self._due = [], None
-            self._exchange.forget_announced()
+            with self._exchange.turn:
+                self._exchange.forget_announced()
 
     def _before_lookup(self) -> None:
         """Raises what was found wrong at the last lookup; RuntimeError within a CUDA graph."""

@@ -207,8 +207,8 @@ class ShownRows:
     def keep_alive(self, parameter: torch.nn.Parameter | None) -> None:
         """Keeps the parameter alive, or with None no longer: the parameter keeps the rows alive."""
         if parameter is not None:
+            vars(self)["parameter"] = parameter  # first: an interrupt leaves one of both classes
             self.__class__ = ShownRows
-            self.parameter = parameter
         else:
             self._reference = TensorWeakRef(self.parameter)
             self.__class__ = _WeaklyShownRows
@@ -275,14 +275,11 @@ class ShownRows:
         self._asked = None
 
     def note_lent(self, gradient: Tensor | None) -> None:
-        """Called when an optimizer's step() is given the gradient, and asks for it unseen."""
+        """Records the gradient before an optimizer's step(), which hides the parameter's hooks."""
         self._lent = None if gradient is None else (gradient, version_of(gradient))
 
     def note_left(self) -> None:
-        """Called after a step() that an exception has left.
-
-        From then on until somebody else comes here a zero_grad(set_to_none=False) is not seen.
-        """
+        """Detects zeros after a step() that raised: its parameter still hid zero_grad() from us."""
         lent, self._lent = self._lent, None
         gradient = self.parameter.grad
         if lent is None or gradient is not lent[0] or version_of(gradient) == lent[1]:
@@ -307,9 +304,9 @@ class ShownRows:
 
 
 class _WeaklyShownRows(ShownRows):
-    """As ShownRows, of a parameter that keeps them alive, and not they it.
+    """ShownRows with a weak reference to the parameter, which owns this object.
 
-    A class of their own, as a __getattr__ would slow every attribute of the others down.
+    A subclass, because __getattr__ in ShownRows would slow each of its attribute accesses.
     """
 
     @property
@@ -321,7 +318,7 @@ class _WeaklyShownRows(ShownRows):
 
 
 def _any(gradient: Tensor) -> bool:
-    """Whether any element is another than zero; a GPU is waited for."""
+    """Whether any element is not zero. Synchronizes with the GPU."""
     return bool((sparse_values(gradient) if gradient.is_sparse else gradient).any())
 
 
@@ -349,7 +346,7 @@ class OptimizerCall(Protocol):
     paused: bool
     """Whether a closure of the user runs within it."""
     is_idle: bool
-    """Whether it may leave all rows as they are, as every learning rate is 0."""
+    """Whether every learning rate is 0, so that the step may change no row."""
 
     def runs_elsewhere(self) -> bool:
         """Whether another thread is within it, and not in a closure of the user."""
@@ -435,10 +432,10 @@ class Exchange:
         """How often a batch has ended, or may have been given up."""
         self._is_left = False
         """Whether the lookups of now may have been given up, unless they have a gradient."""
-        self.call: tuple[OptimizerCall, int] | None = None
+        self._call: tuple[OptimizerCall, int] | None = None
         """The last call of an optimizer's step, and the number of the step that it was for."""
         self._as_in_table: Rows | None = None
-        """What rows were before that call, if it may leave them so and the table has them."""
+        """Copies of the held rows before a step of rate 0, while the table has the same rows."""
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
         self._due: Batch | None = None
         """The batch of a loop that the next step may take."""
@@ -494,7 +491,7 @@ class Exchange:
             shown.show(now)
             if now.owed is not None or (ahead and now.ahead):
                 self._send(ahead)
-        if self.call is not None or version_of(shown.parameter) != shown.version:
+        if self._call is not None or version_of(shown.parameter) != shown.version:
             self._settle()
 
     def _held_tensors(self) -> Iterator[Tensor]:
@@ -536,16 +533,15 @@ class Exchange:
 
         Returns whether an optimizer has stepped them.
         """
-        if self.call is not None and not self.call[0].done:
-            self.await_step()
+        self.await_step()
         now, written, stepped, left = self.now, self._shown.was_written(), False, False
         is_moved = written
-        if self.call is not None:
-            call, number = self.call
+        if self._call is not None:
+            call, number = self._call
             if call.done:
                 if type(self._shown.parameter) is torch.nn.Parameter:  # an exception has left it so
                     call.show()
-                self._forget_announced()
+                self.forget_announced()
                 has_gradient = self._shown.parameter.grad is not None
                 stepped = number == now.number and (has_gradient or written)
                 left = True
@@ -565,15 +561,15 @@ class Exchange:
         if written:
             self._shown.mark()
         if left:
-            self.call = self._as_in_table = None
-            self._shown.note_lent(None)  # which would keep its memory
+            self._call = self._as_in_table = None
+            self._shown.note_lent(None)  # releases the gradient's memory
         return stepped
 
     def _has_moved(self) -> bool:
-        """Whether a step has changed rows, or was not asked to leave them.
+        """Whether the step changed rows; always true unless every learning rate was 0.
 
-        torch.distributed.checkpoint makes an optimizer's state by a step of rate 0 before it writes
-        to the memory of the table's state_dict: that is newer than rows which are held.
+        torch.distributed.checkpoint creates optimizer state by a step of rate 0, and then loads
+        into the table's memory. Writing unchanged held rows back would overwrite the loaded rows.
         """
         before = self._as_in_table
         return before is None or not all(
@@ -582,12 +578,13 @@ class Exchange:
         )
 
     def await_step(self) -> None:
-        """Waits for the call's end in another thread; RuntimeError if that takes too long.
+        """Waits for a step() in another thread; RuntimeError if that takes too long.
 
         The other thread may wait for this one, as in a hook of the optimizer that joins a thread.
         """
-        assert self.call is not None
-        call, deadline = self.call[0], time.monotonic() + _PATIENCE
+        if self._call is None:
+            return
+        call, deadline = self._call[0], time.monotonic() + _PATIENCE
         while call.runs_elsewhere():
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -603,11 +600,11 @@ class Exchange:
         That is within a step() of the same rows, or between a lookup and its backward: this step
         would change the rows of a lookup whose gradient has yet to come. Called within a turn.
         """
-        if self.call is not None:
-            self.await_step()
-        (number, tokens), own = self._tokens, threading.get_ident()
-        if number != self.now.number or not tokens or (own in tokens and len(tokens) == 1):
+        self.await_step()
+        number, tokens = self._tokens
+        if number != self.now.number or not tokens:
             return
+        own = threading.get_ident()
         waiting = [thread for thread, token in tokens.items() if thread != own and token()]
         if waiting:
             raise RuntimeError(
@@ -739,7 +736,7 @@ class Exchange:
     @alone
     def give_up(self) -> None:
         """Gives up what was announced, and lookups of the step unless they have a gradient."""
-        self._forget_announced()
+        self.forget_announced()
         self._is_left = True
 
     def begin_with(self, others: Others) -> None:
@@ -777,15 +774,11 @@ class Exchange:
     def _raise_with_others(self, fault: Tensor) -> None:
         """Raises what some rank has found wrong."""
         if why := int(fault):
-            self._forget_announced()
+            self.forget_announced()
             raise of_ranks(self.name, why, "nothing has changed")
 
-    @alone
     def forget_announced(self) -> None:
-        """Awaits no lookups that were announced."""
-        self._forget_announced()
-
-    def _forget_announced(self) -> None:
+        """Drops all announced ids that no lookup has used. Called within a turn."""
         self.batches_over += 1
         if self._announced.latest is not None:
             self._announced.forget()
@@ -836,7 +829,7 @@ class Exchange:
         return found
 
     def _saw(self, found: Placed, ids: Tensor) -> None:
-        """Takes a lookup of ids, which it has found, and of all parts of equal ids, from unseen."""
+        """Removes the part that a lookup found, and all parts of equal ids, from unseen."""
         batches, unseen = self.now.batches, self.now.unseen
         left = tuple(
             (number, part)
@@ -859,7 +852,7 @@ class Exchange:
             # Rows that were brought for other ids than are asked for are those of no step.
             is_over = self._taken(self.now.batches[0], parts) is None
             self.now = self.now._replace(awaited=None)
-            self._is_left = False  # as there is no lookup of it yet
+            self._is_left = False  # a joint step has had no lookup of this table yet
         return is_over
 
     def _was_left(self) -> bool:
@@ -1080,11 +1073,7 @@ class Exchange:
     def expects_gradient(self) -> bool:
         """Whether a gradient of rows that were looked up in this step may still come."""
         number, tokens = self._tokens
-        if number == self.now.number:
-            for token in tokens.values():  # any() is slower, of one most often
-                if token() is not None:
-                    return True
-        return False
+        return number == self.now.number and any(token() is not None for token in tokens.values())
 
     def token(self) -> Token:
         """What a graph keeps for as long as a gradient of this step's rows may come of it."""
@@ -1221,7 +1210,7 @@ class Exchange:
             {},
             (batch,),
             planned=(0,),
-            unseen=unseen_of(batch, 0, None) if len(batch.parts) > 1 else (),  # or seen when asked
+            unseen=unseen_of(batch, 0, None) if len(batch.parts) > 1 else (),
             since=self.now.number + 1 if self.now.over else self.now.since,
             newer=newer,
             awaited=before,
@@ -1444,7 +1433,7 @@ class Exchange:
         if state is not None and state.sparse and gradient is not None:
             gradient = parameter.grad = sparse_of_all(gradient, self._store.numbers(self.now.ids))
         self._shown.note_lent(gradient)
-        self.call = (call, self.now.number)
+        self._call = (call, self.now.number)
 
     def after_optimizer(self) -> None:
         """Called after it, within a turn."""

@@ -167,8 +167,6 @@ class RowStore:
     ) -> None:
         self.name = name
         self._portion = portion
-        self.is_portion = portion is not None
-        """Whether other rows of the table are elsewhere."""
         self._draws = tuple(draws)
         self._beside: HostTable | None = None
         """State of a table that another owns, or that there was no room to make anew."""
@@ -408,6 +406,11 @@ class RowStore:
                 f"{self.name}: these are the rows of another share; torch.distributed.checkpoint"
                 " loads the rows of any number of ranks into model.state_dict()"
             )
+
+    @property
+    def is_portion(self) -> bool:
+        """Whether other rows of the table are elsewhere."""
+        return self._portion is not None
 
     @property
     def all_rows(self) -> int:

@@ -274,8 +274,7 @@ class TrainedRows:
             with torch.no_grad():
                 return self.add_gradient(gradient, ids, number, places)
         with as_plain():
-            if self.exchange.call is not None:
-                self.exchange.await_step()
+            self.exchange.await_step()
             if number != self.exchange.now.number:
                 self.check_held(number)
                 gradient, ids = _named_alone(gradient, ids, places())
@@ -283,8 +282,7 @@ class TrainedRows:
                     return
                 self.exchange.rejoin(ids)
             step = self.exchange.now
-            if self.shown.rows is not step.rows:
-                self.shown.show(step)
+            self.shown.show(step)
             added, held = gradient, step.ids.shape[0]
             if ids is not step.ids:
                 added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
@@ -311,12 +309,10 @@ class TrainedRows:
 
         With `zeroes` a zero_grad() does.
         """
-        if self.exchange.call is not None:
-            self.exchange.await_step()
+        self.exchange.await_step()
         if not zeroes:
             self.exchange.note_gradient_asked()
-        if self.shown.rows is not self.exchange.now.rows:
-            self.shown.show(self.exchange.now)
+        self.shown.show(self.exchange.now)
 
     def adds_in_order(self) -> bool:
         """Whether gradients must be added up in torch's order."""
@@ -365,14 +361,14 @@ class TrainedRows:
 
 
 class _LeftRows(TrainedRows):
-    """Rows whose module is gone: they live as long as the weight, and yield to a module.
+    """TrainedRows after their module was freed. The weight owns them; a new module may claim them.
 
-    A class of their own, as a __getattr__ would slow every attribute of the others down.
+    A subclass, because __getattr__ in TrainedRows would slow each of its attribute accesses.
     """
 
     @property
     def parameter(self) -> nn.Parameter:  # type: ignore[override]
-        """The weight, to which the rows have no reference of their own."""
+        """The weight, to which this object has only a weak reference."""
         return self.shown.parameter
 
 

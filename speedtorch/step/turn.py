@@ -26,7 +26,7 @@ class Turn:
 
     def __init__(self) -> None:
         lock = threading.RLock()
-        self._acquire, self._release = lock.acquire, lock.release  # each step takes several turns
+        self._acquire, self._release = lock.acquire, lock.release
         self._waiting = 0
 
     def __enter__(self) -> None:

@@ -130,7 +130,13 @@ def test_release_of_a_whole_lets_its_fields_go() -> None:
     assert len(kept) == 3
 
 
-@pytest.mark.parametrize("kind", ["managed", "registered", "in_place"])
+INVALIDATES = pytest.mark.xfail(run=False, reason="a table that torch pinned ends the capture")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["managed", "registered", "in_place", pytest.param("torch_pinned", marks=INVALIDATES)],
+)
 def test_another_thread_may_make_and_drop_tables_while_a_graph_is_captured(kind: str) -> None:
     values = random_rows(ROWS, (WIDTH,))
     index = torch.tensor(IDS, device="cuda")
@@ -145,6 +151,8 @@ def test_another_thread_may_make_and_drop_tables_while_a_graph_is_captured(kind:
             with torch.cuda.stream(side):
                 if kind == "in_place":
                     table = speedtorch.pin_memory_(values.clone())
+                elif kind == "torch_pinned":
+                    table = pinned
                 else:
                     table = Place("cuda", kind).table(values)
                 results.append(speedtorch.pinned_gather(table, index, out=out))
@@ -154,7 +162,7 @@ def test_another_thread_may_make_and_drop_tables_while_a_graph_is_captured(kind:
         finally:
             done.set()
 
-    out = torch.zeros(len(IDS), WIDTH, device="cuda")
+    pinned, out = values.pin_memory(), torch.zeros(len(IDS), WIDTH, device="cuda")
     other = threading.Thread(target=make_use_and_drop)
     other.start()
     graph, x = torch.cuda.CUDAGraph(), torch.ones(8, device="cuda")

@@ -362,7 +362,7 @@ for each in threads:
     each.start()
 for each in threads:
     each.join()
-# What was refused has left its room, less what torch's own pages take as they are used.
+# What was refused has left its room.
 room = speedtorch.memory.host_memory.available_bytes() >> 20
 print(json.dumps([len(taken), room, speedtorch.memory_stats()["plain"] >> 20, said]))
 taken.clear()  # Python takes memory, too, as it ends
@@ -370,4 +370,4 @@ taken.clear()  # Python takes memory, too, as it ends
     ((taken, room, held, said),) = lines_of(program)
     assert taken + len(said) == 2 and said and held == 320 * taken
     assert all("335544320 bytes asked for, " in each for each in said)
-    assert room > (400 if not taken else 100)
+    assert room > (500 if not taken else 180)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 from optimizer_cases import CASES
 from rank_processes import in_processes
-from reference import assert_same_bytes
+from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -158,21 +158,6 @@ def states_of(training: Training) -> list[dict[str, Any]]:
     return [model.state_dict(), *states]
 
 
-def assert_same(actual: Any, expected: Any) -> None:
-    if isinstance(expected, Tensor):
-        assert_same_bytes(actual, expected)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for name, value in expected.items():
-            assert_same(actual[name], value)
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert actual == expected
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch, where no processes are joined
 @pytest.mark.parametrize(
@@ -203,7 +188,7 @@ def test_a_fresh_process_goes_on_bit_for_bit(model: str, way: str, tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     for name, states in expected.items():
-        assert_same(torch.load(tmp_path / f"{name}.pt"), states), name
+        assert_same_content(torch.load(tmp_path / f"{name}.pt"), states), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -232,8 +217,8 @@ def test_plain_torch_goes_on_from_what_was_saved(name: str, dtype: torch.dtype) 
     for each, state in zip((resumed, optimizer), torch.load(file), strict=True):
         each.load_state_dict(state)
     go_on(resumed, optimizer, range(3, 6))
-    assert_same(resumed.state_dict(), theirs.state_dict())
-    assert_same(optimizer.state_dict(), their_optimizer.state_dict())
+    assert_same_content(resumed.state_dict(), theirs.state_dict())
+    assert_same_content(optimizer.state_dict(), their_optimizer.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, where no processes are joined
@@ -266,7 +251,7 @@ def test_a_step_of_rate_zero_that_moves_rows_counts() -> None:
     """A gradient that is infinite makes them NaN."""
     model = speedtorch.Embedding(ROWS, WIDTH)
     model(torch.tensor([1, 2])).sum().backward()
-    model.state_dict()  # from now on somebody may write to the table
+    model.state_dict()  # exposes the table's memory to writes
     assert model.weight.grad is not None
     model.weight.grad.fill_(torch.inf)
     optim.SGD(model.parameters(), lr=0.0).step()
@@ -320,8 +305,8 @@ def check_ranks_go_on(folder: str) -> None:
     expected = train_one(training, range(3, 5))
     again = begin_one(1)
     way.load(again, Path(folder))
-    assert_same(train_one(again, range(3, 5)), expected)
-    assert_same(again[1][0].state_dict()["state"][0]["step"], torch.tensor(5.0))
+    assert_same_content(train_one(again, range(3, 5)), expected)
+    assert_same_content(again[1][0].state_dict()["state"][0]["step"], torch.tensor(5.0))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from probed_optimizers import LEARNT, Make, Noisy, Own, probed
-from reference import assert_same_bytes
+from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -18,20 +18,6 @@ from torch.optim.optimizer import (
 
 import speedtorch
 from speedtorch.optim.probe import probe_optimizer
-
-
-def assert_same_content(actual: Any, expected: Any) -> None:
-    if isinstance(expected, Tensor):
-        assert_same_bytes(actual, expected)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for name, value in expected.items():
-            assert_same_content(actual[name], value)
-    elif isinstance(expected, list | tuple):
-        for one, other in zip(actual, expected, strict=True):
-            assert_same_content(one, other)
-    else:
-        assert actual == expected
 
 
 @pytest.mark.parametrize("make", [each[1] for each in LEARNT], ids=[each[0] for each in LEARNT])

@@ -43,7 +43,7 @@ def test_a_gradient_that_accumulates_stays_the_same_tensor() -> None:
     assert bool((gradient == 5).all())
 
 
-def test_nobody_keeps_a_gradient_after_its_step() -> None:
+def test_a_gradient_is_freed_after_its_step() -> None:
     _, ours = pair()
     sgd = optim.SGD(ours.parameters(), lr=0.1)
     ours(IDS).sum().backward()
