@@ -23,7 +23,7 @@ KAGGLE = (1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 835
 KAGGLE += (14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)
 TITLE = f"steps of models with many tables of {COLUMNS} columns, Zipf 1.05, and a small dense part"
 # As many ids, rows and numbers in each: samples are fewer where tables are more.
-COUNTS = {26: 16_384, 260: 1_638, 1000: 426}
+COUNTS = dict(zip(SIZES.many_tables, (16_384, 1_638, 426), strict=False))
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "Adam": lambda parameters: optim.Adam(parameters, fused=True),

@@ -28,7 +28,7 @@ TOKENS = tuple(
 CAP = 24 * GIB
 UNITS = 12 * GIB if FULL else 2 << 20
 """Of the cap: what units take at most."""
-WARM, STEPS = 2, 5
+WARM, STEPS = (2, 5) if FULL else (1, 2)
 
 
 class Attention(nn.Module):

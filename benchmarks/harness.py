@@ -30,7 +30,7 @@ from benchmarks.processes import commit_of
 from benchmarks.sizes import DEVICE, SIZES
 
 RESULTS = Path(__file__).parent / "results"
-WARM_UPS = 3
+WARM_UPS = SIZES.warm_ups
 OTHER = os.environ.get("SPEEDTORCH_BENCH_OTHER")
 """Number of a socket to a process that runs the same benchmark: one of the two works at a time."""
 

@@ -28,8 +28,9 @@ class Sizes:
     managed_bytes = _of(48 << 30, 12 << 30, 48 << 20)
     """Of the largest table."""
     registered_bytes = _of(16 << 30, 6 << 30, 16 << 20)
-    repetitions = _of(15, 15, 3)
-    most_repetitions = _of(61, 61, 3)
+    warm_ups = _of(3, 3, 1)
+    repetitions = _of(15, 15, 2)
+    most_repetitions = _of(61, 61, 2)
     """Where a benchmark asks for its own number of them."""
     run_bytes = _of(1 << 30, 1 << 30, 1 << 20)
     """Of a contiguous range."""
@@ -39,6 +40,7 @@ class Sizes:
     """Of small calls for one figure."""
     centres = _of(512, 512, 16)
     """Of a word2vec step."""
+    many_tables = _of((26, 260, 1000), (26, 260, 1000), (26, 30))
     many_rows = _of(1.0, 0.3, 0.0002)
     """The share of Kaggle's rows that a model with many tables has."""
     headline_rows = _of((2_829_853, 14_886_544), (700_000, 3_700_000), (2_829, 14_886))

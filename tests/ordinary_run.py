@@ -7,10 +7,11 @@ ordinary run takes depends on the grid alone, so it is the same at every run.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Hashable, Sequence
 
-__all__ = ["dealt", "process_count"]
+__all__ = ["dealt", "process_count", "programs"]
 
 # Of one process: torch, CUDA's context, small tables. 14 on an H200 take 18 GiB and 16 GiB.
 HOST_BYTES, GPU_BYTES = 2 << 30, 2 << 30
@@ -37,6 +38,11 @@ def dealt(cases: Sequence[tuple[Hashable, Hashable]]) -> list[int]:
             for each, known in zip(cases[number], seen, strict=True):
                 known.add(each)
     return sorted(taken)
+
+
+def programs(ordinary: int) -> int:
+    """How many random programs a test runs: fifty times as many in `make nightly`."""
+    return ordinary * (50 if "SPEEDTORCH_PROGRAMS" in os.environ else 1)
 
 
 def process_count(cores: int, host_bytes: int, gpu_bytes: int | None = None) -> int:

@@ -161,13 +161,18 @@ OPTIMIZERS = {
 }
 
 
-def check_training(average: bool, cases: dict[str, Case], ways: Sequence[str] = WAYS) -> None:
-    """Every case gives the numbers of one process that has all rows and all batches."""
+def check_training(
+    average: bool, cases: dict[str, Case], ways: Sequence[str] | None = WAYS
+) -> None:
+    """Every case gives the numbers of one process that has all rows and all batches.
+
+    With `ways` None each has one of those that are dealt to this number of ranks.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for name, case in cases.items():
+    for number, (name, case) in enumerate(cases.items()):
         whole = module_of(case)
         expected, plain = train(whole, case, range(ranks), ranks if average else 1, "announced")
-        for way in ways:
+        for way in ways or [WAYS_OF[ranks][number % 2]]:
             if case.capacity and (way == "now and then" or (case.lookups > 1 and way == "at once")):
                 continue  # lookups of a step are announced together
             module = module_of(case, case.capacity)

@@ -19,6 +19,7 @@
 #include <sstream>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/cuda_calls.h"
@@ -30,7 +31,7 @@ namespace {
 constexpr int64_t kLargePage = int64_t{2} << 20;
 constexpr int64_t kBytesPerThread = int64_t{32}
                                     << 20;  // a thread starts in 30 us, fills this in 5 ms
-// What a thread fills at a time, in 1 to 2 ms: asking what is available takes up to 0.3 ms.
+// What a thread fills at a time, in 1 to 2 ms; to look what is available takes up to 0.3 ms.
 constexpr int64_t kBytesPerPiece = int64_t{8} << 20;
 
 class MemoryError : public std::bad_alloc {
@@ -135,26 +136,34 @@ void unmap_pages(void* address, int64_t bytes) { munmap(address, round_up(bytes,
 void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
   char* begin = static_cast<char*>(address);
   const int64_t threads = std::clamp<int64_t>(bytes / kBytesPerThread, 1, usable_cpus());
-  std::atomic<int64_t> next{0};
   std::mutex mutex;
+  int64_t next = 0;                                         // where the next piece starts
+  int64_t allowed = check_memory ? kBytesPerPiece : bytes;  // how far it may go before a look
+  std::atomic<int64_t> filled{0};
   std::exception_ptr refusal;
-  auto fill_piece = [&] {
-    const int64_t start = next.fetch_add(kBytesPerPiece);
-    if (start >= bytes) return false;
-    // Any thread may check: a thread that the scheduler has paused must not delay the check.
-    if (check_memory && start != 0 && start / kBytesPerPiece % threads == 0) {
-      refuse_if_short(bytes, start);
+  auto take_piece = [&] {
+    const std::scoped_lock lock(mutex);
+    if (next >= allowed && next < bytes) {
+      // Other threads and processes fill memory, too, and none sees what another is about to take.
+      const int64_t room = refuse_if_short(bytes, next) - (next - filled);
+      allowed = next + std::max(kBytesPerPiece, room / 8);
     }
-    std::memset(begin + start, 0, std::min(kBytesPerPiece, bytes - start));
-    return true;
+    return std::exchange(next, std::min(bytes, next + kBytesPerPiece));
+  };
+  auto fill_piece = [&] {
+    const int64_t start = take_piece();
+    const int64_t size = std::min(kBytesPerPiece, bytes - start);
+    std::memset(begin + start, 0, size);
+    filled += size;
+    return size > 0;
   };
   auto fill_pieces = [&] {
     try {
       while (fill_piece()) {
       }
     } catch (...) {
-      next = bytes;
       const std::scoped_lock lock(mutex);
+      next = bytes;
       refusal = std::current_exception();
     }
   };
@@ -174,9 +183,9 @@ int64_t available_bytes() {
   return std::min(free.value_or(kUnlimited), cgroup_room());
 }
 
-void refuse_if_short(int64_t bytes, int64_t taken) {
+int64_t refuse_if_short(int64_t bytes, int64_t taken) {
   const int64_t available = available_bytes();
-  if (bytes - taken <= available) return;
+  if (bytes - taken <= available) return available;
   const std::string had = taken == 0 ? "" : text(taken, " of them taken before others took more, ");
   throw MemoryError(text("host memory: ", bytes, " bytes asked for, ", had, available,
                          " bytes available (the least of MemAvailable and the cgroup's room); free "

@@ -16,9 +16,9 @@ void unmap_pages(void* address, int64_t bytes);
 void fill_with_zeros(void* address, int64_t bytes, bool check_memory);
 // Bytes that can still be had: the least of MemAvailable and the room under the cgroup's limits.
 int64_t available_bytes();
-// Throws (MemoryError in Python) with the numbers and the remedy if `bytes`, without those `taken`
-// already, are not there.
-void refuse_if_short(int64_t bytes, int64_t taken = 0);
+// What is available. Throws (MemoryError in Python) with the numbers and the remedy if `bytes`,
+// without those `taken` already, are not there.
+int64_t refuse_if_short(int64_t bytes, int64_t taken = 0);
 
 // One registration of 512 GiB or more fails on recent drivers, so memory is registered in pieces of
 // at most this. One of CUDA's copies must not cross a seam of two pieces; kernels may.

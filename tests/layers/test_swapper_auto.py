@@ -11,6 +11,7 @@ import torch
 from conftest import NEEDS_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ordinary_run import programs
 from test_swapper_programs import OPTIMIZERS
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
@@ -77,6 +78,7 @@ def train(model: Model, optimizer: Optimizer, device: str, *, drops: bool) -> li
     return losses
 
 
+@pytest.mark.dealt("budget", "steps")
 @pytest.mark.parametrize("steps", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("budget", ["12KiB", "24KiB", None])
 @pytest.mark.parametrize("way", WAYS)
@@ -131,7 +133,7 @@ def do(model: Model, optimizer: Optimizer, call: tuple[str, list[int]], number: 
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=programs(12))
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW-fused"])
 @given(
     program=st.lists(CALLS, min_size=4, max_size=20),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from interrupts import EVERY, Lines, first_of_each, out_of_memory, source_files
+from ordinary_run import programs
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
@@ -160,7 +161,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@settings(max_examples=24)
+@settings(max_examples=programs(10))
 @pytest.mark.parametrize("kind", [*sorted(LAYERS), "Muon"])
 @given(program=st.lists(CALLS, max_size=14), budget=st.sampled_from(BUDGETS))
 def test_any_program_has_the_bits_of_a_model_that_stays(

@@ -23,7 +23,7 @@ import speedtorch
 pytestmark = pytest.mark.slow
 
 ROWS = 60
-STEPS = 24
+STEPS = 12
 WIDTHS = (1, 3, 47, 100, 128)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn, optim
 import speedtorch
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-STEPS = 80
+STEPS = 40
 TABLES = {"user": (97, 8), "item": (61, 8), "word": (53, 5)}
 """Rows and columns: two of one layout, one of another."""
 Batch = dict[str, tuple[Tensor, Tensor]]

@@ -23,7 +23,7 @@ import speedtorch
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 ROWS = 97
-STEPS = 80
+STEPS = 40
 WIDTH = 8
 
 

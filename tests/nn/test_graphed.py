@@ -136,12 +136,13 @@ def test_a_graph_trains_as_the_step_itself(name: str, overlap: float) -> None:
     assert_same_worlds(world, plain)
 
 
+@pytest.mark.dealt("name")
 @pytest.mark.parametrize("guess", [each for each in GUESSES if each != "none"])
 @pytest.mark.parametrize("name", ["Adam, fused", "AdamW", "SGD"])
 def test_what_is_foreseen_changes_no_number(name: str, guess: str) -> None:
     plain, world = World(name, capacity=None), World(name)
     step = Foreseeing(world, GUESSES[guess])
-    for ids, targets in batches(100):
+    for ids, targets in batches(50):
         expected = plain.step(ids, targets)
         assert_same_bytes(step(ids, targets), expected)
     assert_same_worlds(world, plain)

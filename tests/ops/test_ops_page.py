@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,7 @@ def test_an_example_runs(number: int, tmp_path: Path) -> None:
     done = subprocess.run(
         [warm_python(), "-c", f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')"],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(PAGE.parents[1])},
         capture_output=True,
         text=True,
     )

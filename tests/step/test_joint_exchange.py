@@ -324,6 +324,7 @@ WAYS: list[Train] = [
 ]
 
 
+@pytest.mark.dealt("optimizer")
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
 @pytest.mark.parametrize("train", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("device", DEVICES)

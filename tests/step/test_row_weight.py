@@ -307,6 +307,7 @@ def collection_of_bags(rows: Tensor, device: str, **settings: Any) -> Any:
     return kind.from_pretrained([config], {"rows": rows}, False, device=device, **settings)
 
 
+@pytest.mark.dealt("make", "sparse", "attached")
 @pytest.mark.parametrize("attached", [False, True], ids=["SGD", "Adam"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("make", MODULES)

@@ -355,5 +355,6 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     page = Path(speedtorch.__file__).parents[1] / "docs" / "streams_and_threads.md"
     (program,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     command = [warm_python(), "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    known = {**os.environ, "PYTHONPATH": str(page.parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True)
     assert done.stdout == "rows: [10000, 10000]\n", done.stderr
