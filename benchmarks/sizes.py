@@ -41,6 +41,7 @@ class Sizes:
     centres = _of(512, 512, 16)
     """Of a word2vec step."""
     many_tables = _of((26, 260, 1000), (26, 260, 1000), (26, 30))
+    """Tables of the models that are compared."""
     many_rows = _of(1.0, 0.3, 0.0002)
     """The share of Kaggle's rows that a model with many tables has."""
     headline_rows = _of((2_829_853, 14_886_544), (700_000, 3_700_000), (2_829, 14_886))

@@ -31,7 +31,7 @@ namespace {
 constexpr int64_t kLargePage = int64_t{2} << 20;
 constexpr int64_t kBytesPerThread = int64_t{32}
                                     << 20;  // a thread starts in 30 us, fills this in 5 ms
-// What a thread fills at a time, in 1 to 2 ms; to look what is available takes up to 0.3 ms.
+// What a thread fills at a time, in 1 to 2 ms; reading what is available takes up to 0.3 ms.
 constexpr int64_t kBytesPerPiece = int64_t{8} << 20;
 
 class MemoryError : public std::bad_alloc {
@@ -144,7 +144,7 @@ void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
   auto take_piece = [&] {
     const std::scoped_lock lock(mutex);
     if (next >= allowed && next < bytes) {
-      // Other threads and processes fill memory, too, and none sees what another is about to take.
+      // Other processes fill memory at the same time: no more than an eighth of it between reads.
       const int64_t room = refuse_if_short(bytes, next) - (next - filled);
       allowed = next + std::max(kBytesPerPiece, room / 8);
     }
