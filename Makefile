@@ -22,8 +22,9 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 LIBRARY := speedtorch/_C.abi3.so
 INSTALLED := $(if $(VENV),$(VENV)/.speedtorch-installed)
 TEST := $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
+PATIENT := -o faulthandler_timeout=3600
 BUILT := build/.built-$(SPEEDTORCH_CUDA)
-SOURCES := $(wildcard csrc/*.cpp csrc/*/*)
+SOURCES := $(wildcard csrc/*/*)
 
 HAS_TORCH := -c "import re; from importlib.metadata import version; \
 raise SystemExit(tuple(map(int, re.findall(r'\d+', version('torch'))[:2])) < (2, 11))"
@@ -53,7 +54,7 @@ test: setup ## the tests, on all cores; with a GPU those that need one, too
 	$(TEST) $(ARGS)
 
 nightly: setup ## the tests, whole grids, errors at every line, other random programs: hours
-	SPEEDTORCH_PROGRAMS=$(PROGRAMS) $(TEST) --dist load -m 'not clients' $(ARGS)
+	SPEEDTORCH_PROGRAMS=$(PROGRAMS) $(TEST) --dist load -m 'not clients' $(PATIENT) $(ARGS)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
 	$(CLIENTS)/bin/python -m pytest -m clients tests/*/test_clients_*.py $(ARGS)
@@ -79,7 +80,7 @@ sanitize: setup ## the ops' tests with gcc's address and undefined-behaviour san
 	    $(PY) setup.py build_ext --build-lib $(SANITIZED)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	    $(PY) -m pytest -o pythonpath=$(SANITIZED) $(SANITIZED_TESTS) $(ARGS)
+	    $(PY) -m pytest -o pythonpath=$(SANITIZED) $(PATIENT) $(SANITIZED_TESTS) $(ARGS)
 
 bench: setup ## on a GPU: benchmarks/results/ and the tables of README.md
 	$(PY) -m benchmarks $(ARGS)

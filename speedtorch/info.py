@@ -143,7 +143,7 @@ def info() -> Info:
         >>> info().torch == torch.__version__
         True
     """
-    from speedtorch import _C  # type: ignore[attr-defined]
+    from speedtorch import _C
 
     with_gpu = torch.cuda.is_available()
     count = torch.cuda.device_count() if with_gpu else 0

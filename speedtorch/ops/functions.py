@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 try:
-    from speedtorch import _C  # type: ignore[attr-defined]  # noqa: F401
+    from speedtorch import _C  # noqa: F401
 except ImportError as error:
     built = sorted(Path(__file__).parents[1].glob("_C*.so"))
     why = f"({error}): {built[0]}. It needs torch >= 2.11" if built else "as it is not built"

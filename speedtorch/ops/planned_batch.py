@@ -120,8 +120,7 @@ class SeenIds:
 
 def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
     """What shows that a tensor has changed, without reading it."""
-    layout = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    return (version_of(tensor), *layout)
+    return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class Parts:
@@ -189,9 +188,9 @@ class Parts:
                 return part
         return None
 
-    def others(self, ids: Tensor) -> list[int]:
-        """The parts that are not known to be these ids."""
-        return [part for part, seen in enumerate(self._seen) if not seen.are(ids)]
+    def is_part(self, part: int, ids: Tensor) -> bool:
+        """Whether these ids are known to be that part."""
+        return self._seen[part].are(ids)
 
     def shape(self, part: int) -> torch.Size:
         """Of the ids of a part."""

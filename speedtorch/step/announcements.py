@@ -87,8 +87,8 @@ class Announcements:
         """Gives up all that waits."""
         self.latest, self._before, self._is_over = None, None, False
 
-    def of(self, ids: Tensor, device: torch.device) -> Announced | None:
-        """What a lookup of these ids brings, if they are known to be announced.
+    def of(self, ids: Tensor, device: torch.device) -> tuple[Announced, int] | None:
+        """What a lookup of these ids brings, and which part they are, if they are known to be one.
 
         Raises IndexError or RuntimeError if announced ids cannot be those of a step; all are given
         up then.
@@ -106,10 +106,10 @@ class Announcements:
                     continue
                 begin = max(first for first in announced.begins if first <= part)
                 if begin == 0 and not after:
-                    return announced
+                    return announced, part
                 brought = self._planned((*announced.parts[begin:], *after), (0,))
                 brought.batch.count()
-                return brought
+                return brought, part - begin
         except (IndexError, RuntimeError):
             self.forget()
             raise

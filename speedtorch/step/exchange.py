@@ -147,13 +147,9 @@ class Step(NamedTuple):
         return None
 
 
-def unseen_of(batch: Batch, number: int, ids: Tensor | None) -> Unseen:
-    """What Step.unseen has of a step's batch of this number, whose lookup of `ids` comes."""
-    if ids is None:
-        return tuple((number, part) for part in range(len(batch.parts)))
-    if len(batch.parts) == 1:
-        return ()
-    return tuple((number, part) for part in batch.parts.others(ids))
+def parts_of(batch: Batch, number: int) -> Unseen:
+    """All parts of a step's batch of this number."""
+    return tuple((number, part) for part in range(len(batch.parts)))
 
 
 class HeldState(Protocol):
@@ -803,12 +799,12 @@ class Exchange:
     def _look_up(self, ids: Tensor) -> Placed | None:
         """Holds the rows of a lookup; where they are, if they were looked up or planned before."""
         is_over = self._before_rows([ids])
-        announced = None
+        announced, part = None, 0
         if self._announced.latest is not None:
-            announced = self._announced.of(ids, self.device)
+            announced, part = self._announced.of(ids, self.device) or (None, 0)
         if not is_over and self._was_left():
             is_over = announced is not None or self._goes_on_without(ids)
-        begun = None
+        begun, named = None, announced
         if is_over:
             begun, announced = self._begin(ids, announced)
         else:
@@ -822,7 +818,10 @@ class Exchange:
             self._announced.forget()
         if is_over and begun is None:
             return None
-        if (found := self.now.find(ids)) is None:
+        # Ids are compared once: on the CPU that takes as long as they are many.
+        is_named = named is not None and begun is named.batch
+        found = self.now.part(0, part) if is_named else self.now.find(ids)
+        if found is None:
             self._extend([ids])
         elif self.now.unseen:
             self._saw(found, ids)
@@ -830,15 +829,14 @@ class Exchange:
 
     def _saw(self, found: Placed, ids: Tensor) -> None:
         """Removes the part that a lookup found, and all parts of equal ids, from unseen."""
-        batches, unseen = self.now.batches, self.now.unseen
-        left = tuple(
-            (number, part)
-            for number, part in unseen
-            if not (part == found.part and batches[number] is found.batch)  # not compared again
-            and part in batches[number].parts.others(ids)
-        )
-        if len(left) < len(unseen):
-            self.now = self.now._replace(unseen=left)
+        batches, left = self.now.batches, []
+        for number, part in self.now.unseen:
+            if part == found.part and batches[number] is found.batch:
+                continue
+            if not batches[number].parts.is_part(part, ids):
+                left.append((number, part))
+        if len(left) < len(self.now.unseen):
+            self.now = self.now._replace(unseen=tuple(left))
 
     def _before_rows(self, parts: Sequence[Tensor]) -> bool:
         """Completes the step of now; whether it is over, so that these ids begin another."""
@@ -873,7 +871,7 @@ class Exchange:
         if self._due is not None and self._due.parts.part_of(ids) is not None:
             return True
         batches, unseen = self.now.batches, self.now.unseen
-        if any(part not in batches[number].parts.others(ids) for number, part in unseen):
+        if any(batches[number].parts.is_part(part, ids) for number, part in unseen):
             return self._fixed is None and ids.numel() == 0
         return self._fixed is None or self.now.find(ids) is None
 
@@ -1073,7 +1071,11 @@ class Exchange:
     def expects_gradient(self) -> bool:
         """Whether a gradient of rows that were looked up in this step may still come."""
         number, tokens = self._tokens
-        return number == self.now.number and any(token() is not None for token in tokens.values())
+        if number == self.now.number:
+            for token in tokens.values():
+                if token() is not None:
+                    return True
+        return False
 
     def token(self) -> Token:
         """What a graph keeps for as long as a gradient of this step's rows may come of it."""
@@ -1107,12 +1109,12 @@ class Exchange:
         batch = None if planned is None else self._taken(planned, [ids])
         if self._joint is not None and self._begin_with_others(self._joint, batch):
             return batch, announced
-        part: Tensor | None = ids
+        is_part = True
         if batch is None and announced is None and self._fixed is not None:
-            announced, part = self._announced_around(ids), None
+            announced, is_part = self._announced_around(ids), False
         told = batch or (None if announced is None else announced.batch)
         begun = told or self._step_of([ids])
-        unseen = () if told is None else unseen_of(told, 0, part)
+        unseen = () if told is None or (is_part and len(told.parts) == 1) else parts_of(told, 0)
         begun.count()  # bad ids change nothing
         if isinstance(begun, FittedBatch):
             self._begin_fixed(begun, unseen, is_told=told is not None, ahead=batch is not None)
@@ -1210,7 +1212,7 @@ class Exchange:
             {},
             (batch,),
             planned=(0,),
-            unseen=unseen_of(batch, 0, None) if len(batch.parts) > 1 else (),
+            unseen=parts_of(batch, 0) if len(batch.parts) > 1 else (),
             since=self.now.number + 1 if self.now.over else self.now.since,
             newer=newer,
             awaited=before,
@@ -1357,7 +1359,7 @@ class Exchange:
         if not are_planned:
             return beside
         number = len(now.batches)
-        unseen = (*now.unseen, *unseen_of(batch, number, None))
+        unseen = (*now.unseen, *parts_of(batch, number))
         return beside._replace(planned=(*now.planned, number), unseen=unseen)
 
     def _extend_fixed(self, parts: Sequence[Tensor], *, are_planned: bool) -> None:

@@ -18,7 +18,7 @@ ROOMS = ["ops", "files", "memory", "table", "step", "optim", "layers", "nn", "pa
 ROOMS += ["demo"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 CSRC = PACKAGE.parent / "csrc"
-CSRC_ROOMS = ["core", "memory", "call", "move", "plan", "ops"]
+CSRC_ROOMS = ["core", "memory", "call", "move", "plan", "ops", "python"]
 CSRC_FILES = sorted(file for file in CSRC.rglob("*") if file.is_file())
 
 
@@ -85,14 +85,14 @@ def test_no_file_imports_in_a_circle() -> None:
 
 
 def test_every_folder_of_csrc_is_a_room() -> None:
-    assert {file.parent for file in CSRC_FILES} == {CSRC, *(CSRC / room for room in CSRC_ROOMS)}
+    assert {file.parent for file in CSRC_FILES} == {CSRC / room for room in CSRC_ROOMS}
 
 
 @pytest.mark.parametrize("file", CSRC_FILES, ids=lambda file: str(file.relative_to(CSRC)))
 def test_includes_go_down(file: Path) -> None:
     included = re.findall(r'^#include "(.+)"$', file.read_text(), re.MULTILINE)
     assert [name for name in included if not (CSRC / name).is_file()] == []
-    own = [*CSRC_ROOMS, CSRC.name].index(file.parent.name)
+    own = CSRC_ROOMS.index(file.parent.name)
     rooms = [Path(name).parent.name for name in included]
     assert [room for room in rooms if CSRC_ROOMS.index(room) > own] == []
     if file.suffix in (".cu", ".cuh"):  # nvcc compiles them beside any torch

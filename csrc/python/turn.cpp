@@ -1,0 +1,124 @@
+// A turn goes to the threads in the order in which they ask for it: Python's own locks go to the
+// thread that asks next, which in a loop is the same thread for minutes. There is no Python code in
+// it at which Ctrl-C could leave it taken, and that would cost each small step.
+//
+// Python's global lock, which is held but where a thread waits, protects what is in it.
+
+#include "python/turn.h"
+
+namespace speedtorch {
+namespace {
+
+// A thread that waits, on that thread's stack.
+struct Waiter {
+  PyThread_type_lock wake;  // taken until the turn is this thread's
+  unsigned long thread;
+  bool has_turn = false;
+  Waiter* next = nullptr;
+};
+
+struct Turn {
+  PyObject object;
+  // How often `thread` has taken it and not given it back; 0: it is nobody's, and nobody waits.
+  Py_ssize_t depth;
+  unsigned long thread;
+  Waiter* first;
+};
+
+void append(Turn& turn, Waiter& waiter) {
+  Waiter** end = &turn.first;
+  while (*end != nullptr) end = &(*end)->next;
+  *end = &waiter;
+}
+
+void remove(Turn& turn, const Waiter& waiter) {
+  Waiter** at = &turn.first;
+  while (*at != &waiter) at = &(*at)->next;
+  *at = waiter.next;
+}
+
+void release(Turn& turn) {
+  if (--turn.depth > 0 || turn.first == nullptr) return;
+  Waiter& following = *turn.first;
+  turn.first = following.next;
+  turn.thread = following.thread;
+  turn.depth = 1;
+  following.has_turn = true;
+  PyThread_release_lock(following.wake);
+}
+
+// Waits until the turn is this thread's; false with Python's error set if a signal's handler
+// raised.
+bool wait_for(Turn& turn, Waiter& waiter) {
+  while (!waiter.has_turn) {
+    PyThreadState* const state = PyEval_SaveThread();
+    PyThread_acquire_lock_timed(waiter.wake, -1, /*intr_flag=*/1);  // a signal ends it, too
+    PyEval_RestoreThread(state);
+    if (waiter.has_turn || PyErr_CheckSignals() == 0) continue;
+    // The handler is Python code: other threads may have run meanwhile.
+    if (waiter.has_turn) {
+      release(turn);
+    } else {
+      remove(turn, waiter);
+    }
+    return false;
+  }
+  return true;
+}
+
+PyObject* none() {
+  Py_IncRef(&_Py_NoneStruct);
+  return &_Py_NoneStruct;
+}
+
+PyObject* enter(PyObject* self, PyObject*) {
+  Turn& turn = *reinterpret_cast<Turn*>(self);
+  const unsigned long thread = PyThread_get_thread_ident();
+  if (turn.depth == 0 || turn.thread == thread) {
+    turn.thread = thread;
+    ++turn.depth;
+    return none();
+  }
+  Waiter waiter{.wake = PyThread_allocate_lock(), .thread = thread};
+  if (waiter.wake == nullptr) return PyErr_NoMemory();
+  PyThread_acquire_lock(waiter.wake, WAIT_LOCK);
+  append(turn, waiter);
+  const bool has_turn = wait_for(turn, waiter);
+  PyThread_free_lock(waiter.wake);
+  return has_turn ? none() : nullptr;
+}
+
+PyObject* leave(PyObject* self, PyObject*) {
+  Turn& turn = *reinterpret_cast<Turn*>(self);
+  if (turn.depth == 0 || turn.thread != PyThread_get_thread_ident()) {
+    PyErr_SetString(PyExc_RuntimeError, "this thread does not have the turn that it gives back");
+    return nullptr;
+  }
+  release(turn);
+  return none();
+}
+
+void deallocate(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DecRef(reinterpret_cast<PyObject*>(type));
+}
+
+}  // namespace
+
+PyObject* turn_class() {
+  static PyMethodDef methods[] = {{"__enter__", enter, METH_NOARGS, nullptr},
+                                  {"__exit__", leave, METH_VARARGS, nullptr},
+                                  {nullptr, nullptr, 0, nullptr}};
+  static char doc[] =
+      "A lock that its thread may take again, and that goes to threads in the order they ask.";
+  static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(PyType_GenericNew)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
+                                {Py_tp_methods, methods},
+                                {Py_tp_doc, doc},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"speedtorch._C.Turn", sizeof(Turn), 0, Py_TPFLAGS_DEFAULT, slots};
+  return PyType_FromSpec(&spec);
+}
+
+}  // namespace speedtorch
