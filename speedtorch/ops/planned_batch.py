@@ -117,6 +117,12 @@ class SeenIds:
         same_kind = self._is_copy and ids.is_cpu and ids.dtype == self.values.dtype
         return same_kind and torch.equal(ids, self.values)
 
+    def are_those(self, other: SeenIds) -> bool:
+        """Whether both are the same ids, for certain."""
+        if self._unread is None:
+            return other._is_copy and self.are(other.values)
+        return self._unread is other._unread and self._state == other._state
+
 
 def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
     """What shows that a tensor has changed, without reading it."""
@@ -191,6 +197,10 @@ class Parts:
     def is_part(self, part: int, ids: Tensor) -> bool:
         """Whether these ids are known to be that part."""
         return self._seen[part].are(ids)
+
+    def is_same(self, part: int, others: Parts, other: int) -> bool:
+        """Whether a part's ids are known to be those of a part of others."""
+        return self._seen[part].are_those(others._seen[other])
 
     def shape(self, part: int) -> torch.Size:
         """Of the ids of a part."""

@@ -7,7 +7,7 @@ of numbers: they are given that of all rows while they save or load.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -23,13 +23,15 @@ _KEYED, _COMBINED = "KeyedOptimizer", "CombinedOptimizer"
 _SHOWN = ("state_dict", "load_state_dict")
 
 
-def _kinds(optimizer: object) -> set[str]:
-    return {kind.__name__ for kind in type(optimizer).__mro__}
+@lru_cache(maxsize=64)
+def _kinds(kind: type) -> frozenset[str]:
+    """Names of a class and of those that it inherits from."""
+    return frozenset(each.__name__ for each in kind.__mro__)
 
 
 def _within(optimizer: Any) -> list[Any]:
     """The optimizers that a wrapper steps; none of what is no wrapper."""
-    kinds = _kinds(optimizer)
+    kinds = _kinds(optimizer.__class__)
     if kinds & _WRAPPERS:
         return [optimizer.optimizer]
     if _COMBINED in kinds:
@@ -83,7 +85,7 @@ def show_held_rows(wrapper: Any) -> None:
 
 
 def _keyed(wrapper: Any) -> list[Any]:
-    return [each for each in _tree(wrapper) if _within(each) and _KEYED in _kinds(each)]
+    return [each for each in _tree(wrapper) if _within(each) and _KEYED in _kinds(each.__class__)]
 
 
 class _Shown:
@@ -113,13 +115,13 @@ class _Shown:
 def _stand_in(wrapper: Any, shown: Mapping[Optimizer, Mapping[Any, Any]]) -> Any:
     """A wrapper as it is, but for the state that it sees."""
     own = {name: value for name, value in vars(wrapper).items() if name not in _SHOWN}
-    if _COMBINED in _kinds(wrapper):
+    if _COMBINED in _kinds(wrapper.__class__):
         own["_optims"] = [(name, _stand_in(each, shown)) for name, each in wrapper.optimizers]
     elif not (within := _within(wrapper)):
         return wrapper
     elif within[0] in shown:
         own["state"] = shown[within[0]]
-    elif _KEYED in _kinds(within[0]):
+    elif _KEYED in _kinds(within[0].__class__):
         own["_optimizer"] = _stand_in(within[0], shown)
         own["state"] = own["_optimizer"].state
     made = object.__new__(type(wrapper))

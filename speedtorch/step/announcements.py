@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +12,10 @@ from speedtorch.ops.fitted_batch import FittedBatch
 from speedtorch.ops.planned_batch import PlannedBatch
 
 __all__ = ["Announced", "Announcements"]
+
+
+Plan: TypeAlias = Callable[[Sequence[Tensor]], PlannedBatch | FittedBatch]
+"""Plans the ids of a step, part by part."""
 
 
 class Announced(NamedTuple):
@@ -38,15 +41,9 @@ class Announcements:
     4. A step of the rows' optimizer and load_state_dict() give up all that waits.
 
     So zero_grad() alone gives nothing up: it may stand between announce() and the lookups.
-
-    Args:
-        plan: plans the ids of a step; a method of the object that has these.
     """
 
-    def __init__(
-        self, plan: weakref.WeakMethod[Callable[[Sequence[Tensor]], PlannedBatch | FittedBatch]]
-    ) -> None:
-        self._plan = plan
+    def __init__(self) -> None:
         self.latest: Announced | None = None
         """The batch that was announced last, and waits."""
         self._before: Announced | None = None
@@ -54,7 +51,7 @@ class Announcements:
         self._is_over = False
         """Whether the next announce() begins a new batch."""
 
-    def planned(self, parts: Sequence[Tensor]) -> Announced:
+    def planned(self, parts: Sequence[Tensor], plan: Plan) -> Announced:
         """What add() is to announce: these ids beside those of their batch; nothing has changed.
 
         Raises IndexError or RuntimeError if the rows are held on the CPU and cannot be those of a
@@ -62,16 +59,8 @@ class Announcements:
         """
         latest = None if self._is_over else self.latest
         if latest is None:
-            return self._planned(parts, (0,))
-        return self._planned([*latest.parts, *parts], (*latest.begins, len(latest.parts)))
-
-    def _planned(self, parts: Sequence[Tensor], begins: tuple[int, ...]) -> Announced:
-        plan = self._plan()  # a strong reference would keep the table for the garbage collector
-        assert plan is not None
-        batch = plan(parts)
-        if isinstance(batch, FittedBatch):
-            batch.count()
-        return Announced(tuple(parts), begins, batch)
+            return _planned(parts, (0,), plan)
+        return _planned([*latest.parts, *parts], (*latest.begins, len(latest.parts)), plan)
 
     def add(self, announced: Announced) -> None:
         """Lets ids of planned() wait for their lookups."""
@@ -87,7 +76,7 @@ class Announcements:
         """Gives up all that waits."""
         self.latest, self._before, self._is_over = None, None, False
 
-    def of(self, ids: Tensor, device: torch.device) -> tuple[Announced, int] | None:
+    def of(self, ids: Tensor, device: torch.device, plan: Plan) -> tuple[Announced, int] | None:
         """What a lookup of these ids brings, and which part they are, if they are known to be one.
 
         Raises IndexError or RuntimeError if announced ids cannot be those of a step; all are given
@@ -97,17 +86,19 @@ class Announcements:
             return None
         try:
             if latest.batch.device != device:  # the rows were moved
-                latest = self.latest = self._planned(latest.parts, latest.begins)
+                latest = self.latest = _planned(latest.parts, latest.begins, plan)
             latest.batch.count()
             after: tuple[Tensor, ...] = ()
             for announced in (latest, self._before):
                 if announced is None or (part := announced.batch.parts.part_of(ids)) is None:
                     after = latest.parts
                     continue
+                if len(announced.begins) == 1 and not after:
+                    return announced, part
                 begin = max(first for first in announced.begins if first <= part)
                 if begin == 0 and not after:
                     return announced, part
-                brought = self._planned((*announced.parts[begin:], *after), (0,))
+                brought = _planned((*announced.parts[begin:], *after), (0,), plan)
                 brought.batch.count()
                 return brought, part - begin
         except (IndexError, RuntimeError):
@@ -119,3 +110,10 @@ class Announcements:
     def certain(self) -> Announced | None:
         """What waits, if nothing says that it may have been given up."""
         return None if self._is_over else self.latest
+
+
+def _planned(parts: Sequence[Tensor], begins: tuple[int, ...], plan: Plan) -> Announced:
+    batch = plan(parts)
+    if isinstance(batch, FittedBatch):
+        batch.count()
+    return Announced(tuple(parts), begins, batch)

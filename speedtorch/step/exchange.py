@@ -64,10 +64,6 @@ Batch: TypeAlias = PlannedBatch | FittedBatch
 """What a step holds the rows of; of the second nobody knows how many they are."""
 
 
-Unseen: TypeAlias = tuple[tuple[int, int], ...]
-"""Parts of a step's batches: the numbers of batch and part."""
-
-
 class Coming(NamedTuple):
     """Rows that have arrived for the next batch, or are about to."""
 
@@ -81,6 +77,8 @@ class Placed(NamedTuple):
     """A part of a batch whose rows a step holds."""
 
     batch: Batch
+    number: int
+    """Of the batch, among the step's."""
     part: int
     positions: Tensor
     """Which held rows the ids name, in their shape; the padding is one after the last."""
@@ -100,6 +98,8 @@ class Step(NamedTuple):
     """Their weights' memory, with the padding's row after the last."""
     places: dict[int, Tensor]
     """Where rows of batches are that were looked up after others, once somebody has asked."""
+    seen: set[tuple[int, int]]
+    """Which parts lookups have named: the numbers of batch and part. There are only ever more."""
     batches: tuple[Batch, ...] = ()
     """Those whose rows these are."""
     moved: int = 0
@@ -108,8 +108,6 @@ class Step(NamedTuple):
     """What the parameter's gradient is when the rows are first shown."""
     planned: tuple[int, ...] = ()
     """Which of the batches were announced or planned by a loop; the others are lookups."""
-    unseen: Unseen = ()
-    """Parts of those that no lookup has named yet."""
     since: int = 0
     """The first step whose graphs may bring a gradient: no optimizer has stepped rows since."""
     awaited: Step | None = None
@@ -137,7 +135,7 @@ class Step(NamedTuple):
         if places is None and others:  # rows of others are held among its own
             assert isinstance(batch, PlannedBatch)
             places = self.places[number] = batch.places_among(self.ids)
-        return Placed(batch, part, batch.local(part, places), number < self.moved)
+        return Placed(batch, number, part, batch.local(part, places), number < self.moved)
 
     def find(self, ids: Tensor) -> Placed | None:
         """Where the rows of ids are, if they are known to be a part of what the step holds."""
@@ -146,10 +144,21 @@ class Step(NamedTuple):
                 return self.part(number, part)
         return None
 
+    def unseen(self) -> list[tuple[int, int]]:
+        """Parts that were announced or planned, and which no lookup has named, nor equal ids."""
+        left = [
+            (number, part)
+            for number in self.planned
+            for part in range(len(self.batches[number].parts))
+            if (number, part) not in self.seen
+        ]
+        if not left:  # as a rule
+            return left
+        return [each for each in left if not any(self._are_same(each, seen) for seen in self.seen)]
 
-def parts_of(batch: Batch, number: int) -> Unseen:
-    """All parts of a step's batch of this number."""
-    return tuple((number, part) for part in range(len(batch.parts)))
+    def _are_same(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
+        parts = self.batches[one[0]].parts
+        return parts.is_same(one[1], self.batches[other[0]].parts, other[1])
 
 
 class HeldState(Protocol):
@@ -422,7 +431,7 @@ class Exchange:
         self._others: Others | None = None
         self._is_agreed = False
         """Whether the others have been asked at this lookup."""
-        self._announced = Announcements(weakref.WeakMethod(self._step_of))
+        self._announced = Announcements()
         self._checks_lookups = True
         self.batches_over = 0
         """How often a batch has ended, or may have been given up."""
@@ -440,11 +449,12 @@ class Exchange:
 
     def _hold_nothing(self, number: int) -> None:
         self.device = self._shown.parameter.device
+        self._on_gpu = self.device.type == "cuda"  # asked for several times in each step
         self._memory_stream = MemoryStream(self.device)
         if self._fixed is not None:
             self._fixed.forget()
         ids = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.now = Step(number, ids, *self._memory(0), {}, since=number, over=True)
+        self.now = Step(number, ids, *self._memory(0), {}, set(), since=number, over=True)
 
     def _memory(self, count: int) -> tuple[Rows, Tensor]:
         """Memory for rows of every field, and that of the weights with the padding's place."""
@@ -598,16 +608,15 @@ class Exchange:
         """
         self.await_step()
         number, tokens = self._tokens
-        if number != self.now.number or not tokens:
+        if number != self.now.number:
             return
-        own = threading.get_ident()
-        waiting = [thread for thread, token in tokens.items() if thread != own and token()]
-        if waiting:
-            raise RuntimeError(
-                f"{self.name}: lookups of another thread ({waiting[0]}) still wait for their"
-                " backward; step when all threads are through with it, or look up under"
-                " torch.no_grad() what is not trained; nothing was stepped"
-            )
+        for thread, token in tokens.items():
+            if thread != threading.get_ident() and token() is not None:
+                raise RuntimeError(
+                    f"{self.name}: lookups of another thread ({thread}) still wait for their"
+                    " backward; step when all threads are through with it, or look up under"
+                    " torch.no_grad() what is not trained; nothing was stepped"
+                )
 
     def _tidy(self) -> None:
         """Blocks of a fixed size hold what an optimizer made of the held rows, and zeros."""
@@ -707,7 +716,6 @@ class Exchange:
             found = found._replace(has_moved=self.now.moved > 0)
         return found
 
-    @alone
     def plan_announced(self, parts: Sequence[Tensor]) -> Announced | None:
         """Plans what announce() adds to it; None if the step that goes on holds all of the rows.
 
@@ -715,19 +723,20 @@ class Exchange:
         them counts its rows. Bad ids raise IndexError, on a GPU at the next lookup; what raises
         leaves nothing.
         """
-        try:
-            if self._others is None:
-                return self._announce(parts)
-            return self._with_others(partial(self._announce, parts))
-        except BaseException:
-            self._end_batch()
-            raise
+        with self.turn:
+            try:
+                if self._others is None:
+                    return self._announce(parts)
+                return self._with_others(partial(self._announce, parts))
+            except BaseException:
+                self._end_batch()
+                raise
 
-    @alone
     def announce(self, announced: Announced | None) -> None:
         """Lets the first lookup of announced ids bring the rows of all; see Announcements."""
         if announced is not None:
-            self._announced.add(announced)
+            with self.turn:
+                self._announced.add(announced)
 
     @alone
     def give_up(self) -> None:
@@ -788,10 +797,10 @@ class Exchange:
     def _announce(self, parts: Sequence[Tensor]) -> Announced | None:
         """As plan_announced; the rows join a step that goes on at once."""
         if self._before_rows(parts) or self._was_left():
-            return self._announced.planned(parts)
+            return self._announced.planned(parts, self._step_of)
         self._read_again()
         if self._fixed is not None and self._was_over(parts):
-            return self._announced.planned(parts)
+            return self._announced.planned(parts, self._step_of)
         if any(self.now.find(part) is None for part in parts):
             self._extend(parts, are_planned=True)
         return None
@@ -799,12 +808,14 @@ class Exchange:
     def _look_up(self, ids: Tensor) -> Placed | None:
         """Holds the rows of a lookup; where they are, if they were looked up or planned before."""
         is_over = self._before_rows([ids])
-        announced, part = None, 0
+        named = announced = None
         if self._announced.latest is not None:
-            announced, part = self._announced.of(ids, self.device) or (None, 0)
+            named = self._announced.of(ids, self.device, self._step_of)
+        if named is not None:
+            announced = named[0]
         if not is_over and self._was_left():
             is_over = announced is not None or self._goes_on_without(ids)
-        begun, named = None, announced
+        begun = None
         if is_over:
             begun, announced = self._begin(ids, announced)
         else:
@@ -812,37 +823,27 @@ class Exchange:
             if self._fixed is not None and self._was_over([ids]):
                 return self._look_up(ids)
         if announced is not None:
-            parts = () if begun is announced.batch else announced.parts
-            if any(self.now.find(part) is None for part in parts):
+            parts = announced.parts
+            if begun is not announced.batch and any(self.now.find(each) is None for each in parts):
                 self._extend(parts, are_planned=True)
             self._announced.forget()
         if is_over and begun is None:
             return None
         # Ids are compared once: on the CPU that takes as long as they are many.
-        is_named = named is not None and begun is named.batch
-        found = self.now.part(0, part) if is_named else self.now.find(ids)
+        if named is not None and begun is named[0].batch:
+            found: Placed | None = self.now.part(0, named[1])
+        else:
+            found = self.now.find(ids)
         if found is None:
             self._extend([ids])
-        elif self.now.unseen:
-            self._saw(found, ids)
+        else:
+            self.now.seen.add((found.number, found.part))
         return found
-
-    def _saw(self, found: Placed, ids: Tensor) -> None:
-        """Removes the part that a lookup found, and all parts of equal ids, from unseen."""
-        batches, left = self.now.batches, []
-        for number, part in self.now.unseen:
-            if part == found.part and batches[number] is found.batch:
-                continue
-            if not batches[number].parts.is_part(part, ids):
-                left.append((number, part))
-        if len(left) < len(self.now.unseen):
-            self.now = self.now._replace(unseen=tuple(left))
 
     def _before_rows(self, parts: Sequence[Tensor]) -> bool:
         """Completes the step of now; whether it is over, so that these ids begin another."""
         self._is_idle = False
-        on_gpu = self.device.type == "cuda"
-        if self._fixed is not None or (on_gpu and torch.cuda.is_current_stream_capturing()):
+        if self._fixed is not None or self._captures():
             self._before_lookup()
         self.complete()
         is_over = self.now.over or self.is_over()
@@ -870,8 +871,8 @@ class Exchange:
             return False
         if self._due is not None and self._due.parts.part_of(ids) is not None:
             return True
-        batches, unseen = self.now.batches, self.now.unseen
-        if any(batches[number].parts.is_part(part, ids) for number, part in unseen):
+        batches = self.now.batches
+        if any(batches[number].parts.is_part(part, ids) for number, part in self.now.unseen()):
             return self._fixed is None and ids.numel() == 0
         return self._fixed is None or self.now.find(ids) is None
 
@@ -918,21 +919,21 @@ class Exchange:
         raise nothing. A step of no gradient changes no rows. Called within a turn.
         """
         now = self.now
-        if not now.unseen or now.over or now.awaited is not None or not self._checks_lookups:
+        if now.over or now.awaited is not None or not self._checks_lookups:
             return
-        if not self._shown.has_gradient():
+        if not (unseen := now.unseen()) or not self._shown.has_gradient():
             return
         looked_up = [
             (batch.parts.values(part), number in now.planned)
             for number, batch in enumerate(now.batches)
             for part in range(len(batch.parts))
-            if (number, part) not in now.unseen
+            if (number, part) not in unseen
         ]
         if any(values is None and not is_planned for values, is_planned in looked_up):
             return
         named = [each.reshape(-1).long() for each, _ in looked_up if each is not None]
         others = len(now.batches) > len(now.planned)
-        for number, part in now.unseen:
+        for number, part in unseen:
             parts = now.batches[number].parts
             if (ids := parts.values(part)) is None and others:
                 continue
@@ -958,7 +959,7 @@ class Exchange:
         return self.is_over()
 
     def _captures(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _before_lookup(self) -> None:
         """Raises what earlier steps did wrong; RuntimeError if a CUDA graph cannot hold this."""
@@ -1114,10 +1115,10 @@ class Exchange:
             announced, is_part = self._announced_around(ids), False
         told = batch or (None if announced is None else announced.batch)
         begun = told or self._step_of([ids])
-        unseen = () if told is None or (is_part and len(told.parts) == 1) else parts_of(told, 0)
+        seen = {(0, 0)} if is_part and told is not None and len(told.parts) == 1 else set()
         begun.count()  # bad ids change nothing
         if isinstance(begun, FittedBatch):
-            self._begin_fixed(begun, unseen, is_told=told is not None, ahead=batch is not None)
+            self._begin_fixed(begun, seen, is_told=told is not None, ahead=batch is not None)
             return told, announced
         coming, owed, newer = self.now.coming, None, True
         if coming is not None and coming.batch is begun:
@@ -1134,9 +1135,9 @@ class Exchange:
             rows,
             padded,
             {},
+            seen,
             (begun,),
             planned=() if told is None else (0,),
-            unseen=unseen,
             since=self.now.number + 1 if self.now.over else self.now.since,
             newer=newer,
             ahead=batch is not None,
@@ -1210,9 +1211,9 @@ class Exchange:
             rows,
             rows[0],
             {},
+            {(0, 0)} if len(batch.parts) == 1 else set(),
             (batch,),
             planned=(0,),
-            unseen=parts_of(batch, 0) if len(batch.parts) > 1 else (),
             since=self.now.number + 1 if self.now.over else self.now.since,
             newer=newer,
             awaited=before,
@@ -1225,7 +1226,7 @@ class Exchange:
         self._shown.show(step)
 
     def _begin_fixed(
-        self, batch: FittedBatch, unseen: Unseen, *, is_told: bool, ahead: bool
+        self, batch: FittedBatch, seen: set[tuple[int, int]], *, is_told: bool, ahead: bool
     ) -> None:
         """Begins a step of a batch in blocks of a fixed size."""
         blocks, now, fields = self._fixed, self.now, self._shown.kept.fields
@@ -1261,9 +1262,9 @@ class Exchange:
             rows,
             padded,
             {},
+            seen,
             (batch,),
             planned=(0,) if is_told else (),
-            unseen=unseen,
             since=now.number + 1 if now.over else now.since,
             captured=captured,
             newer=True,
@@ -1358,9 +1359,7 @@ class Exchange:
         beside = now._replace(batches=(*now.batches, batch))
         if not are_planned:
             return beside
-        number = len(now.batches)
-        unseen = (*now.unseen, *parts_of(batch, number))
-        return beside._replace(planned=(*now.planned, number), unseen=unseen)
+        return beside._replace(planned=(*now.planned, len(now.batches)))
 
     def _extend_fixed(self, parts: Sequence[Tensor], *, are_planned: bool) -> None:
         """Finds rows among those that are held already: no others fit."""
@@ -1368,7 +1367,7 @@ class Exchange:
             f"{self.name}: with capacity all lookups of a step are announced before the first of"
             " them, by announce(), prefetch() or in one lookup; this one"
         )
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._captures():
             raise RuntimeError(f"{remedy} was not, and a CUDA graph cannot look what it names")
         batch = self.planned(parts, self.now.batches[0])
         if more := len(batch.arriving[0]):
@@ -1422,10 +1421,13 @@ class Exchange:
         """Called before an optimizer steps the held rows, within a turn."""
         self.complete()
         self.note_gradient_asked()
-        is_idle = call.is_idle and self.now.stale and not self._captures()
-        self._read_again()
-        rows = self._shown.rows_of(self.now) if is_idle else []
-        self._as_in_table = [each.clone() for each in rows] or None
+        as_in_table = None
+        if self.now.stale:
+            is_idle = call.is_idle and not self._captures()
+            self.show_anew()
+            if is_idle:
+                as_in_table = [each.clone() for each in self._shown.rows_of(self.now)]
+        self._as_in_table = as_in_table
         parameter = self._shown.parameter
         gradient = parameter.grad
         if gradient is not None and not self._shown.has_gradient():
@@ -1478,7 +1480,7 @@ class Exchange:
     def expect(self, batch: Batch | None) -> None:
         """Says which planned batch the next step may take."""
         self._due = batch
-        if batch is not None and (self.now.unseen or self.now.awaited is not None):
+        if batch is not None and (self.now.awaited is not None or self.now.unseen()):
             self._is_left = True  # no step of the batch before, of which lookups are missing
         if self.now.awaited is not None:
             self._is_idle = True

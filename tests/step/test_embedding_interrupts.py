@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import sys
 import time
@@ -638,11 +639,13 @@ def check_half_done(work: Interrupted, ours: Ours) -> None:
 def press_ctrl_c(work: Interrupted, times: int, seed: int) -> int:
     """Trains that often, with a Ctrl-C each time; returns how many came in time."""
     work.run(work.ours())
-    ours = work.ours()
-    begin = time.perf_counter()
-    work.run(ours)
-    seconds = time.perf_counter() - begin
-    work._ours = ours
+    seconds = math.inf
+    for _ in range(3):  # the shortest: the machine may do something else in between
+        ours = work.ours()
+        begin = time.perf_counter()
+        work.run(ours)
+        seconds = min(seconds, time.perf_counter() - begin)
+        work._ours = ours
     keys, came = CtrlC(seed), 0
     wrong: list[str | None] = []
     for number in range(times):
