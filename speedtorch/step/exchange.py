@@ -99,7 +99,7 @@ class Step(NamedTuple):
     places: dict[int, Tensor]
     """Where rows of batches are that were looked up after others, once somebody has asked."""
     seen: set[tuple[int, int]]
-    """Which parts lookups have named: the numbers of batch and part. There are only ever more."""
+    """Which of the planned parts lookups have named, the numbers of batch and part: ever more."""
     batches: tuple[Batch, ...] = ()
     """Those whose rows these are."""
     moved: int = 0
@@ -108,6 +108,8 @@ class Step(NamedTuple):
     """What the parameter's gradient is when the rows are first shown."""
     planned: tuple[int, ...] = ()
     """Which of the batches were announced or planned by a loop; the others are lookups."""
+    planned_parts: int = 0
+    """How many parts these have."""
     since: int = 0
     """The first step whose graphs may bring a gradient: no optimizer has stepped rows since."""
     awaited: Step | None = None
@@ -145,15 +147,15 @@ class Step(NamedTuple):
         return None
 
     def unseen(self) -> list[tuple[int, int]]:
-        """Parts that were announced or planned, and which no lookup has named, nor equal ids."""
+        """Planned parts that no lookup has named, nor one of equal ids."""
+        if len(self.seen) == self.planned_parts:
+            return []
         left = [
             (number, part)
             for number in self.planned
             for part in range(len(self.batches[number].parts))
             if (number, part) not in self.seen
         ]
-        if not left:  # as a rule
-            return left
         return [each for each in left if not any(self._are_same(each, seen) for seen in self.seen)]
 
     def _are_same(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
@@ -836,7 +838,7 @@ class Exchange:
             found = self.now.find(ids)
         if found is None:
             self._extend([ids])
-        else:
+        elif found.number in self.now.planned:
             self.now.seen.add((found.number, found.part))
         return found
 
@@ -1138,6 +1140,7 @@ class Exchange:
             seen,
             (begun,),
             planned=() if told is None else (0,),
+            planned_parts=0 if told is None else len(told.parts),
             since=self.now.number + 1 if self.now.over else self.now.since,
             newer=newer,
             ahead=batch is not None,
@@ -1214,6 +1217,7 @@ class Exchange:
             {(0, 0)} if len(batch.parts) == 1 else set(),
             (batch,),
             planned=(0,),
+            planned_parts=len(batch.parts),
             since=self.now.number + 1 if self.now.over else self.now.since,
             newer=newer,
             awaited=before,
@@ -1265,6 +1269,7 @@ class Exchange:
             seen,
             (batch,),
             planned=(0,) if is_told else (),
+            planned_parts=len(batch.parts) if is_told else 0,
             since=now.number + 1 if now.over else now.since,
             captured=captured,
             newer=True,
@@ -1359,7 +1364,10 @@ class Exchange:
         beside = now._replace(batches=(*now.batches, batch))
         if not are_planned:
             return beside
-        return beside._replace(planned=(*now.planned, len(now.batches)))
+        return beside._replace(
+            planned=(*now.planned, len(now.batches)),
+            planned_parts=now.planned_parts + len(batch.parts),
+        )
 
     def _extend_fixed(self, parts: Sequence[Tensor], *, are_planned: bool) -> None:
         """Finds rows among those that are held already: no others fit."""

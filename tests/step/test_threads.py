@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -341,6 +343,65 @@ def test_a_thread_that_waits_for_its_turn_gets_it() -> None:
             is_over.set()
 
     assert run_in_threads(again_and_again, a_few_times) == []
+
+
+def test_a_turn_goes_to_threads_in_the_order_in_which_they_ask() -> None:
+    turn, order = Turn(), []
+    has_asked = [threading.Event() for _ in range(4)]
+
+    def ask(number: int) -> None:
+        has_asked[number].set()
+        with turn:
+            order.append(number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    with turn:
+        for thread, event in zip(threads, has_asked, strict=True):
+            thread.start()
+            assert event.wait(10)
+            time.sleep(0.02)  # until it waits
+    with turn:
+        order.append(4)
+    for thread in threads:
+        thread.join(10)
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_ctrl_c_ends_the_wait_for_a_turn_and_takes_none() -> None:
+    turn = Turn()
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn:
+            is_held.set()
+            assert is_over.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(10)
+    sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        sender.start()
+        with pytest.raises(KeyboardInterrupt), turn:
+            raise AssertionError("has the turn of another thread")
+    finally:
+        sender.join()
+        signal.signal(signal.SIGINT, before)
+        is_over.set()
+        holder.join(10)
+    with turn:
+        pass
+    assert run_in_threads(lambda: turn.__enter__()) == []
+
+
+def test_a_turn_is_given_back_by_the_thread_that_has_it_alone() -> None:
+    turn = Turn()
+    with pytest.raises(RuntimeError, match="this thread does not have the turn"):
+        turn.__exit__(None, None, None)
+    with turn:
+        (error,) = run_in_threads(lambda: turn.__exit__(None, None, None))
+        assert isinstance(error, RuntimeError)
 
 
 def test_a_turn_may_be_taken_again_by_its_thread() -> None:
