@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <fstream>
@@ -33,6 +34,8 @@ constexpr int64_t kBytesPerThread = int64_t{32}
                                     << 20;  // a thread starts in 30 us, fills this in 5 ms
 // What a thread fills at a time, in 1 to 2 ms; reading what is available takes up to 0.3 ms.
 constexpr int64_t kBytesPerPiece = int64_t{8} << 20;
+// How long what was read counts: a process that is paused fills nothing, and others do meanwhile.
+constexpr std::chrono::milliseconds kReadCounts{20};
 
 class MemoryError : public std::bad_alloc {
  public:
@@ -136,17 +139,21 @@ void unmap_pages(void* address, int64_t bytes) { munmap(address, round_up(bytes,
 void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
   char* begin = static_cast<char*>(address);
   const int64_t threads = std::clamp<int64_t>(bytes / kBytesPerThread, 1, usable_cpus());
+  using Clock = std::chrono::steady_clock;
   std::mutex mutex;
+  Clock::time_point last_read = Clock::now();
   int64_t next = 0;                                         // where the next piece starts
   int64_t allowed = check_memory ? kBytesPerPiece : bytes;  // how far it may go before a look
   std::atomic<int64_t> filled{0};
   std::exception_ptr refusal;
   auto take_piece = [&] {
     const std::scoped_lock lock(mutex);
-    if (next >= allowed && next < bytes) {
+    const bool is_due = next >= allowed || (check_memory && Clock::now() - last_read > kReadCounts);
+    if (is_due && next < bytes) {
       // Other processes fill memory at the same time: no more than an eighth of it between reads.
       const int64_t room = refuse_if_short(bytes, next) - (next - filled);
       allowed = next + std::max(kBytesPerPiece, room / 8);
+      last_read = Clock::now();
     }
     return std::exchange(next, std::min(bytes, next + kBytesPerPiece));
   };

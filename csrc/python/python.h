@@ -20,6 +20,7 @@
 #pragma weak PyEval_RestoreThread
 #pragma weak PyEval_SaveThread
 #pragma weak PyExc_RuntimeError
+#pragma weak PyExc_TypeError
 #pragma weak PyModule_AddObjectRef
 #pragma weak PyModule_Create2
 #pragma weak PyThread_acquire_lock

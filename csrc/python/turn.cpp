@@ -23,12 +23,28 @@ struct Turn {
   Py_ssize_t depth;
   unsigned long thread;
   Waiter* first;
+  // What it has become a part of, which has all of this then; a reference.
+  Turn* whole;
 };
 
-void append(Turn& turn, Waiter& waiter) {
+Turn& whole_of(PyObject* self) {
+  Turn* turn = reinterpret_cast<Turn*>(self);
+  while (turn->whole != nullptr) turn = turn->whole;
+  return *turn;
+}
+
+// Sets Python's error unless this thread has the turn.
+bool check_held(const Turn& turn) {
+  if (turn.depth > 0 && turn.thread == PyThread_get_thread_ident()) return true;
+  PyErr_SetString(PyExc_RuntimeError, "this thread does not have the turn");
+  return false;
+}
+
+// Lets waiters follow those that wait for it already.
+void append(Turn& turn, Waiter* waiters) {
   Waiter** end = &turn.first;
   while (*end != nullptr) end = &(*end)->next;
-  *end = &waiter;
+  *end = waiters;
 }
 
 void remove(Turn& turn, const Waiter& waiter) {
@@ -49,7 +65,7 @@ void release(Turn& turn) {
 
 // Waits until the turn is this thread's; false with Python's error set if a signal's handler
 // raised.
-bool wait_for(Turn& turn, Waiter& waiter) {
+bool wait_for(PyObject* self, Waiter& waiter) {
   while (!waiter.has_turn) {
     PyThreadState* const state = PyEval_SaveThread();
     PyThread_acquire_lock_timed(waiter.wake, -1, /*intr_flag=*/1);  // a signal ends it, too
@@ -57,9 +73,9 @@ bool wait_for(Turn& turn, Waiter& waiter) {
     if (waiter.has_turn || PyErr_CheckSignals() == 0) continue;
     // The handler is Python code: other threads may have run meanwhile.
     if (waiter.has_turn) {
-      release(turn);
+      release(whole_of(self));
     } else {
-      remove(turn, waiter);
+      remove(whole_of(self), waiter);
     }
     return false;
   }
@@ -72,7 +88,7 @@ PyObject* none() {
 }
 
 PyObject* enter(PyObject* self, PyObject*) {
-  Turn& turn = *reinterpret_cast<Turn*>(self);
+  Turn& turn = whole_of(self);
   const unsigned long thread = PyThread_get_thread_ident();
   if (turn.depth == 0 || turn.thread == thread) {
     turn.thread = thread;
@@ -82,24 +98,39 @@ PyObject* enter(PyObject* self, PyObject*) {
   Waiter waiter{.wake = PyThread_allocate_lock(), .thread = thread};
   if (waiter.wake == nullptr) return PyErr_NoMemory();
   PyThread_acquire_lock(waiter.wake, WAIT_LOCK);
-  append(turn, waiter);
-  const bool has_turn = wait_for(turn, waiter);
+  append(turn, &waiter);
+  const bool has_turn = wait_for(self, waiter);
   PyThread_free_lock(waiter.wake);
   return has_turn ? none() : nullptr;
 }
 
 PyObject* leave(PyObject* self, PyObject*) {
-  Turn& turn = *reinterpret_cast<Turn*>(self);
-  if (turn.depth == 0 || turn.thread != PyThread_get_thread_ident()) {
-    PyErr_SetString(PyExc_RuntimeError, "this thread does not have the turn that it gives back");
+  Turn& turn = whole_of(self);
+  if (!check_held(turn)) return nullptr;
+  release(turn);
+  return none();
+}
+
+PyObject* unite(PyObject* self, PyObject* other) {
+  if (Py_TYPE(self) != Py_TYPE(other)) {
+    PyErr_SetString(PyExc_TypeError, "unite() takes a Turn");
     return nullptr;
   }
-  release(turn);
+  Turn &turn = whole_of(self), &part = whole_of(other);
+  if (!check_held(turn) || !check_held(part)) return nullptr;
+  if (&turn == &part) return none();
+  append(turn, part.first);
+  turn.depth += part.depth;
+  part.first = nullptr;
+  part.depth = 0;
+  Py_IncRef(&turn.object);
+  part.whole = &turn;
   return none();
 }
 
 void deallocate(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
+  Py_DecRef(reinterpret_cast<PyObject*>(reinterpret_cast<Turn*>(self)->whole));
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
   Py_DecRef(reinterpret_cast<PyObject*>(type));
 }
@@ -109,6 +140,7 @@ void deallocate(PyObject* self) {
 PyObject* turn_class() {
   static PyMethodDef methods[] = {{"__enter__", enter, METH_NOARGS, nullptr},
                                   {"__exit__", leave, METH_VARARGS, nullptr},
+                                  {"unite", unite, METH_O, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};
   static char doc[] =
       "A lock that its thread may take again, and that goes to threads in the order they ask.";

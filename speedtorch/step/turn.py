@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
 from speedtorch._C import Turn
 
-__all__ = ["Turn", "alone"]
+__all__ = ["Turn", "alone", "together", "unite"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
+
+# Of who takes several turns: two that each had some of them would wait for the others.
+_several = threading.RLock()
 
 
 def alone(method: _Method) -> _Method:
@@ -22,3 +27,28 @@ def alone(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
 
     return in_turn  # type: ignore[return-value]
+
+
+def together(turns: Sequence[Turn], call: Callable[[], _Result]) -> _Result:
+    """Calls a function in several turns. The thread must have none before."""
+    if len(turns) == 1:
+        with turns[0]:
+            return call()
+    with _several:
+        return _within(turns, 0, call)
+
+
+def _within(turns: Sequence[Turn], taken: int, call: Callable[[], _Result]) -> _Result:
+    # No ExitStack, in whose code Ctrl-C could leave a turn taken. A turn that this thread has may
+    # be taken again: the last one is, where there are no four.
+    a, b, c, d = (turns[min(taken + each, len(turns) - 1)] for each in range(4))
+    with a, b, c, d:
+        if taken + 4 < len(turns):
+            return _within(turns, taken + 4, call)
+        return call()
+
+
+def unite(turns: Sequence[Turn]) -> None:
+    """Makes turns one for ever. The thread must have all of them."""
+    for each in turns[1:]:
+        turns[0].unite(each)

@@ -25,7 +25,7 @@ from warm_python import warm_python
 
 import speedtorch
 from speedtorch.step import exchange
-from speedtorch.step.turn import Turn
+from speedtorch.step.turn import Turn, together, unite
 
 ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "40"))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
@@ -184,6 +184,73 @@ def test_another_thread_reads_rows_as_they_are_between_two_steps() -> None:
         assert run_in_threads(train, look) == []
         for rows in read:
             assert any(torch.equal(rows, each) for each in expected), program.kind
+
+
+class Pair:
+    """Two tables whose rows are exchanged together, trained by torch alone and by this library."""
+
+    def __init__(self, seed: int) -> None:
+        generator = random.Random(seed)
+        self.kind = generator.choice(["SGD", "fused SGD", "Adagrad"])
+        numbers = torch.Generator().manual_seed(seed)
+        self.first = [torch.randn(ROWS, COLUMNS, generator=numbers) for _ in range(2)]
+        sizes = [[generator.randint(1, 6) for _ in range(2)] for _ in range(STEPS)]
+        self.batches = [
+            [torch.randint(ROWS, (size,), generator=numbers) for size in pair] for pair in sizes
+        ]
+
+    def made(self, kind: type[nn.Module]) -> tuple[nn.ModuleList, optim.Optimizer]:
+        model = nn.ModuleList(kind(ROWS, COLUMNS, _weight=rows.clone()) for rows in self.first)
+        optimizer = KINDS[self.kind](model.parameters())
+        if kind is speedtorch.Embedding and "SGD" not in self.kind:
+            speedtorch.attach(optimizer, model)
+        return model, optimizer
+
+    def train(self, model: nn.ModuleList, optimizer: optim.Optimizer) -> list[list[Tensor]]:
+        """The weights of both tables before the first step and, of torch's, after each."""
+        ours, seen = isinstance(model[0], speedtorch.Embedding), [self.first]
+        loop: Any = self.batches
+        if ours:
+            loop = speedtorch.prefetch(
+                loop, model, ids=lambda batch: {m: [i] for m, i in zip(model, batch, strict=True)}
+            )
+        for batch in loop:
+            optimizer.zero_grad()
+            sum(m(ids).square().sum() for m, ids in zip(model, batch, strict=True)).backward()
+            optimizer.step()
+            if not ours:
+                seen.append([each.weight.detach().clone() for each in model])
+        return seen
+
+
+def test_another_thread_reads_tables_that_exchange_their_rows_together() -> None:
+    for seed in range(FIRST, FIRST + ROUNDS):
+        pair = Pair(seed)
+        expected = pair.train(*pair.made(nn.Embedding))
+        model, optimizer = pair.made(speedtorch.Embedding)
+        read: list[tuple[int, Tensor]] = []
+        is_over = threading.Event()
+
+        def train(pair: Any = pair, made: Any = (model, optimizer), over: Any = is_over) -> None:
+            try:
+                pair.train(*made)
+            finally:
+                over.set()
+
+        def look(pair: Any = pair, model: Any = model, read: Any = read, o: Any = is_over) -> None:
+            while not o.is_set():
+                for number in (1, 0):
+                    with torch.no_grad():
+                        read.append((number, model[number](torch.arange(ROWS))))
+                    if "SGD" not in pair.kind:  # else the table's own rows
+                        read.append((number, model[number].state_dict()["weight"]))
+
+        assert run_in_threads(train, look) == [], seed
+        read += [(number, model[number].state_dict()["weight"]) for number in range(2)]
+        for number, rows in read:
+            assert any(torch.equal(rows, each[number]) for each in expected), (seed, pair.kind)
+        for number in range(2):
+            assert torch.equal(model[number].state_dict()["weight"], expected[-1][number])
 
 
 def stepped_models(
@@ -393,6 +460,47 @@ def test_ctrl_c_ends_the_wait_for_a_turn_and_takes_none() -> None:
     with turn:
         pass
     assert run_in_threads(lambda: turn.__enter__()) == []
+
+
+def test_turns_that_are_one_wait_for_each_other() -> None:
+    turns, order = [Turn() for _ in range(3)], []
+    has_asked = threading.Event()
+
+    def ask() -> None:
+        has_asked.set()
+        with turns[2]:
+            order.append("the other thread")
+
+    thread = threading.Thread(target=ask)
+    with turns[2]:
+        thread.start()
+        assert has_asked.wait(10)
+        time.sleep(0.05)  # until it waits
+        with turns[0], turns[1]:
+            unite(turns)
+        with turns[0]:
+            order.append("this thread")
+    with turns[1]:
+        order.append("this thread again")
+    thread.join(10)
+    assert order == ["this thread", "the other thread", "this thread again"]
+    with turns[0], pytest.raises(RuntimeError, match="does not have the turn"):
+        turns[0].unite(Turn())
+    with turns[0], pytest.raises(TypeError, match="takes a Turn"):
+        turns[0].unite(threading.Lock())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 3000])
+def test_several_turns_are_taken_by_threads_in_any_order(count: int) -> None:
+    turns, seen = [Turn() for _ in range(count)], []
+
+    def take(turns: list[Turn]) -> None:
+        for _ in range(20):
+            together(turns, lambda: seen.append(None))
+
+    assert run_in_threads(lambda: take(turns), lambda: take(turns[::-1])) == []
+    assert len(seen) == 40
+    assert run_in_threads(lambda: together(turns, lambda: None)) == []
 
 
 def test_a_turn_is_given_back_by_the_thread_that_has_it_alone() -> None:
