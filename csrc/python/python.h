@@ -15,6 +15,7 @@
 #pragma weak _Py_IncRef
 #pragma weak _Py_NoneStruct
 #pragma weak PyErr_CheckSignals
+#pragma weak PyErr_Clear
 #pragma weak PyErr_NoMemory
 #pragma weak PyErr_SetString
 #pragma weak PyEval_RestoreThread
@@ -23,6 +24,9 @@
 #pragma weak PyExc_TypeError
 #pragma weak PyModule_AddObjectRef
 #pragma weak PyModule_Create2
+#pragma weak PyObject_CallNoArgs
+#pragma weak PyObject_IsTrue
+#pragma weak PySys_GetObject
 #pragma weak PyThread_acquire_lock
 #pragma weak PyThread_acquire_lock_timed
 #pragma weak PyThread_allocate_lock

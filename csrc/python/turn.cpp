@@ -82,6 +82,16 @@ bool wait_for(PyObject* self, Waiter& waiter) {
   return true;
 }
 
+// Whether Python is ending: no other thread runs any more, whichever has the turn.
+bool is_ending() {
+  PyObject* const ask = PySys_GetObject("is_finalizing");
+  PyObject* const said = ask == nullptr ? nullptr : PyObject_CallNoArgs(ask);
+  const bool is_ending = said == nullptr || PyObject_IsTrue(said) == 1;
+  if (said == nullptr) PyErr_Clear();  // what could say so is gone
+  Py_DecRef(said);
+  return is_ending;
+}
+
 PyObject* none() {
   Py_IncRef(&_Py_NoneStruct);
   return &_Py_NoneStruct;
@@ -90,6 +100,7 @@ PyObject* none() {
 PyObject* enter(PyObject* self, PyObject*) {
   Turn& turn = whole_of(self);
   const unsigned long thread = PyThread_get_thread_ident();
+  if (turn.depth != 0 && turn.thread != thread && is_ending()) turn.depth = 0;
   if (turn.depth == 0 || turn.thread == thread) {
     turn.thread = thread;
     ++turn.depth;

@@ -520,6 +520,33 @@ def test_a_turn_may_be_taken_again_by_its_thread() -> None:
 
 
 @pytest.mark.slow
+def test_python_ends_though_a_thread_that_it_leaves_behind_has_a_turn() -> None:
+    program = """
+import os, sys, threading, time
+from speedtorch.step.turn import Turn
+
+class Last:
+    def __del__(self, turn=Turn(), write=os.write, is_ending=sys.is_finalizing):
+        with turn:
+            write(1, b"ending: %d" % is_ending())
+
+def keep(turn):
+    with turn:
+        has_it.set()
+        time.sleep(1000)
+
+has_it, sys.last = threading.Event(), Last()
+threading.Thread(target=keep, args=Last.__del__.__defaults__[:1], daemon=True).start()
+has_it.wait()
+"""
+    known = {**os.environ, "PYTHONPATH": str(Path(speedtorch.__file__).parents[1])}
+    done = subprocess.run(
+        [warm_python(), "-c", program], env=known, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "ending: 1"), done.stderr
+
+
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     page = Path(speedtorch.__file__).parents[1] / "docs" / "streams_and_threads.md"
     (program,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
