@@ -41,11 +41,10 @@ def together(turns: Sequence[Turn], call: Callable[[], _Result]) -> _Result:
 def _within(turns: Sequence[Turn], taken: int, call: Callable[[], _Result]) -> _Result:
     # No ExitStack, in whose code Ctrl-C could leave a turn taken. A turn that this thread has may
     # be taken again: the last one is, where there are no four.
-    a, b, c, d = (turns[min(taken + each, len(turns) - 1)] for each in range(4))
-    with a, b, c, d:
-        if taken + 4 < len(turns):
-            return _within(turns, taken + 4, call)
-        return call()
+    last = len(turns) - 1
+    a, b = turns[min(taken + 1, last)], turns[min(taken + 2, last)]
+    with turns[taken], a, b, turns[min(taken + 3, last)]:
+        return call() if taken + 4 > last else _within(turns, taken + 4, call)
 
 
 def unite(turns: Sequence[Turn]) -> None:
