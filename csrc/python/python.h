@@ -33,6 +33,8 @@
 #pragma weak PyThread_free_lock
 #pragma weak PyThread_get_thread_ident
 #pragma weak PyThread_release_lock
+#pragma weak PyTuple_GetItem
+#pragma weak PyTuple_Size
 #pragma weak PyType_FromSpec
 #pragma weak PyType_GenericNew
 #pragma weak PyType_GetSlot

@@ -139,29 +139,124 @@ PyObject* unite(PyObject* self, PyObject* other) {
   return none();
 }
 
-void deallocate(PyObject* self) {
+// Frees an object of a class of this file, and what it refers to.
+void free_with(PyObject* self, PyObject* referred) {
   PyTypeObject* const type = Py_TYPE(self);
-  Py_DecRef(reinterpret_cast<PyObject*>(reinterpret_cast<Turn*>(self)->whole));
+  Py_DecRef(referred);
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
   Py_DecRef(reinterpret_cast<PyObject*>(type));
 }
 
+void free_turn(PyObject* self) {
+  free_with(self, reinterpret_cast<PyObject*>(reinterpret_cast<Turn*>(self)->whole));
+}
+
+// Several turns, which a thread takes at once: while it waits for one it has none of the others, so
+// that no two threads can wait for each other.
+struct Turns {
+  PyObject object;
+  PyObject* turns;  // a tuple
+};
+
+PyTypeObject* turn_type = nullptr;  // the class Turn
+
+PyObject* turns_of(PyObject* self) { return reinterpret_cast<Turns*>(self)->turns; }
+
+PyObject* make_turns(PyTypeObject* type, PyObject* turns, PyObject*) {
+  for (Py_ssize_t i = 0; i < PyTuple_Size(turns); ++i) {
+    if (Py_TYPE(PyTuple_GetItem(turns, i)) == turn_type) continue;
+    PyErr_SetString(PyExc_TypeError, "Turns() takes Turns alone");
+    return nullptr;
+  }
+  PyObject* const self = PyType_GenericNew(type, nullptr, nullptr);
+  if (self == nullptr) return nullptr;
+  Py_IncRef(turns);
+  reinterpret_cast<Turns*>(self)->turns = turns;
+  return self;
+}
+
+// A turn that another thread has, or nullptr.
+PyObject* first_taken(PyObject* turns) {
+  for (Py_ssize_t i = 0; i < PyTuple_Size(turns); ++i) {
+    PyObject* const each = PyTuple_GetItem(turns, i);
+    const Turn& turn = whole_of(each);
+    if (turn.depth != 0 && turn.thread != PyThread_get_thread_ident()) return each;
+  }
+  return nullptr;
+}
+
+void take_all(PyObject* turns) {
+  for (Py_ssize_t i = 0; i < PyTuple_Size(turns); ++i) {
+    Turn& turn = whole_of(PyTuple_GetItem(turns, i));
+    turn.thread = PyThread_get_thread_ident();
+    ++turn.depth;
+  }
+}
+
+PyObject* enter_all(PyObject* self, PyObject*) {
+  PyObject* const turns = turns_of(self);
+  while (PyObject* const taken = first_taken(turns)) {
+    PyObject* const entered = enter(taken, nullptr);
+    if (entered == nullptr) return nullptr;
+    if (first_taken(turns) == nullptr) {
+      take_all(turns);
+      release(whole_of(taken));
+      return entered;
+    }
+    release(whole_of(taken));
+    Py_DecRef(entered);
+  }
+  take_all(turns);
+  return none();
+}
+
+PyObject* leave_all(PyObject* self, PyObject*) {
+  PyObject* const turns = turns_of(self);
+  for (Py_ssize_t i = PyTuple_Size(turns); i-- > 0;) {
+    Turn& turn = whole_of(PyTuple_GetItem(turns, i));
+    if (!check_held(turn)) return nullptr;
+    release(turn);
+  }
+  return none();
+}
+
+void free_turns(PyObject* self) { free_with(self, turns_of(self)); }
+
+PyObject* make_class(const char* name, int size, newfunc make, destructor free,
+                     PyMethodDef* methods, const char* doc) {
+  PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
+                         {Py_tp_dealloc, reinterpret_cast<void*>(free)},
+                         {Py_tp_methods, methods},
+                         {Py_tp_doc, const_cast<char*>(doc)},
+                         {0, nullptr}};
+  PyType_Spec spec = {name, size, 0, Py_TPFLAGS_DEFAULT, slots};
+  return PyType_FromSpec(&spec);
+}
+
+bool add(PyObject* module, const char* name, PyObject* made) {
+  const bool is_added = made != nullptr && PyModule_AddObjectRef(module, name, made) == 0;
+  Py_DecRef(made);
+  return is_added;
+}
+
 }  // namespace
 
-PyObject* turn_class() {
-  static PyMethodDef methods[] = {{"__enter__", enter, METH_NOARGS, nullptr},
-                                  {"__exit__", leave, METH_VARARGS, nullptr},
-                                  {"unite", unite, METH_O, nullptr},
-                                  {nullptr, nullptr, 0, nullptr}};
-  static char doc[] =
-      "A lock that its thread may take again, and that goes to threads in the order they ask.";
-  static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(PyType_GenericNew)},
-                                {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
-                                {Py_tp_methods, methods},
-                                {Py_tp_doc, doc},
-                                {0, nullptr}};
-  static PyType_Spec spec = {"speedtorch._C.Turn", sizeof(Turn), 0, Py_TPFLAGS_DEFAULT, slots};
-  return PyType_FromSpec(&spec);
+bool add_turns(PyObject* module) {
+  static PyMethodDef of_one[] = {{"__enter__", enter, METH_NOARGS, nullptr},
+                                 {"__exit__", leave, METH_VARARGS, nullptr},
+                                 {"unite", unite, METH_O, nullptr},
+                                 {nullptr, nullptr, 0, nullptr}};
+  static PyMethodDef of_several[] = {{"__enter__", enter_all, METH_NOARGS, nullptr},
+                                     {"__exit__", leave_all, METH_VARARGS, nullptr},
+                                     {nullptr, nullptr, 0, nullptr}};
+  PyObject* const one = make_class(
+      "speedtorch._C.Turn", sizeof(Turn), PyType_GenericNew, free_turn, of_one,
+      "A lock that its thread may take again, and that goes to threads in the order they ask.");
+  turn_type = reinterpret_cast<PyTypeObject*>(one);  // the module keeps it
+  if (!add(module, "Turn", one)) return false;
+  return add(module, "Turns",
+             make_class("speedtorch._C.Turns", sizeof(Turns), make_turns, free_turns, of_several,
+                        "Several turns, taken at once."));
 }
 
 }  // namespace speedtorch

@@ -1,4 +1,4 @@
-// Turn: a lock of Python's threads, as a context manager.
+// Turn: a lock of Python's threads, as a context manager; Turns: several of them.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace speedtorch {
 
-// A new reference to the class, or nullptr with Python's error set.
-PyObject* turn_class();
+// Adds both classes to the module; false with Python's error set.
+bool add_turns(PyObject* module);
 
 }  // namespace speedtorch

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -23,7 +23,7 @@ from speedtorch.optim.probe import probe_optimizer
 from speedtorch.optim.wrappers import is_wrapper
 from speedtorch.step.row_weight import hide_rows, show_rows
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
-from speedtorch.step.turn import together
+from speedtorch.step.turn import Turns
 from speedtorch.torch_internals import FOUND_INF, as_plain, can_skip, not_compiled
 
 __all__ = ["watch_steps"]
@@ -56,27 +56,23 @@ class OptimizerStep:
         With `looks_up` a closure of the user, with lookups of the step, is still to come.
         """
         # All at once: a thread that has the turn of some rows may wait for the end of this call.
-        turns = [rows.turn for rows in self._rows]
-        with as_plain():
-            together(turns, partial(self._enter, optimizer, looks_up=looks_up))
-
-    def _enter(self, optimizer: Optimizer, *, looks_up: bool) -> None:
-        for rows in self._rows:
-            rows.exchange.check_threads()
-            _check(optimizer, rows)
-            if not looks_up:
-                rows.exchange.check_lookups()
-        _check_capture(optimizer, self._rows)
-        self._lent()
-        self._lent = _let_skip(optimizer, self._rows)
-        self.is_idle = _is_idle(optimizer)
-        for rows in self._rows:
-            rows.exchange.before_optimizer(self)
-        self.paused = False
-        for rows in self._rows:
-            hide_rows(rows.parameter)
-            if isinstance(state := rows.state, AttachedState):
-                state.begin_step()
+        with as_plain(), Turns(*[rows.turn for rows in self._rows]):
+            for rows in self._rows:
+                rows.exchange.check_threads()
+                _check(optimizer, rows)
+                if not looks_up:
+                    rows.exchange.check_lookups()
+            _check_capture(optimizer, self._rows)
+            self._lent()
+            self._lent = _let_skip(optimizer, self._rows)
+            self.is_idle = _is_idle(optimizer)
+            for rows in self._rows:
+                rows.exchange.before_optimizer(self)
+            self.paused = False
+            for rows in self._rows:
+                hide_rows(rows.parameter)
+                if isinstance(state := rows.state, AttachedState):
+                    state.begin_step()
 
     def by_user(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
         """A closure, which is the user's code within the optimizer's."""

@@ -9,7 +9,6 @@ so do all of them: the rows of each are those that it would hold alone.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -22,7 +21,7 @@ from speedtorch.ops.planned_batch import Parts
 from speedtorch.step.exchange import Exchange, Step
 from speedtorch.step.row_store import Block
 from speedtorch.step.side_stream import MemoryStream, SideStream
-from speedtorch.step.turn import together, unite
+from speedtorch.step.turn import Turns, unite
 from speedtorch.torch_internals import split_apart
 
 __all__ = ["JointExchange", "joined"]
@@ -241,17 +240,12 @@ def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointEx
             alike.setdefault(layout, []).append(key)
     made = []
     for layout, keys in alike.items():
-        if len(keys) > 1:
-            group = [exchanges[key] for key in keys]
-            join = partial(_join, group, layout)
-            if (joint := together([each.turn for each in group], join)) is not None:
-                made.append((keys, joint))
+        if len(keys) == 1:
+            continue
+        group = [exchanges[key] for key in keys]
+        turns = [each.turn for each in group]
+        with Turns(*turns):
+            if all(each.layout() == layout for each in group):
+                unite(turns)  # each of them changes what the others hold
+                made.append((keys, JointExchange(group)))
     return made
-
-
-def _join(exchanges: Sequence[Exchange], layout: Hashable) -> JointExchange | None:
-    """Joins them if they still have this layout."""
-    if any(each.layout() != layout for each in exchanges):
-        return None
-    unite([each.turn for each in exchanges])  # each of them changes what the others hold
-    return JointExchange(exchanges)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
-from speedtorch._C import Turn
+from speedtorch._C import Turn, Turns
 
-__all__ = ["Turn", "alone", "together", "unite"]
+__all__ = ["Turn", "Turns", "alone", "unite"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_Result = TypeVar("_Result")
-
-# Of who takes several turns: two that each had some of them would wait for the others.
-_several = threading.RLock()
 
 
 def alone(method: _Method) -> _Method:
@@ -27,24 +22,6 @@ def alone(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
 
     return in_turn  # type: ignore[return-value]
-
-
-def together(turns: Sequence[Turn], call: Callable[[], _Result]) -> _Result:
-    """Calls a function in several turns. The thread must have none before."""
-    if len(turns) == 1:
-        with turns[0]:
-            return call()
-    with _several:
-        return _within(turns, 0, call)
-
-
-def _within(turns: Sequence[Turn], taken: int, call: Callable[[], _Result]) -> _Result:
-    # No ExitStack, in whose code Ctrl-C could leave a turn taken. A turn that this thread has may
-    # be taken again: the last one is, where there are no four.
-    last = len(turns) - 1
-    a, b = turns[min(taken + 1, last)], turns[min(taken + 2, last)]
-    with turns[taken], a, b, turns[min(taken + 3, last)]:
-        return call() if taken + 4 > last else _within(turns, taken + 4, call)
 
 
 def unite(turns: Sequence[Turn]) -> None:

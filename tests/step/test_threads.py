@@ -25,7 +25,7 @@ from warm_python import warm_python
 
 import speedtorch
 from speedtorch.step import exchange
-from speedtorch.step.turn import Turn, together, unite
+from speedtorch.step.turn import Turn, Turns, unite
 
 ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "40"))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
@@ -490,17 +490,50 @@ def test_turns_that_are_one_wait_for_each_other() -> None:
         turns[0].unite(threading.Lock())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 3000])
+@pytest.mark.parametrize("count", [0, 1, 2, 3000])
 def test_several_turns_are_taken_by_threads_in_any_order(count: int) -> None:
     turns, seen = [Turn() for _ in range(count)], []
 
     def take(turns: list[Turn]) -> None:
-        for _ in range(20):
-            together(turns, lambda: seen.append(None))
+        for _ in range(50):
+            with Turns(*turns):
+                seen.append(len(seen))
 
-    assert run_in_threads(lambda: take(turns), lambda: take(turns[::-1])) == []
-    assert len(seen) == 40
-    assert run_in_threads(lambda: together(turns, lambda: None)) == []
+    def take_each() -> None:
+        for _ in range(50):
+            for turn in (*turns[:2], *turns[-2:]):
+                with turn:
+                    seen.append(len(seen))
+
+    works = [lambda: take(turns), lambda: take(turns[::-1]), take_each]
+    assert run_in_threads(*works) == []
+    assert len(seen) == 100 + 50 * len([*turns[:2], *turns[-2:]])
+    with Turns(*turns), Turns(*turns, *turns):
+        unite(turns[:5])
+    seen.clear()
+    assert run_in_threads(lambda: take(turns), take_each) == []
+    with pytest.raises(TypeError, match="takes Turns alone"):
+        Turns(Turn(), threading.Lock())  # type: ignore[arg-type]
+
+
+def test_a_thread_that_waits_for_several_turns_has_none_of_them() -> None:
+    first, second, order = Turn(), Turn(), []
+    has_asked = threading.Event()
+
+    def take_both() -> None:
+        has_asked.set()
+        with Turns(first, second):
+            order.append("both")
+
+    thread = threading.Thread(target=take_both)
+    with second:
+        thread.start()
+        assert has_asked.wait(10)
+        time.sleep(0.05)  # until it waits
+        with first:
+            order.append("first")
+    thread.join(10)
+    assert order == ["first", "both"]
 
 
 def test_a_turn_is_given_back_by_the_thread_that_has_it_alone() -> None:
