@@ -22,6 +22,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 LIBRARY := speedtorch/_C.abi3.so
 INSTALLED := $(if $(VENV),$(VENV)/.speedtorch-installed)
 TEST := $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# Of runs whose tests may take longer than those of make test.
 PATIENT := -o faulthandler_timeout=3600
 BUILT := build/.built-$(SPEEDTORCH_CUDA)
 SOURCES := $(wildcard csrc/*/*)

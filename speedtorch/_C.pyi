@@ -4,7 +4,7 @@ class Turn:
     def __enter__(self) -> None: ...
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
     def unite(self, other: Turn) -> None:
-        """Makes both one turn for ever. RuntimeError unless this thread has both."""
+        """Makes both one turn from now on. RuntimeError unless this thread has both."""
 
 class Turns:
     """Several turns, taken at once: while it waits for one a thread has none of the others."""

@@ -34,7 +34,7 @@ constexpr int64_t kBytesPerThread = int64_t{32}
                                     << 20;  // a thread starts in 30 us, fills this in 5 ms
 // What a thread fills at a time, in 1 to 2 ms; reading what is available takes up to 0.3 ms.
 constexpr int64_t kBytesPerPiece = int64_t{8} << 20;
-// How long what was read counts: a process that is paused fills nothing, and others do meanwhile.
+// How long what was read counts: while the scheduler pauses a thread, other processes take memory.
 constexpr std::chrono::milliseconds kReadCounts{20};
 
 class MemoryError : public std::bad_alloc {

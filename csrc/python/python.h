@@ -5,8 +5,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-// Without Python (in a C++ program) these symbols are missing, and nobody calls the module's
-// initialiser. Which functions count references depends on the Python that the library is built
+// Without Python (in a C++ program) these symbols are missing, and the module's initialiser is
+// not called. Which functions count references depends on the Python that the library is built
 // for.
 #pragma weak _Py_Dealloc
 #pragma weak Py_DecRef

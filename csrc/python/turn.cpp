@@ -2,7 +2,7 @@
 // thread that asks next, which in a loop is the same thread for minutes. There is no Python code in
 // it at which Ctrl-C could leave it taken, and that would cost each small step.
 //
-// Python's global lock, which is held but where a thread waits, protects what is in it.
+// Python's global interpreter lock protects it: that is released only while a thread waits here.
 
 #include "python/turn.h"
 
@@ -19,7 +19,7 @@ struct Waiter {
 
 struct Turn {
   PyObject object;
-  // How often `thread` has taken it and not given it back; 0: it is nobody's, and nobody waits.
+  // How often `thread` has taken it and not given it back; 0: it is free, and no thread waits.
   Py_ssize_t depth;
   unsigned long thread;
   Waiter* first;

@@ -93,9 +93,8 @@ class Announcements:
                 if announced is None or (part := announced.batch.parts.part_of(ids)) is None:
                     after = latest.parts
                     continue
-                if len(announced.begins) == 1 and not after:
-                    return announced, part
-                begin = max(first for first in announced.begins if first <= part)
+                begins = announced.begins
+                begin = 0 if len(begins) == 1 else max(each for each in begins if each <= part)
                 if begin == 0 and not after:
                     return announced, part
                 brought = _planned((*announced.parts[begin:], *after), (0,), plan)

@@ -25,6 +25,6 @@ def alone(method: _Method) -> _Method:
 
 
 def unite(turns: Sequence[Turn]) -> None:
-    """Makes turns one for ever. The thread must have all of them."""
+    """Makes turns one from now on. The thread must have all of them."""
     for each in turns[1:]:
         turns[0].unite(each)
