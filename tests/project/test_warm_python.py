@@ -64,7 +64,11 @@ def test_a_program_ends_as_it_would(program: str, status: int) -> None:
 def interrupted(python: str) -> tuple[int, str]:
     """How a program ends that Ctrl-C interrupts, and what it says of it."""
     # At its end a Python may do what torch asked for when it was imported: its status tells.
-    program = "import time, torch, torch._dynamo\nprint('begun', flush=True)\ntime.sleep(60)"
+    # One long sleep would sleep on after a signal that comes just before it.
+    program = (
+        "import time, torch, torch._dynamo\nprint('begun', flush=True)\n"
+        "for _ in range(6_000):\n    time.sleep(0.01)"
+    )
     with subprocess.Popen(
         [python, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
