@@ -5,13 +5,15 @@ them, as Ctrl-C or a failed allocation there would; `every_interrupt` goes throu
 call.
 
 A function's return counts as a line of its own: an interrupt there comes when all that the function
-does is done, and its result is lost. Lines that autograd executes in a backward are among them: it
+does is done, and its result is lost. The end of a `with` is none: Python looks for signals after
+calls, and leaves the block then, but an error of a trace function there would not end it. Lines that autograd executes in a backward are among them: it
 runs in the calling thread meanwhile, whichever device the gradients are on.
 """
 
 from __future__ import annotations
 
 import glob
+import linecache
 import os
 import random
 import signal
@@ -19,8 +21,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import count
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
 import pytest
@@ -121,7 +124,7 @@ class Lines:
         return self._line
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "exception":
+        if event == "exception" or (event == "line" and frame.f_lasti in _ends_of_with(frame.f_code)):
             return self._line
         self.count += 1
         if self.seen is not None:
@@ -132,6 +135,21 @@ class Lines:
             self.raised = self._error()
             raise self.raised
         return self._line
+
+
+@cache
+def _ends_of_with(code: CodeType) -> frozenset[int]:
+    """Places in the code that are lines of a `with` again, after its beginning."""
+    begun: set[int] = set()
+    ends: set[int] = set()
+    for start, end, line in code.co_lines():
+        source = linecache.getline(code.co_filename, line or 0)
+        if line is None or not source.lstrip().startswith("with "):
+            continue
+        if line in begun:
+            ends.update(range(start, end, 2))
+        begun.add(line)
+    return frozenset(ends)
 
 
 def out_of_memory() -> torch.OutOfMemoryError:

@@ -11,6 +11,7 @@ import gc
 import itertools
 import math
 import os
+import threading
 import sys
 import time
 import traceback
@@ -93,6 +94,21 @@ class Ours:
         self.loop = iter(())
         if close is not None:
             close()
+
+    def check_turns(self) -> None:
+        """No thread that is not at work has a table to itself: backwards of a GPU have their own."""
+        turns = [each.trained_rows.turn for each in self.model]
+
+        def take() -> None:
+            for turn in turns:
+                with turn:
+                    pass
+
+        other = threading.Thread(target=take, daemon=True)
+        other.start()
+        other.join(10)
+        if other.is_alive():
+            raise AssertionError("the thread that was interrupted still has a table to itself")
 
     def numbers(self) -> list[dict[str, Any]]:
         """Rows, state and counts of every table."""
@@ -410,6 +426,7 @@ class Interrupted:
             at_once: look at the tables before the training goes on.
         """
         ours.drop()
+        ours.check_turns()
         batch = self.calls[ours.at].batch
         states = [ours.at, ours.at + 1]
         if at_once:
