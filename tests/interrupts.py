@@ -5,9 +5,10 @@ them, as Ctrl-C or a failed allocation there would; `every_interrupt` goes throu
 call.
 
 A function's return counts as a line of its own: an interrupt there comes when all that the function
-does is done, and its result is lost. The end of a `with` is none: Python looks for signals after
-calls, and leaves the block then, but an error of a trace function there would not end it. Lines that autograd executes in a backward are among them: it
-runs in the calling thread meanwhile, whichever device the gradients are on.
+does is done, and its result is lost. The end of a `with` does not count: Python handles signals
+after calls, within the block, but an error of a trace function there would skip `__exit__`. Lines
+that autograd executes in a backward are among them: it runs in the calling thread meanwhile,
+whichever device the gradients are on.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ class Lines:
         return self._line
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "exception" or (event == "line" and frame.f_lasti in _ends_of_with(frame.f_code)):
+        if event == "exception":
+            return self._line
+        if event == "line" and frame.f_lasti in _ends_of_with(frame.f_code):
             return self._line
         self.count += 1
         if self.seen is not None:

@@ -11,8 +11,8 @@ import gc
 import itertools
 import math
 import os
-import threading
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -96,7 +96,7 @@ class Ours:
             close()
 
     def check_turns(self) -> None:
-        """No thread that is not at work has a table to itself: backwards of a GPU have their own."""
+        """Another thread can take each table, as a GPU's backward does."""
         turns = [each.trained_rows.turn for each in self.model]
 
         def take() -> None:
