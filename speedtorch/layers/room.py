@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -16,6 +17,7 @@ from speedtorch.layers.traffic import Traffic
 from speedtorch.layers.unit import Unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.step.side_stream import end_of_current
+from speedtorch.torch_internals import current_stream
 
 __all__ = ["Room", "Use"]
 
@@ -57,6 +59,20 @@ class Leaver(NamedTuple):
             self.unit.write_back(after)
 
 
+class LastUse(NamedTuple):
+    """The end of a unit's last use.
+
+    Attributes:
+        end: None on the CPU.
+        stream: where that is; None on the CPU.
+        changes: the unit's count of changes then.
+    """
+
+    end: torch.cuda.Event | None
+    stream: torch.cuda.Stream | None
+    changes: int
+
+
 class Room:
     """Brings units to the device, within a budget, for which others leave.
 
@@ -76,7 +92,7 @@ class Room:
 
     def __init__(self, device: torch.device, budget: int | None, traffic: Traffic) -> None:
         self._device, self._budget, self._traffic = device, budget, traffic
-        self._there: dict[Unit, None] = {}
+        self._there: OrderedDict[Unit, None] = OrderedDict()
         """Those that may have device memory, the one that was used longest ago first."""
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         """Those of now, which their callers hold."""
@@ -86,8 +102,8 @@ class Room:
         """What has come and was not used yet."""
         self._going: list[Leaver] = []
         """What is being written back to leave then, the first first."""
-        self._left: dict[Unit, tuple[torch.cuda.Event | None, int]] = {}
-        """Where the last use ended, and the unit's count of changes then."""
+        self._left: dict[Unit, LastUse] = {}
+        """Of units that are not in use."""
         self._others: dict[Unit, int] = {}
         """Bytes on the device that came to a unit there, when it was used last."""
         self._calls: Calls | None = None
@@ -187,6 +203,12 @@ class Room:
 
     def _enter(self, unit: Unit, *, state: bool) -> None:
         self._end_failed()
+        # From here on the program may queue work on the unit without being seen.
+        last = self._left.pop(unit, None)
+        if last is not None and last.end is not None and last.stream is not self._stream():
+            # The last use, and the copy to the device before it, were on another stream.
+            current_stream(self._device).wait_event(last.end)
+        unit.begin_use()
         self._keep(unit, state=state)
         is_there = not unit.missing_bytes(state=state)
         self.hits += is_there
@@ -197,10 +219,14 @@ class Room:
     def _leave(self, unit: Unit) -> None:
         if self.is_used(unit):
             return
-        self._left[unit] = end_of_current(self._device), unit.changes
         self._others[unit] = unit.other_bytes()
-        self._there.pop(unit, None)
         self._there[unit] = None
+        self._there.move_to_end(unit)
+        unit.end_use()
+        self._left[unit] = LastUse(end_of_current(self._device), self._stream(), unit.changes)
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        return current_stream(self._device) if self._device.type == "cuda" else None
 
     def advance(self) -> None:
         """Lets come what is wanted, as far as there is room without waiting."""
@@ -333,6 +359,8 @@ class Room:
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
         is_home, before = leaver.is_home, self._traffic.bytes_out
         freed = unit.evict_state(end) if leaver.of_state else self._evict(unit, end, search=search)
+        if leaver.of_state and not self.is_used(unit):
+            unit.track()
         if not is_home or self._traffic.bytes_out > before:
             self.seconds_waited += time.perf_counter() - begin
         if not self.bytes_of(unit):
@@ -348,9 +376,9 @@ class Room:
         return freed + self._others.pop(unit, 0)
 
     def end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
-        """Where its last use ended on the device; None: nobody knows."""
-        end, changes = self._left.get(unit, (None, -1))
-        return end if changes == unit.changes else None
+        """The end of its last use; None: it is in use, or was used since outside of any use."""
+        last = self._left.get(unit)
+        return None if last is None or last.changes != unit.changes else last.end
 
     def _end_failed(self) -> None:
         if self._calls is not None:

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.layers.host_slab import copy_spans, host_bytes, is_pinned
 from speedtorch.layers.traffic import Traffic
 from speedtorch.step.side_stream import SharedSideStream
-from speedtorch.torch_internals import storage_uses
+from speedtorch.torch_internals import current_stream, storage_uses
 
 __all__ = ["Memory", "Slab", "check_packable"]
 
@@ -82,7 +83,7 @@ def _up(count: int) -> int:
 
 def check_packable(name: str, tensor: object) -> None:
     """Raises TypeError, ValueError for what is more, or less, than elements in memory."""
-    if type(tensor) not in (Tensor, nn.Parameter):
+    if not is_plain_tensor(tensor):
         kind = type(tensor)
         raise TypeError(
             f"{name}: expected a plain tensor, got {kind.__module__}.{kind.__qualname__}, whose"
@@ -401,8 +402,8 @@ class Slab:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor has memory of the device slab."""
-        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        return is_plain and tensor.untyped_storage()._cdata == self._storage._cdata
+        is_dense = is_plain_tensor(tensor) and tensor.layout == torch.strided
+        return is_dense and tensor.untyped_storage()._cdata == self._storage._cdata
 
     @property
     def is_held(self) -> bool:
@@ -419,7 +420,7 @@ class Slab:
         found = [
             each
             for each in gc.get_objects()
-            if type(each) in (Tensor, nn.Parameter)
+            if is_plain_tensor(each)
             and id(each) not in own
             and each.layout == torch.strided
             and each.untyped_storage()._cdata == self._storage._cdata
@@ -436,7 +437,10 @@ class Slab:
         return self._storage is other._storage
 
     def leave(self) -> None:
-        """Leaves the device slab to those who have views of it; the next one is another."""
+        """Leaves the device slab to the views of it that are kept; the next one is another."""
+        if self._whole is not None and self._whole.is_cuda:
+            # The views are used on the current stream: the memory is reused behind their last use.
+            self._whole.record_stream(current_stream(self.device))
         self._storage = torch.empty(0, dtype=torch.uint8, device=self.device).untyped_storage()
         self._device_views, self._whole = {}, None
         self.is_filled = False

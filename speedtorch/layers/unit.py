@@ -9,20 +9,23 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, TypeAlias
+from functools import partial, wraps
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from speedtorch.layers.access_tracker import AccessTracker
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.roster import Roster
 from speedtorch.layers.slab import Memory
 from speedtorch.layers.traffic import Traffic
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
+    as_plain,
+    current_stream,
     never_compiled,
     tree_leaves,
     tree_map,
@@ -32,6 +35,31 @@ from speedtorch.torch_internals import (
 __all__ = ["Unit", "exact_device"]
 
 _Part: TypeAlias = tuple[Pack, Members]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _untracked(method: _Method) -> _Method:
+    """Lets a method look at tracked tensors without being taken for the program."""
+
+    @wraps(method)
+    def call(self: Unit, *args: Any, **kwargs: Any) -> Any:
+        with as_plain():
+            return method(self, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _weak_call(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a bound method for as long as its object is alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (called := weak()) is not None:
+            called(*args)
+
+    return call
+
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The unit of each tensor, as a weakref: it belongs to one at most."""
@@ -206,6 +234,9 @@ class Unit:
         """Parameters that a step may have changed."""
         self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
         self._guard = _Guard(self)
+        self._tracker = AccessTracker(_weak_call(self._note_access))
+        self._streams: set[torch.cuda.Stream] = set()
+        """Streams that the module ran on, and its tensors were used on, since join_streams()."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []
         self._check_alone()
@@ -217,12 +248,7 @@ class Unit:
         saved = module.register_state_dict_post_hook(_Saved(self))  # type: ignore[no-untyped-call]
         self._hooks.append(saved)
         if optimizer is not None:
-            method = weakref.WeakMethod(self._after_step)
-
-            def after_step(*_: Any) -> None:
-                if (called := method()) is not None:
-                    called()
-
+            after_step = _weak_call(self._after_step)
             self._hooks.append(optimizer.register_step_post_hook(after_step))
 
     @property
@@ -280,7 +306,9 @@ class Unit:
         Raises:
             RuntimeError, TypeError, ValueError, MemoryError: as of load().
         """
-        return self._come(Pack.bring, state=state)
+        copied = self._come(Pack.bring, state=state)
+        self.track()
+        return copied
 
     def load(self, *, state: bool = True) -> int:
         """Brings the unit to the device, where it stays if it is there; returns the bytes copied.
@@ -302,7 +330,9 @@ class Unit:
             pack.join()
         return copied
 
+    @_untracked
     def _come(self, call: Callable[[Pack, Members], int], *, state: bool) -> int:
+        self._tracker.stop()
         if not self.device_bytes:  # all is on the host, and all is copied
             self.was_stepped = self._is_state_new = False
             self._note_copied()
@@ -322,6 +352,7 @@ class Unit:
             raise
         return copied
 
+    @_untracked
     def write_back(self, after: torch.cuda.Event | None = None) -> int:
         """Begins to copy what is new on the device to the host; returns the bytes.
 
@@ -331,14 +362,19 @@ class Unit:
         Args:
             after: the end of its last use; None: after all that the current stream has by now.
         """
+        if after is None:
+            self._join_streams()
         of_state, _, (pack, members) = self._parts()
         copied = pack.write_back(members, after) + self._write_state_back(of_state, after)
         if pack.memory is Memory.DEVICE:
             self._note_copied()
         return copied
 
+    @_untracked
     def write_state_back(self, after: torch.cuda.Event | None = None) -> int:
         """As write_back(), of the optimizer's state alone."""
+        if after is None:
+            self._join_streams()
         return self._write_state_back(self._parts()[0], after)
 
     def _write_state_back(self, of_state: _Part, after: torch.cuda.Event | None) -> int:
@@ -348,6 +384,7 @@ class Unit:
             self._is_state_new = False
         return copied
 
+    @_untracked
     def evict(self, after: torch.cuda.Event | None = None, *, search: bool = True) -> int:
         """Brings the unit to the host, and what is new of it; returns the bytes of device memory.
 
@@ -362,6 +399,9 @@ class Unit:
                 the unit is where it was.
             MemoryError: the host has too little for what came to it since, which is where it was.
         """
+        self._tracker.stop()
+        if after is None:
+            self._join_streams()
         of_state, of_gradients, (own, members) = self._parts()
         # Graphs have views of its own tensors alone.
         freed = sum(pack.evict(some, after) for pack, some in (of_state, of_gradients))
@@ -371,11 +411,15 @@ class Unit:
         self.has_graph = self.has_graph and any(pack.is_held for pack in self._packs)
         return freed
 
+    @_untracked
     def evict_state(self, after: torch.cuda.Event | None = None) -> int:
         """Brings the optimizer's state to the host alone; returns the bytes that are free then.
 
         The unit can be used, and not be stepped.
         """
+        self._tracker.stop()
+        if after is None:
+            self._join_streams()
         pack, members = self._parts()[0]
         freed = pack.evict(members, after)
         self._is_state_new = False
@@ -390,6 +434,7 @@ class Unit:
         """Views that somebody keeps, and with them device memory that it has left, as text."""
         return [each for pack in self._packs for each in pack.held_by()]
 
+    @_untracked
     def missing_bytes(self, *, state: bool) -> int:
         """Bytes of device memory that load() would take."""
         packs = self._packs if state else self._packs[:-1]
@@ -398,14 +443,17 @@ class Unit:
         return sum(pack.missing_bytes(some) for pack, some in self._parts() if pack in packs)
 
     @property
+    @_untracked
     def needed_bytes(self) -> int:
         """Bytes on the device of all that there is of it now."""
         return sum(pack.needed_bytes(members) for pack, members in self._parts())
 
+    @_untracked
     def new_bytes(self) -> int:
         """Bytes on the device that evict() would copy now."""
         return sum(pack.new_bytes(members) for pack, members in self._parts())
 
+    @_untracked
     def other_bytes(self) -> int:
         """Bytes of gradients and state that came to it on the device since it was loaded."""
         return sum(pack.other_bytes(members) for pack, members in self._parts())
@@ -418,20 +466,60 @@ class Unit:
     def touch(self) -> None:
         """Says that any of its tensors may have changed without torch's counting it."""
         self._is_touched = self._is_state_new = True
+        self._uses += 1
+
+    def _note_access(self, is_counted: bool) -> None:
+        """A tensor is used outside of any use."""
+        self.note_use()
+        if not is_counted:
+            self.touch()
 
     def note_use(self) -> None:
-        """Says that its module runs, forward or backward."""
+        """Says that its module runs, forward or backward, or that a tensor of it is used."""
         self._is_used = True
         self._uses += 1
+        if self.device.type == "cuda":
+            self._streams.add(current_stream(self.device))
+
+    def begin_use(self) -> None:
+        """From now on its tensors are used without being tracked."""
+        self._tracker.stop()
+        self._join_streams()
+
+    def end_use(self) -> None:
+        """From now on track() finds each use of its tensors, and the current stream is behind all.
+
+        An event that the current stream records next is behind all work on the unit.
+        """
+        self._join_streams()
+        self.track()
+
+    @_untracked
+    def track(self) -> None:
+        """Counts the next operation on its tensors as a change, if it is on the device."""
+        if self.device_bytes:
+            self._tracker.start(each for _, some in self._parts() for each in some.tensors.values())
+
+    def _join_streams(self) -> None:
+        if not self._streams:
+            return
+        current = current_stream(self.device)
+        for each in self._streams:
+            if each is not current:
+                # The module ran there: its memory is reused behind that, too.
+                current.wait_stream(each)
+        self._streams.clear()
 
     @property
     def changes(self) -> int:
-        """Grows when its module runs, when it is stepped, and with each change that torch counts.
+        """Grows with each use, each step, and each change of its tensors that torch counts.
 
-        Changes of gradients and of the optimizer's state are left out, and what moves it counts.
+        Changes of gradients and of the optimizer's state count outside of a use, by track(). What
+        moves the unit counts, too.
         """
         own = () if self._roster is None else self._roster.own.values()
-        return self._uses + sum(map(version_of, own))
+        with as_plain():
+            return self._uses + sum(map(version_of, own))
 
     def call_in_backward(self, call: Callable[[], None] | None) -> None:
         """What is called where a backward reaches a unit that was loaded in its forward.
@@ -482,10 +570,12 @@ class Unit:
             pack.wait()
 
     @property
+    @_untracked
     def has_gradients(self) -> bool:
         """Whether an optimizer's step would change it."""
         return any(each.grad is not None for each in self._parameters.values())
 
+    @_untracked
     def on_host(self) -> dict[int, Tensor]:
         """Its parameters and buffers on the host by their addresses on the device."""
         self.write_back()
@@ -493,6 +583,7 @@ class Unit:
         pack, members = self._parts()[2]
         return pack.on_host(members)
 
+    @_untracked
     def state_on_host(self) -> dict[int, Tensor]:
         """The optimizer's state on the host by its addresses on the device."""
         if not self._state.device_bytes:
@@ -502,6 +593,7 @@ class Unit:
         pack, members = self._parts()[0]
         return pack.on_host(members)
 
+    @_untracked
     def note_step(self) -> None:
         """Says that the optimizer has stepped it."""
         self._is_stepped = self._is_state_new = self.was_stepped = True
@@ -512,7 +604,7 @@ class Unit:
             if each.requires_grad or each.grad is not None
         }
 
-    def _after_step(self) -> None:
+    def _after_step(self, *_: object) -> None:
         if not self._steps_are_told:
             self.note_step()
 
