@@ -157,7 +157,7 @@ class Auto:
         if self._backward is not None and self._backward[0] is unit:
             return
         self._leave_backward()
-        use = self._room.begin_use([unit])
+        use = self._room.begin_use([unit], gradients=True)
         self._backward = unit, use
         self._room.fill_use(use)
         self._note(_Reached(unit, backward=True))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from speedtorch.layers.traffic import Traffic
 from speedtorch.layers.unit import Unit
@@ -23,11 +24,17 @@ __all__ = ["Room", "Use"]
 
 
 class Use:
-    """Units that stay on the device for as long as somebody holds this."""
+    """Units that stay on the device for as long as somebody holds this.
 
-    def __init__(self, units: Iterable[Unit], *, state: bool) -> None:
+    Args:
+        units: which ones.
+        state: they are to be stepped, with their state, which a first step makes.
+        gradients: a backward is to make gradients of them.
+    """
+
+    def __init__(self, units: Iterable[Unit], *, state: bool, gradients: bool) -> None:
         self.units = tuple(units)
-        self.state = state
+        self.state, self.gradients = state, gradients
 
 
 class Calls(Protocol):
@@ -83,6 +90,7 @@ class Room:
         device: where units are used.
         budget: the most bytes that they take; None: as many as there are.
         traffic: of the units.
+        first_state: the bytes of state that a first step makes of a parameter.
 
     Attributes:
         hits: uses that found their unit on the device.
@@ -90,8 +98,15 @@ class Room:
         seconds_waited: by the host, for units to leave.
     """
 
-    def __init__(self, device: torch.device, budget: int | None, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        budget: int | None,
+        traffic: Traffic,
+        first_state: Callable[[Tensor], int],
+    ) -> None:
         self._device, self._budget, self._traffic = device, budget, traffic
+        self._first_state = first_state
         self._there: OrderedDict[Unit, None] = OrderedDict()
         """Those that may have device memory, the one that was used longest ago first."""
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
@@ -105,7 +120,7 @@ class Room:
         self._left: dict[Unit, LastUse] = {}
         """Of units that are not in use."""
         self._others: dict[Unit, int] = {}
-        """Bytes on the device that came to a unit there, when it was used last."""
+        """Bytes that came to a unit on the device, and in a use those that are to come."""
         self._calls: Calls | None = None
         self._turns: dict[Unit, int] = {}
         """Units that are used next, one after another, with their turns."""
@@ -118,18 +133,22 @@ class Room:
         return [each for each in self._there if self.bytes_of(each)]
 
     @contextmanager
-    def using(self, units: Iterable[Unit], *, state: bool) -> Iterator[None]:
+    def using(
+        self, units: Iterable[Unit], *, state: bool, gradients: bool = False
+    ) -> Iterator[None]:
         """Brings units, which do not leave within."""
-        use = self.begin_use(units, state=state)
+        use = self.begin_use(units, state=state, gradients=gradients)
         try:
             self.fill_use(use)
             yield
         finally:
             self.end_use(use)
 
-    def begin_use(self, units: Iterable[Unit], *, state: bool = False) -> Use:
+    def begin_use(
+        self, units: Iterable[Unit], *, state: bool = False, gradients: bool = False
+    ) -> Use:
         """Units do not leave, unless end_use() is called or nobody holds what this returns."""
-        use = Use(units, state=state)
+        use = Use(units, state=state, gradients=gradients)
         self._uses.add(use)
         return use
 
@@ -137,6 +156,19 @@ class Room:
         """Brings its units."""
         for unit in use.units:
             self._enter(unit, state=use.state)
+
+    def expect_gradients(self, unit: Unit) -> None:
+        """Makes room for the gradients that a backward is about to make of a unit.
+
+        Raises RuntimeError if there is not enough.
+        """
+        if self._budget is None:
+            return
+        for use in self._uses:
+            if unit in use.units:
+                use.gradients = True
+        self._others[unit] = unit.other_bytes() + unit.missing_gradients()
+        self._makes_room(unit, 0, waits=True)
 
     def end_use(self, use: Use) -> None:
         """Units may leave."""
@@ -192,7 +224,8 @@ class Room:
             return
         for unit in units:
             used = [each for each in self._there if self.is_used(each) and each is not unit]
-            needed = unit.needed_bytes + sum(self.bytes_of(each) for each in used)
+            needed = unit.needed_bytes + self._new_state(unit)
+            needed += sum(self.bytes_of(each) for each in used)
             if needed > self._budget:
                 raise RuntimeError(
                     f"budget: {text_of(self._budget)} are {text_of(needed - self._budget)} too"
@@ -213,6 +246,8 @@ class Room:
         is_there = not unit.missing_bytes(state=state)
         self.hits += is_there
         self.misses += not is_there
+        self._there.setdefault(unit)
+        self._others[unit] = self._other_bytes(unit)
         self._bring(unit, state=state, waits=True)
         self._awaited.discard(unit)
 
@@ -278,7 +313,7 @@ class Room:
 
     def _makes_room(self, unit: Unit | None, missing: int, *, waits: bool) -> bool:
         """Lets others leave until there is room for so many bytes; whether there is."""
-        if self._budget is None or (unit is not None and not missing):
+        if self._budget is None:
             return True
         if self.taken() + missing > self._budget:
             self._count_others()
@@ -293,7 +328,8 @@ class Room:
                 used = [each.name for each in self._there if self.is_used(each)]
                 raise RuntimeError(
                     f"budget: {text_of(self._budget)} are {text_of(over)} too little for the units"
-                    f" that are used at once, {used}; give more, or use fewer at once"
+                    f" that are used at once, {used}, with their gradients; give more, or use fewer"
+                    " at once"
                 )
             if victim in left:
                 raise RuntimeError(f"unit {victim.unit.name!r} could not leave the device")
@@ -407,7 +443,22 @@ class Room:
     def _count_others(self) -> None:
         """Counts anew what came to units on the device, and what has gone since."""
         for unit in self._there:
-            self._others[unit] = unit.other_bytes()
+            self._others[unit] = self._other_bytes(unit)
+
+    def _other_bytes(self, unit: Unit) -> int:
+        """What came to a unit on the device, and what its uses of now let come."""
+        count = unit.other_bytes()
+        if self._budget is not None:
+            uses = [use for use in self._uses if unit in use.units]
+            if any(use.gradients for use in uses):
+                count += unit.missing_gradients()
+            if any(use.state for use in uses):
+                count += self._new_state(unit)
+        return count
+
+    def _new_state(self, unit: Unit) -> int:
+        """Bytes of state that a first step of a unit makes."""
+        return sum(map(self._first_state, unit.without_state()))
 
     def bytes_of(self, unit: Unit) -> int:
         """Of its device memory, with what came to it there."""

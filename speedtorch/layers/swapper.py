@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedtorch.layers.auto import Auto
+from speedtorch.layers.first_state import FirstState
 from speedtorch.layers.room import Room
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.traffic import Traffic
@@ -41,8 +42,8 @@ class Swapper:
         optimizer: any of torch's that keeps tensors for each parameter by itself; None: nothing is
             trained.
         device: where units are used.
-        budget: the most device memory that units take, in bytes or as "12GiB"; None: as much as
-            there is. Units that are used at once need more together: they must fit.
+        budget: the most device memory that units take, with gradients and state, in bytes or as
+            "12GiB"; None: as much as there is. Units that are used at once must fit together.
 
     Raises:
         TypeError: an argument is of the wrong kind, the optimizer keeps tensors within lists or
@@ -81,7 +82,8 @@ class Swapper:
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = Traffic()
         self._units: dict[nn.Module, Unit] = {}
-        self._room = Room(self.device, self.budget, self._traffic)
+        first_state = FirstState(optimizer).nbytes
+        self._room = Room(self.device, self.budget, self._traffic, first_state)
         self._steps: UnitSteps | None = None
         self._auto: Auto | None = None
         self._is_closed = False
@@ -89,6 +91,7 @@ class Swapper:
             for name, module in named:
                 unit = Unit(module, optimizer, device=self.device, name=name, traffic=self._traffic)
                 self._units[module] = unit
+                unit.call_before_gradients(self._room.expect_gradients)
         except BaseException:
             self.close()
             raise

@@ -61,6 +61,10 @@ def _weak_call(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def _nothing(_: object) -> None:
+    pass
+
+
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The unit of each tensor, as a weakref: it belongs to one at most."""
 
@@ -227,6 +231,7 @@ class Unit:
         self.gives_views = False
         self.has_graph = self.was_stepped = self._steps_are_told = False
         self._in_backward: Callable[[], None] | None = None
+        self._before_gradients: Callable[[Unit], None] = _nothing
         # All that it has may have been changed before.
         self._is_touched = self._is_stepped = self._is_used = self._is_state_new = True
         self._roster: Roster | None = None
@@ -458,6 +463,23 @@ class Unit:
         """Bytes of gradients and state that came to it on the device since it was loaded."""
         return sum(pack.other_bytes(members) for pack, members in self._parts())
 
+    @_untracked
+    def missing_gradients(self) -> int:
+        """Bytes of gradients that a backward may make."""
+        return sum(
+            each.nbytes
+            for each in self._parameters.values()
+            if each.requires_grad and each.grad is None
+        )
+
+    @_untracked
+    def without_state(self) -> list[nn.Parameter]:
+        """Parameters of which the optimizer's next step may make state."""
+        state = {} if self.optimizer is None else self.optimizer.state
+        return [
+            each for each in self._parameters.values() if each.requires_grad and each not in state
+        ]
+
     def _note_copied(self) -> None:
         """Notes that parameters and buffers have not changed since they were copied."""
         self._is_touched = self._is_stepped = self._is_used = False
@@ -528,16 +550,22 @@ class Unit:
         """
         self._in_backward = call
 
+    def call_before_gradients(self, call: Callable[[Unit], None]) -> None:
+        """What is called where a backward reaches it, unless call_in_backward() says otherwise."""
+        self._before_gradients = _weak_call(call)
+
     @property
     def comes_by_itself(self) -> bool:
         """Whether somebody waits for call_in_backward()."""
         return self._in_backward is not None
 
     def reach_backward(self) -> None:
-        """A backward reaches a result of it."""
+        """A backward reaches a result of it, and is about to make its gradients."""
         self.open_results -= 1
         if self._in_backward is not None:
             self._in_backward()
+        else:
+            self._before_gradients(self)
 
     def note_graph(self) -> None:
         """Says that a result of its module has a graph, which may need its memory."""

@@ -41,8 +41,17 @@ class SharedRows(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = {},  # noqa: B006
+    ) -> SharedRows:
+        if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            # torch.distributed.checkpoint.async_save copies what is here into such a tensor.
+            given: SharedRows = args[0]
+            field = given.field.new_empty(given.field.shape, **kwargs)
+            return SharedRows(len(given), field, given.blocks)
         raise NotImplementedError(
             f"{func}: the rows of other ranks are not here; this rank's are in emb.table"
         )

@@ -115,12 +115,13 @@ class Positions(nn.Module):
 def test_views_that_a_unit_gives_keep_their_values(
     device: str, trained: bool, give: Callable[..., Any]
 ) -> None:
-    made = nn.ModuleList([Positions(give, trained=trained), nn.Linear(64, 64)])
-    swapper = Swapper(made, device=device, budget="17KiB")
+    made = nn.ModuleList([Positions(give, trained=trained), nn.Linear(128, 64)])
+    made[1].requires_grad_(False)
+    swapper = Swapper(made, device=device, budget="34KiB")
     with swapper.auto():
         given = made[0](8)
         rows = given["rows"] if give is dict else given.rows
-        x = made[1](torch.ones(8, 64, device=device))
+        x = made[1](torch.ones(8, 128, device=device, requires_grad=True))
         assert swapper.report().resident == ("1",) and type(given) is give
         (x + rows).sum().backward()
     assert bool((rows == 1).all())
@@ -413,7 +414,7 @@ def test_a_refused_step_of_a_scaler_leaves_nothing_behind(device: str) -> None:
         optimizer = optim.Adam(layers.parameters(), lr=0.1, fused=True)
         swapper = None
         if layers is made:
-            swapper = Swapper(made, optimizer, device=device, budget=16 * 17 * 8)
+            swapper = Swapper(made, optimizer, device=device, budget=16 * 17 * 8 + 256)
         scaler = GradScaler(device, init_scale=4.0)
         x = torch.ones(2, 16, device=device)
         with nullcontext() if swapper is None else swapper.use(*layers):
@@ -448,7 +449,7 @@ def test_two_swappers_of_a_fused_optimizer_and_a_scaler(device: str) -> None:
 def test_views_that_are_kept_of_state_keep_their_values(device: str) -> None:
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     optimizer = optim.Adam(layers.parameters())
-    swapper = Swapper(layers, optimizer, device=device, budget=2600)
+    swapper = Swapper(layers, optimizer, device=device, budget=3600)
     x = torch.randn(4, 8, device=device)
     with swapper.auto(step=True, ahead=2):
         for _ in range(3):
@@ -535,22 +536,14 @@ def test_a_step_without_room_steps_nothing() -> None:
     made = nn.ModuleList([nn.Linear(16, 16, bias=False), nn.Linear(32, 32, bias=False)])
     optimizer = optim.Adam(made.parameters(), lr=0.1)
     swapper = Swapper(made, optimizer, device="cpu", budget="9KiB")
-
-    def gradients() -> None:
-        for layer in (made[1], made[0]):
-            with swapper.use(layer):
-                layer(torch.ones(1, layer.in_features)).sum().backward()
-
-    gradients()
-    optimizer.step()
-    optimizer.zero_grad()
-    swapper.evict()
-    gradients()
+    for layer in (made[1], made[0]):
+        with swapper.use(layer):
+            layer(torch.ones(1, layer.in_features)).sum().backward()
     before = copy.deepcopy(made)
     with pytest.raises(RuntimeError, match="to step unit '1', with its state .* no unit has been"):
         optimizer.step()
     assert same(made, before)
-    assert [float(optimizer.state[layer.weight]["step"]) for layer in made] == [1, 1]
+    assert not optimizer.state
 
 
 def test_gradients_that_are_gone_take_no_room() -> None:

@@ -1,0 +1,59 @@
+"""FirstState: the bytes of state that an optimizer's first step makes of a parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedtorch.optim.optimizer_copy import OptimizerCopy
+
+__all__ = ["FirstState"]
+
+
+class FirstState:
+    """Finds out how much memory state takes before there is any.
+
+    A copy of the optimizer steps a parameter of the same shape and dtype on the meta device, which
+    has no memory.
+
+    Args:
+        optimizer: None: there is no state.
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._known: dict[tuple[int, torch.Size, torch.dtype], int] = {}
+
+    def nbytes(self, parameter: Tensor) -> int:
+        """Bytes of state on the parameter's device; 0 where the copy needs real elements to step.
+
+        Such state counts once it has been made.
+        """
+        number = self._group_of(parameter)
+        if self._optimizer is None or number is None:
+            return 0
+        kind = number, parameter.shape, parameter.dtype
+        if kind not in self._known:
+            self._known[kind] = _tried(self._optimizer, parameter)
+        return self._known[kind]
+
+    def _group_of(self, parameter: Tensor) -> int | None:
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        for number, group in enumerate(groups):
+            if any(each is parameter for each in group["params"]):
+                return number
+        return None
+
+
+def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
+    like = torch.empty_like(parameter, device="meta", requires_grad=False)
+    # Neither variant changes what is kept; fused kernels refuse the meta device.
+    settings = {"fused": False, "foreach": False}
+    try:
+        copy = OptimizerCopy(optimizer, parameter, like, settings, construct=False)
+        copy.step(like, sparse=False)
+    except Exception:  # of any kind: the optimizer's code has met a tensor without elements
+        return 0
+    kept = [each for each in copy.state.values() if isinstance(each, Tensor)]
+    return sum(each.nbytes for each in kept if each.is_meta)

@@ -1,0 +1,170 @@
+"""The budget bounds what units take on the device: with gradients, and state that a step makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from torch import Tensor, nn, optim
+
+from speedtorch.layers import Swapper
+from speedtorch.layers.first_state import FirstState
+from speedtorch.layers.partial_step import PartialStep
+
+WIDTH = 64
+UNIT = 2 * 4 * WIDTH * (WIDTH + 1)  # bytes of the weights of a unit
+
+
+def layers(count: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(count)
+        )
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "SGD": lambda m: optim.SGD(m.parameters(), lr=0.1),
+    "SGD, momentum": lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "AdamW": lambda m: optim.AdamW(m.parameters(), foreach=False),
+    "AMSGrad, fused": lambda m: optim.Adam(m.parameters(), amsgrad=True, fused=True),
+}
+
+
+@contextmanager
+def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """What units take on the device after each gradient and each part of a step."""
+    found: list[int] = []
+    units = list(swapper._units.values())
+
+    def look(_: object = None) -> None:
+        found.append(sum(unit.device_bytes + unit.other_bytes() for unit in units))
+
+    step = PartialStep.step
+
+    def stepped(self: PartialStep, parameters: list[Tensor]) -> None:
+        step(self, parameters)
+        look()
+
+    hooks = [
+        each.register_post_accumulate_grad_hook(look)
+        for unit in units
+        for each in unit.module.parameters()
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialStep, "step", stepped)
+        yield found
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
+@pytest.mark.parametrize("extra", [1.05, 1.7, 2.4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_units_that_come_by_themselves_take_no_more(
+    optimizer: str, extra: float, step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    made = OPTIMIZERS[optimizer](model)
+    kept = {"SGD": 0, "SGD, momentum": 1, "AdamW": 2, "AMSGrad, fused": 3}[optimizer]
+    budget = int((2 + kept) * (UNIT + 1024) * extra)
+    swapper = Swapper(model, made, device="cpu", budget=budget)
+    with swapper.auto(step=step), watched(swapper, monkeypatch) as found:
+        for _ in range(3):
+            model(torch.ones(1, WIDTH)).sum().backward()
+            made.step()
+            made.zero_grad()
+    assert found and UNIT * (2 + kept) <= max(found) <= budget
+
+
+def test_units_in_use_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers()
+    made = OPTIMIZERS["AdamW"](model)
+    budget = int(5.2 * (UNIT + 1024))
+    swapper = Swapper(model, made, device="cpu", budget=budget)
+    with watched(swapper, monkeypatch) as found:
+        for _ in range(2):
+            for unit in model:
+                with swapper.use(unit):
+                    unit(torch.ones(1, WIDTH)).sum().backward()
+                    made.step()
+                made.zero_grad()
+    assert found and max(found) <= budget
+
+
+def test_a_backward_without_room_for_its_gradients_says_so() -> None:
+    model = layers(2)
+    swapper = Swapper(model, device="cpu", budget=int(1.5 * UNIT))
+    with swapper.use(model[0]):
+        result = model[0](torch.ones(1, WIDTH)).sum()
+        with pytest.raises(
+            RuntimeError, match=r"at once, \['0'\], with their gradients; give more"
+        ):
+            result.backward()
+    assert all(each.grad is None for each in model.parameters())
+    with torch.no_grad(), swapper.use(model[0]):
+        model[0](torch.ones(1, WIDTH))
+
+
+@pytest.mark.parametrize(("optimizer", "kept"), zip(OPTIMIZERS, range(4), strict=True))
+def test_state_is_known_before_there_is_any(optimizer: str, kept: int) -> None:
+    model = layers(1)
+    made = OPTIMIZERS[optimizer](model)
+    first = FirstState(made)
+    assert [first.nbytes(each) for each in model.parameters()] == [
+        kept * each.nbytes for each in model.parameters()
+    ]
+    assert not made.state
+    assert first.nbytes(nn.Parameter(torch.ones(3))) == 0  # which the optimizer does not have
+
+
+def test_state_of_an_optimizer_that_reads_elements_counts_once_it_is_there() -> None:
+    class Reads(optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for each in group["params"]:
+                    if each.grad is not None and each.grad.sum().item() != 0:
+                        self.state[each]["kept"] = torch.zeros_like(each)
+
+    model = layers(4)
+    made = Reads(model.parameters(), lr=0.1)
+    assert FirstState(made).nbytes(model[0][0].weight) == 0
+    swapper = Swapper(model, made, device="cpu", budget=int(4.2 * (UNIT + 1024)))
+    for unit in model:
+        with swapper.use(unit):
+            unit(torch.ones(1, WIDTH)).sum().backward()
+            made.step()
+        made.zero_grad()
+    assert swapper.report().resident_bytes <= int(4.2 * (UNIT + 1024))
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
+@pytest.mark.parametrize("extra", [1.05, 1.6, 2.3])
+def test_the_allocator_has_given_no_more(extra: float, step: bool) -> None:
+    width = 1024
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+            for _ in range(8)
+        )
+    )
+    made = optim.AdamW(model.parameters(), foreach=False)
+    budget = int(4 * 8 * width * (width + 1) * extra)
+    x = torch.ones(1, width, device="cuda")
+    (x @ x.T).sum().item()  # what cuBLAS allocates for itself is there
+    swapper = Swapper(model, made, device="cuda", budget=budget)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with swapper.auto(step=step):
+        for _ in range(4):
+            model(x).sum().backward()
+            made.step()
+            made.zero_grad()
+    # A step of AdamW has two temporaries of a weight's size.
+    assert torch.cuda.max_memory_allocated() - before <= budget + 3 * 4 * width**2
