@@ -288,15 +288,3 @@ def check_groups() -> None:
     every = rows_module()
     shard(every)
     assert_found(every, whole, torch.arange(ROWS))
-
-
-def check_other_models() -> None:
-    """Other rows, or more modules, on one rank raise on all, and nothing changes."""
-    rank = dist.get_rank()
-    rows = speedtorch.Embedding(ROWS + (rank == 1), WIDTH)
-    message = f"rank {1 - rank} has Embedding of {ROWS + (rank == 0)} rows of 3 torch.float32"
-    raises(ValueError, message, lambda: shard(rows))
-    more = nn.ModuleList(rows_module() for _ in range(1 + (rank == 1)))
-    message = f"rank {1 - rank} has .*nothing" if rank else "where rank 0 has nothing"
-    raises(ValueError, message, lambda: shard(more))
-    assert rows.table.rows == rows.num_embeddings

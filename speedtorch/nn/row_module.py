@@ -231,6 +231,11 @@ class RowModule(nn.Module):
         """
         return self.trained_rows.store.table
 
+    @property
+    def settings(self) -> dict[str, object]:
+        """How rows are looked up, which processes that share them must agree on."""
+        return {name: getattr(self, name) for name in self._settings}
+
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""
         said = f"{self.num_embeddings}, {self.embedding_dim}"

@@ -56,6 +56,14 @@ class TableGroup(RowModule):
             draw = Draw((table.draw,), random_seed(), None, rows)
             self.trained_rows.store.draw(draw, anew=True)
 
+    @property
+    def settings(self) -> dict[str, object]:
+        """See RowModule; of each table."""
+        return {
+            f"table {each.name!r}": (each.rows, each.features, "mean" if each.mean else "sum")
+            for each in self.ranges.tables
+        }
+
     def extra_repr(self) -> str:
         """The tables and their rows."""
         tables = ", ".join(f"{each.name}: {each.rows}" for each in self.ranges.tables)

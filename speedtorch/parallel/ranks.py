@@ -5,7 +5,6 @@ Every call is one of all ranks. What cannot be agreed on raises on every rank.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import NamedTuple, TypeVar
 
@@ -52,14 +51,14 @@ class Ranks:
     of later steps wait for no rows.
 
     Attributes:
-        numbers: Gives each table another, the same on all ranks.
+        tables: The qualified names of the tables, by their numbers, the same on all ranks.
         faults: Errors that all ranks have raised.
     """
 
     faults = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.numbers = itertools.count()
+        self.tables: list[str] = []
         # Collectives of others, such as those of DistributedDataParallel, go their own way.
         self._giving, self._asking = group_like(group), group_like(group)
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
@@ -82,6 +81,11 @@ class Ranks:
     def name(self) -> str:
         """The same on all of them, and another for others."""
         return str(self._giving.group_name)
+
+    def numbered(self, name: str) -> int:
+        """The number of another table, whose qualified name is given."""
+        self.tables.append(name)
+        return len(self.tables) - 1
 
     def count_fault(self) -> None:
         """Says that all ranks raise an error."""

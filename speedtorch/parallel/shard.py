@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import zip_longest
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel import machine
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.row_parameters import row_parameters
+from speedtorch.parallel.same_modules import same_modules
 from speedtorch.parallel.sharded_rows import ShardedRows
 from speedtorch.step.row_store import Portion, waiting_bytes
 from speedtorch.table.row_blocks import rows_of_a_block
@@ -41,15 +41,16 @@ def shard(
             does.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised, or rows have been used; nothing has
-            changed.
+        RuntimeError: torch.distributed is not initialised, or rows have been used.
+        TypeError: process_group is a DeviceMesh.
         NotImplementedError: A module has scale_grad_by_freq, or all of a padding_idx, a max_norm
-            and a capacity; nothing has changed.
+            and a capacity.
         ValueError: The model has no such module, this process is none of the group's or the group
-            cannot have communicators of its own, or, on all ranks, a module is not the same on all
-            of them; nothing has changed.
-        MemoryError: On all ranks: the rows of the ranks on some machine do not fit there together;
-            nothing has changed.
+            cannot have communicators of its own, the ranks' modules, their settings, the functions
+            of their first values or `average` differ, or another rank raises one of these.
+        MemoryError: The rows of the ranks on some machine do not fit there together.
+
+        What is wrong with the model of one rank raises on all of them; nothing has changed then.
 
     Example:
         Under torchrun, which begins a process for each GPU::
@@ -67,23 +68,11 @@ def shard(
             "shard: torch.distributed is not initialised; call"
             " torch.distributed.init_process_group() first, in processes that torchrun begins"
         )
-    modules = [each for each in model.modules() if isinstance(each, RowModule)]
-    if not modules:
-        raise ValueError(f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag")
-    for module in modules:
-        name = module.trained_rows.name
-        if getattr(module, "scale_grad_by_freq", False):
-            raise NotImplementedError(
-                f"{name}: scale_grad_by_freq would need the counts of all ranks; scale the"
-                " gradient of the lookup's result"
-            )
-        limits = (module.padding_idx, getattr(module, "max_norm", None), module.capacity)
-        if None not in limits:
-            raise NotImplementedError(
-                f"{name}: rows with a padding_idx, a max_norm and a capacity cannot be shared out,"
-                " as the padding's row fills blocks and would be shortened; leave one of them out"
-            )
-        module.trained_rows.store.refuse_if_used()
+    if isinstance(process_group, DeviceMesh):
+        raise TypeError(
+            "shard: process_group is a DeviceMesh; pass mesh.get_group(), or for a mesh of several"
+            f" dimensions mesh.get_group(name) of one of them: {process_group.mesh_dim_names}"
+        )
     if dist.get_rank(process_group) < 0:
         raise ValueError("shard: this process is none of process_group; call it in those that are")
     is_part = dist.get_world_size(process_group) < dist.get_world_size()
@@ -94,7 +83,8 @@ def shard(
             " torch.distributed.init_process_group()"
         )
     ranks = Ranks.of(process_group)
-    _refuse_if_differing(ranks, modules)
+    named = same_modules(ranks, model, average=average)
+    modules = list(named.values())
     deals, portions, needed = [], [], waiting_bytes()
     for module in modules:
         unit = rows_of_a_block((module.embedding_dim,))
@@ -107,33 +97,16 @@ def shard(
     for each in model.modules():  # DistributedDataParallel asks the one that it wraps
         if names := [name for name, parameter in each.named_parameters() if parameter in own]:
             ignored_by_data_parallel(each, names)
-    for module, dealt, portion in zip(modules, deals, portions, strict=True):
+    for (name, module), dealt, portion in zip(named.items(), deals, portions, strict=True):
         module.share_out(
             portion,
             partial(
                 ShardedRows,
                 dealt=dealt,
                 ranks=ranks,
-                number=next(ranks.numbers),
+                number=ranks.numbered(name),
                 padding=module.padding_idx,
                 average=average,
                 sparse=bool(getattr(module, "sparse", False)),
             ),
         )
-
-
-def _refuse_if_differing(ranks: Ranks, modules: list[RowModule]) -> None:
-    """Raises ValueError on all ranks if they have not all the same modules."""
-    own = [
-        f"{each.trained_rows.name} of {each.num_embeddings} rows of {each.embedding_dim}"
-        f" {each.trained_rows.store.dtype}, padding_idx={each.padding_idx},"
-        f" capacity={each.capacity}"
-        for each in modules
-    ]
-    for rank, others in enumerate(ranks.every(own)):
-        for mine, theirs in zip_longest(own, others, fillvalue="nothing"):
-            if mine != theirs:
-                raise ValueError(
-                    f"shard: rank {rank} has {theirs} where rank {ranks.rank} has {mine}; build the"
-                    " same model on all ranks"
-                )

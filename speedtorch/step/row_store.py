@@ -24,7 +24,7 @@ from speedtorch.ops.functions import (
 from speedtorch.ops.shapes import row_shape
 from speedtorch.table.host_table import HostTable, RowHolder
 from speedtorch.table.record_layout import lay_out
-from speedtorch.table.row_blocks import Share
+from speedtorch.table.row_blocks import Share, draw_rows
 from speedtorch.table.shared_rows import SharedRows
 from speedtorch.torch_internals import current_stream
 
@@ -32,6 +32,7 @@ __all__ = ["Block", "Counted", "Draw", "Fields", "Portion", "RowStore", "waiting
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
+_SAMPLE = 4  # rows of each draw that are drawn to compare it with others
 
 # Tables that have yet to take their memory.
 _waiting: weakref.WeakSet[RowStore] = weakref.WeakSet()
@@ -57,12 +58,22 @@ class Draw(NamedTuple):
 
     def __call__(self, table: HostTable) -> None:
         """Gives the rows of a table their values."""
-        function, *more = self.functions
-        if more:
-            function = partial(_one_after_another, self.functions)
-        table.init_(function, seed=self.seed, rows=self.rows, share=self.share)
+        table.init_(self._function, seed=self.seed, rows=self.rows, share=self.share)
         if self.zero is not None:
             table["weight"][self.zero].zero_()
+
+    def sample(self, rows: int, row_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Its first rows, at most `_SAMPLE`, as drawn with the seed 0 in a table of `rows`."""
+        first, end, _ = self.rows.indices(rows)
+        drawn = torch.zeros((min(end - first, _SAMPLE), *row_shape), dtype=dtype)
+        share = Share(end - first, [(range(len(drawn)), range(len(drawn)))])
+        draw_rows(drawn, self._function, (), {}, 0, False, share)
+        return drawn
+
+    @property
+    def _function(self) -> Callable[[Tensor], object]:
+        function, *more = self.functions
+        return partial(_one_after_another, self.functions) if more else function
 
 
 def _one_after_another(functions: Sequence[Callable[[Tensor], object]], rows: Tensor) -> None:
@@ -447,6 +458,10 @@ class RowStore:
         if self.is_drawn:
             made.load("weight", self.table["weight"])
         return made
+
+    def samples(self) -> list[Tensor]:
+        """Values of the first rows of each draw that the rows still wait for; see Draw.sample."""
+        return [each.sample(self.rows, self.row_shape, self.dtype) for each in self._draws]
 
     def refuse_if_used(self) -> None:
         """Raises RuntimeError if the rows have been used, or given as a table."""

@@ -1,0 +1,120 @@
+"""same_modules: the modules of a model that all ranks have, with the same settings."""
+
+from __future__ import annotations
+
+import zlib
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from speedtorch.nn.row_module import RowModule
+from speedtorch.parallel.ranks import Ranks
+
+__all__ = ["same_modules"]
+
+_VALUES = "init_"
+"""What is said of the function of the first values."""
+_Settings = dict[str, str]
+"""Of a module, in words."""
+
+
+def same_modules(ranks: Ranks, model: nn.Module, *, average: bool) -> dict[str, RowModule]:
+    """The modules of a model whose rows can be shared out, by their qualified names.
+
+    Raises on all ranks, also where one of them alone is wrong: its own error there, and ValueError
+    on the others; ValueError if two ranks differ.
+    """
+    refusal: Exception | None = None
+    named: dict[str, RowModule] = {}
+    own: dict[str, _Settings] = {}
+    try:
+        named = _modules_of(model)
+        own = {name: _settings_of(module, average=average) for name, module in named.items()}
+    except Exception as error:  # of any kind: the other ranks wait for this one
+        refusal = error
+    told = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+    every = ranks.every((told, list(own.items())))
+    if refusal is not None:
+        raise refusal
+    for rank, (why, _) in enumerate(every):
+        if why is not None:
+            raise ValueError(f"shard: rank {rank} raises {why}; nothing has changed on any rank")
+    first = every[0][1]
+    for rank, (_, modules) in enumerate(every):
+        _refuse_if_differing(first, modules, rank)
+    return named
+
+
+def _modules_of(model: nn.Module) -> dict[str, RowModule]:
+    """Those whose rows can be shared out; raises if there are none, or others beside them."""
+    named = {
+        name or type(each).__name__: each
+        for name, each in model.named_modules()
+        if isinstance(each, RowModule)
+    }
+    if not named:
+        raise ValueError(f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag")
+    for module in named.values():
+        name = module.trained_rows.name
+        if getattr(module, "scale_grad_by_freq", False):
+            raise NotImplementedError(
+                f"{name}: scale_grad_by_freq would need the counts of all ranks; scale the"
+                " gradient of the lookup's result"
+            )
+        limits = (module.padding_idx, getattr(module, "max_norm", None), module.capacity)
+        if None not in limits:
+            raise NotImplementedError(
+                f"{name}: rows with a padding_idx, a max_norm and a capacity cannot be shared out,"
+                " as the padding's row fills blocks and would be shortened; leave one of them out"
+            )
+        module.trained_rows.store.refuse_if_used()
+    return named
+
+
+def _settings_of(module: RowModule, *, average: bool) -> _Settings:
+    """What must be the same on all ranks."""
+    store, weight = module.trained_rows.store, module.weight
+    settings = {
+        "class": type(module).__name__,
+        "num_embeddings": module.num_embeddings,
+        "embedding_dim": module.embedding_dim,
+        "dtype": store.dtype,
+        "device": weight.device.type,
+        "padding_idx": module.padding_idx,
+        "capacity": module.capacity,
+        **module.settings,
+        "weight.requires_grad": weight.requires_grad,
+        "average": average,
+        _VALUES: [_digest(each) for each in store.samples()],
+    }
+    return {name: str(value) for name, value in settings.items()}
+
+
+def _digest(values: Tensor) -> str:
+    return f"values of digest {zlib.crc32(values.view(torch.uint8).numpy().tobytes()):08x}"
+
+
+def _refuse_if_differing(
+    first: list[tuple[str, _Settings]], others: list[tuple[str, _Settings]], rank: int
+) -> None:
+    """Raises ValueError if a rank has other modules than the first, or other settings of one."""
+    remedy = "build the same model on all ranks; nothing has changed on any rank"
+    for ours, theirs in zip_longest(first, others):
+        if ours is None or theirs is None or ours[0] != theirs[0]:
+            has, of_first = (
+                "no further module" if e is None else repr(e[0]) for e in (theirs, ours)
+            )
+            raise ValueError(f"shard: rank {rank} has {has} where rank 0 has {of_first}; {remedy}")
+        name, settings = ours
+        differing = [key for key in settings | theirs[1] if settings.get(key) != theirs[1].get(key)]
+        if len(differing) > 1 and _VALUES in differing:
+            differing.remove(_VALUES)  # which are others because of the rest
+        if differing:
+            said, of_first = (
+                ", ".join(f"{key}={each.get(key)}" for key in differing)
+                for each in (theirs[1], settings)
+            )
+            raise ValueError(
+                f"shard: of {name!r} rank {rank} has {said} where rank 0 has {of_first}; {remedy}"
+            )

@@ -1,0 +1,16 @@
+"""Ranks that differ are told on all of them, by name, before anything has changed."""
+
+from __future__ import annotations
+
+import pytest
+from rank_processes import in_processes
+from sharded_disagreements import check_meshes, check_other_models
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_setting_that_differs_is_named(ranks: int) -> None:
+    in_processes(ranks, check_other_models)
+
+
+def test_a_mesh_is_refused_with_the_remedy() -> None:
+    in_processes(2, check_meshes)
