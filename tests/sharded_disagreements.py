@@ -10,8 +10,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from rank_processes import own_device
-from sharded_training import ROWS, WIDTH, raises
-from torch import nn
+from sharded_capacity import raised_late
+from sharded_training import ROWS, WIDTH, ids_here, raises, share_of
+from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 import speedtorch
@@ -126,3 +127,172 @@ def check_meshes() -> None:
     message = r"process_group is a DeviceMesh; pass mesh.get_group\(\).*get_group\(name\).*'rows'"
     raises(TypeError, message, lambda: shard(made(), process_group=mesh))
     shard(made(), process_group=mesh.get_group())
+
+
+class Pair:
+    """Two tables, their optimizer, and one process that trains what all ranks do."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        torch.manual_seed(3)
+        self.model = nn.ModuleDict({name: made(capacity=capacity) for name in "ab"})
+        torch.manual_seed(3)
+        self.whole = nn.ModuleDict({name: made() for name in "ab"})
+        shard(self.model)
+        self.optimizers = [
+            optim.Adam(each.parameters(), lr=0.25) for each in (self.model, self.whole)
+        ]
+        speedtorch.attach(self.optimizers[0], self.model)
+        speedtorch.attach(self.optimizers[1], self.whole)
+        self.good_step(5)
+        self.before = [module.table["weight"].clone() for module in self.model.values()]
+
+    def good_step(self, seed: int) -> None:
+        """The same lookups in the same order on all ranks; their numbers are those of one."""
+        for each, optimizer in zip((self.model, self.whole), self.optimizers, strict=True):
+            optimizer.zero_grad()
+            ids = ids_here(seed, seed + 20, 2)
+            found = [module(ids) for module in each.values()]
+            torch.cat(found).sum().backward()
+            optimizer.step()
+        self.assert_as_whole()
+
+    def assert_as_whole(self) -> None:
+        for ours, theirs in zip(self.model.values(), self.whole.values(), strict=True):
+            ours.flush()
+            for entry in theirs.table.fields:
+                own = share_of(theirs.table[entry], dist.get_rank(), dist.get_world_size())
+                assert torch.equal(ours.table[entry], own), entry
+
+
+def is_odd() -> bool:
+    """Whether this rank does otherwise than the rest."""
+    return dist.get_rank() == 1
+
+
+def lookups_in_another_order(pair: Pair) -> None:
+    for name in "ba" if is_odd() else "ab":
+        pair.model[name](ids_here(1, 2))
+
+
+def backwards_in_another_order(pair: Pair) -> None:
+    losses = [pair.model[name](ids_here(1, 2)).sum() * k for k, name in enumerate("ab", 1)]
+    for loss in reversed(losses) if is_odd() else losses:
+        loss.backward()
+
+
+def backwards_of_one_table_in_another_order(pair: Pair) -> None:
+    pair.model["a"].announce(first := ids_here(1, 2), second := ids_here(3, 4))
+    losses = [pair.model["a"](ids).sum() for ids in (first, second)]
+    for loss in reversed(losses) if is_odd() else losses:
+        loss.backward()
+
+
+def a_backward_of_one_rank(pair: Pair) -> None:
+    found = pair.model["a"](ids_here(1, 2))
+    if not is_odd():
+        found.sum().backward()
+    pair.model["a"](ids_here(3, 4))
+
+
+def a_backward_of_another_table(pair: Pair) -> None:
+    found = {name: pair.model[name](ids_here(1, 2)) for name in "ab"}
+    found["b" if is_odd() else "a"].sum().backward()
+
+
+def a_skipped_batch(pair: Pair, skipped: int) -> None:
+    """One rank leaves out the backward of a batch that was prefetched."""
+    module = pair.model["a"]
+    batches = [ids_here(k, 20 + k) for k in range(6)]
+    for step, ids in enumerate(speedtorch.prefetch(batches, module, ids=lambda batch: batch)):
+        module.zero_grad()
+        found = module(ids)
+        if not (is_odd() and step == skipped):
+            found.sum().backward()
+
+
+def announced_by_one_rank(pair: Pair) -> None:
+    ids = ids_here(1, 2)
+    if is_odd():
+        pair.model["a"].announce(ids)
+    pair.model["b"](ids)
+    pair.model["a"](ids)
+
+
+def another_tensor_than_announced(pair: Pair) -> None:
+    pair.model["a"].announce(ids := ids_here(1, 2))
+    pair.model["a"](ids.clone() if is_odd() else ids)
+
+
+def evaluated_by_one_rank(pair: Pair) -> None:
+    with torch.set_grad_enabled(not is_odd()):
+        found = pair.model["a"](ids_here(1, 2))
+    if found.requires_grad:
+        found.sum().backward()
+    pair.model["a"](ids_here(1, 2))
+
+
+def frozen_later_by_one_rank(pair: Pair) -> None:
+    pair.model["a"].weight.requires_grad_(not is_odd())
+    try:
+        evaluated_by_one_rank(pair)
+    finally:
+        pair.model["a"].weight.requires_grad_(True)
+
+
+OTHERS = r"ranks \[1\] are at {}"
+NEW, BACK, TOLD = (
+    "a new lookup of '{}' ",
+    "the backward of lookup {} of '{}'",
+    "lookup {} of '{}', wh",
+)
+CALLS: dict[str, tuple[Callable[[Pair], None], str, str]] = {
+    "lookups": (lookups_in_another_order, NEW.format("a"), NEW.format("b")),
+    "backwards": (backwards_in_another_order, BACK.format(1, "a"), BACK.format(1, "b")),
+    "of one": (backwards_of_one_table_in_another_order, BACK.format(1, "a"), BACK.format(2, "a")),
+    "no backward": (a_backward_of_one_rank, BACK.format(1, "a"), NEW.format("a")),
+    "of another": (a_backward_of_another_table, BACK.format(1, "a"), BACK.format(1, "b")),
+    "no first batch": (partial(a_skipped_batch, skipped=0), BACK.format(1, "a"), ".* of 'a'"),
+    "no batch": (partial(a_skipped_batch, skipped=2), BACK.format(3, "a"), ".* of 'a'"),
+    "not the third last": (partial(a_skipped_batch, skipped=3), BACK.format(4, "a"), ".* of 'a'"),
+    "not the last but one": (partial(a_skipped_batch, skipped=4), BACK.format(5, "a"), ".* of 'a'"),
+    "announced": (announced_by_one_rank, NEW.format("b"), NEW.format("a")),
+    "another tensor": (another_tensor_than_announced, TOLD.format(1, "a"), NEW.format("a")),
+    "evaluated": (evaluated_by_one_rank, "(the backward|a new lookup).* of 'a'", NEW.format("a")),
+    "frozen": (frozen_later_by_one_rank, "(the backward|a new lookup).* of 'a'", NEW.format("a")),
+}
+
+
+def check_other_calls(capacity: int | None) -> None:
+    """Whatever one rank does otherwise raises on all, which name both; then they go on."""
+    for name, (differ, first, odd) in CALLS.items():
+        pair = Pair(capacity)
+        with soon(name):
+            message = rf"ranks \[0.*\] are at {first}.*; ranks \[1\] are at {odd}"
+            raises(RuntimeError, message, partial(differ, pair))
+        for module, before in zip(pair.model.values(), pair.before, strict=True):
+            module.flush()
+            assert torch.equal(module.table["weight"], before), name
+        pair.model.zero_grad()
+        pair.good_step(7)
+
+
+def check_late_calls() -> None:
+    """Rows of a capacity that are stepped before the error is known are as before the step."""
+    with raised_late():
+        for flushes in (False, True):
+            pair = Pair(ROWS)
+            backwards_in_another_order(pair)
+            pair.optimizers[0].step()
+            message = (
+                "ranks .* at the backward of lookup 1 of .*; ranks .* at the backward of lookup 1"
+            )
+            if flushes:
+                raises(RuntimeError, message, pair.model["a"].flush)
+            for module in pair.model.values():
+                raises(RuntimeError, message, lambda module=module: module(ids_here(1)))  # type: ignore[misc]
+            for module, before in zip(pair.model.values(), pair.before, strict=True):
+                module.flush()
+                assert torch.equal(module.table["weight"], before)
+            found = pair.model["a"](ids_here(1, 2))
+            with torch.no_grad():
+                assert torch.equal(found, pair.whole["a"](ids_here(1, 2)))

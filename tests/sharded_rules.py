@@ -70,15 +70,14 @@ def check_one_tensor_in_a_loop() -> None:
 
 
 def check_lookups_in_another_order() -> None:
-    """Ranks that give them one tensor cannot know; those that can raise, and others wait."""
-    module = rows_module()
+    """Ranks that give them one tensor cannot know which is which; all raise, and go on together."""
+    module, whole = rows_module(), rows_module()
     shard(module)
     first, second = of_first(1, 2, 3), of_first(5, 6)
     module.announce(first, second)
-    if dist.get_rank() == 0:
-        message = r"ranks \[1\] look up one tensor several times .* in the order of announce\(\)"
-        raises(RuntimeError, message, lambda: module(second))
-    shard(rows_module())  # those are still together
+    message = r"ranks \[0\] are at lookup 1 of 'Embedding', which was .*\[1\] are at lookup 0 of"
+    raises(RuntimeError, message, lambda: module(second))
+    assert_found(module, whole, second).sum().backward()
 
 
 def check_ids_written_by_numpy() -> None:

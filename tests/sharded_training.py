@@ -234,7 +234,8 @@ def check_errors() -> None:
     every[[3, 4]] = True
     assert torch.equal((module.table["weight"] != before).any(1), share_of(every, rank, ranks))
     asked = model["other"] if rank == 1 else module
-    raises(RuntimeError, r"ranks \[\d.*\] look up rows of another module", lambda: asked(ids[:1]))
+    message = r"ranks \[0.*\] are at a new lookup of 'one' .*; ranks \[1\] are at .* of 'other'"
+    raises(RuntimeError, message, lambda: asked(ids[:1]))
 
 
 def check_refusals() -> None:

@@ -15,6 +15,7 @@ from speedtorch.nn.collection import TableCollection
 from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.ops.joint_batch import JointBatch
+from speedtorch.parallel.calls import DisagreementError
 from speedtorch.step.exchange import Batch
 from speedtorch.step.joint_exchange import JointExchange, joined
 from speedtorch.torch_internals import as_plain
@@ -98,6 +99,8 @@ class Prefetch(Generic[_Batch]):
                         plan_ahead = module.lookups.exchange.plan_ahead
                         last[module] = plan_ahead(of_module, last.get(module))
                 yield batch, {module: last[module] for module in parts}
+        except DisagreementError:  # all ranks raise it now
+            raise
         except Exception as error:
             yield error
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from speedtorch.ops.fitted_batch import raises_at_once
 from speedtorch.ops.planned_batch import Numbers
+from speedtorch.parallel.calls import Call, DisagreementError
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import of_ranks
@@ -32,6 +33,33 @@ class Agreement:
         self._last: list[Numbers] = []
         """What nobody has looked at."""
         self._known: Tensor | None = None
+        self._calls: list[Numbers] = []
+        """Of the ranks since the last lookup, which nobody has compared."""
+
+    def meet(self, call: Call) -> Tensor | None:
+        """As Questions.meet."""
+        name, device = self._exchange.name, self._exchange.device
+        if raises_at_once(device):
+            self._ranks.meet(name, call, device)
+            return None
+        codes = self._ranks.calls(name, call, device)
+        self._calls.append(Numbers(codes))
+        return (codes != call.code).any().long().view(1)
+
+    def check(self) -> None:
+        """As Others.check."""
+        while self._calls:
+            self._ranks.refuse_if_differing(self._exchange.name, self._calls[0])
+            del self._calls[0]
+
+    def settle_calls(self) -> None:
+        """As check(), at a lookup: what raises here raises on all ranks, and a new step begins."""
+        try:
+            self.check()
+        except DisagreementError:
+            self._calls, self._last = [], []
+            self._exchange.resume()
+            raise
 
     def expect(self, fault: Tensor | None) -> None:
         """Says what is wrong with the ids of the next lookup, `[1]` on the device, if anything."""

@@ -31,7 +31,8 @@ class FixedQuestion:
         bounds: where the numbers of each rank begin, and where the last ones end, on the device.
         none: what each rank calls a row that is none: an id of its own rows, never trained.
         capacity: rows that each rank is asked for.
-        number: of who asks: the same on all ranks.
+        lookup: its number among those of the table.
+        differs: whether ranks ask for rows of other tables now, `[1]`, if that is not known.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class FixedQuestion:
         none: int,
         ranks: Ranks,
         capacity: int,
-        number: int,
+        lookup: int,
+        differs: Tensor | None,
     ) -> None:
         device = numbers.device
-        self.turn = turn
-        self._name, self._capacity, self._number = name, capacity, number
+        self.turn, self.lookup = turn, lookup
+        self._name, self._capacity = name, capacity
         self._numbers, self._dealt = numbers, dealt
         count, end, size = numbers.numel(), dealt.room * dealt.ranks, dealt.ranks
         self._batch = FittedBatch([numbers.clamp(min=0)], max(end, 1), device, None, count)
@@ -62,15 +64,15 @@ class FixedQuestion:
         fault = (ends.diff() > capacity).any() * TOO_MANY
         fault = torch.where((numbers < 0).any(), BAD_IDS, fault).expand(size)
         rows = torch.where(is_some, self._of_entries(unique).view(size, -1) % dealt.room, -1)
-        told = torch.cat([rows, fault[:, None], torch.full_like(rows[:, :1], number)], 1)
-        others = ranks.exchanged(name, told)
-        self._faults, self._modules = others[:, -2], others[:, -1]
-        is_others = (self._modules != number).any() * OTHER_MODULE
-        self.fault = torch.maximum(self._faults.max(), is_others).view(1)
+        others = ranks.exchanged(name, torch.cat([rows, fault[:, None]], 1))
+        self._faults = others[:, -1]
+        self.fault = self._faults.max().view(1)
         """What is wrong on some rank, on the device: `[1]`; 0: nothing."""
-        blocks = others[:, :-2].flatten()
+        if differs is not None:
+            self.fault = torch.maximum(self.fault, differs * OTHER_MODULE)
+        blocks = others[:, :-1].flatten()
         every = [capacity] * size
-        self.asked = Asked(blocks.masked_fill(blocks < 0, none), every, every, [])
+        self.asked = Asked(blocks.masked_fill(blocks < 0, none), every, every)
 
     def _of_entries(self, values: Tensor) -> Tensor:
         """What the distinct rows have, `[distinct, ...]`, where they are among the blocks."""
@@ -87,13 +89,6 @@ class FixedQuestion:
                     f"{self._name}: an id on ranks {bad} is out of range; no row was moved"
                 )
             raise of_ranks(self._name, fault, "nothing has changed")
-
-    def check_order(self) -> None:
-        """Raises RuntimeError: a lookup that is not the next may be another on other ranks."""
-        raise RuntimeError(
-            f"{self._name}: with a capacity ranks take lookups for those that come next: make them"
-            " in the order of announce() and of prefetch's ids"
-        )
 
     def bad_ids(self) -> IndexError | None:
         """The error about ids of this rank that are out of range, if some are."""

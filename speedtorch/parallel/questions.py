@@ -8,6 +8,7 @@ which give several lookups one tensor, as an empty one, ask as those do that giv
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.parallel.agreement import Agreement
+from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.fixed_questions import FixedQuestion
 from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Asked, Ranks, Told, out_of_range
 from speedtorch.step.announcements import Announced
 from speedtorch.step.exchange import Batch, Exchange
+from speedtorch.step.fixed_blocks import OTHER_MODULE
 from speedtorch.step.side_stream import SideStream
 from speedtorch.step.trained_rows import Bags, summed
 
@@ -39,14 +42,20 @@ class Question:
         numbers: of the rows, `[...]` as the ids.
         batch: of these numbers; None if some are known to be bad.
         told: what the ranks have told each other.
+        lookup: its number among those of the table.
     """
 
     asked: Asked
 
     def __init__(
-        self, turn: LookupTurn, numbers: Tensor, batch: PlannedBatch | None, told: Told
+        self,
+        turn: LookupTurn,
+        numbers: Tensor,
+        batch: PlannedBatch | None,
+        told: Told,
+        lookup: int,
     ) -> None:
-        self.turn = turn
+        self.turn, self.lookup = turn, lookup
         self._numbers: Tensor | None = numbers
         self._batch, self._told = batch, told
 
@@ -76,15 +85,6 @@ class Question:
             raise out_of_range(self._told.name, ids, numbers, dealt.rows) or error from None
         self.batch.count()
         self._numbers = None
-
-    def check_order(self) -> None:
-        """Raises RuntimeError if a lookup that is not the next may be another on other ranks."""
-        if self.asked.alike:
-            raise RuntimeError(
-                f"{self._told.name}: ranks {self.asked.alike} look up one tensor several times"
-                " where others have several, and cannot tell which is which; make lookups in the"
-                " order of announce() and of prefetch's ids, or give each a tensor of its own"
-            )
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """The places, and the rows with the padding's as the last, whose number is given."""
@@ -167,6 +167,7 @@ class Questions:
     ) -> None:
         self._exchange, self._dealt, self._ranks = exchange, dealt, ranks
         self._number, self._none = number, none
+        self._lookups = itertools.count()
         self._told: list[PlannedQuestions] = []
         """Announced since the last lookup before."""
         self._told_in = 0
@@ -194,31 +195,62 @@ class Questions:
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
         self._before_lookup()
-        found = self._planned_for(ids) if torch.is_grad_enabled() else None
+        found, fault = self._planned_for(ids) if torch.is_grad_enabled() else (None, None)
         if found is None:
-            question = self._question(ids, self._bounds(), again=False)
-            found = PlannedQuestions([question], None), question, True
-        planned, question, is_next = found
+            question = self._question(ids, self._bounds())
+            found = PlannedQuestions([question], None), question
+        planned, question = found
         self._ask(planned)
-        if not is_next:
-            question.check_order()
         question.turn.come()
         self._latest = planned
-        self._expect([*self._told, planned])
+        self._expect([*self._told, planned], fault)
         return question
 
-    def _planned_for(self, ids: Tensor) -> tuple[PlannedQuestions, AnyQuestion, bool] | None:
-        """What was planned for a lookup, and whether that is the next."""
+    def _planned_for(
+        self, ids: Tensor
+    ) -> tuple[tuple[PlannedQuestions, AnyQuestion] | None, Tensor | None]:
+        """What was planned for a lookup, and whether the ranks' lookups differ, as meet() says."""
         self._was_looked_up = True
-        for planned in self._told:
-            self._pass_on(planned)
+        found, is_next, some_wait = None, False, False
         for batches in (self._told, [] if self._due is None else [self._due]):
             every = [(batch, each) for batch in batches for each in batch.questions]
             waiting = [(batch, each) for batch, each in every if not each.turn.has_come]
-            for place, (batch, question) in enumerate(waiting):
-                if question.turn.is_of(ids):
-                    return batch, question, place == 0
+            some_wait = some_wait or bool(waiting)
+            places = [n for n, (_, each) in enumerate(waiting) if each.turn.is_of(ids)]
+            if places:
+                found, is_next = waiting[places[0]], places[0] == 0
+                break
+        fault = None
+        if some_wait:
+            fault = (
+                self.meet(Kind.COUNTS) if found is None else self.meet(Kind.ROWS, found[1].lookup)
+            )
+        for planned in self._told:
+            self._pass_on(planned)
+        if found is not None and not is_next and self._agreement is not None:
+            self._ask(found[0])
+            raise RuntimeError(
+                f"{self._exchange.name}: with a capacity ranks take lookups for those that come"
+                " next: make them in the order of announce() and of prefetch's ids"
+            )
+        return found, fault
+
+    def meet(self, kind: Kind, lookup: int = 0) -> Tensor | None:
+        """Raises DisagreementError on all ranks if some of them are at another exchange.
+
+        Where what is wrong with rows of a capacity is raised later, gives whether they are: `[1]`.
+        """
+        call = Call(kind, self._number, lookup)
+        if self._agreement is not None:
+            return self._agreement.meet(call)
+        self._ranks.meet(self._exchange.name, call, self._exchange.device)
         return None
+
+    def before_gradients(self, lookup: int) -> None:
+        """Called before gradients of a lookup's rows go to their owners; as meet()."""
+        if (fault := self.meet(Kind.GRADIENTS, lookup)) is not None:
+            with self._exchange.turn:
+                self._exchange.stop(fault)
 
     def of_no_step(self, ids: Tensor) -> AnyQuestion:
         """The question of a lookup that trains nothing; of any number of rows.
@@ -229,7 +261,7 @@ class Questions:
             return self.of(ids)
         self._before_lookup()
         turn = LookupTurn(ids, self._exchange.device)
-        question = self._counted(turn, self._numbers_of(turn), self._bounds(), again=False)
+        question = self._counted(turn, self._numbers_of(turn), self._bounds())
         self._ask(PlannedQuestions([question], None))
         return question
 
@@ -241,6 +273,7 @@ class Questions:
         if self._faults != self._ranks.faults:
             self._faults = self._ranks.faults
             self._told, self._due = [], None
+            self._lookups = itertools.count()  # some ranks may have counted one more
             with self._exchange.turn:
                 self._exchange.forget_announced()
 
@@ -253,7 +286,10 @@ class Questions:
             )
         self._forget_after_faults()
         latest, self._latest = self._latest, None
-        if self._agreement is None or not (fault := self._agreement.last()):
+        if self._agreement is None:
+            return
+        self._agreement.settle_calls()
+        if not (fault := self._agreement.last()):
             return
         self._told = []
         try:
@@ -264,10 +300,11 @@ class Questions:
                     raise own from None
             raise
 
-    def _expect(self, plans: Sequence[PlannedQuestions]) -> None:
+    def _expect(self, plans: Sequence[PlannedQuestions], fault: Tensor | None = None) -> None:
         """Tells who agrees with others what is known to be wrong with what may be held now."""
         if self._agreement is not None:
             faults = [fault for planned in plans for fault in planned.faults]
+            faults += [] if fault is None else [fault * OTHER_MODULE]
             self._agreement.expect(torch.cat(faults).max().view(1))
 
     def plan_announced(self, parts: Sequence[Tensor]) -> PlannedQuestions:
@@ -275,8 +312,7 @@ class Questions:
         self._forget_after_faults()
         if self._was_looked_up or self._told_in != self._exchange.batches_over:
             self._told, self._was_looked_up = [], False
-        before = [each for planned in self._told for each in planned.questions]
-        planned = PlannedQuestions(self._questions(parts, self._bounds(), before), None)
+        planned = PlannedQuestions(self._questions(parts, self._bounds()), None)
         if self._exchange.device.type == "cpu":  # nothing is gained by waiting later
             self._ask_all(planned)
         return planned
@@ -310,6 +346,8 @@ class Questions:
         self._forget_after_faults()
         self._due = batch
         if batch is not None:
+            if not batch.is_asked and self._agreement is None:  # that of a loop's last batch
+                self.meet(Kind.IDS, batch.questions[0].lookup if batch.questions else 0)
             self._plan(batch)
         self._exchange.expect(None if batch is None else batch.own)
 
@@ -368,22 +406,16 @@ class Questions:
         """The numbers of the rows, on the device."""
         return self._dealt.numbers(turn.ids.to(self._exchange.device, non_blocking=True))
 
-    def _questions(
-        self, parts: Sequence[Tensor], bounds: Tensor, before: Sequence[AnyQuestion] = ()
-    ) -> list[AnyQuestion]:
-        """Those of lookups, after others; ranks are told where they are of one tensor."""
-        made = [*before]
-        for ids in parts:
-            again = any(each.turn.is_of(ids) for each in made)
-            made.append(self._question(ids, bounds, again=again))
-        return made[len(before) :]
+    def _questions(self, parts: Sequence[Tensor], bounds: Tensor) -> list[AnyQuestion]:
+        return [self._question(ids, bounds) for ids in parts]
 
-    def _question(self, ids: Tensor, bounds: Tensor, *, again: bool) -> AnyQuestion:
+    def _question(self, ids: Tensor, bounds: Tensor) -> AnyQuestion:
         turn = LookupTurn(ids, self._exchange.device)
         numbers, capacity = self._numbers_of(turn), self._exchange.capacity
         if capacity is None:
-            return self._counted(turn, numbers, bounds, again=again)
+            return self._counted(turn, numbers, bounds)
         assert self._none is not None
+        differs = self.meet(Kind.BLOCKS)
         return FixedQuestion(
             self._exchange.name,
             turn,
@@ -393,12 +425,11 @@ class Questions:
             self._none,
             self._ranks,
             capacity,
-            self._number,
+            next(self._lookups),
+            differs,
         )
 
-    def _counted(
-        self, turn: LookupTurn, numbers: Tensor, bounds: Tensor, *, again: bool
-    ) -> Question:
+    def _counted(self, turn: LookupTurn, numbers: Tensor, bounds: Tensor) -> Question:
         name, device, dealt = self._exchange.name, self._exchange.device, self._dealt
         batch, end = None, dealt.room * dealt.ranks
         try:
@@ -409,5 +440,5 @@ class Questions:
             unique, status = batch.parts.plan[0], batch.parts.plan[4]
             ends = torch.searchsorted(unique.masked_fill(unique < 0, end), bounds)
             counts = ends.diff().masked_fill_(status[0] > 0, -1)
-        told = self._ranks.tell(name, self._number, counts, again=again)
-        return Question(turn, numbers, batch, told)
+        told = self._ranks.tell(name, self._number, counts)
+        return Question(turn, numbers, batch, told, next(self._lookups))

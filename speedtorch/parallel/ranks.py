@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from speedtorch.ops.planned_batch import Numbers
+from speedtorch.parallel.calls import Call, Kind, differing
+from speedtorch.step.side_stream import SideStream
 from speedtorch.torch_internals import group_like, timeout_of
 
 __all__ = ["Asked", "Ranks", "Told", "out_of_range"]
 
 
 _Value = TypeVar("_Value")
-_NUMBERED = 1 << 40  # more than any count, so that who asks and for how many are one number
 
 
 class Asked(NamedTuple):
@@ -31,17 +32,14 @@ class Asked(NamedTuple):
     """How many of them each rank asks for."""
     got: list[int]
     """How many rows this rank has asked each for."""
-    alike: list[int]
-    """The ranks that ask for a tensor that they ask for before, if others do not."""
 
 
 class Told(NamedTuple):
     """How many rows ranks will ask each other for, on its way to the CPU."""
 
     name: str
-    number: int
     counts: Numbers
-    """Those that this rank asks for; who asks this rank, and for how many."""
+    """The codes of the calls of this rank and of the others, with the counts, plus one."""
 
 
 class Ranks:
@@ -61,6 +59,7 @@ class Ranks:
         self.tables: list[str] = []
         # Collectives of others, such as those of DistributedDataParallel, go their own way.
         self._giving, self._asking = group_like(group), group_like(group)
+        self._meeting = SideStream("meeting")
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
         # NCCL ends the process when the time is over, and does not know who waits.
         self._patience = 0.9 * timeout_of(group).total_seconds()
@@ -91,18 +90,29 @@ class Ranks:
         """Says that all ranks raise an error."""
         self.faults += 1
 
-    def tell(self, name: str, number: int, counts: Tensor, *, again: bool) -> Told:
+    def tell(self, name: str, table: int, counts: Tensor) -> Told:
         """Tells each rank how many of its rows this rank will ask for, without waiting.
 
         Args:
-            name: of who asks, for errors.
-            number: of who asks: the same on all ranks.
+            name: of the rows, for errors.
+            table: number of the table: the same on all ranks.
             counts: `[size]` int64, on the device of the rows; -1 each where ids are bad.
-            again: whether the ids are those of a question before, of which others may know nothing.
         """
-        told = counts + (2 * number + again) * _NUMBERED
+        told = counts + (Call(Kind.COUNTS, table).code + 1)
         others = self._exchanged(name, told, group=self._asking)
-        return Told(name, number, Numbers(torch.cat([told, others])))
+        made = Told(name, Numbers(torch.cat([told, others])))
+        if counts.is_cpu:  # they have come
+            self._counts(made)
+        return made
+
+    def _counts(self, told: Told) -> list[int]:
+        """For how many rows this rank asks each rank and each asks this; -1 where ids are bad.
+
+        Raises DisagreementError on all ranks unless all ask for rows of this table now.
+        """
+        every = [Call.of(code) for code in self.read(told.name, told.counts)]
+        self._refuse_if_differing(told.name, [call for call, _ in every[self.size :]])
+        return [number - 1 for _, number in every]
 
     def ask(self, told: Told, ids: Tensor) -> Asked:
         """Asks each rank for rows: `ids` there, those of each rank after another.
@@ -111,21 +121,32 @@ class Ranks:
             IndexError: ids of a rank are bad; nothing was asked for.
             RuntimeError: another rank asks for rows of another module, or none in time, or is gone.
         """
-        every = [divmod(each + 1, _NUMBERED) for each in self.read(told.name, told.counts)]
-        numbers = [number // 2 for number, _ in every[self.size :]]
-        alike = [rank for rank, (number, _) in enumerate(every[self.size :]) if number % 2]
-        got, given = ([n - 1 for _, n in part] for part in (every[: self.size], every[self.size :]))
-        if numbers != [told.number] * self.size:
-            others = [rank for rank, each in enumerate(numbers) if each != told.number]
-            raise RuntimeError(
-                f"{told.name}: ranks {others} look up rows of another module now; all ranks make"
-                " the same lookups in the same order, with an empty batch where they have none"
-            )
+        counts = self._counts(told)
+        got, given = counts[: self.size], counts[self.size :]
         if bad := [rank for rank, count in enumerate(given) if count < 0]:
             raise IndexError(f"{told.name}: an id on ranks {bad} is out of range; no row was moved")
         ids = ids[: sum(got)]
-        come = self._exchanged(told.name, ids, given, got, group=self._asking)
-        return Asked(come, given, got, alike if len(alike) < self.size else [])
+        return Asked(self._exchanged(told.name, ids, given, got, group=self._asking), given, got)
+
+    def meet(self, name: str, call: Call, device: torch.device) -> None:
+        """Waits until all ranks are at a call; raises DisagreementError on all if some are not."""
+        with self._meeting.after(device):  # beside what the device has to do before the exchange
+            codes = Numbers(self.calls(name, call, device))
+        self.refuse_if_differing(name, codes)
+
+    def calls(self, name: str, call: Call, device: torch.device) -> Tensor:
+        """The codes of the calls that ranks are at, `[size]`, on the device; nothing waits."""
+        own = torch.full((self.size,), call.code, device=device)
+        return self._exchanged(name, own, group=self._asking)
+
+    def refuse_if_differing(self, name: str, codes: Numbers) -> None:
+        """Raises DisagreementError, on all ranks, unless the calls of calls() are the same."""
+        self._refuse_if_differing(name, [Call.of(code)[0] for code in self.read(name, codes)])
+
+    def _refuse_if_differing(self, name: str, calls: list[Call]) -> None:
+        if (error := differing(name, calls, self.tables)) is not None:
+            self.count_fault()
+            raise error
 
     def read(self, name: str, numbers: Numbers) -> list[int]:
         """Numbers that need the other ranks; RuntimeError if these do not come in time."""

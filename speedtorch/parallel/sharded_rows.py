@@ -74,12 +74,12 @@ class ShardedRows:
         padding = len(held) - 1 if self._owns_padding else -1
         sparse = self._rows.gives_sparse(asked=self._sparse)
         rows = torch.embedding(held, places, padding, False, sparse)
-        return self._operand(question, self._brought(rows, question.asked))
+        return self._operand(question, self._brought(rows, question))
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
         """As TrainedRows.summed."""
         question = self.exchange.of(ids)
-        brought = self._brought(self._rows.summed(question.asked.ids), question.asked)
+        brought = self._brought(self._rows.summed(question.asked.ids), question)
         result: Tensor = _Spread.apply(brought, question, bags)  # type: ignore[no-untyped-call]
         return result
 
@@ -108,29 +108,36 @@ class ShardedRows:
         return question.with_padding(rows, self._padding)
 
     def _given(self, rows: Tensor, question: AnyQuestion) -> Tensor:
-        return self._ranks.bring(self._rows.name, rows, question.asked)
+        return self.bring(rows, question.asked)
 
-    def _brought(self, rows: Tensor, asked: Asked) -> Tensor:
-        brought: Tensor = _Brought.apply(rows, asked, self._ranks, self._rows.name, self._divisor)  # type: ignore[no-untyped-call]
+    def _brought(self, rows: Tensor, question: AnyQuestion) -> Tensor:
+        brought: Tensor = _Brought.apply(rows, question.asked, question.lookup, self)  # type: ignore[no-untyped-call]
         return brought
+
+    def bring(self, rows: Tensor, asked: Asked) -> Tensor:
+        """Rows from their owners."""
+        return self._ranks.bring(self._rows.name, rows, asked)
+
+    def give_back(self, gradient: Tensor, asked: Asked, lookup: int) -> Tensor:
+        """The gradients of a lookup's rows, to their owners."""
+        self.exchange.before_gradients(lookup)
+        if self._divisor != 1:
+            gradient = gradient / self._divisor
+        return self._ranks.give_back(self._rows.name, gradient, asked)
 
 
 class _Brought(torch.autograd.Function):
     """Rows from their owners, to whom the gradients go."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, asked: Asked, ranks: Ranks, name: str, divisor: int
-    ) -> Tensor:
-        ctx.asked, ctx.ranks, ctx.name, ctx.divisor = asked, ranks, name, divisor
-        return ranks.bring(name, rows, asked)
+    def forward(ctx: Any, rows: Tensor, asked: Asked, lookup: int, sharded: ShardedRows) -> Tensor:
+        ctx.asked, ctx.lookup, ctx.sharded = asked, lookup, sharded
+        return sharded.bring(rows, asked)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         check_once(gradient)
-        if ctx.divisor != 1:
-            gradient = gradient / ctx.divisor
-        return ctx.ranks.give_back(ctx.name, gradient, ctx.asked), None, None, None, None
+        return ctx.sharded.give_back(gradient, ctx.asked, ctx.lookup), None, None, None
 
 
 class _Spread(torch.autograd.Function):

@@ -388,6 +388,9 @@ class Others(Protocol):
     def agree(self, fault: Tensor) -> Tensor:
         """The largest of the faults of all ranks: `[1]`, on the device; 0: none."""
 
+    def check(self) -> None:
+        """Raises RuntimeError if ranks were at different exchanges since the last lookup."""
+
 
 class Exchange:
     """Steps of one table: which rows are held now, and how others take their place.
@@ -1057,10 +1060,31 @@ class Exchange:
         try:
             self._fixed.check()
         except (IndexError, RuntimeError):
-            self._drop_coming()
-            self._announced.forget()
-            self.now = self.now._replace(over=True, newer=False)
+            self._give_up_step()
             raise
+        if self._others is not None:
+            self._others.check()
+
+    def _give_up_step(self) -> None:
+        """Ends a step that has moved and changed no row of the table."""
+        self._drop_coming()
+        self._announced.forget()
+        self.now = self.now._replace(over=True, newer=False)
+
+    def stop(self, fault: Tensor) -> None:
+        """Where `fault`, `[1]` on the device, is not 0: rows go to the table, and none is stepped.
+
+        Until resume(), which the caller calls after it has raised why. Called within a turn.
+        """
+        if self._fixed is not None and self.now.batches:
+            self._fixed.stop(fault)
+
+    @alone
+    def resume(self) -> None:
+        """Lets rows move again after stop(), in a new step."""
+        assert self._fixed is not None
+        self._fixed.go_on()
+        self._give_up_step()
 
     def is_over(self) -> bool:
         """Whether the next rows that are asked for begin a step of their own."""

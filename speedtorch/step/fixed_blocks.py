@@ -246,6 +246,14 @@ class FixedBlocks:
         if not stay:
             self.hold_none()
 
+    def stop(self, fault: Tensor) -> None:
+        """Where `fault`, `[1]`, is not 0: held rows go home as they are, and no row moves then."""
+        number = torch.where(fault > 0, self._number, self._none)
+        held = Counted(self.rows, self.ids, self._every, number)
+        self._store.exchange_counted(self._fields, held, self._nowhere(self._coming))
+        self._status.masked_fill_(fault > 0, 0)
+        torch.maximum(self.is_halted, fault, out=self.is_halted)
+
     def hold_none(self) -> None:
         """Says that no row is held."""
         self._forget_foreseen()

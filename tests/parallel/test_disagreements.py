@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 from rank_processes import in_processes
-from sharded_disagreements import check_meshes, check_other_models
+from sharded_disagreements import (
+    check_late_calls,
+    check_meshes,
+    check_other_calls,
+    check_other_models,
+)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -14,3 +19,15 @@ def test_every_setting_that_differs_is_named(ranks: int) -> None:
 
 def test_a_mesh_is_refused_with_the_remedy() -> None:
     in_processes(2, check_meshes)
+
+
+@pytest.mark.parametrize("capacity", [None, 41], ids=["counted", "capacity"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_exchange_that_differs_is_named_before_a_row_changes(
+    ranks: int, capacity: int | None
+) -> None:
+    in_processes(ranks, check_other_calls, capacity)
+
+
+def test_a_backward_that_differs_changes_no_row_where_errors_come_late() -> None:
+    in_processes(2, check_late_calls)

@@ -1,0 +1,85 @@
+"""Call: which exchange of rows a rank is at, as one number that it sends before the exchange.
+
+Ranks at different exchanges would take the rows or gradients of one for those of another, or wait
+for each other in vain. So each rank sends its Call first, and all ranks raise where two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = ["Call", "DisagreementError", "Kind", "differing"]
+
+_NUMBERED = 1 << 40  # more than any count of rows or lookups
+
+
+class DisagreementError(RuntimeError):
+    """Ranks are at different exchanges; all of them raise it."""
+
+
+class Kind(IntEnum):
+    """What ranks exchange."""
+
+    COUNTS = 0
+    """How many rows a lookup, or one that is announced or prefetched, asks each rank for."""
+    IDS = 1
+    """The ids of the last batch that prefetch() has planned."""
+    ROWS = 2
+    """Rows of a lookup whose ids were sent before."""
+    BLOCKS = 3
+    """Ids of a lookup of rows with a capacity, or of one that is announced or prefetched."""
+    GRADIENTS = 4
+    """Gradients of a lookup's rows."""
+
+
+class Call(NamedTuple):
+    """An exchange that a rank is at."""
+
+    kind: Kind
+    table: int
+    """The same on all ranks."""
+    lookup: int = 0
+    """Which lookup of the table since the last error, from 0 on; 0 for Kind.COUNTS."""
+
+    @property
+    def code(self) -> int:
+        """As a number that fits int64; up to 2 ** 40 - 1 may be added to that of Kind.COUNTS."""
+        return (self.table * len(Kind) + self.kind) * _NUMBERED + self.lookup
+
+    @classmethod
+    def of(cls, code: int) -> tuple[Call, int]:
+        """The Call of a code, and what was added to that."""
+        place, number = divmod(code, _NUMBERED)
+        table, kind = divmod(place, len(Kind))
+        if kind == Kind.COUNTS:
+            return cls(Kind.COUNTS, table), number
+        return cls(Kind(kind), table, number), 0
+
+    def said(self, tables: Sequence[str]) -> str:
+        """In words, with the names of the tables."""
+        table = tables[self.table] if self.table < len(tables) else f"table {self.table}"
+        return {
+            Kind.COUNTS: f"a new lookup of {table!r} (or its announce() or prefetch())",
+            Kind.BLOCKS: f"a new lookup of {table!r} in training (or its announce() or prefetch())",
+            Kind.IDS: f"the last batch of prefetch() of {table!r}",
+            Kind.ROWS: f"lookup {self.lookup} of {table!r}, which was announced or prefetched",
+            Kind.GRADIENTS: f"the backward of lookup {self.lookup} of {table!r}",
+        }[self.kind]
+
+
+def differing(name: str, calls: Sequence[Call], tables: Sequence[str]) -> DisagreementError | None:
+    """The error about ranks that are not all at the same exchange, if they are not."""
+    ranks: dict[Call, list[int]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(call, []).append(rank)
+    if len(ranks) == 1:
+        return None
+    said = "; ".join(f"ranks {at} are at {call.said(tables)}" for call, at in ranks.items())
+    return DisagreementError(
+        f"{name}: {said}. All ranks make the same lookups in the same order, with an empty batch"
+        " where they have none, look up announced and prefetched tensors in the order in which they"
+        " were named, or each a tensor of its own, and go backward through the same results in the"
+        " same order. No row has changed"
+    )
