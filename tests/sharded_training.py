@@ -507,6 +507,36 @@ def check_clipping(sparse: bool) -> None:
     )
 
 
+def check_clipping_of_dtypes() -> None:
+    """Rows of several dtypes, of some of which one rank alone has gradients, or none has."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dtypes = (torch.float64, torch.bfloat16, torch.float32)
+    every = [(first,) for first in dtypes] + [dtypes]
+    for of_modules in every:
+        for norm_type in (2.0, float("inf"), 1.0):
+            made = [
+                nn.ModuleList(speedtorch.Embedding(ROWS, WIDTH, dtype=each) for each in of_modules)
+                for _ in range(2)
+            ]
+            shard(made[0])
+            for model, of_ranks in zip(made, ([rank], range(ranks)), strict=True):
+                for module in model:  # row 0 is of the first rank
+                    ids = torch.zeros(len(of_ranks), dtype=torch.int64)
+                    (module(ids) * 2).mean().backward()
+            found = clip_grad_norm_(made[0].parameters(), 0.25, norm_type)
+            expected = nn.utils.clip_grad_norm_(made[1].parameters(), 0.25, norm_type)
+            close = {"rtol": 1e-2, "atol": 1e-2} if torch.bfloat16 in of_modules else {}
+            torch.testing.assert_close(found, expected, check_dtype=False, **close)
+            assert found.dtype == max(of_modules, key=lambda each: torch.finfo(each).bits) or (
+                of_modules == (torch.bfloat16,)
+            )
+            for module, whole in zip(*made, strict=True):
+                theirs, ours = whole.weight.grad, module.weight.grad
+                assert (ours is None or ours.numel() == 0) == (rank > 0)
+                if rank == 0:
+                    torch.testing.assert_close(ours, theirs, **close)
+
+
 def check_a_missing_lookup(sleeps: float) -> None:
     """A lookup that not all ranks make raises with the module's name, when the time is over."""
     module = module_of(CASES["Adam"])

@@ -48,7 +48,8 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     whole: list[Tensor] = []
     own: dict[Ranks, list[Tensor]] = {}
-    places: dict[Ranks, torch.device] = {}
+    places: dict[Ranks, tuple[torch.device, torch.dtype]] = {}
+    """Where ranks send their parts from, in a dtype that all of them know without a gradient."""
     for parameter in given:
         rows = rows_of_parameter(parameter)
         ranks = None if rows is None else ranks_of(rows)
@@ -59,7 +60,9 @@ def clip_grad_norm_(
                 gradient = sparse_values(parameter.grad)
             found.append(gradient)
         if ranks is not None:
-            places[ranks] = parameter.device
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            _, before = places.get(ranks, (None, dtype))
+            places[ranks] = parameter.device, torch.promote_types(dtype, before)
     if not own:
         settings = (max_norm, norm_type, error_if_nonfinite, foreach)
         return torch.nn.utils.clip_grad_norm_(given, *settings)
@@ -73,7 +76,8 @@ def clip_grad_norm_(
 
     parts = [power_of(gradients) for gradients in _apart(whole)]
     for ranks in sorted(own, key=lambda each: each.name):  # whatever the order of the parameters
-        part = power_of(own[ranks]).to(places[ranks])  # which those ranks send from
+        device_of_rows, dtype = places[ranks]
+        part = power_of(own[ranks]).to(device_of_rows, dtype)
         parts.append((ranks.most(part) if largest else ranks.summed(part)).to(device))
     total = reduce(torch.maximum if largest else torch.add, parts)
     norm = total if largest else total ** (1.0 / norm_type)

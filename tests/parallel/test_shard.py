@@ -16,6 +16,7 @@ from sharded_training import (
     check_a_missing_lookup,
     check_checkpoint,
     check_clipping,
+    check_clipping_of_dtypes,
     check_collections,
     check_data_parallel,
     check_errors,
@@ -86,6 +87,10 @@ def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path, backend: s
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_all_ranks_clip_by_the_norm_of_the_whole_model(sparse: bool, backend: str) -> None:
     in_processes(2, check_clipping, sparse, backend=backend)
+
+
+def test_a_rank_without_gradients_of_rows_of_any_dtype_clips_with_the_others() -> None:
+    in_processes(2, check_clipping_of_dtypes)
 
 
 @BACKENDS
