@@ -129,6 +129,36 @@ def check_meshes() -> None:
     shard(made(), process_group=mesh.get_group())
 
 
+class Wrapped(nn.Module):
+    """Rows, and a parameter that DistributedDataParallel trains."""
+
+    def __init__(self, *kinds: Make) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(kind() for kind in kinds)
+        self.bias = nn.Parameter(torch.zeros(WIDTH, device=own_device()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.stack([each(ids) + self.bias for each in self.rows])
+
+
+def check_replicas() -> None:
+    """Rows of some ranks in a model that more ranks train are refused on all; others are not."""
+    mesh = init_device_mesh(own_device().type, (2, 2), mesh_dim_names=("replicas", "rows"))
+    for kind in (made, partial(bags, mode="sum")):
+        model = Wrapped(kind)
+        shard(model, process_group=mesh.get_group("rows"))
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        message = (
+            r"shared out among ranks \[(0, 1|2, 3)\], and DistributedDataParallel .* on ranks"
+            r" \[(2, 3|0, 1)\], too.* with the same process_group"
+        )
+        ids = ids_here(1, 2).view(-1, 1)
+        with soon("replicas"):
+            raises(NotImplementedError, message, partial(wrapped, ids))
+        same = {"process_group": mesh.get_group("rows")}
+        nn.parallel.DistributedDataParallel(model, **same)(ids).sum().backward()
+
+
 class Pair:
     """Two tables, their optimizer, and one process that trains what all ranks do."""
 

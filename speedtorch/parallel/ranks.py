@@ -51,6 +51,7 @@ class Ranks:
     Attributes:
         tables: The qualified names of the tables, by their numbers, the same on all ranks.
         faults: Errors that all ranks have raised.
+        members: Their ranks among all processes.
     """
 
     faults = 0
@@ -61,6 +62,7 @@ class Ranks:
         self._giving, self._asking = group_like(group), group_like(group)
         self._meeting = SideStream("meeting")
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
+        self.members = frozenset(dist.get_process_group_ranks(group))
         # NCCL ends the process when the time is over, and does not know who waits.
         self._patience = 0.9 * timeout_of(group).total_seconds()
 
@@ -83,6 +85,8 @@ class Ranks:
 
     def numbered(self, name: str) -> int:
         """The number of another table, whose qualified name is given."""
+        if name in self.tables:  # of another model
+            name = f"{name} (table {len(self.tables)})"
         self.tables.append(name)
         return len(self.tables) - 1
 

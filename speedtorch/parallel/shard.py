@@ -71,7 +71,8 @@ def shard(
     if isinstance(process_group, DeviceMesh):
         raise TypeError(
             "shard: process_group is a DeviceMesh; pass mesh.get_group(), or for a mesh of several"
-            f" dimensions mesh.get_group(name) of one of them: {process_group.mesh_dim_names}"
+            " dimensions mesh.get_group(name) of one of them: this mesh's are"
+            f" {process_group.mesh_dim_names or list(range(process_group.ndim))}"
         )
     if dist.get_rank(process_group) < 0:
         raise ValueError("shard: this process is none of process_group; call it in those that are")

@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from speedtorch.ops.functions import rows_at
@@ -18,6 +19,7 @@ from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.questions import AnyQuestion, Questions
 from speedtorch.parallel.ranks import Asked, Ranks
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
+from speedtorch.torch_internals import active_data_parallel
 
 __all__ = ["ShardedRows", "ranks_of"]
 
@@ -69,6 +71,7 @@ class ShardedRows:
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, Tensor]:
         """As TrainedRows.rows_of; the rows are copies of their owners'."""
+        self._refuse_replicas()
         question = self.exchange.of(ids)
         places, held = self._rows.rows_of(question.asked.ids, max_norm, norm_type)
         padding = len(held) - 1 if self._owns_padding else -1
@@ -78,10 +81,24 @@ class ShardedRows:
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
         """As TrainedRows.summed."""
+        self._refuse_replicas()
         question = self.exchange.of(ids)
         brought = self._brought(self._rows.summed(question.asked.ids), question)
         result: Tensor = _Spread.apply(brought, question, bags)  # type: ignore[no-untyped-call]
         return result
+
+    def _refuse_replicas(self) -> None:
+        """Raises NotImplementedError where DistributedDataParallel has more ranks than the rows."""
+        if (active := active_data_parallel()) is None:
+            return
+        others = set(dist.get_process_group_ranks(active.process_group)) - self._ranks.members
+        if others:
+            raise NotImplementedError(
+                f"{self._rows.name}: its rows are shared out among ranks"
+                f" {sorted(self._ranks.members)}, and DistributedDataParallel trains the model on"
+                f" ranks {sorted(others)}, too, whose rows would become others: call"
+                " speedtorch.shard() and DistributedDataParallel with the same process_group"
+            )
 
     def read(self, ids: Tensor) -> Tensor:
         """As TrainedRows.read."""

@@ -9,6 +9,7 @@ from sharded_disagreements import (
     check_meshes,
     check_other_calls,
     check_other_models,
+    check_replicas,
 )
 
 
@@ -31,3 +32,7 @@ def test_an_exchange_that_differs_is_named_before_a_row_changes(
 
 def test_a_backward_that_differs_changes_no_row_where_errors_come_late() -> None:
     in_processes(2, check_late_calls)
+
+
+def test_replicas_of_shared_rows_are_refused_on_all_ranks() -> None:
+    in_processes(4, check_replicas)
