@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class Case:
         lookups: of each step.
         uneven: ranks have batches of other sizes, some of none.
         capacity: of the rows that are shared out; those of one process have none.
+        apart: each lookup has a backward of its own, before the next lookup.
+        read: the gradient is read between backward and step.
     """
 
     make: Callable[..., optim.Optimizer]
@@ -49,6 +52,13 @@ class Case:
     lookups: int = 1
     uneven: bool = False
     capacity: int | None = None
+    apart: bool = False
+    read: bool = False
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether gradients are."""
+        return bool(self.settings.get("sparse"))
 
 
 CASES = {
@@ -110,11 +120,16 @@ def batches_of(case: Case, ranks: Sequence[int]) -> list[list[Tensor]]:
 
 
 def loss_of(
-    module: nn.Module, case: Case, step: int, ranks: Sequence[int], batch: Sequence[Tensor]
+    module: nn.Module,
+    case: Case,
+    step: int,
+    ranks: Sequence[int],
+    batch: Sequence[Tensor],
+    first: int = 0,
 ) -> Tensor:
-    """The sum of the losses of ranks, whose ids each lookup has."""
+    """The sum of the losses of ranks, whose ids each lookup has, from the `first` of a step on."""
     total = torch.zeros((), device=own_device())
-    for lookup, ids in enumerate(batch):
+    for lookup, ids in enumerate(batch, first):
         sizes = [len(ids_of(case, step, lookup, rank)) for rank in ranks]
         for rank, found in zip(ranks, module(ids).split(sizes), strict=True):
             total = total + (found * factors(found, 100 * step + 7 * lookup + rank)).sum()
@@ -138,7 +153,15 @@ def train(
         optimizer.zero_grad()
         if way == "announced" or (way == "now and then" and step % 3 == 1):
             module.announce(*batch)
-        (loss_of(module, case, step, ranks, batch) / divisor).backward()  # type: ignore[no-untyped-call]
+        parts = [[each] for each in batch] if case.apart else [batch]
+        for number, part in enumerate(parts):
+            loss_of(module, case, step, ranks, part, number).backward()  # type: ignore[no-untyped-call]
+        if divisor != 1 and (gradient := module.weight.grad) is not None:
+            module.weight.grad = (
+                gradient.coalesce() / divisor if case.is_sparse else gradient / divisor
+            )
+        elif case.read:
+            assert isinstance(module.weight.grad, Tensor | None)
         optimizer.step()
     module.flush()
     return seen, optimizer
@@ -184,6 +207,26 @@ def check_training(
                 assert torch.equal(module.table[entry], own), f"{name}, {way}: {entry}"
             assert len(plain.state_dict()["state"]) == len(optimizer.state_dict()["state"])
             assert all(map(torch.equal, found, expected)), f"{name}, {way}: outside of training"
+
+
+def check_programs(first: int, count: int) -> None:
+    """Random programs, with and without averages, give the bits of one process."""
+    kinds = [each for cases in (CASES, FIXED, OPTIMIZERS) for each in cases.items()]
+    for seed in range(first, first + count):
+        choose = random.Random(seed)
+        name, case = choose.choice(kinds)
+        lookups = choose.randint(1, 3)
+        apart = choose.random() < 0.5 and case.capacity is None
+        case = replace(
+            case,
+            lookups=lookups,
+            uneven=choose.random() < 0.5,
+            apart=apart,
+            read=choose.random() < 0.3,
+        )
+        average, way = choose.random() < 0.7, choose.choice(WAYS)
+        name = f"program {seed}: {name}, {lookups} lookups, apart={apart}, average={average}"
+        check_training(average, {name: case}, [way])
 
 
 def check_repeated() -> None:

@@ -37,8 +37,7 @@ def shard(
     Args:
         model: Has a speedtorch Embedding, EmbeddingBag or collection, or several.
         process_group: The processes; by default all.
-        average: Divide the sum of all ranks' gradients by their number, as DistributedDataParallel
-            does.
+        average: Divide the sum of all ranks' gradients, once, by the number of ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or rows have been used.

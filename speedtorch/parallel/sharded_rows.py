@@ -62,7 +62,7 @@ class ShardedRows:
         self._rows, self._ranks = rows, ranks
         self._owns_padding = own_padding is not None
         self._padding = None if padding is None else int(dealt.numbers(torch.tensor(padding)))
-        self._divisor = ranks.size if average else 1
+        rows.shown.divisor = ranks.size if average else 1
         self._sparse = sparse
         _ranks[rows] = ranks
         self.exchange = Questions(rows.exchange, dealt, ranks, number, own_padding)
@@ -138,8 +138,6 @@ class ShardedRows:
     def give_back(self, gradient: Tensor, asked: Asked, lookup: int) -> Tensor:
         """The gradients of a lookup's rows, to their owners."""
         self.exchange.before_gradients(lookup)
-        if self._divisor != 1:
-            gradient = gradient / self._divisor
         return self._ranks.give_back(self._rows.name, gradient, asked)
 
 

@@ -210,6 +210,10 @@ class ShownRows:
         """The gradient that a zero_grad() asked for, its version then, and whether it was zeros."""
         self._lent: tuple[Tensor, int] | None = None
         """The gradient that an optimizer's step() was given, and its version then."""
+        self.divisor = 1
+        """What the sum of gradients is divided by, once: before a step or a read of it."""
+        self._is_sum = False
+        """Whether the gradient, if there is one, has yet to be divided."""
 
     def keep_alive(self, parameter: torch.nn.Parameter | None) -> None:
         """Keeps the parameter alive, or with None no longer: the parameter keeps the rows alive."""
@@ -281,6 +285,24 @@ class ShownRows:
         """Called when somebody has given the parameter another gradient: no zero_grad() has."""
         self._asked = None
 
+    def summand(self, added: Tensor) -> Tensor:
+        """What is to be added to the gradient for one that a lookup brings."""
+        if self.divisor == 1:
+            return added
+        if not self._is_sum and not self.has_gradient():
+            self._is_sum = True
+        return added if self._is_sum else _divided(added, self.divisor)
+
+    def divide(self) -> None:
+        """Divides the gradient if it is a sum that has yet to be divided."""
+        if not self._is_sum:
+            return
+        if self.has_gradient():  # not zeros of zero_grad(), which stay the same tensor
+            self._is_sum = False
+            gradient = self.parameter.grad
+            assert gradient is not None
+            self.parameter.grad = _divided(gradient, self.divisor)
+
     def note_lent(self, gradient: Tensor | None) -> None:
         """Records the gradient before an optimizer's step(), which hides the parameter's hooks."""
         self._lent = None if gradient is None else (gradient, version_of(gradient))
@@ -322,6 +344,11 @@ class _WeaklyShownRows(ShownRows):
         if (parameter := self._reference()) is None:
             raise RuntimeError(f"{self._name}: its weight is gone, and its module before it")
         return parameter
+
+
+def _divided(gradient: Tensor, divisor: int) -> Tensor:
+    # A row that is named twice in a sparse gradient is summed first.
+    return (gradient.coalesce() if gradient.is_sparse else gradient) / divisor
 
 
 def _any(gradient: Tensor) -> bool:
@@ -1465,6 +1492,9 @@ class Exchange:
         if gradient is not None and not self._shown.has_gradient():
             # zero_grad(set_to_none=False) leaves zeros, with which most optimizers move rows.
             gradient = parameter.grad = None
+        if gradient is not None:
+            self._shown.divide()
+            gradient = parameter.grad
         state = self._shown.kept.state
         if state is not None and state.sparse and gradient is not None:
             gradient = parameter.grad = sparse_of_all(gradient, self._store.numbers(self.now.ids))

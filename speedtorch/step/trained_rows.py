@@ -290,6 +290,7 @@ class TrainedRows:
                 added = of_rows(gradient, sparse_indices(gradient), held)
             elif gradient.shape[0] != held:  # that of the padding is none
                 added = gradient[:held]
+            added = self.shown.summand(added)
             more_to_come = self.exchange.expects_gradient()
             summed = self._sums.add(self.parameter.grad, added, more_to_come=more_to_come)
             self.parameter.grad = summed
@@ -313,6 +314,8 @@ class TrainedRows:
         if not zeroes:
             self.exchange.note_gradient_asked()
         self.shown.show(self.exchange.now)
+        if not zeroes:
+            self.shown.divide()
 
     def adds_in_order(self) -> bool:
         """Whether gradients must be added up in torch's order."""

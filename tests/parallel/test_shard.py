@@ -1,7 +1,11 @@
-"""Training on several ranks gives the numbers of one process with all rows and all batches."""
+"""Training on several ranks gives the numbers of one process with all rows and all batches.
+
+SPEEDTORCH_ROUNDS sets how many random programs run, 12 by default, and SPEEDTORCH_FIRST the first.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from sharded_training import (
     check_collections,
     check_data_parallel,
     check_errors,
+    check_programs,
     check_refusals,
     check_repeated,
     check_saved_before,
@@ -27,13 +32,21 @@ from sharded_training import (
     save_checkpoint,
 )
 
+ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "12"))
+FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
+
 
 @EVERY_WAY
 @RANKS
 def test_ranks_train_as_one_process_does(ranks: int, backend: str, every_way: bool) -> None:
-    # Sums are exact; so is what is divided by a power of two.
+    # Sums are exact, and divided once.
     ways = WAYS if every_way else None
-    in_processes(ranks, check_training, ranks == 2, CASES, ways, backend=backend)
+    in_processes(ranks, check_training, True, CASES, ways, backend=backend)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_random_programs_train_as_one_process_does(ranks: int) -> None:
+    in_processes(ranks, check_programs, FIRST, ROUNDS)
 
 
 @EVERY_WAY
