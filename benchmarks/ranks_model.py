@@ -100,6 +100,7 @@ class Model(NamedTuple):
         calls = {name: call_ms(each, machine, links) for name, each in self.sent().items()}
         if ranks > 1:
             calls["counts"] += links.read_ms
+            calls["meeting"] += links.read_ms
         given = rows.asked * (ranks if ranks > 1 else 0)  # looked up by their owner, too
         looked_up = (self.batches.ids + given) * self.row_bytes / links.looked_up
         stepped = rows.held * self.record_bytes / links.stepped
@@ -144,8 +145,8 @@ class Times(NamedTuple):
 
     @property
     def prefetched(self) -> float:
-        """A step with prefetch."""
-        return max(self.exchange, self.beside)
+        """A step with prefetch, whose lookup ranks compare, too."""
+        return max(self.exchange, self.beside + self.calls["meeting"])
 
 
 def sent(asked: Tensor, row_bytes: int) -> dict[str, Tensor]:
@@ -159,6 +160,7 @@ def sent(asked: Tensor, row_bytes: int) -> dict[str, Tensor]:
         "counts": 8 * others,  # which module, and how many rows
         "ids": 8 * rows,
         "rows": row_bytes * rows.t(),
+        "meeting": 8 * others,  # which backward
         "gradients": row_bytes * rows,
     }
 
@@ -267,7 +269,8 @@ def times_table() -> str:
                 *work_of(model.batches),
                 f"{times.exchange:.2f}",
                 f"{times.calls['counts'] + times.calls['ids']:.2f}",
-                *(f"{times.calls[name]:.2f}" for name in ("rows", "gradients")),
+                f"{times.calls['rows']:.2f}",
+                f"{times.calls['meeting'] + times.calls['gradients']:.2f}",
                 f"{times.gpu:.2f}",
                 f"{times.step:.2f}",
                 f"{times.prefetched:.2f}",
