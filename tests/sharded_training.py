@@ -580,6 +580,34 @@ def check_clipping_of_dtypes() -> None:
                     torch.testing.assert_close(ours, theirs, **close)
 
 
+class Accelerator:
+    """Clips as accelerate's does, whose norm transformers' Trainer logs without clipping."""
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: int = 2
+    ) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+
+def check_accelerated_clipping() -> None:
+    """Torch's norm is refused with the remedy, which gives the norm and leaves the gradients."""
+    accelerator, model = Accelerator(), Biased()
+    shard(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped(ids_here(1, 2)).sum().backward()
+    gradients = [None if e.grad is None else e.grad.clone() for e in model.parameters()]
+    message = "accelerate: accelerator.clip_grad_norm_ = speedtorch.clip_grad_norm_"
+
+    def asked() -> Tensor:
+        return accelerator.clip_grad_norm_(wrapped.parameters(), float("inf"))
+
+    raises(NotImplementedError, message, asked)
+    vars(accelerator)["clip_grad_norm_"] = speedtorch.clip_grad_norm_
+    torch.testing.assert_close(asked(), torch.tensor(3 * (1.0 + 1.0 + 4.0)).sqrt())
+    for each, before in zip(model.parameters(), gradients, strict=True):
+        assert each.grad is before or torch.equal(each.grad, before)
+
+
 def check_a_missing_lookup(sleeps: float) -> None:
     """A lookup that not all ranks make raises with the module's name, when the time is over."""
     module = module_of(CASES["Adam"])

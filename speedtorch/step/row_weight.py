@@ -286,7 +286,8 @@ def _refuse_portion(name: str, caller: CodeType) -> None:
     if caller in CLIPS_BY_NORM:
         raise NotImplementedError(
             f"{name}: its gradient is that of one rank's rows, and so would be the norm that all"
-            " are clipped by: use speedtorch.clip_grad_norm_"
+            " are clipped by: use speedtorch.clip_grad_norm_ (in transformers' Trainer and with"
+            " accelerate: accelerator.clip_grad_norm_ = speedtorch.clip_grad_norm_)"
         )
     if caller.co_name == UNSCALES:
         raise NotImplementedError(

@@ -18,6 +18,7 @@ from sharded_training import (
     WAYS,
     check_a_killed_rank,
     check_a_missing_lookup,
+    check_accelerated_clipping,
     check_checkpoint,
     check_clipping,
     check_clipping_of_dtypes,
@@ -100,6 +101,10 @@ def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path, backend: s
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_all_ranks_clip_by_the_norm_of_the_whole_model(sparse: bool, backend: str) -> None:
     in_processes(2, check_clipping, sparse, backend=backend)
+
+
+def test_accelerate_clips_by_the_function_that_the_error_names() -> None:
+    in_processes(2, check_accelerated_clipping)
 
 
 def test_a_rank_without_gradients_of_rows_of_any_dtype_clips_with_the_others() -> None:
