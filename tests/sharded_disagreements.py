@@ -273,7 +273,7 @@ OTHERS = r"ranks \[1\] are at {}"
 NEW, BACK, TOLD = (
     "a new lookup of '{}' ",
     "the backward of lookup {} of '{}'",
-    "lookup {} of '{}', wh",
+    "lookup {} of '{}'.*, wh",
 )
 CALLS: dict[str, tuple[Callable[[Pair], None], str, str]] = {
     "lookups": (lookups_in_another_order, NEW.format("a"), NEW.format("b")),

@@ -61,11 +61,11 @@ class Call(NamedTuple):
         """In words, with the names of the tables."""
         table = tables[self.table] if self.table < len(tables) else f"table {self.table}"
         return {
-            Kind.COUNTS: f"a new lookup of {table!r} (or its announce() or prefetch())",
-            Kind.BLOCKS: f"a new lookup of {table!r} in training (or its announce() or prefetch())",
-            Kind.IDS: f"the last batch of prefetch() of {table!r}",
-            Kind.ROWS: f"lookup {self.lookup} of {table!r}, which was announced or prefetched",
-            Kind.GRADIENTS: f"the backward of lookup {self.lookup} of {table!r}",
+            Kind.COUNTS: f"a new lookup of {table} (or its announce() or prefetch())",
+            Kind.BLOCKS: f"a new lookup of {table} in training (or its announce() or prefetch())",
+            Kind.IDS: f"the last batch of prefetch() of {table}",
+            Kind.ROWS: f"lookup {self.lookup} of {table}, which was announced or prefetched",
+            Kind.GRADIENTS: f"the backward of lookup {self.lookup} of {table}",
         }[self.kind]
 
 

@@ -49,7 +49,7 @@ class Ranks:
     of later steps wait for no rows.
 
     Attributes:
-        tables: The qualified names of the tables, by their numbers, the same on all ranks.
+        tables: What errors call the tables, by their numbers, the same on all ranks.
         faults: Errors that all ranks have raised.
         members: Their ranks among all processes.
     """
@@ -85,9 +85,10 @@ class Ranks:
 
     def numbered(self, name: str) -> int:
         """The number of another table, whose qualified name is given."""
-        if name in self.tables:  # of another model
-            name = f"{name} (table {len(self.tables)})"
-        self.tables.append(name)
+        said = repr(name)
+        if said in self.tables:  # of another model
+            said += f" (table {len(self.tables)})"
+        self.tables.append(said)
         return len(self.tables) - 1
 
     def count_fault(self) -> None:

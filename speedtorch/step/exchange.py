@@ -34,6 +34,7 @@ from speedtorch.step.side_stream import MemoryStream, SideStream
 from speedtorch.step.turn import Turn, alone
 from speedtorch.torch_internals import (
     TensorWeakRef,
+    as_plain,
     current_backward,
     forget_failed_backward,
     of_another_dtype,
@@ -297,11 +298,11 @@ class ShownRows:
         """Divides the gradient if it is a sum that has yet to be divided."""
         if not self._is_sum:
             return
-        if self.has_gradient():  # not zeros of zero_grad(), which stay the same tensor
-            self._is_sum = False
-            gradient = self.parameter.grad
-            assert gradient is not None
-            self.parameter.grad = _divided(gradient, self.divisor)
+        with as_plain():  # a read of the weight's gradient would divide it, too
+            # Not zeros of zero_grad(), which stay the same tensor.
+            if self.has_gradient() and (gradient := self.parameter.grad) is not None:
+                self.parameter.grad = _divided(gradient, self.divisor)
+                self._is_sum = False
 
     def note_lent(self, gradient: Tensor | None) -> None:
         """Records the gradient before an optimizer's step(), which hides the parameter's hooks."""
