@@ -400,12 +400,22 @@ def own_rows(model: nn.Module) -> list[Tensor]:
     return [table[name].clone() for table in tables for name in table.fields]
 
 
-def save_checkpoint(folder: str, wholes: str) -> None:
-    """Saves what this many ranks have trained; and all rows of it, for who compares them."""
+def save_checkpoint(folder: str, wholes: str, in_background: bool) -> None:
+    """Saves what this many ranks have trained, and all rows of it for check_checkpoint()."""
     model, optimizer = trained(1)
-    checkpoint.save(states_of(model, optimizer), checkpoint_id=folder)
+    if in_background:
+        saving = checkpoint.async_save(states_of(model, optimizer), checkpoint_id=folder)
+        saved = own_rows(model)
+        model["rows"](ids_here(*range(5))).sum().backward()
+        optimizer.step()
+        model["rows"].flush()
+        assert not all(map(torch.equal, own_rows(model), saved))
+        saving.result()
+    else:
+        checkpoint.save(states_of(model, optimizer), checkpoint_id=folder)
+        saved = own_rows(model)
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, own_rows(model))
+    dist.all_gather_object(shares, saved)
     if dist.get_rank() == 0:
         torch.save(shares, wholes)
 

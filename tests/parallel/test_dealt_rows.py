@@ -46,6 +46,14 @@ def test_a_rank_of_a_large_table_has_512_to_1024_blocks(ranks: int, unit: int) -
         assert max(blocks) - min(blocks) <= 1
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_rank_of_a_small_table_has_few_blocks_and_its_share_of_rows(ranks: int) -> None:
+    dealt = DealtRows.of(2000, ranks)
+    blocks = [[len(there) for there, _ in dealt.blocks(rank)] for rank in range(ranks)]
+    assert max(map(len, blocks)) <= 32
+    assert 0.8 * 2000 / ranks <= min(map(sum, blocks))
+
+
 def zipf(rows: int, count: int, exponent: float) -> Tensor:
     random = torch.Generator().manual_seed(0)
     uniform = torch.rand(count, generator=random, dtype=torch.float64)

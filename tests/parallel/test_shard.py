@@ -91,7 +91,8 @@ def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path, backend: s
     for saved_by, loaded_by in numbers:
         folder, wholes = tmp_path / f"of {saved_by}", tmp_path / f"of {saved_by}.pt"
         given = (str(folder), str(wholes))
-        in_processes(saved_by, save_checkpoint, *given, backend=backend)
+        in_background = backend == "gloo" and saved_by == 2  # which torch does through gloo
+        in_processes(saved_by, save_checkpoint, *given, in_background, backend=backend)
         in_processes(loaded_by, check_checkpoint, *given, saved_by, False, backend=backend)
     in_processes(1, check_checkpoint, *given, saved_by, True, backend=backend)
 
