@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -57,7 +58,9 @@ __all__ = [
     "is_transformed",
     "members_of",
     "never_compiled",
+    "next_node_number",
     "not_compiled",
+    "number_of_node",
     "of_another_dtype",
     "schema_name",
     "set_versions",
@@ -129,6 +132,12 @@ def of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 current_backward = torch._C._current_graph_task_id
 """The number of the backward that runs in this thread, -1 outside of any."""
+
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number of the node that autograd makes next in this thread."""
+
+number_of_node: Callable[[Node], int] = operator.methodcaller("_sequence_nr")
+"""The number of a node; of those that are ready a backward runs the highest first."""
 
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """The innermost saved_tensors_hooks, or None; True as argument finds them while tracing as well."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -27,6 +28,8 @@ from speedtorch.torch_internals import (
     as_plain,
     current_stream,
     never_compiled,
+    next_node_number,
+    number_of_node,
     tree_leaves,
     tree_map,
     version_of,
@@ -72,13 +75,24 @@ _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class _Guard:
     """Knows of a module's forward, and names the unit whose backward is reached elsewhere.
 
-    It is a forward hook of the unit's module, and of those in it that have buffers. Of a unit that
-    comes by itself it gives copies of trained tensors that the module gives. Copies of a module,
-    and files of it, get a guard of no unit.
+    It is a forward hook of the unit's module, and of those in it that have buffers. Under `auto` it
+    replaces trained tensors that the module returns by copies. Copies of a module, and files of it,
+    get a guard of no unit.
+
+    A result counts as the unit's if autograd made its node during the forward: a unit may also
+    return what it was given. Autograd numbers its nodes as it makes them, and a backward runs the
+    ready node of the highest number first, so that the nodes of one call run without others.
     """
 
     def __init__(self, unit: Unit | None = None) -> None:
         self._unit = None if unit is None else weakref.ref(unit)
+        self._begun: list[int] = []
+        """The number of autograd's next node when each forward began."""
+
+    @partial(never_compiled, reason="units come and go")
+    def begins(self, module: nn.Module, args: object) -> None:
+        """The forward pre-hook of the unit's module."""
+        self._begun.append(next_node_number())
 
     @partial(never_compiled, reason="units come and go")
     def __call__(self, module: nn.Module, args: object, output: object) -> object:
@@ -86,9 +100,11 @@ class _Guard:
         if unit is None:
             return None
         unit.note_use()
-        if unit.memory is None or module is not unit.module:
+        if module is not unit.module:
             return None
-        before = partial(self._before_backward, unit.memory)
+        begun = self._begun.pop() if self._begun else 0
+        if unit.memory is None:
+            return None
         is_record = not isinstance(output, Tensor | list | tuple | dict) and hasattr(
             output, "__dict__"
         )
@@ -104,24 +120,25 @@ class _Guard:
                 vars(output).update(given)
             else:
                 output = given
-        for each in tree_leaves(given):
-            if isinstance(each, Tensor) and each.grad_fn is not None:
+        results = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+        if any(map(unit.is_view, results)):
+            unit.note_view()
+        for node, is_last in _nodes_since(begun, results).items():
+            if is_last:
                 unit.note_graph()
-                each.grad_fn.register_prehook(before)
-            if isinstance(each, Tensor) and unit.is_view(each):
-                unit.note_view()
+            node.register_prehook(partial(self._before_backward, unit.memory, is_last))
         return output
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
         return _Guard, ()
 
-    def _before_backward(self, memory: Memory, gradients: object) -> None:
+    def _before_backward(self, memory: Memory, is_last: bool, gradients: object) -> None:
         unit = None if self._unit is None else self._unit()
         if unit is None:
             return
         unit.note_use()
         if memory is Memory.DEVICE:
-            unit.reach_backward()
+            unit.reach_backward(closes=is_last)
         if unit.memory is not memory:
             there = {Memory.HOST: "evicted", Memory.DEVICE: "loaded", None: "half moved"}
             raise RuntimeError(
@@ -129,6 +146,25 @@ class _Guard:
                 f" its forward ran while it was {there[memory]}:"
                 f" {'load' if memory is Memory.DEVICE else 'evict'}() it before the backward"
             )
+
+
+def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
+    """The nodes of results that autograd has made since it was at this number.
+
+    Of a view they are its own, and the one of its base, which is the last that a backward reaches.
+    A change in place of the view, or of its base, replaces the first in the graph, not the second.
+
+    Returns:
+        Each node, and whether it is the last one of a result.
+    """
+    found: dict[Node, bool] = {}
+    for each in results:
+        last = each._base.grad_fn if each._is_view() and each._base is not None else None
+        for node in (last, each.grad_fn):
+            if node is not None and number_of_node(node) >= begun:
+                is_last = last is None or number_of_node(last) < begun or node is last
+                found[node] = found.get(node, False) or is_last
+    return found
 
 
 class _Saved:
@@ -559,16 +595,19 @@ class Unit:
         """Whether somebody waits for call_in_backward()."""
         return self._in_backward is not None
 
-    def reach_backward(self) -> None:
-        """A backward reaches a result of it, and is about to make its gradients."""
-        self.open_results -= 1
+    def reach_backward(self, *, closes: bool) -> None:
+        """A backward reaches a node of a result of it; `closes`: the last one of that.
+
+        It is about to make gradients.
+        """
+        self.open_results -= closes
         if self._in_backward is not None:
             self._in_backward()
         else:
             self._before_gradients(self)
 
     def note_graph(self) -> None:
-        """Says that a result of its module has a graph, which may need its memory."""
+        """Says that its module has made a result with a graph, which may need its memory."""
         self.has_graph = True
         self.open_results += 1
 
@@ -688,6 +727,9 @@ class Unit:
             if each in self._watched or (each is not self.module and not each._buffers):
                 continue
             self._watched.add(each)
+            if each is self.module:
+                begins = each.register_forward_pre_hook(self._guard.begins, prepend=True)
+                self._hooks.append(begins)
             # Also after a forward that has failed half-way.
             self._hooks.append(each.register_forward_hook(self._guard, always_call=True))
             self._is_used = True

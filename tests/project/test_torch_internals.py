@@ -294,6 +294,19 @@ def test_active_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "self.parameters_to_ignore" in inspect.getsource(kind.__init__)
 
 
+def test_next_node_number_and_number_of_node() -> None:
+    values = torch.ones(2, requires_grad=True)
+    first = torch_internals.next_node_number()
+    made = [values * 2, values * 3]
+    numbers = [torch_internals.number_of_node(each.grad_fn) for each in made]
+    assert first <= numbers[0] < numbers[1] < torch_internals.next_node_number()
+    order: list[int] = []
+    for each, number in zip(made, numbers, strict=True):
+        each.grad_fn.register_prehook(lambda _, number=number: order.append(number))
+    (made[0] + made[1]).sum().backward()
+    assert order == numbers[::-1]
+
+
 def test_not_compiled() -> None:
     function: Callable[[Tensor], Tensor] = torch_internals.not_compiled(lambda tensor: tensor + 1)
 
