@@ -165,7 +165,10 @@ gradient_hooks: Callable[[Tensor], tuple[object, object]] = operator.attrgetter(
 active_data_parallel: Callable[[], nn.parallel.DistributedDataParallel | None] = partial(
     operator.attrgetter("_active_ddp_module"), nn.parallel.DistributedDataParallel
 )
-"""The DistributedDataParallel whose forward runs; it names its `parameters_to_ignore`."""
+"""The DistributedDataParallel whose forward runs.
+
+It has `parameters_to_ignore`, names in its module, and `gradient_as_bucket_view`.
+"""
 
 
 def timeout_of(group: Any) -> timedelta:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.call_order import CallOrder
+from speedtorch.layers.data_parallel import check_data_parallel
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.room import Room, Use
 from speedtorch.layers.unit import Unit
@@ -127,6 +128,8 @@ class Auto:
     def _begins(self, unit: Unit) -> None:
         """The forward of a unit begins, within a backward if that computes it again."""
         self.end_failed()
+        if self._steps is not None:
+            check_data_parallel(unit.name, unit.module, steps=True)
         self._enter_backward()
         use = self._room.begin_use([unit])
         self._forward.setdefault(unit, []).append(use)
@@ -141,6 +144,8 @@ class Auto:
         """Notes the backward of now, if there is one, and that it is to end."""
         graph = current_backward()
         if graph != -1 and graph not in self._graphs:
+            if self._steps is not None and not self._graphs:
+                self._steps.note_begun_backward()
             self._graphs.append(graph)
             torch.autograd.Variable._execution_engine.queue_callback(self._through)
 
@@ -185,6 +190,8 @@ class Auto:
         if self._part is not None:
             self._part.settle()
             self._part = None
+        if self._steps is not None:
+            self._steps.note_ended_backward()
 
     def _step(self, unit: Unit) -> None:
         if self._steps is None or not unit.has_gradients:

@@ -229,7 +229,10 @@ class Swapper:
         Args:
             step: step each unit in the backward pass, as soon as its gradients are complete, and
                 drop them (`grad = None`): each backward() is a step, and a later optimizer.step()
-                is one of what belongs to no unit. Gradients must not be scaled then.
+                is one of what belongs to no unit. Gradients must not be scaled, and not be changed
+                between backward() and that step: it raises RuntimeError if it has a parameter whose
+                gradient has been, and cannot know of it if units have all parameters.
+                DistributedDataParallel raises NotImplementedError in the forward.
             ahead: how many of the next units are brought meanwhile, where there is room.
 
         Returns:

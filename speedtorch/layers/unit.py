@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.access_tracker import AccessTracker
+from speedtorch.layers.data_parallel import check_data_parallel
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.roster import Roster
 from speedtorch.layers.slab import Memory
@@ -35,7 +36,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["Unit", "exact_device"]
+__all__ = ["Unit", "exact_device", "is_of_unit"]
 
 _Part: TypeAlias = tuple[Pack, Members]
 
@@ -93,6 +94,8 @@ class _Guard:
     def begins(self, module: nn.Module, args: object) -> None:
         """The forward pre-hook of the unit's module."""
         self._begun.append(next_node_number())
+        if (unit := None if self._unit is None else self._unit()) is not None:
+            check_data_parallel(unit.name, module, steps=False)
 
     @partial(never_compiled, reason="units come and go")
     def __call__(self, module: nn.Module, args: object, output: object) -> object:
@@ -767,6 +770,11 @@ def exact_device(device: torch.device | str) -> torch.device:
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found
+
+
+def is_of_unit(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or buffer of a unit, of any Swapper."""
+    return Unit._owner_of(tensor) is not None
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

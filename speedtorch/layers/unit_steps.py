@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.room import Room
-from speedtorch.layers.unit import Unit
-from speedtorch.torch_internals import LENT_BY_GRAD_SCALER, stepping_grad_scaler
+from speedtorch.layers.unit import Unit, is_of_unit
+from speedtorch.torch_internals import LENT_BY_GRAD_SCALER, stepping_grad_scaler, version_of
 
 __all__ = ["UnitSteps"]
 
@@ -32,6 +33,8 @@ class UnitSteps:
     def __init__(self, optimizer: Optimizer, units: Mapping[nn.Module, Unit], room: Room) -> None:
         self.optimizer, self._units, self._room = optimizer, units, room
         self._are_in_backward = False
+        self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        """What a backward has left to optimizer.step(): gradients, with their versions."""
         for unit in units.values():
             unit.tell_steps()
         self._undo = _steps_by(optimizer, self._step_units)
@@ -40,6 +43,21 @@ class UnitSteps:
     def note_backward(self, *, steps: bool) -> None:
         """Says whether units are stepped in the backward pass."""
         self._are_in_backward = steps
+        self._left.clear()
+
+    def note_begun_backward(self) -> None:
+        """Says that a backward begins, which changes gradients."""
+        self._left.clear()
+
+    def note_ended_backward(self) -> None:
+        """Says that a backward has ended, in which units were stepped."""
+        self._left = {
+            id(each): (weakref.ref(each.grad), version_of(each.grad))
+            for group in self.optimizer.param_groups
+            for each in group["params"]
+            if type(each) in (nn.Parameter, Tensor) and not is_of_unit(each)
+            if each.grad is not None
+        }
 
     def close(self) -> None:
         """The optimizer is as before."""
@@ -67,6 +85,7 @@ class UnitSteps:
             if unit is not None and any(each.grad is not None for each in parameters)
         ]
         self._check_scaler(is_asked=bool(waiting))
+        self._check_left(others or ())
         self._room.check_room_to_step(waiting)
         with closing(self._room.each(waiting, state=True, ahead=1)) as units:
             for unit in units:
@@ -96,6 +115,23 @@ class UnitSteps:
                 " there from the GPU; nothing has been stepped: use speedtorch.GradScaler, which"
                 " waits"
             )
+
+    def _check_left(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raises RuntimeError if gradients have changed since a backward that stepped units."""
+        for each in parameters:
+            if id(each) not in self._left or each.grad is None:
+                continue
+            gradient, version = self._left[id(each)]
+            if each.grad is not gradient() or version_of(each.grad) != version:
+                raise RuntimeError(
+                    "auto(step=True): gradients have been changed between the backward and"
+                    " optimizer.step(), as by clip_grad_norm_ or by another backward, and the units"
+                    " have been stepped in the backward by theirs as they were; nothing else has"
+                    " been stepped: use auto() without step=True, or parameter.register_hook() to"
+                    " change each gradient within the backward, or another optimizer for what"
+                    " belongs to no unit"
+                )
+        self._left.clear()  # what is changed after a step is no clipping
 
     def _step(self, unit: Unit, step: PartialStep, parameters: list[nn.Parameter]) -> None:
         try:

@@ -1,0 +1,88 @@
+"""What each rank of a DistributedDataParallel does with a model whose units a Swapper keeps."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from unit_models import assert_equal, copies
+
+from speedtorch.layers import Swapper
+
+UNITS, WIDTH = 4, 16
+
+
+def pair() -> tuple[list[nn.Sequential], list[optim.Optimizer]]:
+    """The same model twice: units and a head."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)), nn.Linear(WIDTH, 1))
+    models = [copy.deepcopy(whole), whole]
+    return models, [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def check_units_of_data_parallel(way: str) -> None:
+    """Units by themselves (`auto`), or all in use, have the bits of plain data parallel."""
+    models, optimizers = pair()
+    budget = "7KiB" if way == "auto" else None
+    swapper = Swapper(list(models[0])[:UNITS], optimizers[0], device="cpu", budget=budget)
+    if way == "auto":
+        swapper.auto()
+    wrapped = [DistributedDataParallel(each) for each in models]
+    for step in range(4):
+        for model, optimizer in zip(wrapped, optimizers, strict=True):
+            is_used = way == "use" and model is wrapped[0]
+            within: AbstractContextManager[None] = nullcontext()
+            if is_used:
+                within = swapper.use(models[0])
+            with within:
+                model(batch(step)).square().mean().backward()
+            if is_used:
+                swapper.evict()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    swapper.evict()
+    assert_equal(dict(models[0].named_parameters()), dict(models[1].named_parameters()))
+    flat = torch.cat([each.detach().flatten() for each in models[0].parameters()])
+    every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, flat)
+    assert all(torch.equal(each, flat) for each in every)
+
+
+def check_refusals_of_data_parallel() -> None:
+    """Steps in the backward, and gradients that are views, raise before anything is stepped."""
+    for steps, is_view, text in (
+        (True, False, r"auto\(step=True\) steps units by the gradients of this rank"),
+        (False, True, "use gradient_as_bucket_view=False"),
+    ):
+        models, optimizers = pair()
+        units = list(models[0])[:UNITS]
+        wrapper = DistributedDataParallel(models[0], gradient_as_bucket_view=is_view)
+        before = copies(dict(models[0].named_parameters()))
+        swapper = Swapper(units, optimizers[0], device="cpu")
+        ways = [swapper.auto(step=steps)] if steps else [swapper.auto(), swapper.use(*units)]
+        for way in ways:
+            with way, pytest.raises(NotImplementedError, match=f"unit '0': .*{text}"):
+                wrapper(batch(0))
+            assert_equal(dict(models[0].named_parameters()), before)
+
+
+def check_units_that_data_parallel_ignores() -> None:
+    """A rank's own units may be stepped in the backward."""
+    models, optimizers = pair()
+    units = list(models[0])[:UNITS]
+    names = [f"{number}.{name}" for number in range(UNITS) for name in ("weight", "bias")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(models[0], names)  # type: ignore[no-untyped-call]
+    before = copies(dict(models[0].named_parameters()))
+    with Swapper(units, optimizers[0], device="cpu").auto(step=True):
+        DistributedDataParallel(models[0])(batch(0)).sum().backward()
+    assert not torch.equal(units[0].weight, before["0.weight"])  # type: ignore[arg-type]
