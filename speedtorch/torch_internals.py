@@ -11,7 +11,7 @@ import inspect
 import operator
 import sys
 import traceback
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import cache, partial, wraps
@@ -45,6 +45,7 @@ __all__ = [
     "as_plain",
     "attributes_without_hooks",
     "call_with_first_gpu",
+    "calls_under_way",
     "can_skip",
     "current_backward",
     "current_stream",
@@ -262,6 +263,17 @@ TRUNCATED_NORMAL = inspect.unwrap(
 def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """A module's own parameters and modules by name; of what it has not, None."""
     return module._parameters, module._modules
+
+
+def calls_under_way() -> Counter[nn.Module]:
+    """How many calls of each module are on this thread's stack, without those of compiled ones."""
+    found: Counter[nn.Module] = Counter()
+    code, frame = nn.Module._call_impl.__code__, sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code is code:
+            found[frame.f_locals["self"]] += 1
+        frame = frame.f_back
+    return found
 
 
 # ------------------------------------------------------------------------------------------------

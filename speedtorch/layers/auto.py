@@ -10,7 +10,7 @@ than once; and it is through with all where it ends.
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.room import Room, Use
 from speedtorch.layers.unit import Unit
 from speedtorch.layers.unit_steps import UnitSteps
-from speedtorch.torch_internals import current_backward, never_compiled
+from speedtorch.torch_internals import calls_under_way, current_backward, never_compiled
 
 __all__ = ["Auto"]
 
@@ -35,6 +35,21 @@ class _Reached(NamedTuple):
 
     unit: Unit
     backward: bool
+
+
+class _Call(NamedTuple):
+    """A forward of a unit that has begun.
+
+    Attributes:
+        use: lets its unit stay.
+        thread: which runs it.
+        depth: how many calls of the module were on that thread's stack, with this one; 0: none that
+            Python shows, as of a compiled module.
+    """
+
+    use: Use
+    thread: int
+    depth: int
 
 
 class _Hook:
@@ -75,29 +90,21 @@ class Auto:
         self._ahead = min(ahead, len(units) - 1)
         self._part: PartialStep | None = None
         """The step of the backward of now."""
-        self._forward: dict[Unit, list[Use]] = {}
+        self._forward: dict[Unit, list[_Call]] = {}
+        """Forwards that have begun and not ended, by units."""
         self._backward: tuple[Unit, Use] | None = None
         self._graphs: list[int] = []
         """Backwards that are under way, one within another."""
         self._order: CallOrder[_Reached, tuple[Unit, bool]] = CallOrder(self._parts_of)
         self._hooks: list[RemovableHandle] = []
-        own = weakref.ref(self)
-
-        def hook(method: Callable[[Auto, Unit], None], unit: Unit) -> Callable[[], None]:
-            def call() -> None:
-                if (auto := own()) is not None:
-                    method(auto, unit)
-
-            return call
-
-        for unit in units:
-            begins, ends = hook(Auto._begins, unit), hook(Auto._ends, unit)
+        for unit in units:  # whose hooks keep this alive for as long as the model
+            begins, ends = partial(self._begins, unit), partial(self._ends, unit)
             module: nn.Module = unit.module
             self._hooks += [
                 module.register_forward_pre_hook(_Hook(begins), prepend=True),
                 module.register_forward_hook(_Hook(ends), always_call=True),
             ]
-            unit.call_in_backward(hook(Auto._reaches, unit))
+            unit.call_in_backward(partial(self._reaches, unit))
         if steps is not None:
             steps.note_backward(steps=True)
         room.follow(self)
@@ -131,14 +138,34 @@ class Auto:
         if self._steps is not None:
             check_data_parallel(unit.name, unit.module, steps=True)
         self._enter_backward()
+        depth, thread = calls_under_way()[unit.module], threading.get_ident()
+        self._end_calls(unit, thread, depth - 1)
         use = self._room.begin_use([unit])
-        self._forward.setdefault(unit, []).append(use)
+        self._forward.setdefault(unit, []).append(_Call(use, thread, depth))
         self._room.fill_use(use)
         self._note(_Reached(unit, backward=False))
 
     def _ends(self, unit: Unit) -> None:
-        if uses := self._forward.get(unit):
-            self._room.end_use(uses.pop())
+        if calls := self._forward.get(unit):
+            use = calls.pop().use
+            if not calls:
+                del self._forward[unit]
+            self._room.end_use(use)
+
+    def _end_interrupted(self) -> None:
+        """Ends forwards that are on the stack no longer: torch calls no hook after Ctrl-C."""
+        if not self._forward:
+            return
+        under_way, thread = calls_under_way(), threading.get_ident()
+        for unit in list(self._forward):
+            self._end_calls(unit, thread, under_way[unit.module])
+
+    def _end_calls(self, unit: Unit, thread: int, depth: int) -> None:
+        """Ends forwards of a unit in this thread but for so many."""
+        while calls := self._forward.get(unit):
+            if calls[-1].thread != thread or not calls[-1].depth or calls[-1].depth <= depth:
+                return
+            self._ends(unit)
 
     def _enter_backward(self) -> None:
         """Notes the backward of now, if there is one, and that it is to end."""
@@ -151,6 +178,7 @@ class Auto:
 
     def end_failed(self) -> None:
         """Forgets a backward, and forwards, that have failed."""
+        self._end_interrupted()
         if current_backward() == -1 and (self._graphs or self._backward is not None):
             self._backward, self._part = None, None
             self._graphs.clear()

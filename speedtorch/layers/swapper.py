@@ -223,8 +223,8 @@ class Swapper:
         """Brings units as forward and backward reach them, and the next ones in the order seen.
 
         A unit may leave between its forward and its backward, which brings it again. The backward
-        pass is over once it returns; a graph goes backward once. A unit whose forward Ctrl-C has
-        ended stays until auto() ends, or is called anew.
+        pass is over once it returns; a graph goes backward once. This lasts until remove(), or
+        another auto(), or as long as the model, also if nothing else keeps the Swapper.
 
         Args:
             step: step each unit in the backward pass, as soon as its gradients are complete, and

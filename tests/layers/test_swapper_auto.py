@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -302,3 +304,78 @@ def test_copies_of_a_model_have_no_swapper(device: str) -> None:
         other = copy.deepcopy(made)
     other.to(device)(torch.ones(6, 4, device=device), 0).sum().backward()
     assert optim.SGD(other.parameters(), lr=0.1).step() is None
+
+
+class Interrupted(nn.Module):
+    """Is ended by an exception if one is set."""
+
+    error: BaseException | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_a_unit_whose_forward_was_interrupted_is_in_use_no_longer(
+    device: str, error: type[BaseException]
+) -> None:
+    layers = nn.Sequential(*(Interrupted() for _ in range(4)))
+    swapper = Swapper(layers, device=device, budget="2KiB")
+    x = torch.ones(2, 6, device=device)
+    with swapper.auto():
+        for place in (0, 1, 2, 3):
+            layers[place].error = error()
+            with pytest.raises(error):
+                layers(x)
+            layers(x).sum().backward()
+            layers[place].error = error()
+            with pytest.raises(error):
+                layers(x)
+            assert swapper.report().in_use == ()
+
+
+def test_a_unit_that_goes_on_after_an_interrupted_call_of_itself_stays(device: str) -> None:
+    """A unit that calls itself, and goes on where that was interrupted."""
+    used: list[tuple[str, ...]] = []
+
+    class Nested(nn.Linear):
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            used.append(swapper.report().in_use)
+            if not depth:
+                raise KeyboardInterrupt
+            try:
+                self(x, depth - 1)
+            except KeyboardInterrupt:
+                swapper.evict()
+            used.append(swapper.report().in_use)
+            y: Tensor = super().forward(x)
+            return y
+
+    layers = nn.Sequential(Nested(6, 6), nn.Linear(6, 6))
+    swapper = Swapper(layers, device=device)
+    with swapper.auto():
+        layers(torch.ones(2, 6, device=device))
+    assert used == [("0",)] * 5
+    assert swapper.report().in_use == ()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_auto_lasts_as_long_as_the_model(trains: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = optim.SGD(model.parameters(), lr=0.1) if trains else None
+    swapper = Swapper(model, optimizer, device="cpu")
+    auto = weakref.ref(swapper.auto())
+    del swapper
+    gc.collect()
+    assert auto() is not None
+    del model, optimizer
+    gc.collect()
+    assert auto() is None

@@ -371,6 +371,23 @@ def test_members_of() -> None:
     assert parameters["bias"] is None and modules == {}
 
 
+def test_calls_under_way() -> None:
+    found = []
+
+    class Inner(nn.Module):
+        def forward(self, again: int) -> None:
+            found.append(torch_internals.calls_under_way())
+            if again:
+                self(again - 1)
+
+    inner = Inner()
+    inner.register_forward_pre_hook(lambda *_: None)
+    outer = nn.Sequential(inner)
+    outer(1)
+    assert found == [{outer: 1, inner: 1}, {outer: 1, inner: 2}]
+    assert not torch_internals.calls_under_way()
+
+
 def test_truncated_normal(asked: Tensor) -> None:
     nn.init.trunc_normal_(asked, std=0.5)
     inside = [frame for frame in Asked.frames if frame.f_code is torch_internals.TRUNCATED_NORMAL]
