@@ -18,6 +18,20 @@ HOST = torch.device("cpu")
 class _OnHost(TorchFunctionMode):
     """Makes tensors on the CPU that are asked for on a device, and moves none to one."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._generators: dict[torch.Generator, torch.Generator] = {}
+        """Those of the CPU that stand for those of a device."""
+
+    def _on_host(self, generator: torch.Generator) -> torch.Generator:
+        """A generator of the CPU, for one of a device with the same seed at first."""
+        if generator.device.type == "cpu":
+            return generator
+        if generator not in self._generators:
+            made = torch.Generator().manual_seed(generator.initial_seed())
+            self._generators[generator] = made
+        return self._generators[generator]
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -30,6 +44,8 @@ class _OnHost(TorchFunctionMode):
             return args[0]
         if kwargs.get("device") is not None:
             kwargs["device"] = _on_host(kwargs["device"])
+        if isinstance(given := kwargs.get("generator"), torch.Generator):
+            kwargs["generator"] = self._on_host(given)
         if func is Tensor.to:
             args = (args[0], *(_on_host(each) for each in args[1:]))
         return func(*args, **kwargs)
@@ -48,9 +64,11 @@ def host_init() -> Iterator[None]:
     """Builds modules in host memory, also where their code asks for a GPU.
 
     For models that are larger than the GPU's memory, before a Swapper takes them: within, nothing
-    is made on a GPU or moved there. The meta device stays as it is. A model that was built on that
-    takes its values from a file by `model.load_state_dict(safetensors.torch.load_file(path),
-    assign=True)`, on the host as well; make the optimizer after that.
+    is made on a GPU or moved there. A generator of a GPU is replaced by one of the CPU that starts
+    from its seed, and draws other numbers than a GPU. The meta device stays as it is. A model that
+    was built on that takes its values from a file, on the host as well, by
+    `model.load_state_dict(safetensors.torch.load_file(path), assign=True)`; make the optimizer
+    after that.
 
     Example:
         >>> import torch, speedtorch

@@ -47,6 +47,31 @@ def test_values_are_those_of_the_cpu() -> None:
     assert torch.equal(*made)
 
 
+class OfAGPU(torch.Generator):
+    """Says that it is one of a GPU, also where there is none."""
+
+    device = torch.device("cuda")
+
+
+def test_a_generator_of_a_gpu_draws_on_the_host() -> None:
+    generators: list[torch.Generator] = [OfAGPU(), torch.Generator()]
+    if torch.cuda.is_available():
+        generators[0] = torch.Generator("cuda")
+    drawn = []
+    for generator in generators:
+        generator.manual_seed(5)
+        before = generator.get_state()
+        with host_init():
+            weight = torch.empty(3, device="cuda")
+            first = torch.randn(3, device="cuda", generator=generator)
+            drawn += [first, weight.normal_(generator=generator)]
+        is_same = torch.equal(generator.get_state(), before)
+        assert is_same == (generator.device.type == "cuda")
+    assert all(each.device.type == "cpu" for each in drawn)
+    assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
+    assert not torch.equal(drawn[0], drawn[1])
+
+
 def test_a_model_of_the_meta_device_takes_its_values_from_a_file(
     device: str, tmp_path: Path
 ) -> None:
