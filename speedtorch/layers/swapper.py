@@ -18,6 +18,7 @@ from speedtorch.layers.traffic import Traffic
 from speedtorch.layers.unit import Unit, exact_device
 from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.memory.byte_count import bytes_of
+from speedtorch.optim.wrappers import is_wrapper, stepped_by
 
 __all__ = ["Swapper"]
 
@@ -39,8 +40,8 @@ class Swapper:
     Args:
         modules: a module, whose children are the units, or the units. Modules that share a
             parameter must be one unit (nn.ModuleList).
-        optimizer: any of torch's that keeps tensors for each parameter by itself; None: nothing is
-            trained.
+        optimizer: any of torch's that keeps tensors for each parameter by itself, also as
+            accelerate, Lightning or Fabric wrap it; None: nothing is trained.
         device: where units are used.
         budget: the most device memory that units take, with gradients and state, in bytes or as
             "12GiB"; None: as much as there is. Units that are used at once must fit together.
@@ -78,6 +79,7 @@ class Swapper:
     ) -> None:
         named = _named(modules)
         self.optimizer = optimizer
+        stepped = _stepped_by(optimizer)
         self.device = exact_device(device)
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = Traffic()
@@ -89,14 +91,14 @@ class Swapper:
         self._is_closed = False
         try:
             for name, module in named:
-                unit = Unit(module, optimizer, device=self.device, name=name, traffic=self._traffic)
+                unit = Unit(module, stepped, device=self.device, name=name, traffic=self._traffic)
                 self._units[module] = unit
                 unit.call_before_gradients(self._room.expect_gradients)
         except BaseException:
             self.close()
             raise
-        if optimizer is not None:
-            self._steps = UnitSteps(optimizer, self._units, self._room)
+        if stepped is not None:
+            self._steps = UnitSteps(stepped, self._units, self._room)
 
     @contextmanager
     def use(self, *modules: nn.Module) -> Iterator[None]:
@@ -273,6 +275,19 @@ class Swapper:
             gbps_out=self._traffic.gbps(comes=False),
             held_by=tuple(f"{unit.name}: {each}" for unit in units for each in unit.held_by()),
         )
+
+
+def _stepped_by(optimizer: Optimizer | None) -> Optimizer | None:
+    """The optimizer that keeps state, within wrappers of other libraries."""
+    if optimizer is None or not is_wrapper(optimizer):
+        return optimizer
+    within = stepped_by(optimizer)
+    if len(within) != 1:
+        raise TypeError(
+            f"optimizer: {type(optimizer).__name__} steps {len(within)} optimizers: give the one"
+            " that has the units' parameters"
+        )
+    return within[0]
 
 
 def _named(modules: object) -> list[tuple[str, nn.Module]]:
