@@ -15,7 +15,7 @@ from speedtorch.nn.collection import TableCollection
 from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.ops.joint_batch import JointBatch
-from speedtorch.parallel.calls import DisagreementError
+from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.exchange import Batch
 from speedtorch.step.joint_exchange import JointExchange, joined
 from speedtorch.torch_internals import as_plain

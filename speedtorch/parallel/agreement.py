@@ -12,8 +12,9 @@ from torch import Tensor
 
 from speedtorch.ops.fitted_batch import raises_at_once
 from speedtorch.ops.planned_batch import Numbers
-from speedtorch.parallel.calls import Call, DisagreementError
+from speedtorch.parallel.calls import Call
 from speedtorch.parallel.ranks import Ranks
+from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import of_ranks
 

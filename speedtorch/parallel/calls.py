@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["Call", "DisagreementError", "Kind", "differing"]
+from speedtorch.step.disagreement import DisagreementError
+
+__all__ = ["Call", "Kind", "differing"]
 
 _NUMBERED = 1 << 40  # more than any count of rows or lookups
-
-
-class DisagreementError(RuntimeError):
-    """Ranks are at different exchanges; all of them raise it."""
 
 
 class Kind(IntEnum):

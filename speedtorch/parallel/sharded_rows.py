@@ -62,7 +62,7 @@ class ShardedRows:
         self._rows, self._ranks = rows, ranks
         self._owns_padding = own_padding is not None
         self._padding = None if padding is None else int(dealt.numbers(torch.tensor(padding)))
-        rows.shown.divisor = ranks.size if average else 1
+        rows.shown.divide_by(ranks.size if average else 1)
         self._sparse = sparse
         _ranks[rows] = ranks
         self.exchange = Questions(rows.exchange, dealt, ranks, number, own_padding)

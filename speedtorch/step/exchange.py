@@ -211,7 +211,7 @@ class ShownRows:
         """The gradient that a zero_grad() asked for, its version then, and whether it was zeros."""
         self._lent: tuple[Tensor, int] | None = None
         """The gradient that an optimizer's step() was given, and its version then."""
-        self.divisor = 1
+        self._divisor = 1
         """What the sum of gradients is divided by, once: before a step or a read of it."""
         self._is_sum = False
         """Whether the gradient, if there is one, has yet to be divided."""
@@ -288,11 +288,11 @@ class ShownRows:
 
     def summand(self, added: Tensor) -> Tensor:
         """What is to be added to the gradient for one that a lookup brings."""
-        if self.divisor == 1:
+        if self._divisor == 1:
             return added
         if not self._is_sum and not self.has_gradient():
             self._is_sum = True
-        return added if self._is_sum else _divided(added, self.divisor)
+        return added if self._is_sum else _divided(added, self._divisor)
 
     def divide(self) -> None:
         """Divides the gradient if it is a sum that has yet to be divided."""
@@ -301,8 +301,12 @@ class ShownRows:
         with as_plain():  # a read of the weight's gradient would divide it, too
             # Not zeros of zero_grad(), which stay the same tensor.
             if self.has_gradient() and (gradient := self.parameter.grad) is not None:
-                self.parameter.grad = _divided(gradient, self.divisor)
+                self.parameter.grad = _divided(gradient, self._divisor)
                 self._is_sum = False
+
+    def divide_by(self, count: int) -> None:
+        """Gives optimizers and readers gradients divided by this number, once each."""
+        self._divisor = count
 
     def note_lent(self, gradient: Tensor | None) -> None:
         """Records the gradient before an optimizer's step(), which hides the parameter's hooks."""
