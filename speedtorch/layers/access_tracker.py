@@ -10,28 +10,43 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from speedtorch.torch_internals import as_plain, never_compiled, tree_leaves
 
-__all__ = ["AccessTracker", "is_plain_tensor"]
+__all__ = ["AccessTracker", "Tracking", "is_plain_tensor"]
+
+
+class Tracking(Protocol):
+    """What has the tracked tensors."""
+
+    def note_access(self, *, is_counted: bool) -> None:
+        """An operation on a tensor begins, in its thread and on its stream.
+
+        `is_counted`: torch counts what the program may write by it.
+        """
+
+    def note_result(self, result: Tensor) -> None:
+        """An operation has given a tensor, which may share memory with a tracked one."""
+
+    def host_copy(self, tensor: Tensor) -> Tensor | None:
+        """The elements of a tensor in host memory, for a file; None: the tensor's own serve."""
 
 
 class AccessTracker:
     """Tracks tensors until it is stopped.
 
     Args:
-        report: is called at each operation, before it, in its thread and on its stream, with
-            whether torch counts what the program may write by it.
+        owner: is told of operations, for as long as it is alive.
     """
 
-    def __init__(self, report: Callable[[bool], None]) -> None:
-        self.report = report
+    def __init__(self, owner: Tracking) -> None:
+        self._owner = weakref.ref(owner)
         # Weak: a gradient that the program drops is freed at once.
         self._tracked: list[weakref.ref[Tensor]] = []
         self._starts = 0
@@ -52,10 +67,16 @@ class AccessTracker:
                 _untrack(tensor)
             self._tracked.pop()
 
+    @property
+    def owner(self) -> Tracking | None:
+        """See AccessTracker."""
+        return self._owner()
+
     @contextmanager
     def reported(self, tensor: Tensor, *, is_counted: bool) -> Iterator[None]:
         """Reports an operation; the tensor is plain within."""
-        self.report(is_counted)
+        if (owner := self.owner) is not None:
+            owner.note_access(is_counted=is_counted)
         starts = self._starts
         _untrack(tensor)
         try:
@@ -84,8 +105,17 @@ class _Tracked:
             return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        owner = self._tracker.owner
         with self._reported():
-            return self.__reduce_ex__(protocol)
+            assert isinstance(self, Tensor)
+            copied = None if owner is None else owner.host_copy(self)
+            if copied is None:
+                return self.__reduce_ex__(protocol)
+            if isinstance(self, nn.Parameter):
+                copied = nn.Parameter(copied, self.requires_grad)
+            vars(copied).update(vars(self))
+            reduced: Any = copied.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            return reduced
 
 
 class _TrackedTensor(_Tracked, Tensor):
@@ -139,9 +169,15 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Tracked)]
         if found:
             with ExitStack() as stack:
+                owners = {each._tracker.owner for each in found} - {None}
                 for each in {id(each): each for each in found}.values():
                     stack.enter_context(each._reported(is_counted=func not in _UNCOUNTED))
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                for given in tree_leaves(result):
+                    if isinstance(given, Tensor):
+                        for owner in filter(None, owners):
+                            owner.note_result(given)
+                return result
     with as_plain():  # or this would be called again
         return func(*args, **kwargs)
 

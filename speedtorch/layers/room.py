@@ -406,7 +406,8 @@ class Room:
     def _evict(self, unit: Unit, end: torch.cuda.Event | None, *, search: bool) -> int:
         # What a graph needs has no memory meanwhile; other views keep it. To look for these takes
         # long, and a graph that needs the unit is usual where units come by themselves.
-        search = search or self._calls is None or unit.gives_views or not unit.has_graph
+        may_be_kept = unit.gives_views or unit.has_views
+        search = search or self._calls is None or may_be_kept or not unit.has_graph
         freed = unit.evict(end, search=search)
         self._awaited.discard(unit)
         return freed + self._others.pop(unit, 0)

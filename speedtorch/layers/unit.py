@@ -234,6 +234,7 @@ class Unit:
         open_results: results with a graph that no backward has reached.
         has_graph: whether a graph may need its memory, as far as is known.
         gives_views: whether its module has given views of its tensors to others.
+        has_views: whether the program may have views of its tensors, taken since it was evicted.
         was_stepped: whether it was stepped when it was on the device last.
 
     Example:
@@ -278,7 +279,8 @@ class Unit:
         """Parameters that a step may have changed."""
         self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
         self._guard = _Guard(self)
-        self._tracker = AccessTracker(_weak_call(self._note_access))
+        self._tracker = AccessTracker(self)
+        self.has_views = False
         self._streams: set[torch.cuda.Stream] = set()
         """Streams that the module ran on, and its tensors were used on, since join_streams()."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -450,7 +452,7 @@ class Unit:
         # Graphs have views of its own tensors alone.
         freed = sum(pack.evict(some, after) for pack, some in (of_state, of_gradients))
         freed += own.evict(members, after, search=search)
-        self._is_state_new = False
+        self._is_state_new = self.has_views = False
         self._note_copied()
         self.has_graph = self.has_graph and any(pack.is_held for pack in self._packs)
         return freed
@@ -529,11 +531,20 @@ class Unit:
         self._is_touched = self._is_state_new = True
         self._uses += 1
 
-    def _note_access(self, is_counted: bool) -> None:
-        """A tensor is used outside of any use."""
+    def note_access(self, *, is_counted: bool) -> None:
+        """See Tracking: a tensor is used outside of any use."""
         self.note_use()
         if not is_counted:
             self.touch()
+
+    def note_result(self, result: Tensor) -> None:
+        """See Tracking."""
+        self.has_views = self.has_views or self.is_view(result)
+
+    def host_copy(self, tensor: Tensor) -> Tensor | None:
+        """See Tracking; its tensors on the device share one storage, whatever their dtypes."""
+        address = tensor.data_ptr()
+        return self.on_host().get(address, self.state_on_host().get(address))
 
     def note_use(self) -> None:
         """Says that its module runs, forward or backward, or that a tensor of it is used."""

@@ -222,6 +222,45 @@ def test_copies_and_results_are_plain() -> None:
     assert type(training.weight * 2) is Tensor
 
 
+def test_a_model_with_buffers_of_another_dtype_is_saved_while_it_is_loaded() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    optimizer = optim.Adam(model.parameters())
+    swapper = Swapper(model, optimizer, device="cpu")
+    model[0][0].weight.told = "kept"
+    with swapper.use(model[0]):
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    assert swapper.report().resident == ("0",)
+    file = io.BytesIO()
+    torch.save({"model": model, "state": optimizer.state[model[0][0].weight]}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    for name, each in saved["model"].state_dict().items():
+        assert torch.equal(each, model.state_dict()[name]), name
+    found = saved["model"][0][0].weight
+    assert type(found) is nn.Parameter and found.requires_grad and found.told == "kept"
+    expected = optimizer.state[model[0][0].weight]["exp_avg"]
+    assert torch.equal(saved["state"]["exp_avg"], expected)
+
+
+def test_a_view_that_is_kept_under_auto_keeps_its_values() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    swapper = Swapper(layers, device="cpu", budget="50KiB")
+    with swapper.auto():
+        y = layers[0](torch.ones(2, 64))
+        view = layers[0].weight.detach()
+        wanted = view.clone()
+        y = layers[3](layers[2](layers[1](y)))
+        assert "0" not in swapper.report().resident
+        assert torch.equal(view, wanted)
+        y.sum().backward()
+    assert torch.equal(view, wanted)
+    assert all(each.grad is not None for each in layers.parameters())
+
+
 def test_a_compiled_function_of_a_weight_is_an_access(marks: Marks) -> None:
     training = Training(marks)
     total = torch.compile(lambda: training.weight.sum(), backend="eager")
