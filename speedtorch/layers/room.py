@@ -246,8 +246,9 @@ class Room:
         is_there = not unit.missing_bytes(state=state)
         self.hits += is_there
         self.misses += not is_there
-        self._there.setdefault(unit)
-        self._others[unit] = self._other_bytes(unit)
+        if self._budget is not None:
+            self._there.setdefault(unit)
+            self._others[unit] = self._other_bytes(unit)
         self._bring(unit, state=state, waits=True)
         self._awaited.discard(unit)
 
@@ -449,12 +450,11 @@ class Room:
     def _other_bytes(self, unit: Unit) -> int:
         """What came to a unit on the device, and what its uses of now let come."""
         count = unit.other_bytes()
-        if self._budget is not None:
-            uses = [use for use in self._uses if unit in use.units]
-            if any(use.gradients for use in uses):
-                count += unit.missing_gradients()
-            if any(use.state for use in uses):
-                count += self._new_state(unit)
+        uses = [use for use in self._uses if unit in use.units] if self._budget is not None else []
+        if any(use.gradients for use in uses):
+            count += unit.missing_gradients()
+        if any(use.state for use in uses):
+            count += self._new_state(unit)
         return count
 
     def _new_state(self, unit: Unit) -> int:

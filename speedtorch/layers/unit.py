@@ -544,7 +544,8 @@ class Unit:
     def host_copy(self, tensor: Tensor) -> Tensor | None:
         """See Tracking; its tensors on the device share one storage, whatever their dtypes."""
         address = tensor.data_ptr()
-        return self.on_host().get(address, self.state_on_host().get(address))
+        found = self.on_host().get(address)
+        return self.state_on_host().get(address) if found is None else found
 
     def note_use(self) -> None:
         """Says that its module runs, forward or backward, or that a tensor of it is used."""
@@ -568,7 +569,7 @@ class Unit:
 
     @_untracked
     def track(self) -> None:
-        """Counts the next operation on its tensors as a change, if it is on the device."""
+        """Counts operations on its tensors as changes, if it is on the device, until it is used."""
         if self.device_bytes:
             self._tracker.start(each for _, some in self._parts() for each in some.tensors.values())
 
