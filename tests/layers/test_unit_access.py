@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from interrupts import PACKAGE, Lines
+from interrupts import EVERY, PACKAGE, Lines
 from torch import Tensor, nn, optim
 
 from speedtorch.layers import Swapper, room, slab
@@ -275,11 +275,12 @@ def test_a_compiled_function_of_a_weight_is_an_access(marks: Marks) -> None:
         training.train()
 
 
-def test_an_error_at_a_line_of_the_end_of_a_use_loses_no_unit() -> None:
+@EVERY
+def test_an_error_at_a_line_of_a_use_loses_no_unit(every: int) -> None:
     files = [each for each in PACKAGE if each.endswith(("layers/room.py", "layers/unit.py"))]
     with Lines(files) as lines:
         use(Training(), 0)
-    for at in range(1, len(lines.seen or ()) + 1, 3):
+    for at in range(1, len(lines.seen or ()) + 1, every):
         training = Training(budget=int(4.2 * NBYTES))
         wanted = training.weight.detach().clone()
         training.train()
