@@ -24,26 +24,25 @@ class FirstState:
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
         self._known: dict[tuple[int, torch.Size, torch.dtype], int] = {}
+        self._groups: dict[int, int] = {}
+        """The numbers of the groups by the ids of their parameters."""
 
     def nbytes(self, parameter: Tensor) -> int:
         """Bytes of state on the parameter's device; 0 where the copy needs real elements to step.
 
         Such state counts once it has been made.
         """
-        number = self._group_of(parameter)
-        if self._optimizer is None or number is None:
+        if self._optimizer is None:
+            return 0
+        groups = self._optimizer.param_groups
+        if len(self._groups) != sum(len(group["params"]) for group in groups):
+            self._groups = {id(e): n for n, group in enumerate(groups) for e in group["params"]}
+        if (number := self._groups.get(id(parameter))) is None:
             return 0
         kind = number, parameter.shape, parameter.dtype
         if kind not in self._known:
             self._known[kind] = _tried(self._optimizer, parameter)
         return self._known[kind]
-
-    def _group_of(self, parameter: Tensor) -> int | None:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        for number, group in enumerate(groups):
-            if any(each is parameter for each in group["params"]):
-                return number
-        return None
 
 
 def _tried(optimizer: Optimizer, parameter: Tensor) -> int:

@@ -24,17 +24,20 @@ __all__ = ["Room", "Use"]
 
 
 class Use:
-    """Units that stay on the device for as long as somebody holds this.
+    """Units that stay on the device for as long as a caller holds this.
 
     Args:
         units: which ones.
         state: they are to be stepped, with their state, which a first step makes.
-        gradients: a backward is to make gradients of them.
+        gradients: a backward is to make gradients of all of them.
+
+    Attributes:
+        trained: units of which a backward is to make gradients.
     """
 
     def __init__(self, units: Iterable[Unit], *, state: bool, gradients: bool) -> None:
-        self.units = tuple(units)
-        self.state, self.gradients = state, gradients
+        self.units, self.state = tuple(units), state
+        self.trained = set(self.units) if gradients else set()
 
 
 class Calls(Protocol):
@@ -133,11 +136,9 @@ class Room:
         return [each for each in self._there if self.bytes_of(each)]
 
     @contextmanager
-    def using(
-        self, units: Iterable[Unit], *, state: bool, gradients: bool = False
-    ) -> Iterator[None]:
+    def using(self, units: Iterable[Unit], *, state: bool) -> Iterator[None]:
         """Brings units, which do not leave within."""
-        use = self.begin_use(units, state=state, gradients=gradients)
+        use = self.begin_use(units, state=state)
         try:
             self.fill_use(use)
             yield
@@ -164,10 +165,10 @@ class Room:
         """
         if self._budget is None:
             return
-        for use in self._uses:
-            if unit in use.units:
-                use.gradients = True
-        self._others[unit] = unit.other_bytes() + unit.missing_gradients()
+        uses = [use for use in self._uses if unit in use.units]
+        for use in uses:
+            use.trained.add(unit)
+        self._others[unit] = self._other_bytes(unit) + (0 if uses else unit.missing_gradients())
         self._makes_room(unit, 0, waits=True)
 
     def end_use(self, use: Use) -> None:
@@ -395,9 +396,16 @@ class Room:
     def _send_home(self, leaver: Leaver, *, search: bool = False) -> int:
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
         is_home, before = leaver.is_home, self._traffic.bytes_out
-        freed = unit.evict_state(end) if leaver.of_state else self._evict(unit, end, search=search)
-        if leaver.of_state and not self.is_used(unit):
-            unit.track()
+        try:
+            if leaver.of_state:
+                freed = unit.evict_state(end)
+                if not self.is_used(unit):
+                    unit.track()
+            else:
+                freed = self._evict(unit, end, search=search)
+        except BaseException:
+            self._left.pop(unit, None)  # it may be on the device, and no longer tracked
+            raise
         if not is_home or self._traffic.bytes_out > before:
             self.seconds_waited += time.perf_counter() - begin
         if not self.bytes_of(unit):
@@ -451,7 +459,7 @@ class Room:
         """What came to a unit on the device, and what its uses of now let come."""
         count = unit.other_bytes()
         uses = [use for use in self._uses if unit in use.units] if self._budget is not None else []
-        if any(use.gradients for use in uses):
+        if any(unit in use.trained for use in uses):
             count += unit.missing_gradients()
         if any(use.state for use in uses):
             count += self._new_state(unit)

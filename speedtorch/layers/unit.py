@@ -352,9 +352,10 @@ class Unit:
         Raises:
             RuntimeError, TypeError, ValueError, MemoryError: as of load().
         """
-        copied = self._come(Pack.bring, state=state)
-        self.track()
-        return copied
+        try:
+            return self._come(Pack.bring, state=state)
+        finally:
+            self.track()
 
     def load(self, *, state: bool = True) -> int:
         """Brings the unit to the device, where it stays if it is there; returns the bytes copied.

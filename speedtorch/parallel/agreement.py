@@ -35,7 +35,7 @@ class Agreement:
         """What nobody has looked at."""
         self._known: Tensor | None = None
         self._calls: list[Numbers] = []
-        """Of the ranks since the last lookup, which nobody has compared."""
+        """Of the ranks since the last lookup, not compared yet."""
 
     def meet(self, call: Call) -> Tensor | None:
         """As Questions.meet."""

@@ -45,12 +45,12 @@ class SharedRows(Tensor):
         func: Any,
         types: Any,
         args: Any = (),
-        kwargs: Any = {},  # noqa: B006
+        kwargs: Any = None,
     ) -> SharedRows:
         if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
             # torch.distributed.checkpoint.async_save copies what is here into such a tensor.
             given: SharedRows = args[0]
-            field = given.field.new_empty(given.field.shape, **kwargs)
+            field = given.field.new_empty(given.field.shape, **(kwargs or {}))
             return SharedRows(len(given), field, given.blocks)
         raise NotImplementedError(
             f"{func}: the rows of other ranks are not here; this rank's are in emb.table"

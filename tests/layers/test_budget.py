@@ -111,6 +111,32 @@ def test_a_backward_without_room_for_its_gradients_says_so() -> None:
         model[0](torch.ones(1, WIDTH))
 
 
+def test_a_unit_in_use_that_no_backward_reaches_needs_no_room_for_gradients() -> None:
+    model = layers(3)
+    swapper = Swapper(model, device="cpu", budget=int(3.3 * UNIT))
+    with swapper.use(model[0], model[1]):
+        model[0](torch.ones(1, WIDTH)).sum().backward()
+        swapper.prefetch(model[2])
+        assert swapper.report().resident_bytes <= int(3.3 * UNIT)
+        model[0](torch.ones(1, WIDTH)).sum().backward()
+
+
+def test_a_unit_that_could_not_leave_waits_for_all_that_is_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = layers(2)
+    swapper = Swapper(model, device="cpu")
+    with swapper.use(model[0]):
+        pass
+    unit = swapper._units[model[0]]
+    assert unit in swapper._room._left
+    with monkeypatch.context() as patch:
+        patch.setattr(type(unit._own), "evict", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            swapper.evict(model[0])
+    assert unit.device_bytes and unit not in swapper._room._left
+
+
 @pytest.mark.parametrize(("optimizer", "kept"), zip(OPTIMIZERS, range(4), strict=True))
 def test_state_is_known_before_there_is_any(optimizer: str, kept: int) -> None:
     model = layers(1)
