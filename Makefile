@@ -21,7 +21,8 @@ export PATH := $(if $(VENV),$(abspath $(VENV))/bin:)$(PATH)
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 LIBRARY := speedtorch/_C.abi3.so
 INSTALLED := $(if $(VENV),$(VENV)/.speedtorch-installed)
-TEST := $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# A process that ended is not replaced: what ended it would end the next one, too, minutes later.
+TEST := $(PY) -m pytest -n auto --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 # Of runs whose tests may take longer than those of make test.
 PATIENT := -o faulthandler_timeout=3600
 BUILT := build/.built-$(SPEEDTORCH_CUDA)

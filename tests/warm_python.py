@@ -2,7 +2,7 @@
 
 Importing torch takes seconds of a core. One process of a run of tests does it, and forks for each
 program that `warm_python()` is given, which runs to its end as any Python does: with arguments,
-environment, folder and standard streams of its own, for five minutes at most. It is none for a
+environment, folder and standard streams of its own, for four minutes at most. It is none for a
 program that looks at what importing torch does.
 """
 
@@ -47,7 +47,7 @@ os.setsid()
 for number, stream in enumerate(streams):
     os.dup2(stream, number)
     os.close(stream)
-signal.alarm(300)
+signal.alarm(240)
 os.chdir(request["folder"])
 os.environ.clear()
 os.environ.update(request["environment"])

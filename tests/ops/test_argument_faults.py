@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,9 +58,10 @@ def test_a_tensor_whose_memory_is_gone_is_refused(name: str, left: int) -> None:
 
 
 def in_a_fork(child: Callable[[], None]) -> int:
-    """The status with which a forked child ends that makes this call."""
+    """The status with which a forked child ends that makes this call, within a minute."""
     pid = os.fork()
     if pid == 0:
+        signal.alarm(60)  # the child of a process that ends for this wait would keep its pipes
         try:
             child()
         except BaseException as error:
