@@ -4,26 +4,44 @@ The end of a unit's last use is an event, and the unit's device memory is reused
 What the program queues on the unit's tensors later is found here: the tensors of a unit that is not
 in use have a subclass, whose `__torch_function__` reports operations that read or write elements.
 They are plain tensors within the operation, and its results are plain.
+
+Where units come by themselves, an operation that computes something of a unit's tensors is a use of
+the unit, as a call of its module is.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from speedtorch.torch_internals import as_plain, never_compiled, tree_leaves
+from speedtorch.layers.operations import computes, is_counted, is_in_place, is_of_metadata
+from speedtorch.torch_internals import as_plain, never_compiled, tree_leaves, tree_map
 
-__all__ = ["AccessTracker", "Tracking", "is_plain_tensor"]
+__all__ = ["AccessTracker", "Tracking", "is_plain_tensor", "on_device"]
 
 
 class Tracking(Protocol):
-    """What has the tracked tensors."""
+    """What has the tracked tensors.
+
+    Attributes:
+        device: where they are used.
+    """
+
+    device: torch.device
+
+    @property
+    def comes_by_itself(self) -> bool:
+        """Whether an operation may bring them there."""
+
+    def operation(self) -> AbstractContextManager[Callable[[Any], Any]]:
+        """They are on the device within; what it gives maps the operation's result."""
 
     def note_access(self, *, is_counted: bool) -> None:
         """An operation on a tensor begins, in its thread and on its stream.
@@ -129,57 +147,67 @@ class _TrackedParameter(_Tracked, nn.Parameter):
 _TRACKED: dict[type, type[Tensor]] = {Tensor: _TrackedTensor, nn.Parameter: _TrackedParameter}
 _PLAIN: dict[type, type[Tensor]] = {_TrackedTensor: Tensor, _TrackedParameter: nn.Parameter}
 
-# Neither reads nor writes elements; optimizers, zero_grad() and modules call these of all tensors.
-_PROPERTIES = "dtype device grad grad_fn is_cuda is_leaf layout ndim requires_grad shape _version"
-_GRADIENT: Any = Tensor.grad
-_METADATA = frozenset(
-    [
-        *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
-        _GRADIENT.__set__,
-        _GRADIENT.__delete__,
-        Tensor.dim,
-        Tensor.element_size,
-        Tensor.is_complex,
-        Tensor.is_floating_point,
-        Tensor.nelement,
-        Tensor.numel,
-        Tensor.size,
-    ]
-)
 
-# What they give shares the elements, but not the count of changes.
-_DATA: Any = Tensor.data
-_UNCOUNTED = frozenset(
-    [
-        _DATA.__get__,
-        _DATA.__set__,
-        Tensor.__array__,
-        Tensor.__dlpack__,
-        Tensor.data_ptr,
-        Tensor.numpy,
-        Tensor.storage,
-        Tensor.untyped_storage,
-    ]
-)
+def on_device(given: Any, device: torch.device) -> Any:
+    """The same with all tensors on a device; what is there already is given as it is."""
+    if all(not isinstance(e, Tensor) or e.device == device for e in tree_leaves(given)):
+        return given
+    return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, given)
 
 
 @partial(never_compiled, reason="units come and go")
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    if func not in _METADATA:
-        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Tracked)]
-        if found:
-            with ExitStack() as stack:
-                owners = {each._tracker.owner for each in found} - {None}
-                for each in {id(each): each for each in found}.values():
-                    stack.enter_context(each._reported(is_counted=func not in _UNCOUNTED))
-                result = func(*args, **kwargs)
-                for given in tree_leaves(result):
-                    if isinstance(given, Tensor):
-                        for owner in filter(None, owners):
-                            owner.note_result(given)
-                return result
+    if not is_of_metadata(func):
+        tensors = {id(e): e for e in tree_leaves((args, kwargs)) if isinstance(e, Tensor)}
+        tracked = [each for each in tensors.values() if isinstance(each, _Tracked)]
+        if tracked:
+            others = [each for each in tensors.values() if not isinstance(each, _Tracked)]
+            return _operated(func, args, kwargs, tracked, others)
     with as_plain():  # or this would be called again
         return func(*args, **kwargs)
+
+
+def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[Tensor]) -> Any:
+    found = dict.fromkeys(each._tracker.owner for each in tracked)
+    owners: list[Tracking] = [each for each in found if each is not None]
+    coming = [each for each in owners if each.comes_by_itself]
+    if coming and not _brings(func, args, kwargs, tracked, others):
+        coming = []
+    with ExitStack() as stack:
+        results = [stack.enter_context(each.operation()) for each in coming]
+        if coming and not is_in_place(func) and "out" not in kwargs:
+            args, kwargs = on_device((args, kwargs), coming[0].device)
+        for tensor in tracked:
+            if isinstance(tensor, _Tracked):  # and not in use
+                stack.enter_context(tensor._reported(is_counted=is_counted(func)))
+        result = func(*args, **kwargs)
+        for given in results:
+            result = given(result)
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                for owner in owners:
+                    owner.note_result(each)
+        return result
+
+
+def _brings(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[Tensor]) -> bool:
+    """Whether tracked tensors are used on the device, where their units come by themselves.
+
+    What looks at them or writes to them finds them where they are, and so does what is computed of
+    several units without a gradient, unless it is with others that are on the device.
+    """
+    if not computes(func):
+        return False
+    with as_plain():
+        owners = {owner for each in tracked if (owner := each._tracker.owner) is not None}
+        there = {each.device for each in others if each.device.type != "cpu"}
+        if any(owner.device in there for owner in owners):
+            return True
+        written = args[:1] if is_in_place(func) else kwargs.get("out")
+        if any(isinstance(each, _Tracked) for each in tree_leaves(written)):
+            return False
+        is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in tracked)
+        return is_trained or len(owners) == 1
 
 
 def _track(tensor: Any, tracker: AccessTracker) -> None:

@@ -1,17 +1,21 @@
 """Auto: units come as forward and backward reach them, and the next one in the order seen before.
 
+**Operations.** What the program computes of a unit's tensors outside of its forward is a call, too.
+
 **Order.** As it is known what comes next, it is known as well what is used last: that leaves first,
 and the optimizer's state before its unit.
 
 **Backward.** Autograd runs what was computed last first. So where it reaches the result of another
 unit, it is through with the one before, whose gradients are complete, unless that was called more
-than once; and it is through with all where it ends.
+than once; and it is through with all where it ends. A unit that was called within another's forward
+comes beside that.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from speedtorch.layers.access_tracker import on_device
 from speedtorch.layers.call_order import CallOrder
 from speedtorch.layers.data_parallel import check_data_parallel
 from speedtorch.layers.partial_step import PartialStep
@@ -55,13 +60,12 @@ class _Call(NamedTuple):
 class _Hook:
     """A module's hook; in copies of the module, and files of it, it does nothing."""
 
-    def __init__(self, call: Callable[[], None] | None = None) -> None:
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
 
     @partial(never_compiled, reason="units come and go")
-    def __call__(self, *_: Any) -> None:
-        if self._call is not None:
-            self._call()
+    def __call__(self, *given: Any) -> Any:
+        return None if self._call is None else self._call(*given)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
@@ -73,8 +77,7 @@ class Auto:
     Args:
         room: brings them.
         units: of it.
-        steps: steps each unit in backward, once its gradients are complete, which are dropped then;
-            None: nobody does.
+        steps: step each unit in backward, once its gradients are complete, which are dropped then.
         ahead: units that are brought ahead.
     """
 
@@ -82,17 +85,19 @@ class Auto:
         self,
         room: Room,
         units: list[Unit],
-        steps: UnitSteps | None,
+        steps: Sequence[UnitSteps],
         *,
         ahead: int,
     ) -> None:
         self._room, self._units, self._steps = room, units, steps
         self._ahead = min(ahead, len(units) - 1)
-        self._part: PartialStep | None = None
-        """The step of the backward of now."""
+        self._parts: list[PartialStep] = []
+        """The steps of the backward of now."""
         self._forward: dict[Unit, list[_Call]] = {}
         """Forwards that have begun and not ended, by units."""
-        self._backward: tuple[Unit, Use] | None = None
+        self._backward: dict[Unit, Use] = {}
+        """What a backward has reached: a unit, and then those that were called within its call."""
+        self._noted: _Reached | None = None
         self._graphs: list[int] = []
         """Backwards that are under way, one within another."""
         self._order: CallOrder[_Reached, tuple[Unit, bool]] = CallOrder(self._parts_of)
@@ -101,27 +106,27 @@ class Auto:
             begins, ends = partial(self._begins, unit), partial(self._ends, unit)
             module: nn.Module = unit.module
             self._hooks += [
-                module.register_forward_pre_hook(_Hook(begins), prepend=True),
+                module.register_forward_pre_hook(_Hook(begins), prepend=True, with_kwargs=True),
                 module.register_forward_hook(_Hook(ends), always_call=True),
             ]
-            unit.call_in_backward(partial(self._reaches, unit))
-        if steps is not None:
-            steps.note_backward(steps=True)
+            unit.follow(self)
+        for each in steps:
+            each.note_backward(steps=True)
         room.follow(self)
 
     def remove(self) -> None:
         """Brings units no longer by itself."""
         if self._hooks:  # and no other has come since
             self._room.follow(None)
-            if self._steps is not None:
-                self._steps.note_backward(steps=False)
+            for steps in self._steps:
+                steps.note_backward(steps=False)
         for each in self._hooks:
             each.remove()
         self._hooks.clear()
         for unit in self._units:
-            unit.call_in_backward(None)
+            unit.follow(None)
         self._forward.clear()
-        self._backward = None
+        self._backward.clear()
 
     def __enter__(self) -> Auto:
         return self
@@ -132,20 +137,48 @@ class Auto:
     # --------------------------------------------------------------------------------------------
     # Hooks
 
-    def _begins(self, unit: Unit) -> None:
-        """The forward of a unit begins, within a backward if that computes it again."""
-        self.end_failed()
-        if self._steps is not None:
-            check_data_parallel(unit.name, unit.module, steps=True)
-        self._enter_backward()
+    def _begins(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The forward of a unit begins, within a backward if that computes it again.
+
+        Inputs that are elsewhere are copied to the device.
+        """
+        self._enter(unit)
         depth, thread = calls_under_way()[unit.module], threading.get_ident()
         self._end_calls(unit, thread, depth - 1)
         use = self._room.begin_use([unit])
         self._forward.setdefault(unit, []).append(_Call(use, thread, depth))
         self._room.fill_use(use)
         self._note(_Reached(unit, backward=False))
+        if unit.device.type == "cpu":
+            return None
+        given: tuple[Any, Any] = on_device((args, kwargs), unit.device)
+        return given
 
-    def _ends(self, unit: Unit) -> None:
+    @contextmanager
+    def using(self, unit: Unit) -> Iterator[None]:
+        """See Caller."""
+        self._enter(unit)
+        with self._room.using([unit], state=False):
+            self._note(_Reached(unit, backward=False))
+            yield
+
+    def is_nested(self, unit: Unit) -> bool:
+        """See Caller."""
+        thread = threading.get_ident()
+        return any(
+            calls[-1].thread == thread
+            for other, calls in self._forward.items()
+            if other is not unit
+        )
+
+    def _enter(self, unit: Unit) -> None:
+        """A call of a unit, or an operation on its tensors, begins."""
+        self.end_failed()
+        if self._steps:
+            check_data_parallel(unit.name, unit.module, steps=True)
+        self._enter_backward()
+
+    def _ends(self, unit: Unit, *_: object) -> None:
         if calls := self._forward.get(unit):
             use = calls.pop().use
             if not calls:
@@ -171,39 +204,40 @@ class Auto:
         """Notes the backward of now, if there is one, and that it is to end."""
         graph = current_backward()
         if graph != -1 and graph not in self._graphs:
-            if self._steps is not None and not self._graphs:
-                self._steps.note_begun_backward()
+            for steps in self._steps if not self._graphs else ():
+                steps.note_begun_backward()
             self._graphs.append(graph)
             torch.autograd.Variable._execution_engine.queue_callback(self._through)
 
     def end_failed(self) -> None:
         """Forgets a backward, and forwards, that have failed."""
         self._end_interrupted()
-        if current_backward() == -1 and (self._graphs or self._backward is not None):
-            self._backward, self._part = None, None
+        if current_backward() == -1 and (self._graphs or self._backward):
+            self._parts.clear()
+            self._backward.clear()
             self._graphs.clear()
             self._forget_results()
 
-    def _reaches(self, unit: Unit) -> None:
-        """Backward reaches a result of a unit."""
+    def reaches(self, unit: Unit, *, nested: bool) -> None:
+        """See Caller."""
         self._enter_backward()
-        if self._backward is not None and self._backward[0] is unit:
+        if unit in self._backward:
             return
-        self._leave_backward()
+        if not nested:
+            self._leave_backward()
         use = self._room.begin_use([unit], gradients=True)
-        self._backward = unit, use
+        self._backward[unit] = use
         self._room.fill_use(use)
         self._note(_Reached(unit, backward=True))
 
     def _leave_backward(self) -> None:
-        """Backward is through with the unit that it has reached last."""
-        if self._backward is None:
-            return
-        (unit, use), self._backward = self._backward, None
-        # A backward within another knows nothing of what that will reach.
-        if len(self._graphs) == 1 and unit.open_results <= 0:
-            self._step(unit)
-        self._room.end_use(use)
+        """Backward is through with what it has reached last."""
+        while self._backward:
+            unit, use = self._backward.popitem()
+            # A backward within another knows nothing of what that will reach.
+            if len(self._graphs) == 1 and unit.open_results <= 0:
+                self._step(unit)
+            self._room.end_use(use)
 
     def _through(self) -> None:
         """A backward has ended."""
@@ -213,20 +247,20 @@ class Auto:
             return
         self._forget_results()
         for unit in self._units:
-            if self._steps is not None and unit.has_gradients:
-                self._step(unit)
-        if self._part is not None:
-            self._part.settle()
-            self._part = None
-        if self._steps is not None:
-            self._steps.note_ended_backward()
+            self._step(unit)
+        for each in self._parts:
+            each.settle()
+        self._parts.clear()
+        for steps in self._steps:
+            steps.note_ended_backward()
 
     def _step(self, unit: Unit) -> None:
-        if self._steps is None or not unit.has_gradients:
+        if not self._steps or not unit.has_gradients:
             return
-        if self._part is None:
-            self._part = PartialStep(self._steps.optimizer)
-        self._steps.step_unit(unit, self._part)
+        if not self._parts:
+            self._parts = [PartialStep(each.optimizer) for each in self._steps]
+        for steps, part in zip(self._steps, self._parts, strict=True):
+            steps.step_unit(unit, part)
         for each in unit.module.parameters():
             each.grad = None
 
@@ -239,6 +273,9 @@ class Auto:
 
     def _note(self, reached: _Reached) -> None:
         """Remembers what came after what, and asks for what is to come."""
+        if reached == self._noted:  # one operation after another
+            return
+        self._noted = reached
         self._order.note(reached)
         wanted: dict[Unit, bool] = {}
         for each in self._order.ahead():
@@ -252,13 +289,12 @@ class Auto:
 
     def next_use(self, unit: Unit, *, state: bool) -> float:
         """In how many calls a unit is used next, or its state; inf: nobody knows."""
-        is_now = self._backward is not None and self._backward[0] is unit
-        if is_now and (not state or self._steps is not None):  # which steps it at its end
+        if unit in self._backward and (not state or self._steps):  # which steps it at its end
             return 0
         return self._order.next_use((unit, state))
 
     def _takes_state(self, reached: _Reached) -> bool:
-        return reached.backward and self._steps is not None
+        return reached.backward and bool(self._steps)
 
     def _parts_of(self, reached: _Reached) -> Iterator[tuple[Unit, bool]]:
         """What a call uses: a unit, and perhaps its state."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.optim.optimizer_copy import OptimizerCopy
+from speedtorch.torch_internals import as_plain
 
 __all__ = ["FirstState"]
 
@@ -17,11 +18,9 @@ class FirstState:
     A copy of the optimizer steps a parameter of the same shape and dtype on the meta device, which
     has no memory.
 
-    Args:
-        optimizer: None: there is no state.
     """
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._known: dict[tuple[int, torch.Size, torch.dtype], int] = {}
         self._groups: dict[int, int] = {}
@@ -32,8 +31,6 @@ class FirstState:
 
         Such state counts once it has been made.
         """
-        if self._optimizer is None:
-            return 0
         groups = self._optimizer.param_groups
         if len(self._groups) != sum(len(group["params"]) for group in groups):
             self._groups = {id(e): n for n, group in enumerate(groups) for e in group["params"]}
@@ -46,11 +43,13 @@ class FirstState:
 
 
 def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
-    like = torch.empty_like(parameter, device="meta", requires_grad=False)
+    with as_plain():  # units may come by operations on their parameters
+        like = torch.empty_like(parameter, device="meta", requires_grad=False)
     # Neither variant changes what is kept; fused kernels refuse the meta device.
     settings = {"fused": False, "foreach": False}
     try:
-        copy = OptimizerCopy(optimizer, parameter, like, settings, construct=False)
+        with as_plain():
+            copy = OptimizerCopy(optimizer, parameter, like, settings, construct=False)
         copy.step(like, sparse=False)
     except Exception:  # of any kind: the optimizer's code has met a tensor without elements
         return 0

@@ -106,6 +106,11 @@ class Pack:
         """Whether a tensor is the one of that name in one of the memories."""
         return self._slab.where({name: tensor})[name] is not None
 
+    def has_all(self, members: Members) -> bool:
+        """Whether each of them has moved by that name before."""
+        placed = self._placed
+        return all(name in placed and placed[name]() is e for name, e in members.tensors.items())
+
     def shares(self, tensor: Tensor) -> bool:
         """Whether a tensor has memory of the device slab."""
         return self._slab.has(tensor)

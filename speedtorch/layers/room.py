@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
 from operator import itemgetter
@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from speedtorch.layers.traffic import Traffic
 from speedtorch.layers.unit import Unit
@@ -93,7 +94,7 @@ class Room:
         device: where units are used.
         budget: the most bytes that they take; None: as many as there are.
         traffic: of the units.
-        first_state: the bytes of state that a first step makes of a parameter.
+        first_state: the bytes of state that a first step makes of a parameter, by optimizers.
 
     Attributes:
         hits: uses that found their unit on the device.
@@ -106,7 +107,7 @@ class Room:
         device: torch.device,
         budget: int | None,
         traffic: Traffic,
-        first_state: Callable[[Tensor], int],
+        first_state: Mapping[Optimizer, Callable[[Tensor], int]],
     ) -> None:
         self._device, self._budget, self._traffic = device, budget, traffic
         self._first_state = first_state
@@ -243,6 +244,8 @@ class Room:
             # The last use, and the copy to the device before it, were on another stream.
             current_stream(self._device).wait_event(last.end)
         unit.begin_use()
+        if unit.has_newcomers and sum(unit in use.units for use in self._uses) == 1:
+            self._send_home(Leaver(unit))
         self._keep(unit, state=state)
         is_there = not unit.missing_bytes(state=state)
         self.hits += is_there
@@ -467,7 +470,7 @@ class Room:
 
     def _new_state(self, unit: Unit) -> int:
         """Bytes of state that a first step of a unit makes."""
-        return sum(map(self._first_state, unit.without_state()))
+        return sum(self._first_state[by](each) for by, each in unit.without_state())
 
     def bytes_of(self, unit: Unit) -> int:
         """Of its device memory, with what came to it there."""

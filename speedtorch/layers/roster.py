@@ -1,4 +1,4 @@
-"""Roster: the tensors of a module and of what an optimizer keeps of it, looked up once.
+"""Roster: the tensors of a module and of what optimizers keep of it, looked up once.
 
 Going through a module's names takes longer than everything else that a move does for a tensor. So
 what was found is kept for as long as each of it is where it was found.
@@ -7,7 +7,7 @@ what was found is kept for as long as each of it is where it was found.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, cast
 
@@ -22,24 +22,23 @@ class Roster:
 
     Args:
         module: whose parameters, buffers and gradients these are.
-        optimizer: whose state of the parameters.
-        is_of_state: says of a parameter's name, the parameter, a key and a value of the optimizer's
-            state whether it counts.
+        optimizers: whose state of the parameters.
+        is_of_state: says of an optimizer, a parameter's name, the parameter, a key and a value of
+            its state whether it counts.
 
     Attributes:
         own: parameters and buffers, those that are not trained first.
         parameters: the parameters among them.
         buffers: the buffers among them.
-        state: what the optimizer keeps of each parameter.
+        state: what optimizers keep of each parameter.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer | None,
-        is_of_state: Callable[[str, Tensor, str, Any], bool],
+        optimizers: Sequence[Optimizer],
+        is_of_state: Callable[[Optimizer, str, Tensor, str, Any], bool],
     ) -> None:
-        self._optimizer = optimizer
         self.parameters = dict(module.named_parameters())
         self.buffers = dict(module.named_buffers())
         frozen = {name: each for name, each in self.parameters.items() if not each.requires_grad}
@@ -48,9 +47,8 @@ class Roster:
         """The parameters that have one, by its name."""
         self.state: dict[str, Tensor] = {}
         # Nobody else's gradients live longer for what was found.
-        self._of_parameters: list[
-            tuple[Tensor, bool, weakref.ref[Tensor] | None, dict[str, Any] | None]
-        ] = []
+        self._of_parameters: list[tuple[Tensor, bool, weakref.ref[Tensor] | None]] = []
+        self._of_state: list[tuple[Mapping[Tensor, Any], Tensor, dict[str, Any] | None]] = []
         self._empty: list[dict[str, Any]] = []
         self._kept: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for part in module.modules():
@@ -61,15 +59,20 @@ class Roster:
                 if each.grad.is_conj() or each.grad.is_neg():  # as torch makes some
                     each.grad = each.grad.resolve_conj().resolve_neg()
                 self._gradients[f"the gradient of {name}"] = each
-            kept = None if optimizer is None else optimizer.state.get(each)
             gradient = each.grad if each.is_leaf else None
             known = None if gradient is None else weakref.ref(gradient)
-            self._of_parameters.append((each, each.requires_grad, known, kept))
-            if kept is not None:
+            self._of_parameters.append((each, each.requires_grad, known))
+        for number, optimizer in enumerate(optimizers):
+            which = f" ({number})" if number else ""
+            for name, each in self.parameters.items():
+                kept = optimizer.state.get(each)
+                self._of_state.append((optimizer.state, each, kept))
+                if kept is None:
+                    continue
                 self._keep(kept)
                 for key, value in kept.items():
-                    if is_of_state(name, each, key, value):
-                        self.state[f"{key} of {name}"] = value
+                    if is_of_state(optimizer, name, each, key, value):
+                        self.state[f"{key} of {name}{which}"] = value
 
     def _keep(self, entries: dict[str, Any]) -> None:
         if entries:
@@ -90,8 +93,7 @@ class Roster:
         for entries, values in self._kept:
             if len(entries) != len(values) or not all(map(is_, entries.values(), values)):
                 return False
-        state = None if self._optimizer is None else self._optimizer.state
-        for each, is_trained, known, kept in self._of_parameters:
+        for each, is_trained, known in self._of_parameters:
             if each.requires_grad is not is_trained:
                 return False
             gradient = each.grad if each.is_leaf else None
@@ -99,6 +101,4 @@ class Roster:
                 return False
             if known is not None and known() is not gradient:
                 return False
-            if state is not None and state.get(each) is not kept:
-                return False
-        return True
+        return all(state.get(each) is kept for state, each, kept in self._of_state)

@@ -41,17 +41,18 @@ class Swapper:
         modules: a module, whose children are the units, or the units. Modules that share a
             parameter must be one unit (nn.ModuleList).
         optimizer: any of torch's that keeps tensors for each parameter by itself, also as
-            accelerate, Lightning or Fabric wrap it; None: nothing is trained.
+            accelerate, Lightning or Fabric wrap it, or several (Muon and AdamW), each with
+            parameters of its own or not; None: nothing is trained.
         device: where units are used.
         budget: the most device memory that units take, with gradients and state, in bytes or as
             "12GiB"; None: as much as there is. Units that are used at once must fit together.
 
     Raises:
-        TypeError: an argument is of the wrong kind, the optimizer keeps tensors within lists or
+        TypeError: an argument is of the wrong kind, an optimizer keeps tensors within lists or
             dicts, as LBFGS does, or a tensor is of a class of its own.
-        ValueError: there is no unit, two of them share a tensor, one of them is in another, the
-            budget is no number of bytes, or a tensor is sparse, quantized, on the meta device or
-            made in inference mode.
+        ValueError: there is no unit, two of them share a tensor, one of them is in another, an
+            optimizer is given twice, the budget is no number of bytes, or a tensor is sparse,
+            quantized, on the meta device or made in inference mode.
         RuntimeError: the device is a GPU, and torch finds none here.
         MemoryError: the host has too little memory.
 
@@ -72,33 +73,35 @@ class Swapper:
     def __init__(
         self,
         modules: nn.Module | Iterable[nn.Module],
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         device: torch.device | str = "cuda",
         budget: int | str | None = None,
     ) -> None:
         named = _named(modules)
-        self.optimizer = optimizer
-        stepped = _stepped_by(optimizer)
+        self._given = _as_tuple(optimizer)
+        self.optimizer = self._given if len(self._given) > 1 else next(iter(self._given), None)
+        stepped = [each for given in self._given for each in _stepped_by(given)]
+        if len(set(map(id, stepped))) < len(stepped):
+            raise ValueError("optimizer: one of them is given twice")
         self.device = exact_device(device)
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = Traffic()
         self._units: dict[nn.Module, Unit] = {}
-        first_state = FirstState(optimizer).nbytes
+        first_state = {each: FirstState(each).nbytes for each in stepped}
         self._room = Room(self.device, self.budget, self._traffic, first_state)
-        self._steps: UnitSteps | None = None
+        self._steps: list[UnitSteps] = []
         self._auto: Auto | None = None
         self._is_closed = False
         try:
             for name, module in named:
-                unit = Unit(module, stepped, device=self.device, name=name, traffic=self._traffic)
+                unit = Unit(module, *stepped, device=self.device, name=name, traffic=self._traffic)
                 self._units[module] = unit
                 unit.call_before_gradients(self._room.expect_gradients)
         except BaseException:
             self.close()
             raise
-        if stepped is not None:
-            self._steps = UnitSteps(stepped, self._units, self._room)
+        self._steps = [UnitSteps(each, self._units, self._room) for each in stepped]
 
     @contextmanager
     def use(self, *modules: nn.Module) -> Iterator[None]:
@@ -186,8 +189,8 @@ class Swapper:
         """Lets all units leave for good: modules and optimizer are as before, on the CPU."""
         if self._auto is not None:
             self._auto.remove()
-        if self._steps is not None:
-            self._steps.close()
+        for steps in self._steps:
+            steps.close()
         for unit in self._units.values():
             unit.close()
         self._units.clear()
@@ -211,22 +214,33 @@ class Swapper:
         return list(found)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the optimizer, as `optimizer.step()` does: unit by unit.
+        """Steps the optimizer, as `optimizer.step()` does: unit by unit; of several one by one.
 
         Raises:
+            TypeError: there is a closure, and there are several optimizers.
             RuntimeError: there is no optimizer, no room for a unit and its state, or a GradScaler
                 has not scaled gradients back as it should have.
         """
-        if self.optimizer is None:
+        if not self._given:
             raise RuntimeError("step: the swapper was made without an optimizer")
-        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        if closure is None:
+            results = [each.step() for each in self._given]
+            return results[0] if len(results) == 1 else None
+        if len(self._given) > 1:
+            raise TypeError(
+                f"closure: {len(self._given)} optimizers would call it {len(self._given)} times;"
+                " call it yourself, and then step()"
+            )
+        return self._given[0].step(closure)
 
     def auto(self, *, step: bool = False, ahead: int = 3) -> Auto:
         """Brings units as forward and backward reach them, and the next ones in the order seen.
 
-        A unit may leave between its forward and its backward, which brings it again. The backward
-        pass is over once it returns; a graph goes backward once. This lasts until remove(), or
-        another auto(), or as long as the model, also if nothing else keeps the Swapper.
+        So does an operation that computes something of a unit's tensors elsewhere. Inputs on another
+        device are copied to the units'. A unit may leave between its forward and its backward,
+        which brings it again. The backward pass is over once it returns; a graph goes backward
+        once. This lasts until remove(), or another auto(), or as long as the model, also if nothing
+        else keeps the Swapper.
 
         Args:
             step: step each unit in the backward pass, as soon as its gradients are complete, and
@@ -244,13 +258,13 @@ class Swapper:
             RuntimeError: step is asked for, and there is no optimizer.
             ValueError: ahead is no number of units.
         """
-        if step and self.optimizer is None:
+        if step and not self._steps:
             raise RuntimeError("auto: the swapper was made without an optimizer, and cannot step")
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
             raise ValueError(f"auto: ahead: expected 0 units or more, got {ahead!r}")
         if self._auto is not None:
             self._auto.remove()
-        steps = self._steps if step else None
+        steps = self._steps if step else []
         self._auto = Auto(self._room, list(self._units.values()), steps, ahead=ahead)
         return self._auto
 
@@ -277,17 +291,18 @@ class Swapper:
         )
 
 
-def _stepped_by(optimizer: Optimizer | None) -> Optimizer | None:
-    """The optimizer that keeps state, within wrappers of other libraries."""
-    if optimizer is None or not is_wrapper(optimizer):
-        return optimizer
-    within = stepped_by(optimizer)
-    if len(within) != 1:
-        raise TypeError(
-            f"optimizer: {type(optimizer).__name__} steps {len(within)} optimizers: give the one"
-            " that has the units' parameters"
-        )
-    return within[0]
+def _as_tuple(optimizer: Any) -> tuple[Optimizer, ...]:
+    """The optimizers that are given, which may be wrappers of other libraries."""
+    if optimizer is None:
+        return ()
+    if isinstance(optimizer, Iterable) and not isinstance(optimizer, str):
+        return tuple(optimizer)
+    return (optimizer,)
+
+
+def _stepped_by(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that keep state, within wrappers of other libraries."""
+    return stepped_by(optimizer) if is_wrapper(optimizer) else [optimizer]
 
 
 def _named(modules: object) -> list[tuple[str, nn.Module]]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,19 @@ def _nothing(_: object) -> None:
     pass
 
 
+class Caller(Protocol):
+    """Brings units as the program reaches them."""
+
+    def using(self, unit: Unit) -> AbstractContextManager[None]:
+        """The unit is on the device within, for one operation of the program."""
+
+    def is_nested(self, unit: Unit) -> bool:
+        """Whether a call of another unit is under way."""
+
+    def reaches(self, unit: Unit, *, nested: bool) -> None:
+        """A backward reaches a result of a unit; `nested`: of a call within another unit's."""
+
+
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The unit of each tensor, as a weakref: it belongs to one at most."""
 
@@ -105,9 +119,12 @@ class _Guard:
         unit.note_use()
         if module is not unit.module:
             return None
-        begun = self._begun.pop() if self._begun else 0
+        return self.given(unit, self._begun.pop() if self._begun else 0, output)
+
+    def given(self, unit: Unit, begun: int, output: Any) -> Any:
+        """What the program is given as the result of a call that began at this number."""
         if unit.memory is None:
-            return None
+            return output
         is_record = not isinstance(output, Tensor | list | tuple | dict) and hasattr(
             output, "__dict__"
         )
@@ -126,22 +143,26 @@ class _Guard:
         results = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
         if any(map(unit.is_view, results)):
             unit.note_view()
-        for node, is_last in _nodes_since(begun, results).items():
+        nodes = _nodes_since(begun, results)
+        is_nested = bool(nodes) and unit.is_nested
+        for node, is_last in nodes.items():
             if is_last:
                 unit.note_graph()
-            node.register_prehook(partial(self._before_backward, unit.memory, is_last))
+            node.register_prehook(partial(self._before_backward, unit.memory, is_last, is_nested))
         return output
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
         return _Guard, ()
 
-    def _before_backward(self, memory: Memory, is_last: bool, gradients: object) -> None:
+    def _before_backward(
+        self, memory: Memory, is_last: bool, is_nested: bool, gradients: object
+    ) -> None:
         unit = None if self._unit is None else self._unit()
         if unit is None:
             return
         unit.note_use()
         if memory is Memory.DEVICE:
-            unit.reach_backward(closes=is_last)
+            unit.reach_backward(closes=is_last, nested=is_nested)
         if unit.memory is not memory:
             there = {Memory.HOST: "evicted", Memory.DEVICE: "loaded", None: "half moved"}
             raise RuntimeError(
@@ -217,13 +238,13 @@ class Unit:
     Args:
         module: whose parameters and buffers these are. Of modules that share a parameter make one
             unit (nn.ModuleList).
-        optimizer: any of torch's that keeps tensors for each parameter by itself.
+        *optimizers: any of torch's that keep tensors for each parameter by itself.
         device: where it is when loaded; "cpu" is another part of host memory.
         name: what errors call it.
         traffic: counts what is copied.
 
     Raises:
-        TypeError: an argument is none of these; a tensor is of a class of its own; the optimizer
+        TypeError: an argument is none of these; a tensor is of a class of its own; an optimizer
             keeps tensors within lists or dicts, as LBFGS does.
         ValueError: a parameter or buffer belongs to another unit; a tensor is sparse, quantized, on
             the meta device or made in inference mode; the device is "meta".
@@ -250,27 +271,26 @@ class Unit:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer | None = None,
-        *,
+        *optimizers: Optimizer,
         device: torch.device | str,
         name: str = "unit",
         traffic: Traffic | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
-        if not isinstance(optimizer, Optimizer | None):
-            raise TypeError(
-                f"optimizer: expected a torch.optim.Optimizer or None, got"
-                f" {type(optimizer).__name__}"
-            )
+        for each in optimizers:
+            if not isinstance(each, Optimizer):
+                raise TypeError(
+                    f"optimizer: expected a torch.optim.Optimizer, got {type(each).__name__}"
+                )
         self.device = exact_device(device)
         if self.device.type == "meta":
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
-        self.module, self.optimizer, self.name = module, optimizer, name
+        self.module, self.optimizers, self.name = module, optimizers, name
         self._uses = self.open_results = 0
         self.gives_views = False
         self.has_graph = self.was_stepped = self._steps_are_told = False
-        self._in_backward: Callable[[], None] | None = None
+        self._caller: Caller | None = None
         self._before_gradients: Callable[[Unit], None] = _nothing
         # All that it has may have been changed before.
         self._is_touched = self._is_stepped = self._is_used = self._is_state_new = True
@@ -293,9 +313,8 @@ class Unit:
             raise
         saved = module.register_state_dict_post_hook(_Saved(self))  # type: ignore[no-untyped-call]
         self._hooks.append(saved)
-        if optimizer is not None:
-            after_step = _weak_call(self._after_step)
-            self._hooks.append(optimizer.register_step_post_hook(after_step))
+        after_step = _weak_call(self._after_step)
+        self._hooks += [each.register_step_post_hook(after_step) for each in optimizers]
 
     @property
     def nbytes(self) -> int:
@@ -396,6 +415,7 @@ class Unit:
                 pack.join()
             for pack, members in begun if isinstance(error, RuntimeError) else ():
                 pack.evict(members)
+            self.track()
             raise
         return copied
 
@@ -456,6 +476,7 @@ class Unit:
         self._is_state_new = self.has_views = False
         self._note_copied()
         self.has_graph = self.has_graph and any(pack.is_held for pack in self._packs)
+        self.track()
         return freed
 
     @_untracked
@@ -476,6 +497,15 @@ class Unit:
     def state_bytes(self) -> int:
         """Bytes of device memory of the optimizer's state."""
         return self._state.device_bytes
+
+    @property
+    @_untracked
+    def has_newcomers(self) -> bool:
+        """Whether parameters or buffers came to it, or got other names, since it was evicted.
+
+        What a graph saves of these is in the unit's memory only once they have been moved.
+        """
+        return not self._own.has_all(self._parts()[2][1])
 
     def held_by(self) -> list[str]:
         """Views that somebody keeps, and with them device memory that it has left, as text."""
@@ -515,11 +545,13 @@ class Unit:
         )
 
     @_untracked
-    def without_state(self) -> list[nn.Parameter]:
-        """Parameters of which the optimizer's next step may make state."""
-        state = {} if self.optimizer is None else self.optimizer.state
+    def without_state(self) -> list[tuple[Optimizer, nn.Parameter]]:
+        """Optimizers, and parameters of which the next step of each may make state."""
         return [
-            each for each in self._parameters.values() if each.requires_grad and each not in state
+            (optimizer, each)
+            for optimizer in self.optimizers
+            for each in self._parameters.values()
+            if each.requires_grad and each not in optimizer.state
         ]
 
     def _note_copied(self) -> None:
@@ -570,9 +602,11 @@ class Unit:
 
     @_untracked
     def track(self) -> None:
-        """Counts operations on its tensors as changes, if it is on the device, until it is used."""
+        """Finds operations on its tensors until it is used: they are changes, or bring it."""
         if self.device_bytes:
             self._tracker.start(each for _, some in self._parts() for each in some.tensors.values())
+        elif self._caller is not None:
+            self._tracker.start(self._found.own.values())
 
     def _join_streams(self) -> None:
         if not self._streams:
@@ -595,30 +629,43 @@ class Unit:
         with as_plain():
             return self._uses + sum(map(version_of, own))
 
-    def call_in_backward(self, call: Callable[[], None] | None) -> None:
-        """What is called where a backward reaches a unit that was loaded in its forward.
-
-        It may load the unit. None: nothing is.
-        """
-        self._in_backward = call
+    def follow(self, caller: Caller | None) -> None:
+        """Who brings it as the program reaches it; None: nobody does."""
+        self._caller = caller
+        if not self.device_bytes:
+            self._tracker.stop()
+        self.track()
 
     def call_before_gradients(self, call: Callable[[Unit], None]) -> None:
-        """What is called where a backward reaches it, unless call_in_backward() says otherwise."""
+        """What is called where a backward reaches it, unless it comes by itself."""
         self._before_gradients = _weak_call(call)
 
     @property
     def comes_by_itself(self) -> bool:
-        """Whether somebody waits for call_in_backward()."""
-        return self._in_backward is not None
+        """Whether there is a Caller."""
+        return self._caller is not None
 
-    def reach_backward(self, *, closes: bool) -> None:
+    @property
+    def is_nested(self) -> bool:
+        """Whether a call of another unit that comes by itself is under way."""
+        return self._caller is not None and self._caller.is_nested(self)
+
+    @contextmanager
+    def operation(self) -> Iterator[Callable[[Any], Any]]:
+        """See Tracking."""
+        assert self._caller is not None
+        with self._caller.using(self):
+            self.note_use()
+            yield partial(self._guard.given, self, next_node_number())
+
+    def reach_backward(self, *, closes: bool, nested: bool) -> None:
         """A backward reaches a node of a result of it; `closes`: the last one of that.
 
         It is about to make gradients.
         """
         self.open_results -= closes
-        if self._in_backward is not None:
-            self._in_backward()
+        if self._caller is not None:
+            self._caller.reaches(self, nested=nested)
         else:
             self._before_gradients(self)
 
@@ -693,6 +740,7 @@ class Unit:
 
     def close(self) -> None:
         """Evicts the unit, whose tensors are free to be another's then."""
+        self._caller = None
         self.evict()
         for each in self._hooks:
             each.remove()
@@ -731,7 +779,7 @@ class Unit:
     def _found(self) -> Roster:
         """Its tensors as they are now."""
         if self._roster is None or not self._roster.is_current():
-            self._roster = Roster(self.module, self.optimizer, self._is_of_state)
+            self._roster = Roster(self.module, self.optimizers, self._is_of_state)
             for tensor in self._roster.own.values():
                 _owners[tensor] = weakref.ref(self)
             self._watch()
@@ -750,26 +798,28 @@ class Unit:
             self._hooks.append(each.register_forward_hook(self._guard, always_call=True))
             self._is_used = True
 
-    def _is_of_state(self, name: str, parameter: Tensor, key: str, value: Any) -> bool:
-        """Whether something that the optimizer keeps of a parameter moves with it."""
+    def _is_of_state(
+        self, optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Any
+    ) -> bool:
+        """Whether something that an optimizer keeps of a parameter moves with it."""
         if isinstance(value, Tensor):
             placed = self._state.has_place(f"{key} of {name}", value)
-            return placed or not self._stays(parameter, key, value)
+            return placed or not _stays(optimizer, parameter, key, value)
         if any(isinstance(each, Tensor) for each in tree_leaves(value)):
             raise TypeError(
-                f"unit {self.name!r}: {type(self.optimizer).__name__} keeps a"
+                f"unit {self.name!r}: {type(optimizer).__name__} keeps a"
                 f" {type(value).__name__} of tensors as {key!r} of {name}; it must keep single"
                 " tensors, each of one parameter"
             )
         return False
 
-    def _stays(self, parameter: Tensor, key: str, value: Tensor) -> bool:
-        """Whether it is a number on the CPU, where torch wants it whatever device steps."""
-        if value.dim() or value.device.type != "cpu" or key != "step":
-            return False
-        assert self.optimizer is not None
-        takes_it = (g for g in self.optimizer.param_groups if g.get("capturable") or g.get("fused"))
-        return not any(each is parameter for group in takes_it for each in group["params"])
+
+def _stays(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:
+    """Whether it is a number on the CPU, where torch wants it whatever device steps."""
+    if value.dim() or value.device.type != "cpu" or key != "step":
+        return False
+    takes_it = (g for g in optimizer.param_groups if g.get("capturable") or g.get("fused"))
+    return not any(each is parameter for group in takes_it for each in group["params"])
 
 
 def exact_device(device: torch.device | str) -> torch.device:

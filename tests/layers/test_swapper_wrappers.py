@@ -1,8 +1,9 @@
-"""Optimizers that other libraries wrap: units are stepped by the one within."""
+"""Optimizers that other libraries wrap, and several at once: units are stepped by each."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,6 +37,10 @@ class CombinedOptimizer:
     def __init__(self, *optimizers: optim.Optimizer) -> None:
         self.optimizers = [(str(number), each) for number, each in enumerate(optimizers)]
 
+    def step(self) -> None:
+        for _, each in self.optimizers:
+            each.step()
+
 
 @pytest.mark.parametrize("way", ["use", "auto", "auto, backward steps"])
 def test_a_wrapped_optimizer_steps_units(device: str, way: str) -> None:
@@ -61,8 +66,72 @@ def test_a_wrapped_optimizer_steps_units(device: str, way: str) -> None:
     assert_equal(tensors_of(made, within[0]), tensors_of(whole, within[1]))
 
 
-def test_a_wrapper_of_several_optimizers_is_refused_by_name() -> None:
+HOW: dict[str, Callable[[list[optim.Optimizer]], Any]] = {
+    "listed": lambda optimizers: optimizers,
+    "combined": lambda optimizers: CombinedOptimizer(*optimizers),
+}
+
+
+@pytest.mark.parametrize("way", ["use", "auto", "auto, backward steps"])
+@pytest.mark.parametrize("how", HOW)
+def test_several_optimizers_step_units(device: str, how: str, way: str) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    made = copy.deepcopy(whole)
+    whole.to(device)
+    pairs: list[list[optim.Optimizer]] = []
+    for model in (made, whole):
+        matrices = [each for each in model.parameters() if each.dim() == 2]
+        others = [each for each in model.parameters() if each.dim() < 2]
+        # The biases of two layers are stepped by both.
+        both = [optim.Muon(matrices), optim.AdamW(others), optim.SGD(others[:2], 0.1, 0.9)]
+        pairs.append(both)
+    budget = "64KiB" if way == "use" else "6KiB"
+    swapper = Swapper(made, HOW[how](pairs[0]), device=device, budget=budget)
+    on = swapper.use(made) if way == "use" else swapper.auto(step="steps" in way)
+    with on:
+        for step in range(4):
+            for model, optimizers in zip((made, whole), pairs, strict=True):
+                model(torch.ones(2, 16, device=device)).square().sum().backward()
+                if step % 2 and model is made:
+                    swapper.step()
+                else:
+                    for each in optimizers:
+                        each.step()
+                model.zero_grad()
+    swapper.evict()
+    for number in range(3):
+        mine, other = pairs[0][number], pairs[1][number]
+        assert len(mine.state) == [4, 4, 2][number]
+        assert_equal(tensors_of(made, mine), tensors_of(whole, other))
+        assert {each.device.type for of_one in mine.state.values() for each in of_one.values()} == {
+            "cpu"
+        }
+
+
+def test_a_closure_is_for_one_optimizer() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    several: Any = CombinedOptimizer(*(optim.SGD(each.parameters()) for each in layers))
-    with pytest.raises(TypeError, match="CombinedOptimizer steps 2 optimizers: give the one"):
-        Swapper(layers, several, device="cpu")
+    optimizers = [optim.SGD(each.parameters()) for each in layers]
+    swapper = Swapper(layers, optimizers, device="cpu")
+    assert swapper.optimizer == tuple(optimizers)
+    with pytest.raises(TypeError, match="2 optimizers would call it 2 times"):
+        swapper.step(lambda: 1)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "kind", "message"),
+    [
+        (lambda o: [o, o], ValueError, "one of them is given twice"),
+        (lambda o: [o, AcceleratedOptimizer(o)], ValueError, "one of them is given twice"),
+        (lambda o: [o, "adam"], TypeError, "expected a torch.optim.Optimizer, got str"),
+        (lambda _: "adam", TypeError, "expected a torch.optim.Optimizer, got str"),
+    ],
+    ids=["twice", "twice, wrapped", "no optimizer", "a string"],
+)
+def test_what_is_no_list_of_optimizers_is_refused(
+    optimizers: Callable[[optim.Optimizer], Any], kind: type[Exception], message: str
+) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(kind, match=message):
+        Swapper(layers, optimizers(optim.SGD(layers.parameters())), device="cpu")
+    Swapper(layers, device="cpu").close()  # nothing has been left

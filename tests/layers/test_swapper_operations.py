@@ -1,0 +1,351 @@
+"""Under auto() an operation on a unit's tensors brings it, wherever the program has it from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import NEEDS_GPU
+from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
+from unit_models import assert_equal, tensors_of
+
+from speedtorch.layers import Swapper
+
+WIDTH = 32
+
+
+class Model(nn.Module):
+    """What is trained: named parts, of which some are units."""
+
+    units: list[nn.Module]
+    at_once = 1
+    """How many units are used at once."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Tied(Model):
+    """A language model whose unit of tied modules nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, WIDTH)
+        self.middle = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.out = nn.Linear(WIDTH, 20, bias=False)
+        self.out.weight = self.words.weight
+        self.units = [nn.ModuleList([self.words, self.out]), *self.middle]
+
+    def loss(self, x: Tensor) -> Tensor:
+        ids = (x[:, :3].abs() * 19).long() % 20
+        return F.cross_entropy(self.out(self.middle(self.words(ids))).mean(1), ids[:, 0])
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.into(x)))
+
+    def decode(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(x)
+        return y
+
+
+class Methods(Model):
+    """Units whose forward is not called, but methods of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = [Coder() for _ in range(3)]
+        self.parts = nn.ModuleList(self.units)
+
+    def loss(self, x: Tensor) -> Tensor:
+        coders: list[Any] = self.units
+        for each in coders:
+            x = each.encode(x)
+        for each in reversed(coders):
+            x = x + each.decode(x)
+        return x.square().mean()
+
+
+class Penalty(Model):
+    """The loss has a term of each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.units = list(self.layers)
+
+    def loss(self, x: Tensor) -> Tensor:
+        loss = self.layers(x).square().mean()
+        for each in self.parameters():
+            loss = loss + 0.01 * each.square().sum()
+        return loss
+
+
+class Head(nn.Module):
+    """Computes with the weight of another unit."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self._of_other = [other]  # and is no parent of it
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x))
+        y: Tensor = self.after(torch.tanh(F.linear(x, self._of_other[0].weight)))
+        return y
+
+
+class Borrowed(Model):
+    at_once = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = Head(self.first)
+        self.units = [self.first, self.second, self.head]
+
+    def loss(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return y.square().mean()
+
+
+class Outer(nn.Module):
+    """Calls another unit."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self._other = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.after(torch.tanh(self._other[0](torch.tanh(self.before(x)))))
+        return y
+
+
+class Nested(Model):
+    at_once = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = Outer(self.shared), Outer(self.shared)
+        self.units = [self.shared, self.first, self.second]
+
+    def loss(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.tanh(self.first(x)))
+        return y.square().mean()
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, WIDTH))
+        self.scale: Tensor
+        self.register_buffer("scale", torch.randn(WIDTH))
+
+
+class Parts(Model):
+    """Takes views of a unit's tensors, trained and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+        self.units = [self.positions, *self.layers]
+
+    def loss(self, x: Tensor) -> Tensor:
+        x = self.layers(x + self.positions.table[: len(x)])
+        x = x * self.positions.scale + self.positions.table.T.T[: len(x)]
+        return self.layers(x).square().mean()
+
+
+class Checkpointed(Model):
+    """Its methods are computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Methods()
+        self.units = self.model.units
+
+    def loss(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.model.loss, x, use_reentrant=False)
+        return y
+
+
+MODELS: list[type[Model]] = [
+    Tied,
+    Methods,
+    Penalty,
+    Borrowed,
+    Nested,
+    Parts,
+    Checkpointed,
+]
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_units_that_nobody_calls_train_as_if_they_stayed(
+    kind: type[Model], step: bool, narrow: bool, device: str
+) -> None:
+    torch.manual_seed(2)
+    whole = kind()
+    made = copy.deepcopy(whole)
+    whole.to(device)
+    optimizers = [optim.AdamW(each.parameters(), lr=0.02) for each in (made, whole)]
+    # Of the largest one, with gradients and state.
+    needed = 4 * max(sum(each.nbytes for each in unit.parameters()) for unit in made.units) + 8000
+    budget = needed * made.at_once
+    swapper = Swapper(made.units, optimizers[0], device=device, budget=budget)
+    swapper.auto(step=step)
+    for number in range(4):
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)
+        losses = []
+        for model, optimizer in zip((made, whole), optimizers, strict=True):
+            with torch.autocast(device, torch.bfloat16, enabled=narrow):
+                loss = model.loss(x)
+            losses.append(loss.detach())
+            if model is made:
+                swapper.evict()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*losses)
+    assert swapper.report().misses > 2 * len(made.units)  # they have left all the while
+    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
+    swapper.close()
+    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
+    assert all(
+        type(each) in (nn.Parameter, Tensor) for each in made.state_dict(keep_vars=True).values()
+    )
+
+
+LOOKS: dict[str, Callable[[nn.Sequential], object]] = {
+    "print": lambda m: repr(m[0].weight),
+    "state_dict": lambda m: m.state_dict(),
+    "detach": lambda m: m[0].weight.detach(),
+    "copy": copy.deepcopy,
+    "data": lambda m: m[0].weight.data.sum(),
+    "freeze": lambda m: m[0].requires_grad_(False),
+    "hook": lambda m: m[0].weight.register_hook(lambda gradient: gradient),
+    "zero_grad": lambda m: m.zero_grad(),
+    "fill": lambda m: nn.init.ones_(m[0].weight),
+    "load": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
+    "all at once": torch.no_grad()(lambda m: torch._foreach_norm(list(m.parameters()))),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_looks_at_a_unit_or_writes_to_it_finds_it_where_it_is(look: str, device: str) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    swapper = Swapper(model, device=device)
+    with swapper.auto():
+        LOOKS[look](model)
+        assert not swapper.report().resident
+        x = torch.ones(2, WIDTH, device=device)
+        alike = copy.deepcopy(model).to(device)
+        assert torch.equal(model(x), alike(x))
+
+
+def test_an_operation_on_units_that_do_not_fit_names_them() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    swapper = Swapper(model, device="cpu", budget=2 * 4 * WIDTH * (WIDTH + 2))
+    with swapper.auto(), pytest.raises(RuntimeError, match="too little for the units"):
+        torch.cat([each.weight for each in model])
+    assert not swapper.report().in_use
+    with swapper.auto():
+        assert model(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+
+
+@NEEDS_GPU
+def test_inputs_that_are_elsewhere_come_to_the_device() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    alike = copy.deepcopy(model).cuda()
+    swapper = Swapper(model, device="cuda")
+    x = torch.randn(2, WIDTH)
+    with swapper.auto():
+        x = x.to(next(model.parameters()).device)
+        assert x.device.type == "cpu"
+        assert torch.equal(model(x), alike(x.cuda()))
+        swapper.evict()
+        assert torch.equal(F.linear(x, model[0].weight), F.linear(x.cuda(), alike[0].weight))
+        swapper.evict()
+        made = x.clone()
+        with pytest.raises(RuntimeError, match="device"):
+            made.add_(model[0].weight[:2])
+        assert torch.equal(made, x)
+
+
+class Adapted(nn.Module):
+    """As peft does: around a layer, and where its weight is."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        where = base.weight.device
+        self.down = nn.Linear(WIDTH, 4, bias=False, device=where)
+        self.up = nn.Linear(4, WIDTH, bias=False, device=where)
+        self.register_buffer("scale", torch.tensor([0.5], device=where))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x)) * self.scale
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
+def test_parameters_come_to_units_between_steps(step: bool, device: str) -> None:
+    torch.manual_seed(3)
+    whole = nn.Sequential(*(Block() for _ in range(4)))
+    made = copy.deepcopy(whole)
+    whole.to(device)
+    optimizers = [optim.AdamW(each.parameters(), lr=0.02) for each in (made, whole)]
+    swapper = Swapper(made, optimizers[0], device=device, budget=2 * 16 * WIDTH * (WIDTH + 30))
+    swapper.auto(step=step)
+    x = torch.randn(6, WIDTH, device=device)
+    for number in range(8):
+        losses = []
+        for model, optimizer in zip((made, whole), optimizers, strict=True):
+            loss = model(x).square().mean()
+            losses.append(loss.detach())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*losses)
+        if number % 2 == 0:
+            if number == 2:
+                swapper.evict()
+            for model, optimizer in zip((made, whole), optimizers, strict=True):
+                block = model[number // 2]
+                assert isinstance(block, Block) and isinstance(block.layer, nn.Linear)
+                torch.manual_seed(number)
+                new = Adapted(block.layer)
+                torch.manual_seed(number)
+                for each in (new.down, new.up):  # alike on a GPU
+                    nn.init.constant_(each.weight, 0.1 * (number + 1))
+                block.layer = new
+                optimizer.add_param_group({"params": [new.down.weight, new.up.weight]})
+    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
+    swapper.evict()
+    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
