@@ -129,13 +129,14 @@ class FittedBatch:
         are_too_many = (self._named() > self.capacity) * TOO_MANY
         return torch.where(self.parts.plan[4][0] > 0, BAD_IDS, are_too_many).view(1)
 
-    def spoil(self, fault: Tensor) -> None:
-        """Lets no step hold the batch unless `fault`, as that of fault(), is 0.
+    def spoil(self, fault: Tensor, own: Tensor) -> None:
+        """Lets no step hold the batch unless `fault`, the largest of all ranks' fault(), is 0.
 
-        Unless its own is as large, the position of a bad id then says which: less than 0.
+        Unless `own`, that of this batch, is as large, the position of a bad id then says which:
+        less than 0.
         """
         status = self.parts.plan[4]
-        is_anothers = fault > self.fault()
+        is_anothers = fault > own
         status[:1].masked_fill_(is_anothers, 1)
         status[1:2].copy_(torch.where(is_anothers, -fault, status[1:2]))
 

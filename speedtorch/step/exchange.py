@@ -1292,10 +1292,10 @@ class Exchange:
         blocks, now, fields = self._fixed, self.now, self._shown.kept.fields
         assert blocks is not None
         if self._others is not None:
-            fault = self._ask_others(batch.fault())
+            fault = self._ask_others(own := batch.fault())
             if raises_at_once(self.device):
                 self._raise_with_others(fault)
-            batch.spoil(fault)
+            batch.spoil(fault, own)
         come: bool | None = now.coming is not None and now.coming.batch is batch
         if not come:
             self._drop_coming()
