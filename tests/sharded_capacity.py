@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,6 +16,7 @@ from sharded_training import (
     FIXED,
     ROWS,
     WIDTH,
+    Case,
     check_training,
     ids_here,
     module_of,
@@ -34,14 +37,22 @@ from speedtorch.table.row_blocks import rows_of_a_block
 TOO_MANY = "Embedding: a step names 5 distinct rows, capacity=4 fit"
 ANOTHERS = "Embedding: another rank cannot hold its rows of a step, and says why"
 FULL = "Embedding: ranks name more distinct rows of one of them in a step than its capacity"
+SHARE = "Embedding: a lookup on some rank names more distinct rows of one rank than a fair share"
+MORE = "Embedding: a lookup names {} distinct rows of rank 1, {} fit, the fair share of capacity={}"
 NEW_ROWS = "all lookups of a step are announced before the first of them.* brings 1 new rows"
 
 
-class Training:
-    """Rows of a capacity of four on each rank, and their optimizer."""
+WIDE = replace(CASES["Adam"], rows=4000)
+"""Rows of which a rank owns more than a capacity."""
+SHARES = {2: 324, 3: 237}
+"""Of a capacity of 400, by the number of ranks."""
 
-    def __init__(self) -> None:
-        self.module = module_of(CASES["Adam"], 4)
+
+class Training:
+    """Rows of a capacity, of four by default, and their optimizer."""
+
+    def __init__(self, case: Case = CASES["Adam"], capacity: int = 4) -> None:
+        self.module = module_of(case, capacity)
         shard(nn.Sequential(self.module))
         self.optimizer = optim.Adam(self.module.parameters(), lr=0.25)
         speedtorch.attach(self.optimizer, self.module)
@@ -64,15 +75,19 @@ class Training:
     def check_step(self, *ids: int) -> None:
         """A step of these ids on all ranks changes their rows, and no others."""
         self.learn(ids_here(*ids))
-        changed = torch.zeros(ROWS, dtype=torch.bool)
+        self.check_changed(*ids)
+
+    def check_changed(self, *ids: int) -> None:
+        """These rows have changed, and no others."""
+        changed = torch.zeros(self.module.num_embeddings, dtype=torch.bool)
         changed[list(ids)] = True
         own = share_of(changed, dist.get_rank(), dist.get_world_size())
         assert torch.equal((self.rows() != self.before).any(1), own)
 
 
-def owned(rank: int, *places: int) -> Tensor:
-    """Ids of rows of a rank."""
-    dealt = DealtRows.of(ROWS, dist.get_world_size(), rows_of_a_block((WIDTH,)))
+def owned(rank: int, *places: int, of: int = ROWS) -> Tensor:
+    """Ids of rows of a rank, of a table of so many."""
+    dealt = DealtRows.of(of, dist.get_world_size(), rows_of_a_block((WIDTH,)))
     rows = [row for there, _ in dealt.blocks(rank) for row in there]
     return ids_here(*(rows[each] for each in places))
 
@@ -115,8 +130,82 @@ def check_too_many_rows() -> None:
         training.check_step(3, 4)
     training = Training()
     ids = owned(1, 0, 1, 2, 3, 4) if dist.get_rank() == 0 else ids_here()
-    raises(RuntimeError, FULL, lambda: training.module(ids))
+    more = of_rank(0, MORE.format(5, 4, 4), SHARE)
+    raises(RuntimeError, more, lambda: training.module(ids))
     training.check_step(3, 4)
+
+
+def of_second(count: int) -> Tensor:
+    """So many rows of the second rank, which one rank alone asks for."""
+    return owned(1, *range(count), of=WIDE.rows) if dist.get_rank() == 0 else ids_here()
+
+
+def check_more_than_a_share() -> None:
+    """It raises on all ranks at once, and no row has changed; a share fits."""
+    share = SHARES[dist.get_world_size()]
+    for more in (share + 1, 400, 900):  # what fits all ranks together fits no single one
+        message = of_rank(0, MORE.format(more, share, 400), SHARE)
+        for way in WAYS:
+            training = Training(WIDE, 400)
+            training.learn(ids_here(1, 2))
+            training.before = training.rows()
+            ids = of_second(more)
+            raises(RuntimeError, message, lambda way=way, t=training, ids=ids: way(t.module, ids))
+            assert torch.equal(training.rows(), training.before)
+            training.check_step(3, 4)
+    check_a_share()
+
+
+def check_a_share() -> None:
+    """A lookup of one rank's rows alone, as many as are a share of the capacity, is trained."""
+    share = SHARES[dist.get_world_size()]
+    training = Training(WIDE, 400)
+    ids, places = of_second(share), torch.arange(share)
+    found = training.learn(ids)
+    changed = (training.rows() != training.before).any(1)
+    assert changed.sum() == (share if dist.get_rank() == 1 else 0)
+    assert bool(changed[places].all()) == (dist.get_rank() == 1)
+    rows = [training.before if dist.get_rank() == 1 else None]
+    dist.broadcast_object_list(rows, 1)
+    assert rows[0] is not None
+    assert torch.equal(found.cpu(), rows[0][: len(found)])
+
+
+def check_padding() -> None:
+    """The row of padding_idx takes no room of its owner's capacity, nor of a share."""
+    ids = owned(1, 0, 1, 2, 3, 4)
+    case = replace(CASES["Adam"], settings={"padding_idx": int(ids[-1])})
+    training, trained = Training(case, 4), ids[:-1].tolist()
+    training.learn(ids if dist.get_rank() == 0 else ids_here())
+    training.check_changed(*trained)
+    more = owned(1, 0, 1, 2, 3, 4, 5) if dist.get_rank() == 0 else ids_here()
+    message = MORE.format(6, 5, 4) + ".*, that of padding_idx included"
+    raises(RuntimeError, of_rank(0, message, SHARE), lambda: training.module(more))
+
+
+def bytes_sent(learn: Callable[[], object]) -> list[int]:
+    """What this rank sends each rank, and gets of it, in the collectives of a step."""
+    sent, all_to_all = [], dist.all_to_all_single
+
+    def see(out: Tensor, given: Tensor, *counts: list[int] | None, **others: Any) -> object:
+        assert out.nbytes == given.nbytes
+        sent.append(given.nbytes // dist.get_world_size())
+        return all_to_all(out, given, *counts, **others)
+
+    with patch.object(dist, "all_to_all_single", see):
+        learn()
+    return sent
+
+
+def check_bytes() -> None:
+    """Ranks ask each other for a share of the capacity each, not for all of it."""
+    ranks, row = dist.get_world_size(), 4 * WIDTH
+    for capacity, share in ((400, SHARES[ranks]), (2000, {2: 1264, 3: 884}[ranks])):
+        training = Training(WIDE, capacity)
+        ids = torch.arange(dist.get_rank(), 200, 2, device=own_device())
+        sent = bytes_sent(lambda t=training, ids=ids: t.learn(ids))  # type: ignore[misc]
+        # Which lookup; ids, and whether they are good; rows; which backward; gradients.
+        assert sent == [8, 8 * (share + 1), row * share, 8, row * share]
 
 
 def check_a_bad_id() -> None:
@@ -169,6 +258,24 @@ def check_late_faults() -> None:
             raises(RuntimeError, late, lambda t=training: t.module(ids_here(3)))
             assert torch.equal(training.rows(), training.before)
             training.check_step(3, 4)
+
+        more = SHARES[dist.get_world_size()] + 1
+        late_share = of_rank(0, MORE.format(more, more - 1, 400), SHARE)
+        for way in WAYS:
+            training = Training(WIDE, 400)
+            training.learn(ids_here(1, 2))
+            training.before = training.rows()
+            way(training.module, of_second(more))
+            raises(RuntimeError, late_share, lambda t=training: t.module(ids_here(3)))
+            assert torch.equal(training.rows(), training.before)
+            training.check_step(3, 4)
+        check_a_share()
+
+        training = Training(WIDE, 400)
+        assert not training.learn(of_second(more)).any()
+        raises(RuntimeError, SHARE, training.module.flush)
+        assert torch.equal(training.rows(), training.before)
+        training.check_step(3, 4)
 
         training = Training()
         assert not training.learn(too_many()).any()

@@ -43,6 +43,8 @@ class Case:
         capacity: of the rows that are shared out; those of one process have none.
         apart: each lookup has a backward of its own, before the next lookup.
         read: the gradient is read between backward and step.
+        rows: of the table.
+        pairs: of ids in a batch of one lookup.
     """
 
     make: Callable[..., optim.Optimizer]
@@ -54,6 +56,8 @@ class Case:
     capacity: int | None = None
     apart: bool = False
     read: bool = False
+    rows: int = ROWS
+    pairs: int = 4
 
     @property
     def is_sparse(self) -> bool:
@@ -81,6 +85,8 @@ FIXED = {
     "SparseAdam": Case(optim.SparseAdam, {"sparse": True}, uneven=True, **FITS),
     "Adam, padding": Case(optim.Adam, {"padding_idx": 5}, **FITS),
     "Adam, max_norm": Case(optim.Adam, {"max_norm": 1.5}, **FITS),
+    # Ranks ask each other for a share of the capacity: 324 rows of two ranks, 237 of three.
+    "AdamW, shares": Case(optim.AdamW, lookups=2, capacity=400, rows=2000, pairs=60),
 }
 
 
@@ -91,8 +97,8 @@ def first_rows() -> Tensor:
 def ids_of(case: Case, step: int, lookup: int, rank: int) -> Tensor:
     """Some are asked for by several ranks, and some several times."""
     random = torch.Generator().manual_seed(1000 * step + 10 * lookup + rank)
-    count = (step + 2 * rank) % 4 if case.uneven else 4
-    ids = torch.randint(ROWS // 2 if step % 2 else ROWS, (count, 2), generator=random)
+    count = (step + 2 * rank) % 4 * case.pairs // 4 if case.uneven else case.pairs
+    ids = torch.randint(case.rows // 2 if step % 2 else case.rows, (count, 2), generator=random)
     return ids.where(torch.rand(count, 2, generator=random) < 0.8, 5).to(own_device())
 
 
@@ -108,7 +114,7 @@ def factors(result: Tensor, seed: int) -> Tensor:
 def module_of(case: Case, capacity: int | None = None) -> RowModule:
     kind = speedtorch.Embedding if case.kind == "rows" else speedtorch.EmbeddingBag
     torch.manual_seed(3)
-    return kind(ROWS, WIDTH, **case.settings, capacity=capacity).to(own_device())
+    return kind(case.rows, WIDTH, **case.settings, capacity=capacity).to(own_device())
 
 
 def batches_of(case: Case, ranks: Sequence[int]) -> list[list[Tensor]]:
@@ -149,7 +155,7 @@ def train(
     for step, batch in enumerate(batches):
         if step % 5 == 2:
             with torch.no_grad():
-                seen.append(module(ids_here(*range(ROWS)).view(-1, 1)).clone())
+                seen.append(module(ids_here(*range(case.rows)).view(-1, 1)).clone())
         optimizer.zero_grad()
         if way == "announced" or (way == "now and then" and step % 3 == 1):
             module.announce(*batch)
@@ -169,7 +175,7 @@ def train(
 
 def share_of(values: Tensor, rank: int, ranks: int) -> Tensor:
     """The rows of a rank."""
-    dealt = DealtRows.of(ROWS, ranks, rows_of_a_block((WIDTH,)))
+    dealt = DealtRows.of(len(values), ranks, rows_of_a_block((WIDTH,)))
     return torch.cat([values[there.start : there.stop] for there, _ in dealt.blocks(rank)])
 
 

@@ -55,7 +55,7 @@ class Embedding(RowModule, nn.Embedding):
         dtype: The elements of the rows.
         memory: The table's memory, as for HostTable.
         capacity: The most distinct rows of a step, without that of padding_idx; None for any
-            number, which each step waits for.
+            number, which each step waits for. What it bounds on several ranks: see shard.
 
     Attributes:
         weight: The parameter, which stands for all rows `[num_embeddings, embedding_dim]`.

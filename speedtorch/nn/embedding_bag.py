@@ -32,7 +32,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         dtype: The elements of the rows.
         memory: The table's memory, as for HostTable.
         capacity: The most distinct rows of a step, without that of padding_idx; None for any
-            number, which each step waits for.
+            number, which each step waits for. What it bounds on several ranks: see shard.
 
     Raises:
         MemoryError, NotImplementedError: As for Embedding.

@@ -15,16 +15,18 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from speedtorch.ops.fitted_batch import BAD_IDS
 from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fixed_questions import FixedQuestion
 from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Asked, Ranks, Told, out_of_range
 from speedtorch.step.announcements import Announced
 from speedtorch.step.exchange import Batch, Exchange
-from speedtorch.step.fixed_blocks import OTHER_MODULE
+from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
 from speedtorch.step.side_stream import SideStream
 from speedtorch.step.trained_rows import Bags, summed
 
@@ -157,13 +159,21 @@ class Questions:
         ranks: that own them.
         number: of the table, the same on all ranks.
         none: for an exchange with a capacity the id of a row that is none, or of the padding's.
+        padded: whether some rank owns the padding's.
     """
 
     ahead = 3
     """Batches that are planned ahead: those of an Exchange, and one that is asked for."""
 
     def __init__(
-        self, exchange: Exchange, dealt: DealtRows, ranks: Ranks, number: int, none: int | None
+        self,
+        exchange: Exchange,
+        dealt: DealtRows,
+        ranks: Ranks,
+        number: int,
+        none: int | None,
+        *,
+        padded: bool,
     ) -> None:
         self._exchange, self._dealt, self._ranks = exchange, dealt, ranks
         self._number, self._none = number, none
@@ -182,7 +192,9 @@ class Questions:
         """What was looked up last."""
         exchange.leave_lookups_unchecked()
         self._agreement: Agreement | None = None
+        self._shares: FairShares | None = None
         if exchange.capacity is not None:
+            self._shares = FairShares.of(exchange.capacity, dealt, padded=padded)
             self._agreement = Agreement(exchange, ranks)
             exchange.begin_with(self._agreement)
 
@@ -294,10 +306,11 @@ class Questions:
         self._told = []
         try:
             self._agreement.settle(fault)
-        except IndexError:
-            for each in [] if latest is None else latest.questions:
-                if isinstance(each, FixedQuestion) and (own := each.bad_ids()) is not None:
-                    raise own from None
+        except (IndexError, RuntimeError):
+            if fault in (BAD_IDS, OVER_SHARE):
+                for each in [] if latest is None else latest.questions:
+                    if isinstance(each, FixedQuestion) and (own := each.own_error()) is not None:
+                        raise own from None
             raise
 
     def _expect(self, plans: Sequence[PlannedQuestions], fault: Tensor | None = None) -> None:
@@ -400,6 +413,8 @@ class Questions:
         """Where the numbers of each rank begin, and where the last ones end."""
         if (device := self._exchange.device) != self._begins.device:
             self._begins = self._begins.to(device)
+            if self._shares is not None:
+                self._shares = self._shares.on(device)
         return self._begins
 
     def _numbers_of(self, turn: LookupTurn) -> Tensor:
@@ -411,8 +426,8 @@ class Questions:
 
     def _question(self, ids: Tensor, bounds: Tensor) -> AnyQuestion:
         turn = LookupTurn(ids, self._exchange.device)
-        numbers, capacity = self._numbers_of(turn), self._exchange.capacity
-        if capacity is None:
+        numbers, shares = self._numbers_of(turn), self._shares
+        if shares is None:
             return self._counted(turn, numbers, bounds)
         assert self._none is not None
         differs = self.meet(Kind.BLOCKS)
@@ -420,11 +435,9 @@ class Questions:
             self._exchange.name,
             turn,
             numbers,
-            self._dealt,
-            bounds,
+            shares,
             self._none,
             self._ranks,
-            capacity,
             next(self._lookups),
             differs,
         )

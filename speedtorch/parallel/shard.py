@@ -29,10 +29,17 @@ def shard(
     Every rank calls it once for its copy of the model, before the rows are used. Their first values
     are those of the whole model with the first rank's seeds. From then on every lookup is one of
     all ranks, in the same order, with an empty batch where a rank has none; the gradients of a row
-    go to the rank that owns it. A module's capacity is then the most distinct rows of a step that
-    one rank owns; what is wrong on one rank raises on all. A DistributedDataParallel that wraps
-    this very model, or a part of it, trains the other parameters and leaves the rows alone; for
-    fully_shard there is row_parameters(), and for gradients that are scaled GradScaler.
+    go to the rank that owns it. What is wrong on one rank raises on all. A
+    DistributedDataParallel that wraps this very model, or a part of it, trains the other parameters
+    and leaves the rows alone; for fully_shard there is row_parameters(), and for gradients that are
+    scaled GradScaler.
+
+    A module's capacity is then the most distinct rows of a step that one rank owns, without that of
+    padding_idx. Besides, a lookup of one rank names at most `capacity / ranks + 8 * sqrt(capacity /
+    ranks) + 11` distinct rows of each owner, and no more than the capacity. Lookups of ids that are
+    spread over the table do so where the capacity is at least the distinct rows of each. A lookup
+    that names more raises RuntimeError on all ranks, and no row has changed; where rows are held on
+    a GPU, the next lookup raises it.
 
     Args:
         model: Has a speedtorch Embedding, EmbeddingBag or collection, or several.

@@ -65,7 +65,8 @@ class ShardedRows:
         rows.shown.divide_by(ranks.size if average else 1)
         self._sparse = sparse
         _ranks[rows] = ranks
-        self.exchange = Questions(rows.exchange, dealt, ranks, number, own_padding)
+        padded = padding is not None
+        self.exchange = Questions(rows.exchange, dealt, ranks, number, own_padding, padded=padded)
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0

@@ -17,9 +17,9 @@ from speedtorch.ops.fitted_batch import BAD_IDS, TOO_MANY, Changes, FittedBatch,
 from speedtorch.ops.functions import _ops
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
-__all__ = ["OTHER_MODULE", "REFUSED", "FixedBlocks", "of_ranks"]
+__all__ = ["OTHER_MODULE", "OVER_SHARE", "REFUSED", "FixedBlocks", "of_ranks"]
 
-OTHER_MODULE, REFUSED = 3, 4
+OVER_SHARE, OTHER_MODULE, REFUSED = 3, 4, 5
 """Why ranks that hold rows together cannot, beside what may be wrong with a batch."""
 
 
@@ -32,6 +32,11 @@ def of_ranks(name: str, fault: int, so: str) -> IndexError | RuntimeError:
         why = (
             "ranks name more distinct rows of one of them in a step than its capacity; use smaller"
             " batches or a larger capacity"
+        )
+    if fault == OVER_SHARE:
+        why = (
+            "a lookup on some rank names more distinct rows of one rank than a fair share of the"
+            " capacity; use smaller batches or a larger capacity"
         )
     if fault == OTHER_MODULE:
         why = (

@@ -8,7 +8,10 @@ from sharded_capacity import (
     check_a_bad_id,
     check_a_capture,
     check_a_rank_without_rows,
+    check_bytes,
     check_late_faults,
+    check_more_than_a_share,
+    check_padding,
     check_rows_that_were_not_announced,
     check_too_many_rows,
 )
@@ -33,6 +36,8 @@ def check_faults(backend: str) -> None:
         check_a_capture()
     else:  # where it is raised at once
         check_too_many_rows()
+        check_more_than_a_share()
+        check_padding()
         check_a_bad_id()
     check_rows_that_were_not_announced()
     check_late_faults()
@@ -42,3 +47,8 @@ def check_faults(backend: str) -> None:
 @RANKS
 def test_what_one_rank_cannot_hold_raises_on_all(ranks: int, backend: str) -> None:
     in_processes(ranks, check_faults, backend, backend=backend)
+
+
+@RANKS
+def test_ranks_send_each_other_a_share_of_the_capacity(ranks: int, backend: str) -> None:
+    in_processes(ranks, check_bytes, backend=backend)

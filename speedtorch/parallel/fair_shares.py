@@ -1,0 +1,103 @@
+"""FairShares: how many rows of each rank a lookup may name, where rows have a capacity.
+
+Ranks ask each other in blocks of a fixed size. Blocks of the whole capacity for each pair of ranks
+would carry it once for each rank. Ids that are spread over the table name about as many rows of
+each rank, so each block has room for that many, and for what chance adds.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.fitted_batch import BAD_IDS
+from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.step.fixed_blocks import OVER_SHARE
+
+__all__ = ["FairShares", "fair_share"]
+
+_NATS = 32  # a block is too small for spread ids once in e ** 32 = 8e13 times, or less often
+
+
+def fair_share(capacity: int, dealt: DealtRows, *, padded: bool = False) -> int:
+    """The most distinct rows of each rank that a lookup of one rank may name.
+
+    Where `padded`, one more: that of padding_idx, which takes no room in a step.
+
+    Of `capacity` distinct rows, drawn at random, a rank owns as many as independent draws would
+    give it, or closer to the mean (Hoeffding, 1963). Bernstein's inequality bounds these: they
+    exceed `mean + sqrt(2 * mean * t) + t / 3` with a probability of at most `exp(-t)`.
+    """
+    mean = capacity / dealt.ranks
+    most = math.ceil(mean + math.sqrt(2 * mean * _NATS) + _NATS / 3)
+    return min(min(most, capacity) + padded, dealt.room)
+
+
+class FairShares(NamedTuple):
+    """Blocks of a fair share for each rank, and what is the same in every lookup.
+
+    An id that is no row has the number after all rows' numbers, as if one more rank owned it.
+    """
+
+    capacity: int
+    dealt: DealtRows
+    padded: bool
+    """Whether there is a padding_idx, whose row is one of a block, too."""
+    rows: int
+    """Of a block."""
+    bounds: Tensor
+    """Where the numbers of each rank begin, of ids that are no row, and where these end."""
+    limits: Tensor
+    """The most distinct numbers of each rank, and 0 of ids that are no row."""
+    faults: Tensor
+    """What is wrong where there are more."""
+    begins: Tensor
+    """Where the blocks begin, and where the last one ends."""
+    columns: Tensor
+    """The places of a block."""
+
+    @classmethod
+    def of(cls, capacity: int, dealt: DealtRows, *, padded: bool = False) -> FairShares:
+        """Those of rows that are dealt out, on the CPU."""
+        rows, ranks = fair_share(capacity, dealt, padded=padded), dealt.ranks
+        end = dealt.room * ranks
+        bounds = torch.cat([torch.arange(ranks + 1) * dealt.room, torch.tensor([end + 1])])
+        return cls(
+            capacity,
+            dealt,
+            padded,
+            rows,
+            bounds,
+            limits=torch.tensor([rows] * ranks + [0]),
+            faults=torch.tensor([OVER_SHARE] * ranks + [BAD_IDS]),
+            begins=torch.arange(ranks + 1) * rows,
+            columns=torch.arange(rows),
+        )
+
+    def on(self, device: torch.device) -> FairShares:
+        """The same on a device."""
+        fixed, tensors = self[:4], (each.to(device) for each in self[4:])
+        return FairShares(*fixed, *tensors)
+
+    @property
+    def end(self) -> int:
+        """The number of ids that are no row."""
+        return self.dealt.room * self.dealt.ranks
+
+    def exceeded(self, name: str, named: int, owner: int) -> RuntimeError:
+        """The error about a lookup that names more rows of a rank than fit."""
+
+        def fit(capacity: int) -> int:
+            return fair_share(capacity, self.dealt, padded=self.padded)
+
+        enough = bisect_left(range(self.dealt.rows + 1), named, key=fit)
+        padding = ", that of padding_idx included" * self.padded
+        return RuntimeError(
+            f"{name}: a lookup names {named} distinct rows of rank {owner}, {self.rows} fit, the"
+            f" fair share of capacity={self.capacity} on {self.dealt.ranks} ranks{padding}; use"
+            f" smaller batches or a larger capacity ({enough} is enough); no row was moved"
+        )

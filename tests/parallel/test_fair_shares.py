@@ -1,0 +1,94 @@
+"""A fair share of a capacity holds what ids that are spread over a table name of one rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.fair_shares import FairShares, fair_share
+
+ROWS = 10_000_000
+CAPACITIES = [1, 100, 500, 4096, 100_000, 1 << 20]
+RANKS = [1, 2, 3, 8, 64, 1000]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "ranks", "share"),
+    [
+        (4096, 1, 4096),
+        (4096, 2, 2421),
+        (4096, 8, 704),
+        (4096, 64, 139),
+        (1 << 20, 8, 133_979),
+        (100, 2, 100),
+        (100, 8, 52),
+        (1, 64, 1),
+    ],
+)
+def test_a_share_is_the_mean_and_what_chance_adds(capacity: int, ranks: int, share: int) -> None:
+    assert fair_share(capacity, DealtRows.of(ROWS, ranks)) == share
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_shares_are_at_most_the_capacity_and_together_at_least(ranks: int) -> None:
+    dealt = DealtRows.of(ROWS, ranks)
+    shares = [fair_share(each, dealt) for each in CAPACITIES]
+    assert shares == sorted(shares)
+    for capacity, share in zip(CAPACITIES, shares, strict=True):
+        assert capacity / ranks <= share <= capacity
+
+
+def test_a_share_is_at_most_what_a_rank_owns() -> None:
+    assert fair_share(40, DealtRows.of(41, 3)) == 14
+    assert fair_share(40, DealtRows.of(41, 3), padded=True) == 14
+
+
+def test_a_share_has_room_for_the_row_of_a_padding() -> None:
+    dealt = DealtRows.of(ROWS, 8)
+    for capacity, share in ((4, 5), (4096, 705)):
+        assert fair_share(capacity, dealt, padded=True) == share
+
+
+@pytest.mark.parametrize("ranks", [each for each in RANKS if each > 1])
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_random_ids_exceed_a_share_less_than_once_in_10_to_the_13(
+    capacity: int, ranks: int
+) -> None:
+    """By Chernoff's bound of draws with replacement, beyond which others go less often."""
+    share = fair_share(capacity, DealtRows.of(ROWS, ranks))
+    if share == capacity:
+        return  # no batch of the capacity has more
+    seen, chance = (share + 1) / capacity, 1 / ranks
+    divergence = seen * math.log(seen / chance)
+    if seen < 1:
+        divergence += (1 - seen) * math.log((1 - seen) / (1 - chance))
+    assert capacity * divergence > 13 * math.log(10)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("count", [300, 4096, 100_000])
+def test_a_lookup_of_spread_ids_fits_the_shares_of_its_distinct_rows(
+    count: int, ranks: int
+) -> None:
+    dealt = DealtRows.of(ROWS, ranks, 8192)
+    random = torch.Generator().manual_seed(count + ranks)
+    for _, steep in itertools.product(range(5), (1.0, 4.0)):  # and where some ids are frequent
+        ids = (torch.rand(count, generator=random).double() ** steep * ROWS).long()
+        numbers = dealt.numbers((ids * 7_368_787 % ROWS).unique())  # a prime
+        share = fair_share(len(numbers), dealt)
+        assert int(torch.bincount(numbers // dealt.room).max()) <= share
+
+
+@pytest.mark.parametrize(("capacity", "ranks"), [(400, 2), (400, 3), (4096, 8), (4096, 64)])
+def test_the_error_names_the_least_capacity_whose_share_is_enough(
+    capacity: int, ranks: int
+) -> None:
+    dealt = DealtRows.of(ROWS, ranks)
+    shares = FairShares.of(capacity, dealt)
+    said = str(shares.exceeded("rows", shares.rows + 7, 1))
+    enough = int(said.partition("capacity (")[2].split()[0])
+    assert fair_share(enough, dealt) >= shares.rows + 7 > fair_share(enough - 1, dealt)
