@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import own_device
@@ -30,6 +32,7 @@ from speedtorch.nn.row_module import RowModule
 from speedtorch.ops import fitted_batch
 from speedtorch.parallel import agreement, fixed_questions
 from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.fair_shares import fair_share
 from speedtorch.parallel.shard import shard
 from speedtorch.step import exchange
 from speedtorch.table.row_blocks import rows_of_a_block
@@ -181,6 +184,62 @@ def check_padding() -> None:
     more = owned(1, 0, 1, 2, 3, 4, 5) if dist.get_rank() == 0 else ids_here()
     message = MORE.format(6, 5, 4) + ".*, that of padding_idx included"
     raises(RuntimeError, of_rank(0, message, SHARE), lambda: training.module(more))
+
+
+def most_of_an_owner(ids: Tensor, dealt: DealtRows) -> int:
+    """The most distinct rows of one rank among ids."""
+    numbers = dealt.numbers(ids).unique()
+    return int(torch.bincount(numbers[numbers >= 0] // dealt.room, minlength=1).max())
+
+
+def random_batch(choose: random.Random, dealt: DealtRows, capacity: int) -> Tensor:
+    """Ids of one rank: of all owners or of one, few of them or many, of no row now and then."""
+    most = capacity if choose.random() < 0.5 else dealt.rows
+    drawn = torch.Generator().manual_seed(choose.getrandbits(32))
+    ids = torch.randperm(dealt.rows, generator=drawn)
+    if choose.random() < 0.3:
+        ids = ids[dealt.numbers(ids) // dealt.room == choose.randrange(dealt.ranks)]
+    ids = ids[: int(most * choose.random() ** 2)]
+    ids = torch.cat([ids, ids[: choose.randrange(4)]])
+    wrong = choose.random() < 0.06
+    return torch.cat([ids, torch.full((1,), dealt.rows)]) if wrong else ids
+
+
+def check_random_batches(first: int, count: int) -> None:
+    """What fits is trained; what does not raises on all ranks, and no row has changed."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    trained = uneven = 0
+    for seed in range(first, first + count):
+        choose = random.Random(seed)
+        rows = choose.choice([5, ROWS, 700, 4000])
+        padding = choose.choice([None, choose.randrange(rows)])
+        capacity = min(choose.randint(1, choose.choice([10, 700, 2000])), rows)
+        case = replace(CASES["Adam"], rows=rows, settings={"padding_idx": padding})
+        dealt = DealtRows.of(rows, ranks, rows_of_a_block((WIDTH,)))
+        share = fair_share(capacity, dealt, padded=padding is not None)
+        with raised_late() if choose.random() < 0.5 else nullcontext():
+            training, way = Training(case, capacity), choose.choice(WAYS)
+            for _ in range(6):
+                batches = [random_batch(choose, dealt, capacity) for _ in range(ranks)]
+                every = torch.cat(batches).unique()
+                held = every if padding is None else every[every != padding]
+                are_rows = bool((every < rows).all())
+                fits = are_rows and most_of_an_owner(held, dealt) <= capacity
+                shares_fit = all(most_of_an_owner(ids, dealt) <= share for ids in batches)
+                ids = batches[rank].to(own_device())
+                if fits and shares_fit:
+                    way(training.module, ids)
+                    training.learn(ids)
+                    training.check_changed(*held.tolist())
+                    training.before = training.rows()
+                    trained += 1
+                else:
+                    with pytest.raises((IndexError, RuntimeError), match="^Embedding: "):
+                        way(training.module, ids)
+                        training.module(ids_here())  # which raises what is found late
+                    assert torch.equal(training.rows(), training.before)
+                    uneven += fits
+    assert count < 100 or (trained > count and uneven > 0)
 
 
 def bytes_sent(learn: Callable[[], object]) -> list[int]:

@@ -1,7 +1,13 @@
-"""Rows of a capacity that are shared out train as those of one process without a capacity."""
+"""Rows of a capacity that are shared out train as those of one process without a capacity.
+
+SPEEDTORCH_ROUNDS sets how many random programs run, 12 by default, and SPEEDTORCH_FIRST the first.
+"""
 
 from __future__ import annotations
 
+import os
+
+import pytest
 from rank_backends import BACKENDS, EVERY_WAY, RANKS
 from rank_processes import in_processes
 from sharded_capacity import (
@@ -12,10 +18,14 @@ from sharded_capacity import (
     check_late_faults,
     check_more_than_a_share,
     check_padding,
+    check_random_batches,
     check_rows_that_were_not_announced,
     check_too_many_rows,
 )
 from sharded_training import FITS, FIXED, WAYS, WAYS_OF, check_collections, check_training
+
+ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "12"))
+FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 
 
 @EVERY_WAY
@@ -52,3 +62,8 @@ def test_what_one_rank_cannot_hold_raises_on_all(ranks: int, backend: str) -> No
 @RANKS
 def test_ranks_send_each_other_a_share_of_the_capacity(ranks: int, backend: str) -> None:
     in_processes(ranks, check_bytes, backend=backend)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_random_batches_are_trained_or_raise_on_all(ranks: int) -> None:
+    in_processes(ranks, check_random_batches, FIRST, ROUNDS)
