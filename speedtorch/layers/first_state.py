@@ -51,6 +51,8 @@ def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
         with as_plain():
             copy = OptimizerCopy(optimizer, parameter, like, settings, construct=False)
         copy.step(like, sparse=False)
+    except MemoryError:
+        raise
     except Exception:  # of any kind: the optimizer's code has met a tensor without elements
         return 0
     kept = [each for each in copy.state.values() if isinstance(each, Tensor)]

@@ -48,6 +48,7 @@ class Roster:
         self.state: dict[str, Tensor] = {}
         # Nobody else's gradients live longer for what was found.
         self._of_parameters: list[tuple[Tensor, bool, weakref.ref[Tensor] | None]] = []
+        self._states = [(each, each.state) for each in optimizers]
         self._of_state: list[tuple[Mapping[Tensor, Any], Tensor, dict[str, Any] | None]] = []
         self._empty: list[dict[str, Any]] = []
         self._kept: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
@@ -101,4 +102,6 @@ class Roster:
                 return False
             if known is not None and known() is not gradient:
                 return False
+        if any(optimizer.state is not state for optimizer, state in self._states):
+            return False
         return all(state.get(each) is kept for state, each, kept in self._of_state)

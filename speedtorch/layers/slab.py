@@ -230,7 +230,8 @@ class Slab:
 
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
         """In which of the memories each is the view of that name; None: it is no such view."""
-        host, device = self._address, self._storage.data_ptr() if self.device_bytes else None
+        host, device = self._address, self._storage.data_ptr()
+        filled = self.device_bytes  # less than all where a larger slab was made around a loaded one
         found: dict[str, Memory | None] = {}
         for name, tensor in tensors.items():
             memory, place = None, self._places.get(name)
@@ -238,7 +239,7 @@ class Slab:
                 address = tensor.data_ptr() - place.begin
                 if address == host:
                     memory = Memory.HOST
-                elif address == device:
+                elif address == device and place.begin + place.nbytes <= filled:
                     memory = Memory.DEVICE
                 elif not place.numel:  # torch gives tensors without elements no address
                     memory = self._memory_of_none(place, tensor)

@@ -236,10 +236,10 @@ class Swapper:
     def auto(self, *, step: bool = False, ahead: int = 3) -> Auto:
         """Brings units as forward and backward reach them, and the next ones in the order seen.
 
-        So does an operation that computes something of a unit's tensors elsewhere. Inputs on another
-        device are copied to the units'. A unit may leave between its forward and its backward,
-        which brings it again. The backward pass is over once it returns; a graph goes backward
-        once. This lasts until remove(), or another auto(), or as long as the model, also if nothing
+        So does an operation that computes something of a unit's tensors elsewhere. Inputs that are
+        on another device are copied to the units'. A unit may leave between its forward and its
+        backward, which brings it again. The backward pass is over once it returns; a graph goes
+        backward once. This lasts until remove(), or another auto(), or as long as the model, also if nothing
         else keeps the Swapper.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,20 @@ def test_tensors_that_come_to_share_memory_need_another_layout() -> None:
     assert fits(slab, tensors) and fits(slab, {"a": torch.zeros(4)})
     assert not fits(slab, {**tensors, "b": tensors["a"]}) and not fits(slab, {"a": torch.ones(5)})
     assert not fits(slab, {**tensors, "c": tensors["a"][2:]})
+
+
+def test_what_lies_behind_a_loaded_slab_that_has_grown_is_no_part_of_it() -> None:
+    cpu = torch.device("cpu")
+    first = Slab({"a": torch.ones(64)}, cpu)
+    numbers = np.zeros(2 * first.nbytes, dtype=np.uint8)
+    loaded, behind = (torch.from_numpy(each) for each in np.split(numbers, 2))
+    first._storage = loaded.untyped_storage()
+    came = behind.view(torch.float32)  # as an allocator may give it: next to the slab's memory
+    grown = Slab({"a": torch.ones(64), "b": came}, cpu, first)
+    assert grown.where({"a": loaded.view(torch.float32), "b": came}) == {
+        "a": Memory.DEVICE,
+        "b": None,
+    }
 
 
 def test_a_slab_grows_around_what_is_there() -> None:

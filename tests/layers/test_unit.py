@@ -342,6 +342,22 @@ def test_what_the_user_replaces_is_found_again(device: str) -> None:
     assert_equal(tensors_of(layer, optimizer), expected)
 
 
+def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
+    layer, optimizer, unit = made(device)
+    unit.load()
+    train(layer, optimizer, device)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(layer, optimizer, device)
+    unit.evict()
+    unit.load()
+    optimizer.load_state_dict(saved)
+    kept = [each for state in optimizer.state.values() for each in state.values() if each.dim()]
+    assert kept and all(unit._state.shares(each) for each in kept) is False
+    unit.evict()
+    unit.load()
+    assert all(unit._state.shares(each) for each in kept)
+
+
 def test_tensors_tied_within_a_loaded_unit_stay_tied(device: str) -> None:
     layer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     unit = Unit(layer, device=device)
