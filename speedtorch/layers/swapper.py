@@ -239,8 +239,8 @@ class Swapper:
         So does an operation that computes something of a unit's tensors elsewhere. Inputs that are
         on another device are copied to the units'. A unit may leave between its forward and its
         backward, which brings it again. The backward pass is over once it returns; a graph goes
-        backward once. This lasts until remove(), or another auto(), or as long as the model, also if nothing
-        else keeps the Swapper.
+        backward once. This lasts until remove(), or another auto(), or as long as the model, also
+        if nothing else keeps the Swapper.
 
         Args:
             step: step each unit in the backward pass, as soon as its gradients are complete, and
