@@ -1,0 +1,442 @@
+"""Families of models whose parts are units of a Swapper, and their training in each way.
+
+A `Family` makes a tiny model, names its units and computes a loss. ResNet and LSTM are here, those
+that need a library in client_families.py. `trained` trains a model, `assert_same_training` a pair:
+one with units within a third of what they take, and one that stays on the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+from unit_models import assert_equal, tensors_of
+
+from speedtorch.layers import Swapper
+
+__all__ = [
+    "FAMILIES",
+    "MODES",
+    "VARIANTS",
+    "Family",
+    "Setting",
+    "assert_same_training",
+    "assert_same_training_at_once",
+    "assert_too_large_at_once",
+    "drawn",
+    "units_of",
+]
+
+STEPS = 3
+MODES = ["use", "auto", "auto-step"]
+VARIANTS = ["plain", "checkpoint", "reentrant-checkpoint", "lora", "accumulation", "autocast"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model.
+
+    Attributes:
+        make: a model with random weights.
+        units: the modules of a model that are units.
+        loss: of a model for a batch with this number, on a device.
+        checkpoints: lets a model compute its layers again in the backward, by torch's checkpoint
+            with `use_reentrant`.
+        adapt: gives the model with trained low-rank adapters within units, all else frozen.
+    """
+
+    make: Callable[[], nn.Module]
+    units: Callable[[Any], Iterable[nn.Module]]
+    loss: Callable[[Any, int, str], Tensor]
+    checkpoints: Callable[[Any, bool], None]
+    adapt: Callable[[Any], nn.Module]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a family is trained: one of MODES, one of VARIANTS, and the device."""
+
+    mode: str
+    variant: str
+    device: str
+
+
+def drawn(number: int, *shape: int, high: int | None = None) -> Tensor:
+    """Random numbers of a batch; `high`: whole ones from 1 below this."""
+    generator = torch.Generator().manual_seed(number)
+    if high is None:
+        return torch.randn(shape, generator=generator)
+    return torch.randint(1, high, shape, generator=generator)
+
+
+def units_of(family: Family, model: Any) -> list[nn.Module]:
+    """The units of a model, which peft may have wrapped."""
+    return list(family.units(model.get_base_model() if hasattr(model, "get_base_model") else model))
+
+
+# ------------------------------------------------------------------------------------------------
+# A use for each forward and each backward of a unit
+
+
+class _Call:
+    """A call of a unit, whose graph is apart from the others'."""
+
+    def __init__(self, using: Callable[[], AbstractContextManager[None]], run: Any) -> None:
+        self.using, self.run = using, run
+        self.given: list[Tensor] = []
+        self.results: list[Tensor] = []
+        self.output: Any = None
+
+
+class _Apart(torch.autograd.Function):
+    """Runs a call, and later its graph, each in a use of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> Any:
+        call.given = [each.detach().requires_grad_() for each in tensors]
+        with call.using(), torch.enable_grad():
+            leaves, call.output = tree_flatten(call.run(call.given))
+            places = [
+                place
+                for place, each in enumerate(leaves)
+                if isinstance(each, Tensor) and each.requires_grad
+            ]
+            call.results = [leaves[place] for place in places]
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        call.output = leaves, call.output, places
+        return tuple(each.detach() for each in call.results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        call: _Call = ctx.call
+        pairs = [
+            (each, gradient)
+            for each, gradient in zip(call.results, gradients, strict=True)
+            if gradient is not None
+        ]
+        with call.using():
+            torch.autograd.backward([each for each, _ in pairs], [each for _, each in pairs])
+        return None, None, *(each.grad for each in call.given)
+
+
+def use_by_call(unit: nn.Module, using: Callable[[], AbstractContextManager[None]]) -> None:
+    """Lets each forward of a unit, and each backward, lie within `using()`."""
+
+    class Used(type(unit)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            called = super().__call__
+            if not torch.is_grad_enabled():
+                with using():
+                    return called(*args, **kwargs)
+            leaves, shape = tree_flatten((args, kwargs))
+            places = [
+                place
+                for place, each in enumerate(leaves)
+                if isinstance(each, Tensor) and each.requires_grad
+            ]
+
+            def run(tensors: list[Tensor]) -> Any:
+                for place, each in zip(places, tensors, strict=True):
+                    leaves[place] = each
+                args, kwargs = tree_unflatten(leaves, shape)
+                return called(*args, **kwargs)
+
+            call = _Call(using, run)
+            anchor = torch.empty(0, requires_grad=True)  # also where no argument has a gradient
+            results = _Apart.apply(call, anchor, *(leaves[place] for place in places))
+            output, shape_of_output, places_of_results = call.output
+            for place, each in zip(places_of_results, results, strict=True):
+                output[place] = each
+            return tree_unflatten(output, shape_of_output)
+
+    Used.__name__ = type(unit).__name__
+    unit.__class__ = Used
+
+
+# ------------------------------------------------------------------------------------------------
+# Training
+
+
+def _move_rest(model: nn.Module, units: list[nn.Module], device: str) -> None:
+    """Moves what is no unit to the device."""
+    within = {part for unit in units for part in unit.modules()}
+    for part in model.modules():
+        if part not in within:
+            part._apply(lambda each: each.to(device), recurse=False)
+
+
+def training_bytes(units: list[nn.Module]) -> int:
+    """Bytes of units with gradients and AdamW's state."""
+    parameters = {each for unit in units for each in unit.parameters()}
+    buffers = {each for unit in units for each in unit.buffers()}
+    return sum(each.nbytes * (4 if each.requires_grad else 1) for each in parameters) + sum(
+        each.nbytes for each in buffers
+    )
+
+
+def make_pair(
+    family: Family, setting: Setting
+) -> tuple[tuple[nn.Module, Optimizer, list[nn.Module]], tuple[nn.Module, Optimizer]]:
+    """A model whose units are on the host, and the same model on the device."""
+    torch.manual_seed(0)
+    made = family.make()
+    if setting.variant == "lora":
+        made = family.adapt(made)
+    if "checkpoint" in setting.variant:
+        family.checkpoints(made, setting.variant == "reentrant-checkpoint")
+    whole = copy.deepcopy(made).to(setting.device)
+    units = units_of(family, made)
+    _move_rest(made, units, setting.device)
+    optimizers = [
+        optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+        for model in (made, whole)
+    ]
+    return (made, optimizers[0], units), (whole, optimizers[1])
+
+
+def trained(
+    family: Family,
+    model: nn.Module,
+    optimizer: Optimizer,
+    setting: Setting,
+    after_step: Callable[[], None] = lambda: None,
+    using: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[Tensor]:
+    """Trains a model; gives its losses, in training and in evaluation.
+
+    Each forward lies within `using()` with its backward.
+    """
+    torch.manual_seed(1)  # for dropout
+    accumulates, narrows = setting.variant == "accumulation", setting.variant == "autocast"
+    losses = []
+    for step in range(STEPS):
+        for part in range(2 if accumulates else 1):
+            number = 2 * step + part
+            with using():
+                with torch.autocast(setting.device, torch.bfloat16, enabled=narrows):
+                    loss = family.loss(model, number, setting.device)
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach().cpu())
+            if setting.mode == "auto-step":  # each backward is a step
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.step()
+        if step < STEPS - 1:  # gradients of the last step are compared
+            optimizer.zero_grad()
+        after_step()
+    model.eval()
+    with torch.no_grad(), using():
+        losses.append(family.loss(model, 0, setting.device).cpu())
+    model.train()
+    return losses
+
+
+def assert_same_training(family: Family, setting: Setting) -> None:
+    """Trains with units within a third of what they take, and without, and compares all bits."""
+    (made, optimizer, units), (whole, other) = make_pair(family, setting)
+    budget = training_bytes(units) // 3
+    swapper = Swapper(units, optimizer, device=setting.device, budget=budget)
+    auto: AbstractContextManager[Any] = nullcontext()
+    if setting.mode == "use":
+        for unit in units:
+            use_by_call(unit, lambda unit=unit: swapper.use(unit))
+        for unit in units_of(family, whole):
+            use_by_call(unit, nullcontext)
+    else:
+        auto = swapper.auto(step=setting.mode == "auto-step")
+
+    def check() -> None:
+        report = swapper.report()
+        assert report.resident_bytes <= budget and not report.in_use
+
+    with auto:
+        found = trained(family, made, optimizer, setting, check)
+    expected = trained(family, whole, other, setting)
+    assert [each.item() for each in found] == [each.item() for each in expected]
+    assert expected[0] != expected[-1]
+    report = swapper.report()
+    assert report.bytes_in > STEPS * sum(e.nbytes for unit in units for e in unit.parameters())
+    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+    swapper.evict()
+    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+    assert optimizer.state_dict()["param_groups"] == other.state_dict()["param_groups"]
+
+
+def assert_same_training_at_once(family: Family, device: str) -> None:
+    """Uses all units for each forward and its backward, within what weights and gradients take."""
+    setting = Setting("use", "plain", device)
+    (made, optimizer, units), (whole, other) = make_pair(family, setting)
+    budget = training_bytes(units) * 2 // 3
+    swapper = Swapper(units, optimizer, device=device, budget=budget)
+    found = trained(family, made, optimizer, setting, using=lambda: swapper.use(*units))
+    expected = trained(family, whole, other, setting)
+    assert [each.item() for each in found] == [each.item() for each in expected]
+    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+    assert swapper.report().resident_bytes <= budget
+
+
+def assert_too_large_at_once(family: Family, device: str) -> None:
+    """A third is enough for all weights, and not for their gradients; nothing is stepped."""
+    setting = Setting("use", "plain", device)
+    (made, optimizer, units), (whole, _) = make_pair(family, setting)
+    swapper = Swapper(units, optimizer, device=device, budget=training_bytes(units) // 3)
+    message = "too little for the units that are used at once, .*, with their gradients"
+    with pytest.raises(RuntimeError, match=message), swapper.use(*units):
+        family.loss(made, 0, device).backward()  # type: ignore[no-untyped-call]
+    assert not swapper.report().in_use
+    weights, others = dict(made.named_parameters()), dict(whole.named_parameters())
+    assert_equal(weights, others)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------
+# Families of torch alone
+
+
+class _Residual(nn.Module):
+    """Two convolutions with batch norms, beside a shortcut."""
+
+    def __init__(self, into: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(into, out, 3, stride, 1, bias=False)
+        self.norm = nn.BatchNorm2d(out)
+        self.second = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.last_norm = nn.BatchNorm2d(out)
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            if stride > 1
+            else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu_(self.norm(self.first(x)))
+        y = self.last_norm(self.second(y))
+        y += self.shortcut(x)
+        return torch.relu_(y)
+
+
+class _ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        strides = [1, 2, 1, 1, 1]
+        widths = [16, 16, 24, 24, 24, 24]
+        self.blocks = nn.ModuleList(map(_Residual, widths, widths[1:], strides))
+        self.head = nn.Linear(24, 5)
+        self.reentrant: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            if self.reentrant is None or not self.training:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        y: Tensor = self.head(x.mean((2, 3)))
+        return y
+
+
+class _Recurrent(nn.Module):
+    """An LSTM over the results of the one before, and what is added to them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.project = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        y, state = self.lstm(x, state)
+        return x + self.dropout(self.project(y)), state
+
+
+class _Lstm(nn.Module):
+    """Several LSTMs, each of which begins with the state that the one before has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, 24)
+        self.blocks = nn.ModuleList(_Recurrent(24) for _ in range(5))
+        self.head = nn.Linear(24, 32)
+        self.reentrant: bool | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, state = self.words(ids), None
+        for block in self.blocks:
+            if self.reentrant is None or not self.training:
+                x, state = block(x, state)
+            else:
+                x, state = checkpoint(block, x, state, use_reentrant=self.reentrant)
+        y: Tensor = self.head(x)
+        return y
+
+
+class _LowRank(nn.Module):
+    """A frozen layer beside two small ones that are trained."""
+
+    def __init__(self, layer: nn.Linear | nn.Conv2d) -> None:
+        super().__init__()
+        self.layer, bias = layer, {"bias": False}
+        if isinstance(layer, nn.Linear):
+            self.down: nn.Module = nn.Linear(layer.in_features, 2, **bias)
+            self.up: nn.Module = nn.Linear(2, layer.out_features, **bias)
+        else:
+            size, stride, padding = layer.kernel_size, layer.stride, layer.padding
+            self.down = nn.Conv2d(layer.in_channels, 2, size, stride, padding, **bias)  # type: ignore[arg-type]
+            self.up = nn.Conv2d(2, layer.out_channels, 1, **bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) + self.up(self.down(x))
+        return y
+
+
+def _adapt(*names: str) -> Callable[[nn.Module], nn.Module]:
+    def adapt(model: nn.Module) -> nn.Module:
+        model.requires_grad_(False)
+        for block in model.blocks:  # type: ignore[union-attr]
+            for name in names:
+                setattr(block, name, _LowRank(getattr(block, name)))
+        return model
+
+    return adapt
+
+
+def _set_reentrant(model: Any, reentrant: bool) -> None:
+    model.reentrant = reentrant
+
+
+def _resnet_loss(model: nn.Module, number: int, device: str) -> Tensor:
+    x, label = drawn(number, 4, 3, 8, 8).to(device), drawn(number, 4, high=5).to(device)
+    return nn.functional.cross_entropy(model(x), label)
+
+
+def _lstm_loss(model: nn.Module, number: int, device: str) -> Tensor:
+    ids = drawn(number, 3, 7, high=32).to(device)
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+FAMILIES = {
+    "ResNet": Family(
+        _ResNet,
+        lambda model: [model.stem, *model.blocks, model.head],
+        _resnet_loss,
+        _set_reentrant,
+        _adapt("first", "second"),
+    ),
+    "LSTM": Family(
+        _Lstm,
+        lambda model: [model.words, *model.blocks, model.head],
+        _lstm_loss,
+        _set_reentrant,
+        _adapt("project"),
+    ),
+}
