@@ -360,18 +360,19 @@ class Room:
         """What may leave, and its bytes, in the order in which it does.
 
         Args:
-            besides: a unit that stays, for which they leave.
+            besides: a unit that stays, for which they leave; if it is in use, perhaps its state.
             by_force: also what is used before that unit; at the end also what has come for a use
                 to come, and then the state of units in use that may be stepped.
         """
         found: list[tuple[tuple[int, float, int], Leaver, int]] = []
         for place, unit in enumerate(self._there):
-            nbytes, of_state = self.bytes_of(unit), unit.state_bytes
-            if not nbytes or unit is besides:
+            nbytes, is_used = self.bytes_of(unit), self.is_used(unit)
+            if not nbytes or (unit is besides and not is_used):
                 continue
             use = self._next_use(unit, state=False)
             use_of_state = self._next_use(unit, state=True)
-            is_used = self.is_used(unit)
+            # What a step has made waits to be copied: it goes with its unit if that may leave, too.
+            of_state = unit.state_bytes + (unit.made_state_bytes if is_used else 0)
             may_split = of_state and not self.is_used(unit, state=True)
             if may_split and (is_used or use_of_state > use):
                 is_needed = not use_of_state or use_of_state == use == inf
@@ -402,6 +403,7 @@ class Room:
         try:
             if leaver.of_state:
                 freed = unit.evict_state(end)
+                self._others[unit] = self._other_bytes(unit)  # without state that a step has made
                 if not self.is_used(unit):
                     unit.track()
             else:
@@ -454,8 +456,9 @@ class Room:
         return self._send_home(Leaver(unit), search=True)
 
     def _count_others(self) -> None:
-        """Counts anew what came to units on the device, and what has gone since."""
+        """Counts anew what came to units on the device, and frees what has gone since."""
         for unit in self._there:
+            unit.free_gradients()
             self._others[unit] = self._other_bytes(unit)
 
     def _other_bytes(self, unit: Unit) -> int:

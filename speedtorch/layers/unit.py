@@ -257,6 +257,8 @@ class Unit:
         gives_views: whether its module has given views of its tensors to others.
         has_views: whether the program may have views of its tensors, taken since it was evicted.
         was_stepped: whether it was stepped when it was on the device last.
+        made_state_bytes: of the optimizer's state that steps made on the device, as other_bytes()
+            has counted it last.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -301,6 +303,7 @@ class Unit:
         self._guard = _Guard(self)
         self._tracker = AccessTracker(self)
         self.has_views = False
+        self.made_state_bytes = 0
         self._streams: set[torch.cuda.Stream] = set()
         """Streams that the module ran on, and its tensors were used on, since join_streams()."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -474,6 +477,7 @@ class Unit:
         freed = sum(pack.evict(some, after) for pack, some in (of_state, of_gradients))
         freed += own.evict(members, after, search=search)
         self._is_state_new = self.has_views = False
+        self.made_state_bytes = 0
         self._note_copied()
         self.has_graph = self.has_graph and any(pack.is_held for pack in self._packs)
         self.track()
@@ -490,12 +494,20 @@ class Unit:
             self._join_streams()
         pack, members = self._parts()[0]
         freed = pack.evict(members, after)
-        self._is_state_new = False
+        self._is_state_new, self.made_state_bytes = False, 0
         return freed
+
+    @_untracked
+    def free_gradients(self) -> None:
+        """Frees the device memory of gradients if the program has dropped them all."""
+        if self._gradients.device_bytes and not self._found.gradients:
+            self._join_streams()
+            pack, members = self._parts()[1]
+            pack.evict(members)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of device memory of the optimizer's state."""
+        """Bytes of device memory of the optimizer's state, but for made_state_bytes."""
         return self._state.device_bytes
 
     @property
@@ -533,7 +545,9 @@ class Unit:
     @_untracked
     def other_bytes(self) -> int:
         """Bytes of gradients and state that came to it on the device since it was loaded."""
-        return sum(pack.other_bytes(members) for pack, members in self._parts())
+        (pack, members), *others = self._parts()
+        self.made_state_bytes = pack.other_bytes(members)
+        return self.made_state_bytes + sum(each.other_bytes(some) for each, some in others)
 
     @_untracked
     def missing_gradients(self) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from torch import Tensor, nn, optim
+from unit_models import assert_equal, tensors_of
 
 from speedtorch.layers import Swapper
 from speedtorch.layers.first_state import FirstState
@@ -95,6 +96,22 @@ def test_units_in_use_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
                     made.step()
                 made.zero_grad()
     assert found and max(found) <= budget
+
+
+def test_gradients_that_were_dropped_and_state_make_room_for_units_in_use() -> None:
+    model, whole = layers(2), layers(2)
+    optimizers = [OPTIMIZERS["AdamW"](each) for each in (model, whole)]
+    budget = int(4.6 * (UNIT + 1024))  # weights and gradients of both, and no state beside them
+    swapper = Swapper(model, optimizers[0], device="cpu", budget=budget)
+    for _ in range(3):
+        with swapper.use(*model):
+            model(torch.ones(1, WIDTH)).sum().backward()
+            assert swapper.report().resident_bytes <= budget
+        whole(torch.ones(1, WIDTH)).sum().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    assert_equal(tensors_of(model, optimizers[0]), tensors_of(whole, optimizers[1]))
 
 
 def test_a_backward_without_room_for_its_gradients_says_so() -> None:
