@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from unit_models import assert_equal, tensors_of
 
@@ -167,6 +168,26 @@ def use_by_call(unit: nn.Module, using: Callable[[], AbstractContextManager[None
 # Training
 
 
+class _TwoDevices(TorchDispatchMode):
+    """Refuses operations on parameters of evicted units and other tensors, as with a GPU."""
+
+    def __init__(self, swapper: Swapper) -> None:
+        super().__init__()
+        self._units = swapper._units.values()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        slabs = [unit._own._slab for unit in self._units]
+        on_host = {each._cdata for slab in slabs for each in slab._host_storages}
+        are_there = {
+            each.untyped_storage()._cdata in on_host
+            for each in tree_leaves((args, kwargs))
+            # Units are copied as bytes.
+            if isinstance(each, Tensor) and each.dim() and each.dtype != torch.uint8
+        }
+        assert len(are_there) < 2, f"{func}: parameters of an evicted unit"
+        return func(*args, **(kwargs or {}))
+
+
 def _move_rest(model: nn.Module, units: list[nn.Module], device: str) -> None:
     """Moves what is no unit to the device."""
     within = {part for unit in units for part in unit.modules()}
@@ -259,7 +280,7 @@ def assert_same_training(family: Family, setting: Setting) -> None:
         report = swapper.report()
         assert report.resident_bytes <= budget and not report.in_use
 
-    with auto:
+    with auto, _TwoDevices(swapper):
         found = trained(family, made, optimizer, setting, check)
     expected = trained(family, whole, other, setting)
     assert [each.item() for each in found] == [each.item() for each in expected]
@@ -278,7 +299,8 @@ def assert_same_training_at_once(family: Family, device: str) -> None:
     (made, optimizer, units), (whole, other) = make_pair(family, setting)
     budget = training_bytes(units) * 2 // 3
     swapper = Swapper(units, optimizer, device=device, budget=budget)
-    found = trained(family, made, optimizer, setting, using=lambda: swapper.use(*units))
+    with _TwoDevices(swapper):
+        found = trained(family, made, optimizer, setting, using=lambda: swapper.use(*units))
     expected = trained(family, whole, other, setting)
     assert [each.item() for each in found] == [each.item() for each in expected]
     assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
