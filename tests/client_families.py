@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from unit_families import Family, drawn
 
-__all__ = ["FAMILIES", "transformers_model"]
+__all__ = ["FAMILIES", "UNUSUAL", "transformers_model"]
 
 WORDS, WIDTH = 48, 32
 
@@ -285,3 +285,73 @@ FAMILIES: dict[str, Family] = {
         unit_families.FAMILIES["LSTM"], adapt=lambda model: _adapt("project", model=model)
     ),
 }
+
+
+def _of_routers(model: nn.Module, number: int, device: str) -> Tensor:
+    """With the loss of the routers, whose results hooks record within units."""
+    ids = drawn(number, 3, 7, high=WORDS).to(device)
+    loss: Tensor = model(input_ids=ids, labels=ids, output_router_logits=True).loss
+    return loss
+
+
+def _of_attentions(model: nn.Module, number: int, device: str) -> Tensor:
+    """With what hooks record of attentions and hidden states within units."""
+    ids, labels = drawn(number, 3, 7, high=WORDS), drawn(number + 100, 3, 5, high=WORDS)
+    result = model(
+        input_ids=ids.to(device),
+        labels=labels.to(device),
+        output_attentions=True,
+        output_hidden_states=True,
+    )
+    recorded = (*result.encoder_attentions, *result.cross_attentions, *result.decoder_hidden_states)
+    loss: Tensor = result.loss + sum(each.square().mean() for each in recorded)
+    return loss
+
+
+def _eager_t5() -> nn.Module:
+    model: Any = FAMILIES["T5"].make()
+    model.set_attn_implementation("eager")  # which gives attentions
+    made: nn.Module = model
+    return made
+
+
+def _adapt_by(kind: str, **settings: Any) -> Callable[[Any], nn.Module]:
+    def adapt(model: Any) -> nn.Module:
+        import peft
+
+        adapted: nn.Module = peft.get_peft_model(model, getattr(peft, kind)(**settings))
+        return adapted
+
+    return adapt
+
+
+_QUERIES: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+UNUSUAL: dict[str, tuple[str, Family]] = {
+    "routers": ("plain", replace(FAMILIES["Mixtral"], loss=_of_routers)),
+    "attentions": ("plain", replace(FAMILIES["T5"], make=_eager_t5, loss=_of_attentions)),
+    "DoRA": (
+        "lora",
+        replace(FAMILIES["Llama"], adapt=_adapt_by("LoraConfig", **{**_QUERIES, "use_dora": True})),
+    ),
+    "experts": (
+        "lora",
+        replace(
+            FAMILIES["Mixtral"],
+            adapt=_adapt_by("LoraConfig", **_QUERIES, target_parameters=_EXPERTS),
+        ),
+    ),
+    "IA3": (
+        "lora",
+        replace(
+            FAMILIES["Llama"],
+            adapt=_adapt_by(
+                "IA3Config",
+                target_modules=["k_proj", "down_proj"],
+                feedforward_modules=["down_proj"],
+            ),
+        ),
+    ),
+}
+"""What leads to a unit's tensors in other ways than its forward, with its variant."""

@@ -6,7 +6,7 @@ Needs those libraries, and peft: make clients.
 from __future__ import annotations
 
 import pytest
-from client_families import FAMILIES
+from client_families import FAMILIES, UNUSUAL
 from unit_families import (
     MODES,
     VARIANTS,
@@ -32,3 +32,13 @@ def test_a_family_trains_as_one_that_stays(name: str, mode: str, variant: str, d
 def test_all_units_of_a_family_are_used_at_once(name: str, device: str) -> None:
     assert_same_training_at_once(FAMILIES[name], device)
     assert_too_large_at_once(FAMILIES[name], device)
+
+
+@pytest.mark.usefixtures("one_thread", "deterministic")
+@pytest.mark.parametrize("mode", ["auto", "auto-step"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_leads_to_a_unit_otherwise_has_the_same_bits(
+    name: str, mode: str, device: str
+) -> None:
+    variant, family = UNUSUAL[name]
+    assert_same_training(family, Setting(mode, variant, device))
