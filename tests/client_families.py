@@ -91,6 +91,8 @@ def _family(
     units: Callable[[Any], Iterable[nn.Module]],
     loss: Callable[[Any, int, str], Tensor],
     targets: list[str],
+    *,
+    shares: bool = False,
     **settings: Any,
 ) -> Family:
     make = partial(transformers_model, name, **settings)
@@ -98,7 +100,7 @@ def _family(
     def adapt(model: nn.Module) -> nn.Module:
         return _adapt(*targets, model=model)
 
-    return Family(make, units, loss, _checkpoints, adapt)
+    return Family(make, units, loss, _checkpoints, adapt, shares)
 
 
 def _unet() -> nn.Module:
@@ -190,6 +192,7 @@ FAMILIES: dict[str, Family] = {
         ],
         _translation_loss,
         ["q", "wo"],
+        shares=True,
         vocab_size=WORDS,
         d_model=WIDTH,
         d_kv=8,
@@ -241,6 +244,7 @@ FAMILIES: dict[str, Family] = {
         ],
         _speech_loss,
         ["q_proj", "fc1"],
+        shares=True,
         vocab_size=WORDS,
         num_mel_bins=8,
         encoder_layers=3,
@@ -280,6 +284,7 @@ FAMILIES: dict[str, Family] = {
         _noise_loss,
         _unet_checkpoints,
         lambda model: _adapt("to_q", "to_v", "conv1", model=model),
+        shares=True,
     ),
     "LSTM": replace(
         unit_families.FAMILIES["LSTM"], adapt=lambda model: _adapt("project", model=model)
