@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from speedtorch.memory import host_memory
 from speedtorch.memory.placement import check_kind
@@ -185,6 +186,8 @@ class RowStore:
         self._numbers: dict[Hashable, Tensor] = {}
         self._reached: tuple[Iterable[str], list[Tensor]] | None = None
         """The fields that were exchanged last, until the table may have become another."""
+        self.full: Mapping[str, Tensor] = {}
+        """All rows of the larger table by their fields, while they are here to be saved."""
         self._table: HostTable | None = None
         if isinstance(table, HostTable):
             self._table, self._owned = table, False
@@ -442,11 +445,15 @@ class RowStore:
         A field that is alone in its table is that already. Where there is no room for a copy, it is
         the strided view of the records, which torch.save takes.
         """
+        if name in self.full:
+            return _in_own_storage(self.full[name][rows])
         field = self.of_all(name, rows)
         if isinstance(field, SharedRows):
             return field
+        if field.is_contiguous():
+            return _in_own_storage(field)
         nbytes = field.numel() * field.element_size()
-        if field.is_contiguous() or field.is_cuda or nbytes > host_memory.available_bytes() // 2:
+        if field.is_cuda or nbytes > host_memory.available_bytes() // 2:
             return field
         return field.contiguous()
 
@@ -549,3 +556,14 @@ class RowStore:
         """
         wait_for_rows(device)
         self._reached = None
+
+
+def _in_own_storage(values: Tensor) -> Tensor:
+    """A contiguous tensor in the same memory, whose storage begins and ends with it.
+
+    accelerate takes tensors of one storage for one tensor, and saves the first of them alone.
+    """
+    if values.untyped_storage().nbytes() == values.numel() * values.element_size():
+        return values
+    with torch.inference_mode(False), torch.cuda.device(values.get_device()):
+        return from_dlpack(values.__dlpack__())

@@ -350,6 +350,23 @@ def test_torchs_checkpoints_resume_an_attached_optimizer(
         assert_same_bytes(rows, expected[name])
 
 
+@COLLECTIONS
+@pytest.mark.parametrize("attached", [False, True])
+def test_each_saved_table_has_a_storage_of_its_own(
+    pooled: bool, attached: bool, device: str
+) -> None:
+    """accelerate takes tensors of one storage for one, and saves the first of them alone."""
+    ours = made(pooled, device)
+    if attached:
+        speedtorch.attach(optim.Adam(ours.parameters()), ours)
+    loss(ours).backward()
+    saved = ours.state_dict()
+    assert len({each.untyped_storage().data_ptr() for each in saved.values()}) == len(ROWS)
+    for key, each in saved.items():
+        assert each.untyped_storage().nbytes() == each.nbytes
+        assert_same_bytes(each, ours.table_weight(key.split(".")[1]))
+
+
 def test_an_attached_optimizers_state_is_saved_by_group() -> None:
     model = nn.Sequential(made())
     optimizer = optim.Adam(model.parameters())
