@@ -17,6 +17,7 @@ from speedtorch.nn.table_config import EmbeddingBagConfig, EmbeddingConfig
 from speedtorch.ops import *  # noqa: F403
 from speedtorch.optim.attach import attach, detach
 from speedtorch.parallel.clip import clip_grad_norm_
+from speedtorch.parallel.full_state_dict import full_state_dict
 from speedtorch.parallel.grad_scaler import GradScaler
 from speedtorch.parallel.row_parameters import row_parameters
 from speedtorch.parallel.shard import shard
@@ -38,6 +39,7 @@ __all__ = [
     "clip_grad_norm_",
     "detach",
     "explain",
+    "full_state_dict",
     "get_num_sms",
     "graphed",
     "empty",

@@ -30,6 +30,8 @@ class Kind(IntEnum):
     """Ids of a lookup of rows with a capacity, or of one that is announced or prefetched."""
     GRADIENTS = 4
     """Gradients of a lookup's rows."""
+    FULL = 5
+    """All rows, to be saved by the first rank."""
 
 
 class Call(NamedTuple):
@@ -39,7 +41,7 @@ class Call(NamedTuple):
     table: int
     """The same on all ranks."""
     lookup: int = 0
-    """Which lookup of the table since the last error, from 0 on; 0 for Kind.COUNTS."""
+    """Which lookup of the table since the last error, from 0 on; 0 for counts and all rows."""
 
     @property
     def code(self) -> int:
@@ -64,6 +66,7 @@ class Call(NamedTuple):
             Kind.IDS: f"the last batch of prefetch() of {table}",
             Kind.ROWS: f"lookup {self.lookup} of {table}, which was announced or prefetched",
             Kind.GRADIENTS: f"the backward of lookup {self.lookup} of {table}",
+            Kind.FULL: f"full_state_dict() of {table}",
         }[self.kind]
 
 

@@ -79,3 +79,10 @@ class DealtRows(NamedTuple):
         numbers = torch.sub(ids, block, alpha=self.block).add_(turn, alpha=self.block)
         numbers.add_(rank, alpha=self.room)
         return numbers.masked_fill_(ids.clamp(0, self.rows - 1) != ids, -1)
+
+    def ids(self, rank: int, places: range) -> Tensor:
+        """The ids of rows by their places in a rank's share: int64 `[n]`."""
+        place = torch.arange(places.start, places.stop)
+        turn = place.div(self.block, rounding_mode="floor")
+        seat = torch.where(turn % 2 == 0, self._seat(0, rank), self._seat(1, rank))
+        return (turn * self.ranks + seat) * self.block + place % self.block

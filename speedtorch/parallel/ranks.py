@@ -171,6 +171,13 @@ class Ranks:
         """The other way round, as gradients go."""
         return self._exchanged(name, rows, asked.given, asked.got, group=self._giving)
 
+    def collected(self, name: str, rows: Tensor, counts: list[int]) -> Tensor:
+        """Gives rows `[n, ...]` to the first rank, which gets those of each, as many as it says."""
+        if self.rank:
+            counts = [0] * self.size
+        given = [len(rows)] + [0] * (self.size - 1)
+        return self._exchanged(name, rows, counts, given, group=self._giving)
+
     def agreed(self, value: _Value) -> _Value:
         """What the first rank says."""
         values = [value]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from speedtorch.ops.functions import rows_at
+from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.questions import AnyQuestion, Questions
 from speedtorch.parallel.ranks import Asked, Ranks
@@ -23,6 +24,7 @@ from speedtorch.torch_internals import active_data_parallel
 
 __all__ = ["ShardedRows", "ranks_of"]
 
+_COLLECTED_BYTES = 16 << 20  # of a field, from each rank at once
 
 _ranks: weakref.WeakKeyDictionary[TrainedRows, Ranks] = weakref.WeakKeyDictionary()
 """Who shares the rows of which a TrainedRows has some."""
@@ -60,6 +62,7 @@ class ShardedRows:
         sparse: bool,
     ) -> None:
         self._rows, self._ranks = rows, ranks
+        self._dealt, self._number = dealt, number
         self._owns_padding = own_padding is not None
         self._padding = None if padding is None else int(dealt.numbers(torch.tensor(padding)))
         rows.shown.divide_by(ranks.size if average else 1)
@@ -114,6 +117,37 @@ class ShardedRows:
         question = self.exchange.of_no_step(ids)
         places, held = self._rows.borrow(question.asked.ids, max_norm, norm_type)
         return self._operand(question, self._given(held[places], question))
+
+    @property
+    def ranks(self) -> Ranks:
+        """That own the rows."""
+        return self._ranks
+
+    def meet_for_all(self) -> None:
+        """Raises DisagreementError on all ranks unless all are about to call full()."""
+        call = Call(Kind.FULL, self._number)
+        self._ranks.meet(self._rows.name, call, self._rows.exchange.device)
+
+    def empty_for_all(self, name: str) -> Tensor:
+        """Host memory for all rows of a field."""
+        field, rows = self._rows.store.field(name), self._dealt.rows
+        return torch.empty((rows, *field.shape[1:]), dtype=field.dtype, device="cpu")
+
+    def collect(self, name: str, every: Tensor | None) -> None:
+        """Copies all rows of a field from their owners to `every` of the first rank."""
+        dealt, ranks, field = self._dealt, self._ranks, self._rows.store.field(name)
+        owned = [sum(len(here) for _, here in dealt.blocks(rank)) for rank in range(ranks.size)]
+        elements = field.shape[1:].numel()
+        most = max(1, _COLLECTED_BYTES // (elements * field.element_size()))
+        for begin in range(0, dealt.room, most):
+            parts = [range(min(begin, rows), min(begin + most, rows)) for rows in owned]
+            own = parts[ranks.rank]
+            sent = field[own.start : own.stop].reshape(len(own), elements).view(torch.uint8)
+            sent = sent.to(self._rows.exchange.device)
+            got = ranks.collected(self._rows.name, sent, list(map(len, parts)))
+            if every is not None:
+                ids = torch.cat([dealt.ids(rank, part) for rank, part in enumerate(parts)])
+                every.view(dealt.rows, elements).view(torch.uint8).index_copy_(0, ids, got.cpu())
 
     def gives_sparse(self, *, asked: bool) -> bool:
         """Never: gradients go to their owners dense, and become sparse there."""

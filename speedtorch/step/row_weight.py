@@ -287,7 +287,8 @@ def _refuse_portion(name: str, caller: CodeType) -> None:
         raise NotImplementedError(
             f"{name}: its gradient is that of one rank's rows, and so would be the norm that all"
             " are clipped by: use speedtorch.clip_grad_norm_ (in transformers' Trainer and with"
-            " accelerate: accelerator.clip_grad_norm_ = speedtorch.clip_grad_norm_)"
+            " accelerate: accelerator.clip_grad_norm_ = speedtorch.clip_grad_norm_; in Lightning:"
+            " in the module's configure_gradient_clipping())"
         )
     if caller.co_name == UNSCALES:
         raise NotImplementedError(

@@ -12,6 +12,11 @@ from speedtorch.torch_internals import tensor_without_memory
 
 __all__ = ["SharedRows"]
 
+_REMEDY = (
+    "use torch.distributed.checkpoint.save(state_dict, checkpoint_id=folder), on all ranks, or save"
+    " within `with speedtorch.full_state_dict(model):`, which all ranks begin"
+)
+
 
 class SharedRows(Tensor):
     """All rows of a field by their shape, of which some are here.
@@ -57,10 +62,23 @@ class SharedRows(Tensor):
         )
 
     def __reduce_ex__(self, _: object) -> NoReturn:
-        raise TypeError(
-            "torch.save would write the rows of one rank alone: use"
-            " torch.distributed.checkpoint.save(state_dict, checkpoint_id=folder), on all ranks"
-        )
+        raise TypeError(f"torch.save would write the rows of one rank alone: {_REMEDY}")
+
+    # safetensors and accelerate compare the storages of a state_dict(), also to load it, and skip
+    # those that raise NotImplementedError. Before safetensors writes a tensor it asks whether that
+    # is contiguous; with a data_ptr() of 0, which torch's async_save needs, it writes no values.
+
+    def untyped_storage(self) -> NoReturn:
+        """Refused, as all that would save the rows of one rank for those of all."""
+        raise NotImplementedError(f"there are the rows of one rank alone to be saved: {_REMEDY}")
+
+    def storage(self) -> NoReturn:
+        """As untyped_storage."""
+        self.untyped_storage()
+
+    def is_contiguous(self, *_: object, **__: object) -> NoReturn:
+        """As untyped_storage."""
+        self.untyped_storage()
 
     def __deepcopy__(self, _: object) -> SharedRows:
         """The rows that are here, in memory of their own."""

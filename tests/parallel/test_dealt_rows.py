@@ -24,6 +24,9 @@ def test_every_row_has_one_owner_and_a_place_there(rows: int, ranks: int, unit: 
             own = here.stop
         assert own <= dealt.room
     assert torch.equal(numbers, expected)
+    for rank in range(ranks):
+        for there, here in dealt.blocks(rank):
+            assert torch.equal(dealt.ids(rank, here), torch.tensor(there))
     assert len(numbers.unique()) == rows
     assert bool((expected >= 0).all())  # none was left out
 
