@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -24,10 +24,17 @@ SOON = 5.0  # seconds
 
 @contextmanager
 def soon(what: str) -> Iterator[None]:
-    """What is within raises long before the time of the process group is over."""
+    """On every rank what is within ends soon after the last rank has begun it.
+
+    Ranks of one machine have the same clock.
+    """
     begin = time.monotonic()
     yield
-    assert time.monotonic() - begin < SOON, what
+    every: list[tuple[float, float]] = [(begin, time.monotonic())] * dist.get_world_size()
+    dist.all_gather_object(every, every[dist.get_rank()])
+    last = max(begun for begun, _ in every)
+    late = [rank for rank, (_, ended) in enumerate(every) if ended - last > SOON]
+    assert not late, f"{what}: ranks {late}"
 
 
 def made(**settings: object) -> speedtorch.Embedding:
@@ -261,6 +268,11 @@ def evaluated_by_one_rank(pair: Pair) -> None:
     pair.model["a"](ids_here(1, 2))
 
 
+def saved_by_one_rank(pair: Pair) -> None:
+    with speedtorch.full_state_dict(pair.model) if is_odd() else nullcontext():
+        pair.model["a"](ids_here(1, 2))
+
+
 def frozen_later_by_one_rank(pair: Pair) -> None:
     pair.model["a"].weight.requires_grad_(not is_odd())
     try:
@@ -288,6 +300,7 @@ CALLS: dict[str, tuple[Callable[[Pair], None], str, str]] = {
     "announced": (announced_by_one_rank, NEW.format("b"), NEW.format("a")),
     "another tensor": (another_tensor_than_announced, TOLD.format(1, "a"), NEW.format("a")),
     "evaluated": (evaluated_by_one_rank, "(the backward|a new lookup).* of 'a'", NEW.format("a")),
+    "saved": (saved_by_one_rank, NEW.format("a"), r"full_state_dict\(\) of 'a'"),
     "frozen": (frozen_later_by_one_rank, "(the backward|a new lookup).* of 'a'", NEW.format("a")),
 }
 
@@ -296,6 +309,7 @@ def check_other_calls(capacity: int | None) -> None:
     """Whatever one rank does otherwise raises on all, which name both; then they go on."""
     for name, (differ, first, odd) in CALLS.items():
         pair = Pair(capacity)
+        time.sleep(0.1 * is_odd())  # the others wait for it
         with soon(name):
             message = rf"ranks \[0.*\] are at {first}.*; ranks \[1\] are at {odd}"
             raises(RuntimeError, message, partial(differ, pair))
