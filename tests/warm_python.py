@@ -4,6 +4,8 @@ Importing torch takes seconds of a core. One process of a run of tests does it, 
 program that `warm_python()` is given, which runs to its end as any Python does: with arguments,
 environment, folder and standard streams of its own, for four minutes at most. It is none for a
 program that looks at what importing torch does.
+
+A program that takes longer says where it is, and ends. So do all programs whose asker has ended.
 """
 
 from __future__ import annotations
@@ -11,13 +13,18 @@ from __future__ import annotations
 import functools
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 SOURCE = """
-import gc, json, os, runpy, select, signal, socket, sys, types
+import contextlib, faulthandler, gc, json, os, runpy, select, signal, socket, sys, threading, time
+import types
 import torch
 import torch._dynamo  # as the first optimizer of a program does
 
@@ -37,20 +44,40 @@ with socket.socket(socket.AF_UNIX) as listener:
         asked.close()
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 _, streams, _, _ = socket.recv_fds(asked, 1, 3)
-request = json.loads(asked.makefile().read())
+request = json.loads(asked.makefile().readline())
 if (pid := os.fork()) != 0:
+    has_ended = threading.Event()
+
+    def end_all():
+        for end in os.killpg, os.kill:  # it may not have begun its session
+            with contextlib.suppress(ProcessLookupError):
+                end(pid, signal.SIGKILL)
+
+    def end_when_left():
+        if not asked.recv(1) and not has_ended.is_set():
+            end_all()
+
     asked.sendall(f"{pid}\\n".encode())
-    asked.sendall(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\\n".encode())
+    threading.Thread(target=end_when_left, daemon=True).start()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    has_ended.set()
+    if status == -signal.SIGALRM:
+        end_all()
+    with contextlib.suppress(BrokenPipeError):
+        asked.sendall(f"{status}\\n".encode())
     os._exit(0)
 asked.close()
 os.setsid()
 for number, stream in enumerate(streams):
     os.dup2(stream, number)
     os.close(stream)
-signal.alarm(240)
 os.chdir(request["folder"])
 os.environ.clear()
 os.environ.update(request["environment"])
+until = float(os.environ.get("WARM_PYTHON_UNTIL", time.monotonic() + 240))
+os.environ["WARM_PYTHON_UNTIL"] = str(until - 1)  # programs that it starts say first where they are
+faulthandler.register(signal.SIGALRM, chain=True)
+signal.setitimer(signal.ITIMER_REAL, max(0.1, until - time.monotonic()))
 if "OMP_NUM_THREADS" in os.environ:  # read when torch is imported
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 if request["arguments"][0] == "-u":  # as torchrun gives
@@ -71,9 +98,20 @@ else:
     sys.exit(f"a warm Python takes -c or -m, not {flag}")
 """
 
-# Hands everything over, waits, and ends as the program did.
+# Hands everything over, waits, and ends as the program did, or when the process that began it ends.
 ASK = """
-import json, os, signal, socket, sys
+import json, os, select, signal, socket, sys
+
+parent = os.getppid()
+
+def answer():
+    said = b""
+    while not said.endswith(b"\\n"):
+        while not select.select([source], [], [], 0.5)[0]:
+            if os.getppid() != parent:
+                sys.exit(1)
+        said += source.recv(1) or b"\\n"
+    return int(said)
 
 handed_on = {signal.SIGINT, signal.SIGTERM}
 signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)  # until there is who they are for
@@ -81,14 +119,12 @@ request = {"arguments": sys.argv[2:], "folder": os.getcwd(), "environment": dict
 with socket.socket(socket.AF_UNIX) as source:
     source.connect(sys.argv[1])
     socket.send_fds(source, [b"+"], [0, 1, 2])
-    source.sendall(json.dumps(request).encode())
-    source.shutdown(socket.SHUT_WR)
-    answers = source.makefile()
-    program = int(answers.readline())
+    source.sendall(json.dumps(request).encode() + b"\\n")
+    program = answer()
     for number in handed_on:
         signal.signal(number, lambda number, frame: os.kill(program, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
-    status = int(answers.readline())
+    status = answer()
 if status < 0:
     for number in handed_on:
         signal.signal(number, signal.SIG_DFL)
@@ -122,6 +158,41 @@ def warm_python() -> str:
     assert source.stdout is not None and source.stdout.readline() == "ready\n"
     _sources.append(source)
     return str(executable)
+
+
+def finished(
+    command: Sequence[str | Path],
+    *,
+    seconds: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end, or fails with what it has said when the time is over.
+
+    All that it has started ends then, too; programs of a warm Python have said where they are.
+    """
+    environment = {**(os.environ if env is None else env)}
+    environment["WARM_PYTHON_UNTIL"] = str(time.monotonic() + 0.85 * seconds)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(
+        list(map(str, command)), env=environment, start_new_session=True, **streams, **options
+    )
+    is_late, said = False, ["", ""]
+    try:
+        said = list(process.communicate(timeout=seconds))
+    except subprocess.TimeoutExpired:
+        is_late = True
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    if is_late or process.returncode == -signal.SIGALRM:
+        try:
+            said = list(process.communicate(timeout=10)) if is_late else said
+        except subprocess.TimeoutExpired as late:  # something else has its streams
+            said = [(each or b"").decode() for each in (late.stdout, late.stderr)]
+        name = " ".join(map(str, command[1:]))
+        raise AssertionError(f"has not ended in {seconds:.0f} s: {name}\n" + "\n".join(said))
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 # They end when their standard input does, with this process.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from rank_processes import in_processes
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
-from warm_python import warm_python
+from warm_python import finished, warm_python
 
 import speedtorch
 from speedtorch.__main__ import main
@@ -65,9 +64,7 @@ def test_torchrun_trains_scores_and_saves_what_one_process_does(tmp_path: Path) 
     torchrun = "-m torch.distributed.run --nproc-per-node 2 --standalone -m speedtorch demo dlrm"
     command = [warm_python(), *torchrun.split(), "--device", "cpu", *CHOICES]
     command += ["--clicks", str(tmp_path / "clicks"), "--out", str(tmp_path / "out")]
-    run = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
+    run = finished(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("saved ") == 1 and "on 2 processes" in run.stdout
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint", "report.json"]

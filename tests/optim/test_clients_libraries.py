@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from reference import assert_same_bytes
 from test_attach import EVERY, IDS, Model, pair, step
 from test_attach_changes import assert_same_rows
 from torch import Tensor, nn, optim
+from warm_python import finished
 
 import speedtorch
 
@@ -217,7 +217,8 @@ def test_a_fresh_process_goes_on_with_what_a_library_has_saved(
     program = f"import test_clients_libraries as t; t.train_part(*{given!r})"
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    done = finished([sys.executable, "-c", program], env=environment)
+    assert done.returncode == 0, done.stderr
     resumed = torch.load(tmp_path / "last.pt")
     for key, value in expected.items():
         assert_same_bytes(resumed[key], value)

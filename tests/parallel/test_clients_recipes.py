@@ -6,7 +6,6 @@ Needs these libraries: make clients.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from rank_processes import in_processes
 from sharded_recipes import HOSTS, begin, check_clipping_refused, check_refused, go_on
+from warm_python import finished
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
@@ -67,11 +67,6 @@ def test_a_fresh_process_of_one_goes_on_with_the_bits_of_a_plain_loop(
     for function in ("begin", "go_on"):
         given = (host, str(tmp_path), name, {})
         program = f"import sharded_recipes; sharded_recipes.{function}(*{given!r})"
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = finished([sys.executable, "-c", program], env=environment)
         assert done.returncode == 0, done.stderr

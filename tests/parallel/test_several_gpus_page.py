@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
-from warm_python import warm_python
+from warm_python import finished, warm_python
 
 import speedtorch
 
@@ -26,12 +25,10 @@ def test_the_example_trains_and_saves_all_rows(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     hidden = {} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    done = finished(
         [warm_python(), "-m", "torch.distributed.run", "--standalone", *PROCESSES, "-m", "train"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **hidden},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
     torch.manual_seed(12345)

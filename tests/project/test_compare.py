@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import finished
 
 import speedtorch
 from benchmarks import compare
@@ -146,7 +147,7 @@ def test_two_processes_take_turns_until_one_ends(fails: bool) -> None:
 def run_compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     # A Python that is a fork of another has not its sockets.
     command = [sys.executable, "-m", "benchmarks.compare", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return finished(command, cwd=ROOT, seconds=240)
 
 
 @pytest.mark.slow

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from warm_python import warm_python
+from warm_python import finished, warm_python
 
 pytestmark = pytest.mark.slow
 
@@ -82,3 +84,59 @@ def test_ctrl_c_reaches_a_program() -> None:
     status, errors = interrupted(warm_python())
     assert status == interrupted(sys.executable)[0] != 0
     assert "KeyboardInterrupt" in errors
+
+
+# Starts itself in a session of its own, as torchrun starts ranks; both say who they are and wait.
+FAMILY = """
+import os, subprocess, sys, time
+print(os.getpid(), flush=True)
+if len(sys.argv) < 3:
+    again = [sys.executable, "-m", "family", *sys.argv[1:], "child"]
+    subprocess.Popen(again, start_new_session=True)
+time.sleep(100)
+"""
+
+
+def assert_ended(numbers: list[str]) -> None:
+    give_up = time.monotonic() + 10
+    assert len(numbers) == 2
+    for number in numbers:
+        while Path("/proc", number).exists():
+            assert time.monotonic() < give_up, number
+            time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_all_that_a_program_has_started_ends_with_its_asker(tmp_path: Path) -> None:
+    (tmp_path / "family.py").write_text(FAMILY)
+    command = [warm_python(), "-m", "family", "parent"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        numbers = [process.stdout.readline().strip() for _ in range(2)]
+        process.kill()
+        assert process.stdout.read() == ""  # nobody has it any more
+    assert_ended(numbers)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "another"])
+def test_a_program_that_hangs_fails_with_what_it_has_said(tmp_path: Path, warm: bool) -> None:
+    (tmp_path / "family.py").write_text(FAMILY)
+    python = warm_python() if warm else sys.executable
+    begin = time.monotonic()
+    command = [python, "-m", "family", "parent", *([] if warm else ["alone"])]
+    with pytest.raises(AssertionError, match="has not ended in 4 s: -m family parent") as raised:
+        finished(command, cwd=tmp_path, seconds=4)
+    assert time.monotonic() - begin < 30
+    said = str(raised.value)
+    if warm:
+        assert_ended(re.findall(r"^\d+$", said, re.MULTILINE))
+        assert re.search(r"family.py\", line \d+ in <module>", said)
+    else:
+        assert re.search(r"^\d+$", said, re.MULTILINE)
+
+
+def test_a_program_that_ends_in_time_gives_what_it_has_said() -> None:
+    program = "import sys; print('out'); print('error', file=sys.stderr); sys.exit(3)"
+    done = finished([warm_python(), "-c", program], seconds=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "error\n")
