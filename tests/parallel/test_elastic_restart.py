@@ -83,8 +83,6 @@ def test_a_killed_rank_changes_no_bit_of_what_is_trained(tmp_path: Path) -> None
                 # Ranks that start anew may read addresses of those before (pytorch issue 135712).
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 "CUDA_VISIBLE_DEVICES": "",
-                # Or torch 2.13 lets ranks read the addresses of those before the restart.
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 "KILLED_AT": str(killed_at),
             },
         )
