@@ -458,7 +458,7 @@ class Room:
     def _count_others(self) -> None:
         """Counts anew what came to units on the device, and frees what has gone since."""
         for unit in self._there:
-            unit.free_gradients()
+            unit.free_gradients(self.end_of_use(unit))
             self._others[unit] = self._other_bytes(unit)
 
     def _other_bytes(self, unit: Unit) -> int:

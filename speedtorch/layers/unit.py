@@ -498,12 +498,17 @@ class Unit:
         return freed
 
     @_untracked
-    def free_gradients(self) -> None:
-        """Frees the device memory of gradients if the program has dropped them all."""
+    def free_gradients(self, after: torch.cuda.Event | None = None) -> None:
+        """Frees the device memory of gradients if the program has dropped them all.
+
+        Args:
+            after: as of write_back().
+        """
         if self._gradients.device_bytes and not self._found.gradients:
-            self._join_streams()
+            if after is None:
+                self._join_streams()
             pack, members = self._parts()[1]
-            pack.evict(members)
+            pack.evict(members, after)
 
     @property
     def state_bytes(self) -> int:
