@@ -194,6 +194,7 @@ MODELS: list[type[Model]] = [
 ]
 
 
+@pytest.mark.dealt("narrow", "step")
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
