@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
@@ -52,14 +52,10 @@ def full_state_dict(model: nn.Module) -> Iterator[None]:
     made: list[tuple[RowModule, Mapping[str, Tensor]]] = []
     for ranks in sorted(sharing, key=lambda each: each.name):
         made += _collected(ranks, sharing[ranks])
-    before = [(module, module.trained_rows.store.full) for module, _ in made]
-    try:
+    with ExitStack() as stack:
         for module, full in made:
-            module.trained_rows.store.full = full
+            stack.enter_context(module.trained_rows.store.having_all(full))
         yield
-    finally:
-        for module, full in before:
-            module.trained_rows.store.full = full
 
 
 def _collected(

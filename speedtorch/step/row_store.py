@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -186,7 +186,7 @@ class RowStore:
         self._numbers: dict[Hashable, Tensor] = {}
         self._reached: tuple[Iterable[str], list[Tensor]] | None = None
         """The fields that were exchanged last, until the table may have become another."""
-        self.full: Mapping[str, Tensor] = {}
+        self._full: Mapping[str, Tensor] = {}
         """All rows of the larger table by their fields, while they are here to be saved."""
         self._table: HostTable | None = None
         if isinstance(table, HostTable):
@@ -439,14 +439,23 @@ class RowStore:
         first, end, _ = rows.indices(self._portion.rows)
         return SharedRows(end - first, field, self._portion.within(rows))
 
+    @contextmanager
+    def having_all(self, full: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within it saved() gives these rows, which are all of the larger table, by their fields."""
+        before, self._full = self._full, full
+        try:
+            yield
+        finally:
+            self._full = before
+
     def saved(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Rows of a field as other libraries save them: contiguous, in memory of their own.
 
         A field that is alone in its table is that already. Where there is no room for a copy, it is
         the strided view of the records, which torch.save takes.
         """
-        if name in self.full:
-            return _in_own_storage(self.full[name][rows])
+        if name in self._full:
+            return _in_own_storage(self._full[name][rows])
         field = self.of_all(name, rows)
         if isinstance(field, SharedRows):
             return field
