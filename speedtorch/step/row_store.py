@@ -441,7 +441,7 @@ class RowStore:
 
     @contextmanager
     def having_all(self, full: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within it saved() gives these rows, which are all of the larger table, by their fields."""
+        """Within it saved() gives these: all rows of the larger table by their fields."""
         before, self._full = self._full, full
         try:
             yield
