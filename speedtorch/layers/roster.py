@@ -48,8 +48,8 @@ class Roster:
         self.state: dict[str, Tensor] = {}
         # Nobody else's gradients live longer for what was found.
         self._of_parameters: list[tuple[Tensor, bool, weakref.ref[Tensor] | None]] = []
-        self._states = [(each, each.state) for each in optimizers]
-        self._of_state: list[tuple[Mapping[Tensor, Any], Tensor, dict[str, Any] | None]] = []
+        self._of_state: list[tuple[Optimizer, Mapping[Tensor, Any], list[Any]]] = []
+        """What each optimizer keeps of each parameter; None: nothing."""
         self._empty: list[dict[str, Any]] = []
         self._kept: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for part in module.modules():
@@ -65,9 +65,9 @@ class Roster:
             self._of_parameters.append((each, each.requires_grad, known))
         for number, optimizer in enumerate(optimizers):
             which = f" ({number})" if number else ""
-            for name, each in self.parameters.items():
-                kept = optimizer.state.get(each)
-                self._of_state.append((optimizer.state, each, kept))
+            kept_by_it = [optimizer.state.get(each) for each in self.parameters.values()]
+            self._of_state.append((optimizer, optimizer.state, kept_by_it))
+            for (name, each), kept in zip(self.parameters.items(), kept_by_it, strict=True):
                 if kept is None:
                     continue
                 self._keep(kept)
@@ -102,6 +102,9 @@ class Roster:
                 return False
             if known is not None and known() is not gradient:
                 return False
-        if any(optimizer.state is not state for optimizer, state in self._states):
-            return False
-        return all(state.get(each) is kept for state, each, kept in self._of_state)
+        for optimizer, state, kept_by_it in self._of_state:
+            if optimizer.state is not state:
+                return False
+            if not all(map(is_, map(state.get, self.parameters.values()), kept_by_it)):
+                return False
+        return True
