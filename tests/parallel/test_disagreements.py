@@ -22,6 +22,7 @@ def test_a_mesh_is_refused_with_the_remedy() -> None:
     in_processes(2, check_meshes)
 
 
+@pytest.mark.dealt("capacity")
 @pytest.mark.parametrize("capacity", [None, 41], ids=["counted", "capacity"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_exchange_that_differs_is_named_before_a_row_changes(

@@ -1,6 +1,6 @@
 """Training on several ranks gives the numbers of one process with all rows and all batches.
 
-SPEEDTORCH_ROUNDS sets how many random programs run, 12 by default, and SPEEDTORCH_FIRST the first.
+SPEEDTORCH_ROUNDS sets how many random programs run, 8 by default, and SPEEDTORCH_FIRST the first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sharded_training import (
     save_checkpoint,
 )
 
-ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "12"))
+ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "8"))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 
 
