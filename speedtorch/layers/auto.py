@@ -97,7 +97,6 @@ class Auto:
         """Forwards that have begun and not ended, by units."""
         self._backward: dict[Unit, Use] = {}
         """What a backward has reached: a unit, and then those that were called within its call."""
-        self._noted: _Reached | None = None
         self._graphs: list[int] = []
         """Backwards that are under way, one within another."""
         self._order: CallOrder[_Reached, tuple[Unit, bool]] = CallOrder(self._parts_of)
@@ -273,9 +272,6 @@ class Auto:
 
     def _note(self, reached: _Reached) -> None:
         """Remembers what came after what, and asks for what is to come."""
-        if reached == self._noted:  # one operation after another
-            return
-        self._noted = reached
         self._order.note(reached)
         wanted: dict[Unit, bool] = {}
         for each in self._order.ahead():

@@ -17,7 +17,6 @@ class FirstState:
 
     A copy of the optimizer steps a parameter of the same shape and dtype on the meta device, which
     has no memory.
-
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -43,7 +42,7 @@ class FirstState:
 
 
 def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
-    with as_plain():  # units may come by operations on their parameters
+    with as_plain():  # under auto() an operation on a parameter loads its unit
         like = torch.empty_like(parameter, device="meta", requires_grad=False)
     # Neither variant changes what is kept; fused kernels refuse the meta device.
     settings = {"fused": False, "foreach": False}

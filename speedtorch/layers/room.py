@@ -244,7 +244,7 @@ class Room:
             # The last use, and the copy to the device before it, were on another stream.
             current_stream(self._device).wait_event(last.end)
         unit.begin_use()
-        if unit.has_newcomers and sum(unit in use.units for use in self._uses) == 1:
+        if unit.has_new_tensors and sum(unit in use.units for use in self._uses) == 1:
             self._send_home(Leaver(unit))
         self._keep(unit, state=state)
         is_there = not unit.missing_bytes(state=state)
@@ -360,7 +360,7 @@ class Room:
         """What may leave, and its bytes, in the order in which it does.
 
         Args:
-            besides: a unit that stays, for which they leave; if it is in use, perhaps its state.
+            besides: the unit that needs the room; if it is in use, its state may leave.
             by_force: also what is used before that unit; at the end also what has come for a use
                 to come, and then the state of units in use that may be stepped.
         """

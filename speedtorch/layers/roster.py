@@ -24,7 +24,7 @@ class Roster:
         module: whose parameters, buffers and gradients these are.
         optimizers: whose state of the parameters.
         is_of_state: says of an optimizer, a parameter's name, the parameter, a key and a value of
-            its state whether it counts.
+            its state whether the value moves with the module. The name tells optimizers apart.
 
     Attributes:
         own: parameters and buffers, those that are not trained first.
@@ -46,7 +46,7 @@ class Roster:
         self._gradients: dict[str, Tensor] = {}
         """The parameters that have one, by its name."""
         self.state: dict[str, Tensor] = {}
-        # Nobody else's gradients live longer for what was found.
+        # Weak references to gradients: the roster must not keep a dropped gradient alive.
         self._of_parameters: list[tuple[Tensor, bool, weakref.ref[Tensor] | None]] = []
         self._of_state: list[tuple[Optimizer, Mapping[Tensor, Any], list[Any]]] = []
         """What each optimizer keeps of each parameter; None: nothing."""
@@ -72,7 +72,7 @@ class Roster:
                     continue
                 self._keep(kept)
                 for key, value in kept.items():
-                    if is_of_state(optimizer, name, each, key, value):
+                    if is_of_state(optimizer, name + which, each, key, value):
                         self.state[f"{key} of {name}{which}"] = value
 
     def _keep(self, entries: dict[str, Any]) -> None:

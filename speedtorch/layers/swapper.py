@@ -41,8 +41,8 @@ class Swapper:
         modules: a module, whose children are the units, or the units. Modules that share a
             parameter must be one unit (nn.ModuleList).
         optimizer: any of torch's that keeps tensors for each parameter by itself, also as
-            accelerate, Lightning or Fabric wrap it, or several (Muon and AdamW), each with
-            parameters of its own or not; None: nothing is trained.
+            accelerate, Lightning or Fabric wrap it, or several of them (Muon and AdamW), which may
+            share parameters; None: nothing is trained.
         device: where units are used.
         budget: the most device memory that units take, with gradients and state, in bytes or as
             "12GiB"; None: as much as there is. Units that are used at once must fit together.
@@ -98,10 +98,11 @@ class Swapper:
                 unit = Unit(module, *stepped, device=self.device, name=name, traffic=self._traffic)
                 self._units[module] = unit
                 unit.call_before_gradients(self._room.expect_gradients)
+            for each in stepped:
+                self._steps.append(UnitSteps(each, self._units, self._room))
         except BaseException:
             self.close()
             raise
-        self._steps = [UnitSteps(each, self._units, self._room) for each in stepped]
 
     @contextmanager
     def use(self, *modules: nn.Module) -> Iterator[None]:

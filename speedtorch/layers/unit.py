@@ -517,10 +517,10 @@ class Unit:
 
     @property
     @_untracked
-    def has_newcomers(self) -> bool:
-        """Whether parameters or buffers came to it, or got other names, since it was evicted.
+    def has_new_tensors(self) -> bool:
+        """Whether parameters or buffers were added or renamed since the unit was evicted last.
 
-        What a graph saves of these is in the unit's memory only once they have been moved.
+        A graph must not save them before they have been moved: they are not in the slab yet.
         """
         return not self._own.has_all(self._parts()[2][1])
 
@@ -649,11 +649,11 @@ class Unit:
             return self._uses + sum(map(version_of, own))
 
     def follow(self, caller: Caller | None) -> None:
-        """Who brings it as the program reaches it; None: nobody does."""
+        """The caller brings the unit as the program reaches it; None ends that."""
         self._caller = caller
-        if not self.device_bytes:
+        if not self.device_bytes:  # on the device tensors are tracked unless they are in use
             self._tracker.stop()
-        self.track()
+            self.track()
 
     def call_before_gradients(self, call: Callable[[Unit], None]) -> None:
         """What is called where a backward reaches it, unless it comes by itself."""
@@ -820,7 +820,7 @@ class Unit:
     def _is_of_state(
         self, optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Any
     ) -> bool:
-        """Whether something that an optimizer keeps of a parameter moves with it."""
+        """Whether a value of an optimizer's state of a parameter moves with the unit."""
         if isinstance(value, Tensor):
             placed = self._state.has_place(f"{key} of {name}", value)
             return placed or not _stays(optimizer, parameter, key, value)

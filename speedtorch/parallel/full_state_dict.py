@@ -54,7 +54,7 @@ def full_state_dict(model: nn.Module) -> Iterator[None]:
         made += _collected(ranks, sharing[ranks])
     with ExitStack() as stack:
         for module, full in made:
-            stack.enter_context(module.trained_rows.store.having_all(full))
+            stack.enter_context(module.trained_rows.store.with_all_rows(full))
         yield
 
 

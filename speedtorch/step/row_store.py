@@ -187,7 +187,7 @@ class RowStore:
         self._reached: tuple[Iterable[str], list[Tensor]] | None = None
         """The fields that were exchanged last, until the table may have become another."""
         self._full: Mapping[str, Tensor] = {}
-        """All rows of the larger table by their fields, while they are here to be saved."""
+        """All rows of the sharded table, by field, within with_all_rows()."""
         self._table: HostTable | None = None
         if isinstance(table, HostTable):
             self._table, self._owned = table, False
@@ -440,8 +440,8 @@ class RowStore:
         return SharedRows(end - first, field, self._portion.within(rows))
 
     @contextmanager
-    def having_all(self, full: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within it saved() gives these: all rows of the larger table by their fields."""
+    def with_all_rows(self, full: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within the block saved() returns these: all rows of the sharded table, by field."""
         before, self._full = self._full, full
         try:
             yield

@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 class Tied(Model):
-    """A language model whose unit of tied modules nobody calls."""
+    """A language model whose tied modules are one nn.ModuleList, which has no forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ MODELS: list[type[Model]] = [
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-def test_units_that_nobody_calls_train_as_if_they_stayed(
+def test_operations_on_units_train_as_if_these_stayed(
     kind: type[Model], step: bool, narrow: bool, device: str
 ) -> None:
     torch.manual_seed(2)

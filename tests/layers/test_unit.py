@@ -342,6 +342,23 @@ def test_what_the_user_replaces_is_found_again(device: str) -> None:
     assert_equal(tensors_of(layer, optimizer), expected)
 
 
+def test_state_of_a_second_optimizer_that_has_moved_goes_on_moving(device: str) -> None:
+    layer = nn.Linear(3, 3)
+    optimizer = optim.Adam(layer.parameters(), fused=True)
+    unit = Unit(layer, optim.SGD(layer.parameters(), momentum=0.9), optimizer, device=device)
+    unit.load()
+    layer(torch.ones(3, device=device)).sum().backward()
+    optimizer.step()
+    step = optimizer.state[layer.weight]["step"]
+    unit.evict()
+    optimizer.param_groups[0]["fused"] = False  # a new step would stay on the CPU
+    layer.zero_grad()  # the unit looks for its tensors again
+    unit.load()
+    assert unit._state.shares(step)
+    unit.evict()
+    assert not unit._state.shares(step) and step.item() == 1
+
+
 def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
     layer, optimizer, unit = made(device)
     unit.load()

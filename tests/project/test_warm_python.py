@@ -86,7 +86,7 @@ def test_ctrl_c_reaches_a_program() -> None:
     assert "KeyboardInterrupt" in errors
 
 
-# Starts itself in a session of its own, as torchrun starts ranks; both say who they are and wait.
+# Starts itself in a session of its own, as torchrun starts ranks. Both print a number and wait.
 FAMILY = """
 import os, subprocess, sys, time
 print(os.getpid(), flush=True)
@@ -114,7 +114,7 @@ def test_all_that_a_program_has_started_ends_with_its_asker(tmp_path: Path) -> N
         assert process.stdout is not None
         numbers = [process.stdout.readline().strip() for _ in range(2)]
         process.kill()
-        assert process.stdout.read() == ""  # nobody has it any more
+        assert process.stdout.read() == ""  # each process that had the stream has ended
     assert_ended(numbers)
 
 
