@@ -48,6 +48,7 @@ __all__ = [
     "calls_under_way",
     "can_skip",
     "current_backward",
+    "current_node",
     "current_stream",
     "forget_failed_backward",
     "gradient_hooks",
@@ -63,6 +64,7 @@ __all__ = [
     "not_compiled",
     "number_of_node",
     "of_another_dtype",
+    "place_buckets",
     "schema_name",
     "set_versions",
     "sparse_coo",
@@ -134,6 +136,9 @@ def of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
 current_backward = torch._C._current_graph_task_id
 """The number of the backward that runs in this thread, -1 outside of any."""
 
+current_node: Callable[[], Node | None] = torch._C._current_autograd_node
+"""The node that a backward runs in this thread, or None."""
+
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the node that autograd makes next in this thread."""
 
@@ -170,6 +175,14 @@ active_data_parallel: Callable[[], nn.parallel.DistributedDataParallel | None] =
 
 It has `parameters_to_ignore`, names in its module, and `gradient_as_bucket_view`.
 """
+
+
+def place_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
+    """Lets it order what it averages as gradients have come; False before a backward, and later.
+
+    Its forward does so otherwise. Each rank calls this.
+    """
+    return wrapper.reducer._rebuild_buckets()
 
 
 def timeout_of(group: Any) -> timedelta:

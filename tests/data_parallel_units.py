@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import own_device
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from unit_models import assert_equal, copies
 
-from speedtorch.layers import Swapper
+from speedtorch.layers import Swapper, pack
 
 UNITS, WIDTH = 4, 16
 
@@ -30,32 +33,81 @@ def batch(step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
-def check_units_of_data_parallel(way: str) -> None:
+@contextmanager
+def nodes_are_lost() -> Iterator[None]:
+    """Lets each move of a unit do what one to another device does: torch makes other nodes."""
+    moves = pack.set_versions
+
+    def move(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+        for each in tensors:
+            home = each.data
+            each.data = home.double()
+            each.data = home
+        moves(tensors, versions)
+
+    with patch.object(pack, "set_versions", move):
+        yield
+
+
+def check_units_of_data_parallel(way: str, made: str) -> None:
     """Units by themselves (`auto`), or all in use, have the bits of plain data parallel."""
-    models, optimizers = pair()
+    device, (models, optimizers) = own_device(), pair()
+    for each in (models[1], models[0][UNITS], *(models[0] if made == "before" else ())):
+        each.to(device)
+    if made == "before":  # of the swapper
+        wrapped = [DistributedDataParallel(each) for each in models]
     budget = "7KiB" if way == "auto" else None
-    swapper = Swapper(list(models[0])[:UNITS], optimizers[0], device="cpu", budget=budget)
+    swapper = Swapper(list(models[0])[:UNITS], optimizers[0], device=device, budget=budget)
+    if made == "after":
+        with swapper.use(models[0]):
+            wrapped = [DistributedDataParallel(each) for each in models]
+        swapper.evict()
     if way == "auto":
         swapper.auto()
-    wrapped = [DistributedDataParallel(each) for each in models]
-    for step in range(4):
+    hooked: list[float] = []
+    models[0][0].weight.register_hook(lambda gradient: hooked.append(float(gradient.sum())))
+    for step in range(5):
         for model, optimizer in zip(wrapped, optimizers, strict=True):
             is_used = way == "use" and model is wrapped[0]
             within: AbstractContextManager[None] = nullcontext()
             if is_used:
                 within = swapper.use(models[0])
-            with within:
-                model(batch(step)).square().mean().backward()
+            with within, model.no_sync() if step == 3 else nullcontext():
+                model(batch(step).to(device)).square().mean().backward()
             if is_used:
                 swapper.evict()
+            if step == 3:  # it accumulates
+                continue
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
     swapper.evict()
+    assert len(hooked) == 5
     assert_equal(dict(models[0].named_parameters()), dict(models[1].named_parameters()))
-    flat = torch.cat([each.detach().flatten() for each in models[0].parameters()])
+    flat = torch.cat([each.detach().flatten().to(device) for each in models[0].parameters()])
     every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(every, flat)
     assert all(torch.equal(each, flat) for each in every)
+
+
+def check_units_whose_nodes_are_lost(way: str, made: str) -> None:
+    """As on a GPU, where each move of a unit is one to another device."""
+    with nodes_are_lost():
+        check_units_of_data_parallel(way, made)
+
+
+def check_searches_for_nodes() -> None:
+    """Nodes that were lost are not looked for in a graph, as no error would tell of that."""
+    models, optimizers = pair()
+    with nodes_are_lost():
+        swapper = Swapper(list(models[0])[:UNITS], optimizers[0], device="cpu")
+        with swapper.use(models[0]):
+            wrapper = DistributedDataParallel(models[0], find_unused_parameters=True)
+        swapper.evict()
+        with (
+            swapper.auto(),
+            pytest.raises(NotImplementedError, match=r"unit '0': .*use find_unused_parameters=F"),
+        ):
+            wrapper(batch(0))
 
 
 def check_refusals_of_data_parallel() -> None:

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -111,7 +110,75 @@ int64_t cgroup_room() {
   return room;
 }
 
+// What is available to a table of `bytes`, of which `filled` are there, beside `others` that other
+// threads of this process will still take. Throws if the rest does not fit.
+int64_t room_for(int64_t bytes, int64_t filled, int64_t others) {
+  const int64_t available = std::max<int64_t>(0, available_bytes() - others);
+  if (bytes - filled <= available) return available;
+  const std::string had = filled == 0 ? "" : text(filled, " of them taken before the rest went, ");
+  const std::string less =
+      others == 0 ? "" : text(", less ", others, " that other threads of this process take");
+  throw MemoryError(text("host memory: ", bytes, " bytes asked for, ", had, available,
+                         " bytes available (the least of MemAvailable and the cgroup's room", less,
+                         "); free memory, use fewer or narrower rows, or set "
+                         "SPEEDTORCH_MEMORY_CHECK=0 to try all the same"));
+}
+
+// A table that is being filled. What threads of this process have begun to fill, the machine does
+// not show before it is there: they take their bytes from one account when they begin.
+class Filling {
+ public:
+  Filling(int64_t bytes, bool check_memory) : bytes_(bytes) {
+    const std::scoped_lock lock(account_mutex);
+    if (check_memory) room_for(bytes, 0, unfilled);
+    unfilled += bytes;
+  }
+  Filling(const Filling&) = delete;
+  Filling& operator=(const Filling&) = delete;
+  ~Filling() { add(bytes_ - filled_); }
+
+  void add(int64_t bytes) {
+    const std::scoped_lock lock(account_mutex);
+    filled_ += bytes;
+    unfilled -= bytes;
+  }
+  int64_t filled() const {
+    const std::scoped_lock lock(account_mutex);
+    return filled_;
+  }
+  // Bytes that are available where pieces have been given out up to `next`; throws if the rest does
+  // not fit. Some of the pieces may be there already: where that decides, it waits for all of them.
+  int64_t room(int64_t next) const {
+    try {
+      return room_for(bytes_, filled(), others());
+    } catch (const MemoryError&) {
+      while (filled() < next) std::this_thread::yield();
+      return room_for(bytes_, next, others());
+    }
+  }
+  static int64_t of_all() {
+    const std::scoped_lock lock(account_mutex);
+    return unfilled;
+  }
+
+ private:
+  int64_t others() const {
+    const std::scoped_lock lock(account_mutex);
+    return unfilled - (bytes_ - filled_);
+  }
+
+  static inline std::mutex account_mutex;
+  static inline int64_t unfilled = 0;
+  int64_t bytes_;
+  int64_t filled_ = 0;
+};
+
 }  // namespace
+
+int64_t available_bytes() {
+  const auto free = number_after("MemAvailable:", "/proc/meminfo", 1024);
+  return std::min(free.value_or(kUnlimited), cgroup_room());
+}
 
 void* map_pages(int64_t bytes) {
   const int64_t size = round_up(bytes, page_bytes());
@@ -140,18 +207,18 @@ void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
   char* begin = static_cast<char*>(address);
   const int64_t threads = std::clamp<int64_t>(bytes / kBytesPerThread, 1, usable_cpus());
   using Clock = std::chrono::steady_clock;
+  Filling filling(bytes, check_memory);
   std::mutex mutex;
   Clock::time_point last_read = Clock::now();
   int64_t next = 0;                                         // where the next piece starts
   int64_t allowed = check_memory ? kBytesPerPiece : bytes;  // how far it may go before a look
-  std::atomic<int64_t> filled{0};
   std::exception_ptr refusal;
   auto take_piece = [&] {
     const std::scoped_lock lock(mutex);
     const bool is_due = next >= allowed || (check_memory && Clock::now() - last_read > kReadCounts);
     if (is_due && next < bytes) {
       // Other processes fill memory at the same time: no more than an eighth of it between reads.
-      const int64_t room = refuse_if_short(bytes, next) - (next - filled);
+      const int64_t room = filling.room(next) - (next - filling.filled());
       allowed = next + std::max(kBytesPerPiece, room / 8);
       last_read = Clock::now();
     }
@@ -161,7 +228,7 @@ void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
     const int64_t start = take_piece();
     const int64_t size = std::min(kBytesPerPiece, bytes - start);
     std::memset(begin + start, 0, size);
-    filled += size;
+    filling.add(size);
     return size > 0;
   };
   auto fill_pieces = [&] {
@@ -185,20 +252,7 @@ void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
   if (refusal) std::rethrow_exception(refusal);
 }
 
-int64_t available_bytes() {
-  const auto free = number_after("MemAvailable:", "/proc/meminfo", 1024);
-  return std::min(free.value_or(kUnlimited), cgroup_room());
-}
-
-int64_t refuse_if_short(int64_t bytes, int64_t taken) {
-  const int64_t available = available_bytes();
-  if (bytes - taken <= available) return available;
-  const std::string had = taken == 0 ? "" : text(taken, " of them taken before others took more, ");
-  throw MemoryError(text("host memory: ", bytes, " bytes asked for, ", had, available,
-                         " bytes available (the least of MemAvailable and the cgroup's room); free "
-                         "memory, use fewer or "
-                         "narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to try all the same"));
-}
+void refuse_if_short(int64_t bytes) { room_for(bytes, 0, Filling::of_all()); }
 
 void unregister_pages(char* base, int64_t bytes) noexcept {
   const RelaxedCapture while_capturing;

@@ -12,13 +12,13 @@ void* map_pages(int64_t bytes);
 void unmap_pages(void* address, int64_t bytes);
 // Writes zeros in parallel, so that every page is there afterwards. With `check_memory` it throws
 // as refuse_if_short does once the rest does not fit any more: processes that begin at the same
-// time all find the machine empty.
+// time all find the machine empty. Threads of one process know of each other.
 void fill_with_zeros(void* address, int64_t bytes, bool check_memory);
 // Bytes that can still be had: the least of MemAvailable and the room under the cgroup's limits.
 int64_t available_bytes();
-// What is available. Throws (MemoryError in Python) with the numbers and the remedy if `bytes`,
-// without those `taken` already, are not there.
-int64_t refuse_if_short(int64_t bytes, int64_t taken = 0);
+// Throws (MemoryError in Python) with the numbers and the remedy if `bytes` are not there, beside
+// what other threads are filling.
+void refuse_if_short(int64_t bytes);
 
 // One registration of 512 GiB or more fails on recent drivers, so memory is registered in pieces of
 // at most this. One of CUDA's copies must not cross a seam of two pieces; kernels may.

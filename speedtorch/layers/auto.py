@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.access_tracker import on_device
 from speedtorch.layers.call_order import CallOrder
-from speedtorch.layers.data_parallel import check_data_parallel
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.room import Room, Use
 from speedtorch.layers.unit import Unit
@@ -174,7 +173,7 @@ class Auto:
         """A call of a unit, or an operation on its tensors, begins."""
         self.end_failed()
         if self._steps:
-            check_data_parallel(unit.name, unit.module, steps=True)
+            unit.check_averaged(steps=True)
         self._enter_backward()
 
     def _ends(self, unit: Unit, *_: object) -> None:

@@ -48,7 +48,15 @@ class _OnHost(TorchFunctionMode):
             kwargs["generator"] = self._on_host(given)
         if func is Tensor.to:
             args = (args[0], *(_on_host(each) for each in args[1:]))
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        # Such as by set_default_device() within, or type("torch.cuda.FloatTensor").
+        if _is_away(made) and not any(_is_away(each) for each in (*args, *kwargs.values())):
+            return made.cpu()
+        return made
+
+
+def _is_away(given: Any) -> bool:
+    return isinstance(given, Tensor) and given.device.type not in ("cpu", "meta")
 
 
 def _on_host(given: Any) -> Any:
@@ -65,8 +73,13 @@ def host_init() -> Iterator[None]:
 
     For models that are larger than the GPU's memory, before a Swapper takes them: within, nothing
     is made on a GPU or moved there. A generator of a GPU is replaced by one of the CPU that starts
-    from its seed, and draws other numbers than a GPU. The meta device stays as it is. A model that
-    was built on that takes its values from a file, on the host as well, by
+    from its seed, and draws other numbers than a GPU. The meta device stays as it is.
+
+    It changes calls of torch in this thread. Other threads go on as they are, those of a library
+    too, as in transformers' `from_pretrained(device_map="cuda")`: leave device_map out. So does
+    `torch.cuda.FloatTensor(...)`. `torch.load` wants `map_location="cpu"` and raises otherwise.
+
+    A model that was built on the meta device takes its values from a file, on the host as well, by
     `model.load_state_dict(safetensors.torch.load_file(path), assign=True)`; make the optimizer
     after that.
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.access_tracker import AccessTracker
-from speedtorch.layers.data_parallel import check_data_parallel
+from speedtorch.layers.data_parallel import Averaging
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.roster import Roster
 from speedtorch.layers.slab import Memory
@@ -109,7 +109,7 @@ class _Guard:
         """The forward pre-hook of the unit's module."""
         self._begun.append(next_node_number())
         if (unit := None if self._unit is None else self._unit()) is not None:
-            check_data_parallel(unit.name, module, steps=False)
+            unit.check_averaged(steps=False)
 
     @partial(never_compiled, reason="units come and go")
     def __call__(self, module: nn.Module, args: object, output: object) -> object:
@@ -301,6 +301,7 @@ class Unit:
         """Parameters that a step may have changed."""
         self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
         self._guard = _Guard(self)
+        self._averaging = Averaging(name, module, self.device)
         self._tracker = AccessTracker(self)
         self.has_views = False
         self.made_state_bytes = 0
@@ -402,6 +403,7 @@ class Unit:
     @_untracked
     def _come(self, call: Callable[[Pack, Members], int], *, state: bool) -> int:
         self._tracker.stop()
+        self._averaging.note()
         if not self.device_bytes:  # all is on the host, and all is copied
             self.was_stepped = self._is_state_new = False
             self._note_copied()
@@ -470,6 +472,7 @@ class Unit:
             MemoryError: the host has too little for what came to it since, which is where it was.
         """
         self._tracker.stop()
+        self._averaging.note()
         if after is None:
             self._join_streams()
         of_state, of_gradients, (own, members) = self._parts()
@@ -577,6 +580,10 @@ class Unit:
         """Notes that parameters and buffers have not changed since they were copied."""
         self._is_touched = self._is_stepped = self._is_used = False
         self._stepped = set()
+
+    def check_averaged(self, *, steps: bool) -> None:
+        """See Averaging.check()."""
+        self._averaging.check(steps=steps)
 
     def touch(self) -> None:
         """Says that any of its tensors may have changed without torch's counting it."""

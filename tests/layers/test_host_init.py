@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn, optim
+from conftest import NEEDS_GPU
+from torch import Tensor, nn, optim
 
 from speedtorch.layers import Swapper, host_init
 
@@ -70,6 +72,28 @@ def test_a_generator_of_a_gpu_draws_on_the_host() -> None:
     assert all(each.device.type == "cpu" for each in drawn)
     assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
     assert not torch.equal(drawn[0], drawn[1])
+
+
+@NEEDS_GPU
+def test_what_becomes_of_other_ways_to_a_gpu(tmp_path: Path) -> None:
+    def by_default() -> Tensor:
+        torch.set_default_device("cuda")
+        try:
+            return torch.empty(2)
+        finally:
+            torch.set_default_device(None)
+
+    torch.save({"a": torch.ones(2)}, tmp_path / "saved.pt")
+    with host_init():
+        assert by_default().is_cpu
+        assert torch.ones(2).type("torch.cuda.FloatTensor").is_cpu
+        assert torch.load(tmp_path / "saved.pt", map_location="cpu")["a"].is_cpu
+        # As the docstring says: an error, and what no mode of torch is told of.
+        with pytest.raises(RuntimeError, match="storage"):
+            torch.load(tmp_path / "saved.pt", map_location="cuda")
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(torch.empty, 2, device="cuda").result().is_cuda
+    assert torch.ones(2, device="cuda").is_cuda
 
 
 def test_a_model_of_the_meta_device_takes_its_values_from_a_file(

@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import pytest
+from conftest import NEEDS_GPU
 from data_parallel_units import (
     check_refusals_of_data_parallel,
+    check_searches_for_nodes,
     check_units_of_data_parallel,
     check_units_that_data_parallel_ignores,
+    check_units_whose_nodes_are_lost,
 )
+from rank_backends import NEEDS_GPUS
 from rank_processes import in_processes
+
+WAYS = pytest.mark.parametrize("way", ["auto", "use"])
+MADE = pytest.mark.parametrize("made", ["before", "after"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["auto", "use"])
+@WAYS
 def test_units_train_as_in_plain_data_parallel(way: str) -> None:
-    in_processes(2, check_units_of_data_parallel, way)
+    in_processes(2, check_units_of_data_parallel, way, "after")
+
+
+@WAYS
+@MADE
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=NEEDS_GPU), pytest.param(2, marks=NEEDS_GPUS)]
+)
+def test_units_train_as_in_plain_data_parallel_on_gpus(ranks: int, way: str, made: str) -> None:
+    in_processes(ranks, check_units_of_data_parallel, way, made, backend="nccl")
+
+
+@pytest.mark.slow
+@WAYS
+@MADE
+def test_units_whose_moves_lose_nodes_train_as_in_plain_data_parallel(way: str, made: str) -> None:
+    in_processes(2, check_units_whose_nodes_are_lost, way, made)
+
+
+@pytest.mark.slow
+def test_a_search_for_lost_nodes_is_refused_by_name() -> None:
+    in_processes(2, check_searches_for_nodes)
 
 
 @pytest.mark.slow

@@ -624,3 +624,24 @@ def test_group_like(tmp_path: Path) -> None:
             assert numbers.tolist() == [1.0, 1.0]
     finally:
         distributed.destroy_process_group()
+
+
+def test_current_node() -> None:
+    leaf, seen = torch.ones(2, requires_grad=True), []
+    leaf.register_post_accumulate_grad_hook(lambda _: seen.append(torch_internals.current_node()))
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    leaf.sum().backward()
+    assert seen == [node]
+    assert torch_internals.current_node() is None
+
+
+def test_place_buckets(tmp_path: Path) -> None:
+    distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        wrapper = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        assert not torch_internals.place_buckets(wrapper)
+        wrapper(torch.ones(1, 2)).sum().backward()
+        assert [torch_internals.place_buckets(wrapper) for _ in range(2)] == [True, False]
+        wrapper(torch.ones(1, 2)).sum().backward()
+    finally:
+        distributed.destroy_process_group()
