@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.optim.attached_state import AttachedState, SavedState, state_of
+from speedtorch.optim.optimizer_copy import group_of
 from speedtorch.optim.probe import OptimizerProbe, agree, probe_optimizer
 from speedtorch.optim.wrappers import show_all_rows, show_held_rows, stepped_by
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
@@ -98,12 +99,12 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
         id(getattr(each, "trained_rows", None)): getattr(each, "sparse", False)
         for each in module.modules()
     }
-    found = []
+    found, probes = [], _Probes(optimizer)
     for rows in rows_held_by(optimizer):
         if id(rows) in of_module:
             if state_of(rows) is not None:
                 raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
-            probe = _probed(optimizer, rows, sparse=of_module[id(rows)])
+            probe = probes.of(rows, sparse=of_module[id(rows)])
             loaded = dict(optimizer.state.get(rows.parameter, {}))
             found.append((rows, probe, loaded, rows.store.was_read))
     if not found:
@@ -131,8 +132,36 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
         raise
 
 
+class _Probes:
+    """What one optimizer keeps of rows, learnt once for equal tables.
+
+    Those of torch treat parameters alike that have a group, the shape of a row, dtype and device in
+    common, and equal states to start from. Others may know more of a parameter: they are tried with
+    each.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._treats_alike = type(optimizer).__module__.startswith("torch.optim.")
+        self._known: dict[tuple[Any, ...], list[tuple[dict[str, Any], OptimizerProbe]]] = {}
+
+    def of(self, rows: TrainedRows, *, sparse: bool) -> OptimizerProbe:
+        """What it keeps of rows, whose gradients are `sparse` if the module gives such."""
+        parameter = rows.parameter
+        state = dict(self._optimizer.state.get(parameter, {}))
+        group = id(group_of(self._optimizer, parameter))
+        kind = (group, parameter.shape[1:], parameter.dtype, parameter.device, sparse)
+        known = self._known.setdefault(kind, [])
+        if self._treats_alike:
+            for other, probe in known:
+                if state.keys() == other.keys() and agree(state, other):
+                    return probe
+        known.append((state, _probed(self._optimizer, rows, sparse=sparse)))
+        return known[-1][1]
+
+
 def _probed(optimizer: Optimizer, rows: TrainedRows, *, sparse: bool) -> OptimizerProbe:
-    """What the optimizer keeps of rows, whose gradients are `sparse` if the module gives such."""
+    """See _Probes.of()."""
     probe = probe_optimizer(optimizer, rows.parameter)
     if sparse and not probe.sparse:
         with suppress(ValueError):  # it takes sparse gradients in a way that a probe does not see

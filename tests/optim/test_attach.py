@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -433,6 +434,53 @@ def test_several_embeddings_share_an_optimizer() -> None:
             adam.step()
     for mine, reference in zip(ours, theirs, strict=True):
         assert_same_bytes(mine.state_dict()["weight"], reference.weight.detach())
+
+
+class KnowsParameters(optim.Adam):
+    """Another library's, for all that attach knows."""
+
+
+@pytest.mark.parametrize(
+    ("make", "times"),
+    [
+        (lambda tables: optim.Adam([*tables.parameters()]), 2),
+        (lambda tables: optim.Adagrad([*tables.parameters()]), 2),
+        (lambda tables: optim.Adam([{"params": [each.weight]} for each in tables]), 4),
+        (lambda tables: KnowsParameters([*tables.parameters()]), 4),
+    ],
+    ids=["one group", "state from the constructor", "a group each", "another library's"],
+)
+def test_an_optimizer_is_tried_once_for_equal_tables(
+    make: Callable[[nn.ModuleList], optim.Optimizer], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Tensor] = []
+
+    def counted(optimizer: Any, parameter: Tensor, **how: Any) -> Any:
+        asked.append(parameter)
+        return probe(optimizer, parameter, **how)
+
+    module = sys.modules["speedtorch.optim.attach"]
+    probe = module.probe_optimizer
+    monkeypatch.setattr(module, "probe_optimizer", counted)
+    tables = nn.ModuleList(speedtorch.Embedding(ROWS, width) for width in (4, 4, 8, 4))
+    before = [each.weight.detach().clone() for each in tables]
+    optimizer = make(tables)
+    speedtorch.attach(optimizer, tables)
+    assert len(asked) == times
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum(each(IDS).sum() for each in tables).backward()
+        optimizer.step()
+    states = optimizer.state_dict()["state"]
+    for number, (each, first) in enumerate(zip(tables, before, strict=True)):
+        plain = nn.Parameter(first[IDS.unique()])
+        reference = type(optimizer)([plain])
+        for _ in range(2):
+            reference.zero_grad()
+            (plain * torch.tensor([[1.0], [2.0], [1.0]])).sum().backward()
+            reference.step()
+        assert torch.equal(each.state_dict()["weight"][IDS.unique()], plain)
+        assert states[number].keys() == reference.state[plain].keys()
 
 
 def test_an_embedding_that_a_step_does_not_use_is_left_alone() -> None:
