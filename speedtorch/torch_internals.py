@@ -42,6 +42,7 @@ __all__ = [
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
     "active_data_parallel",
+    "apply_of",
     "as_plain",
     "attributes_without_hooks",
     "call_with_first_gpu",
@@ -135,6 +136,16 @@ def of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 current_backward = torch._C._current_graph_task_id
 """The number of the backward that runs in this thread, -1 outside of any."""
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Its apply(), for tensors outside of torch.func's transforms, of which it looks for none.
+
+    The function has no setup_context().
+    """
+    above: Any = super(torch.autograd.Function, function)
+    return cast(Callable[..., Any], above.apply)
+
 
 current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 """The node that a backward runs in this thread, or None."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from speedtorch.torch_internals import (
+    WeakTensorKeyDictionary,
     active_data_parallel,
     as_plain,
     current_node,

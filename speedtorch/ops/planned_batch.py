@@ -100,8 +100,10 @@ class SeenIds:
         self._is_copy = ids.is_cpu and not unread
         self._unread: Tensor | None = None
         if self._is_copy:
-            pinned = device.type == "cuda"  # where they will be needed
-            self.values = torch.empty_like(self.values, pin_memory=pinned).copy_(self.values)
+            if device.type == "cuda":  # where they will be needed
+                self.values = torch.empty_like(self.values, pin_memory=True).copy_(self.values)
+            else:
+                self.values = self.values.clone()
         elif unread and not ids.is_inference():  # such a tensor does not count its versions
             self._unread, self._state = ids, _state_of(ids)
 
@@ -151,7 +153,7 @@ class Parts:
             if ids.device != device:  # towards a GPU nobody waits
                 ids = ids.to(device, non_blocking=device.type == "cuda")
             self._seen.append(seen)
-            self._begins.append(self._begins[-1] + len(ids))
+            self._begins.append(self._begins[-1] + ids.shape[0])
             flat.append(ids)
         self.ids: Tensor | None = flat[0] if len(flat) == 1 else torch.cat(flat)
 

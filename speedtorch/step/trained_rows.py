@@ -14,6 +14,7 @@ from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.row_store import Draw, Fields, RowStore
 from speedtorch.step.turn import alone
 from speedtorch.torch_internals import (
+    apply_of,
     as_plain,
     current_backward,
     sparse_indices,
@@ -139,8 +140,7 @@ class TrainedRows:
                     self.store.write(torch.tensor([self._padding]), rows[-1:])
                 self.shown.mark()
             # In lists, as autograd is to make no views of them.
-            looked_up = _RowsOfStep.apply(self.parameter, [rows], [found.positions], self)  # type: ignore[no-untyped-call]
-            return found.positions, looked_up
+            return found.positions, _rows_of_step(self.parameter, [rows], [found.positions], self)
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
         """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows_of` are.
@@ -150,7 +150,7 @@ class TrainedRows:
         with self.turn:
             self.claim()
             found = self.exchange.hold(ids)
-            looked_up: Tensor = _SummedLookup.apply(self.parameter, found, bags, self)  # type: ignore[no-untyped-call]
+            looked_up: Tensor = _summed_lookup(self.parameter, found, bags, self)
             return looked_up
 
     @alone
@@ -432,6 +432,9 @@ class _SummedLookup(torch.autograd.Function):
             added = summed(gradient, batch, part, ctx.bags)
             asker.add_gradient(added, batch.ids, ctx.number, lambda: batch.local(part))
         return None, None, None, None
+
+
+_rows_of_step, _summed_lookup = map(apply_of, (_RowsOfStep, _SummedLookup))
 
 
 def summed(gradient: Tensor, batch: Batch, part: int, bags: Bags | None) -> Tensor:

@@ -236,4 +236,5 @@ def test_saving_and_loading_take_a_few_mb_whatever_the_size(tmp_path: Path) -> N
         text=True,
         timeout=300,
     )
-    assert int(result.stdout) < 8 * 1024  # KiB, for fields of 64 MiB
+    # KiB, for fields of 64 MiB: 2 to 8 MiB, as threads and allocator have it.
+    assert int(result.stdout) < 16 * 1024

@@ -645,3 +645,21 @@ def test_place_buckets(tmp_path: Path) -> None:
         wrapper(torch.ones(1, 2)).sum().backward()
     finally:
         distributed.destroy_process_group()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, how: str) -> Tensor:
+        return given * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * 2, None
+
+
+def test_apply_of() -> None:
+    given = torch.ones(3, requires_grad=True)
+    result = torch_internals.apply_of(Twice)(given, "so")
+    assert type(result.grad_fn) is type(Twice.apply(given, "so").grad_fn)
+    result.sum().backward()
+    assert given.grad is not None and given.grad.tolist() == [2.0] * 3
