@@ -21,6 +21,7 @@ STEMS = (
     "plan_rows",
     "host_memory",
     "cpu",
+    "host_time",
     "embedding",
     "word2vec",
     "many_tables",

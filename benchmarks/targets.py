@@ -153,6 +153,16 @@ def _cpu(result: Result) -> Iterator[Target]:
         yield Target(f"on the CPU, {section}, {threads} threads, times as fast as torch", times, 1)
 
 
+# Most of what torch's own module takes for the same step.
+_HOST_TIME = {"SGD": 2, "Adam": 2, "SGD, padding_idx": 2, "SGD, a dict of 26 features": 0.5}
+
+
+def _host_time(result: Result) -> Iterator[Target]:
+    for section, limit in _HOST_TIME.items():
+        ratio = _ratio(result, section, "ours", "torch")
+        yield _at_most(f"host time of a small step, {section}, time / torch's", ratio, limit)
+
+
 # Zipf exponent, optimizer, and most ms of a step at once and with prefetch.
 _STEP_MS = (
     (0.0, "Adam, fused", (44, 37)),
@@ -198,6 +208,7 @@ _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
     "pinned_copy": _copies,
     "host_memory": _memory,
     "cpu": _cpu,
+    "host_time": _host_time,
     "embedding": _embedding,
     "word2vec": _word2vec,
     "overlap": _overlap,

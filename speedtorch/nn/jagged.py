@@ -22,6 +22,8 @@ __all__ = [
     "read_features",
 ]
 
+_IDS = frozenset({torch.int32, torch.int64})
+
 Features = Any
 """A keyed jagged tensor, or a dict: see EmbeddingBagCollection."""
 
@@ -141,16 +143,30 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: bool) -> Source:
     _check_named(name, list(given.keys()), wanted)  # a TensorDict iterates over its samples
-    parts, tensors = [], []
+    parts: list[_Bags] = []
+    tensors: list[Tensor] = []
     for key in wanted:
-        part = _of_value(f"{name}: {key!r}", given[key], weighted)
+        part = None if weighted else _of_ids(given[key])
+        if part is None:
+            part = _of_value(f"{name}: {key!r}", given[key], weighted)
         parts.append(part)
-        tensors += [each for each in (part.ids, part.offsets) if isinstance(each, Tensor)]
-    samples = {key: part.bags for key, part in zip(wanted, parts, strict=True)}
-    if len(set(samples.values())) > 1:
+        tensors.append(part.ids)
+        if isinstance(part.offsets, Tensor):
+            tensors.append(part.offsets)
+    if len({part.bags for part in parts}) > 1:
+        samples = {key: part.bags for key, part in zip(wanted, parts, strict=True)}
         raise ValueError(f"{name}: all features must have as many samples, got {samples}")
     form = tuple(isinstance(part.offsets, Tensor) for part in parts)
     return Source(tensors, form, parts[0].bags if parts else 0, lambda: parts)
+
+
+def _of_ids(value: Any) -> _Bags | None:
+    """As _of_value() of ids alone that are right; None of all else."""
+    if isinstance(value, Tensor) and value.dtype in _IDS and value.layout == torch.strided:
+        shape = value.shape
+        if len(shape) in (1, 2):
+            return _Bags(value, 1 if len(shape) == 1 else shape[1], shape[0], None)
+    return None
 
 
 def _of_value(name: str, value: Any, weighted: bool) -> _Bags:
@@ -200,16 +216,15 @@ def _check_offsets(name: str, offsets: object, ids: Tensor, bags: int | None) ->
 
 def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagged:
     """Bags side by side on a device, which nobody waits for."""
-    ids = _moved([part.ids.reshape(-1) for part in parts], device)
+    flat = [part.ids if part.ids.dim() == 1 else part.ids.reshape(-1) for part in parts]
+    ids, bags = _moved(flat, device), sum(part.bags for part in parts)
+    sizes = {part.offsets if isinstance(part.offsets, int) else None for part in parts}
     if len(parts) == 1 and isinstance(parts[0].offsets, Tensor):
-        offsets = _moved([parts[0].offsets], device)
-    elif len({each for part in parts if isinstance(each := part.offsets, int)}) == 1 and not any(
-        isinstance(part.offsets, Tensor) for part in parts
-    ):
-        per_bag = parts[0].offsets
-        assert isinstance(per_bag, int)
-        bags = sum(part.bags for part in parts)
-        offsets = torch.arange(bags + 1, device=device) * per_bag
+        # Those on the CPU may be written to after the lookup, which is known by these.
+        offsets = _moved([parts[0].offsets], device).to(torch.int64, copy=device.type == "cpu")
+    elif len(sizes) == 1 and (per_bag := sizes.pop()) is not None:
+        offsets = torch.arange(bags + 1, device=device)
+        offsets = offsets if per_bag == 1 else offsets * per_bag
     else:
         pieces, begin = [], 0
         for part in parts:
@@ -222,9 +237,8 @@ def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagge
         offsets = _moved(pieces, device)
     begins = None
     if samples and all(part.bags == samples for part in parts):
-        begins = [0, *accumulate(part.ids.numel() for part in parts)]
-    # Those on the CPU may be written to after the lookup, which is known by these.
-    offsets = offsets.to(torch.int64, copy=device.type == "cpu").contiguous()
+        begins = [0, *accumulate(each.numel() for each in flat)]
+    offsets = offsets.to(torch.int64).contiguous()
     return Jagged(ids.contiguous(), offsets, samples, begins)
 
 

@@ -69,8 +69,9 @@ class TableRanges:
         place = (device, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         known = self._known.find(source, place)
         if known is None:
-            seen = [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
-            known = self._made(source.read(device), device)
+            jagged = source.read(device)
+            seen = _seen(source, jagged, device)
+            known = self._made(jagged, device)
             if device.type == "cpu" and (error := self._bad_id(known)) is not None:
                 raise error
             self._known.append((source.form, seen, place, lambda: known))
@@ -143,6 +144,18 @@ _Place = tuple[torch.device, bool]
 
 _Entry = tuple[Hashable, list[SeenIds], _Place, Callable[[], TableIds | None]]
 """The form of a source, its tensors, and what they were made, if that is still there."""
+
+
+def _seen(source: Source, jagged: Jagged, device: torch.device) -> list[SeenIds]:
+    """The tensors of a source, to be known again; `jagged` was read from them."""
+    tensors, ids = source.tensors, jagged.ids
+    # The ids of a dict lie side by side, and one copy is that of all; results may show those.
+    if source.form == (False,) * len(tensors) and all(
+        each.is_cpu and ids.is_cpu and each.dtype == ids.dtype for each in tensors
+    ):
+        copies = torch.split(ids.clone(), [each.numel() for each in tensors])
+        return [SeenIds.of_copy(c, t.shape) for c, t in zip(copies, tensors, strict=True)]
+    return [SeenIds(each, device, unread=each.is_cuda) for each in tensors]
 
 
 def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds | None:

@@ -107,6 +107,14 @@ class SeenIds:
         elif unread and not ids.is_inference():  # such a tensor does not count its versions
             self._unread, self._state = ids, _state_of(ids)
 
+    @classmethod
+    def of_copy(cls, copied: Tensor, shape: torch.Size) -> SeenIds:
+        """Ids of this shape on the CPU, of which there is a copy that nothing writes to."""
+        seen = cls.__new__(cls)
+        seen.shape, seen.values = shape, copied.view(shape)
+        seen._is_copy, seen._unread = True, None
+        return seen
+
     @property
     def copied(self) -> Tensor | None:
         """A copy of the ids on the CPU, if that is how they are recognised."""
@@ -322,17 +330,24 @@ class PlannedBatch:
         self._ids = self.parts.plan[0]
         if padding is not None:
             self._place_padding(padding, made[-1])
+            # Ids without that of the padding, ascending, are there where all of them arrive.
+            self._ids = self._without(padding, made[-1]) if after is not None else made[5]
         if isinstance(after, PlannedBatch):
             after.following = weakref.ref(self)
 
     def _place_padding(self, padding: int, counts: Tensor) -> None:
         """The padding's row is none of the rows, and stands after the last."""
-        unique, held = self._ids, counts[_HELD : _HELD + 1]
-        named = counts[_DISTINCT : _DISTINCT + 1] - held
+        unique, held = self._ids, counts[_HELD]
         entries = torch.arange(self.parts.count, device=self.device)
-        self._place = torch.where(unique == padding, held, entries - (unique > padding) * named)
-        others = entries + (unique >= padding) * named
-        self._ids = unique[others.clamp_(max=self.parts.count - 1)]
+        entries -= (unique > padding) * (counts[_DISTINCT] - held)
+        self._place = torch.where(unique == padding, held, entries)
+
+    def _without(self, padding: int, counts: Tensor) -> Tensor:
+        """The distinct ids but the padding's, in as many entries."""
+        unique, last = self._ids, self.parts.count - 1
+        entries = torch.arange(self.parts.count, device=self.device)
+        entries += (unique >= padding) * (counts[_DISTINCT] - counts[_HELD])
+        return unique[entries.clamp_(max=last)]
 
     def tensors(self) -> Iterator[Tensor]:
         """All that is kept on the device of the rows."""

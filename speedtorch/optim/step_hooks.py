@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from speedtorch.optim.attached_state import AttachedState, state_of
-from speedtorch.optim.optimizer_copy import settings_of
+from speedtorch.optim.optimizer_copy import group_of, settings_of
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.optim.wrappers import is_wrapper
 from speedtorch.step.row_weight import hide_rows, show_rows
@@ -236,10 +236,17 @@ def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
             )
         state.before_step(optimizer)
         return
+    known = _stateless.setdefault(optimizer, {})
+    before, group = known.get(id(parameter)), group_of(optimizer, parameter)
+    if before is not None:  # as a rule none has changed
+        for name in optimizer.defaults:
+            if group.get(name) is not before.get(name) and name != "lr":
+                break
+        else:
+            return
     settings = settings_of(optimizer, parameter)
     settings.pop("lr", None)
-    known = _stateless.setdefault(optimizer, {})
-    if known.get(id(parameter)) == settings:
+    if before == settings:
         return
     if kept := probe_optimizer(optimizer, parameter).row_state:
         raise RuntimeError(

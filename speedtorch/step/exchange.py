@@ -450,6 +450,7 @@ class Exchange:
         self._store = store
         self._shown = shown
         self._padding = padding
+        self._padding_ids = torch.tensor([] if padding is None else [padding], dtype=torch.int64)
         self._named_rows = store.rows + (padding == store.rows)
         """What ids may name: with a padding behind the last row that, too."""
         self._joint: Joint | None = None
@@ -504,15 +505,15 @@ class Exchange:
             rows[0] = padded[:count]
         return rows, padded
 
-    def _fetch_padding(self, padding: int, padded: Tensor) -> None:
-        self._store.read(torch.tensor([padding]), padded[-1:])
+    def _fetch_padding(self, padded: Tensor) -> None:
+        self._store.read(self._padding_ids, padded[-1:])
 
     def _loaded(self, ids: Tensor, leaving: Block | None) -> tuple[Rows, Tensor]:
         """Rows as they are in the table, in new memory; others leave for it meanwhile."""
         rows, padded = self._memory(ids.shape[0])
         self._store.exchange(self._shown.kept.fields, leaving, Block(rows, ids))
         if self._padding is not None:
-            self._fetch_padding(self._padding, padded)
+            self._fetch_padding(padded)
         return rows, padded
 
     def complete(self, *, ahead: bool = True) -> None:
@@ -1376,7 +1377,7 @@ class Exchange:
         places, taken_from = batch.staying
         carry_rows(rows, places, old, taken_from)
         if self._padding is not None:
-            self._fetch_padding(self._padding, padded)
+            self._fetch_padding(padded)
         leaving = Block(old, *batch.leaving)
         return leaving if now.newer and len(leaving.ids) > 0 else None
 
@@ -1402,7 +1403,7 @@ class Exchange:
         arriving = Block(rows, load, torch.searchsorted(ids, load))
         self._store.exchange(self._shown.kept.fields, None, arriving)
         if self._padding is not None:
-            self._fetch_padding(self._padding, padded)
+            self._fetch_padding(padded)
         gradient = self._shown.parameter.grad if self._shown.has_gradient() else None
         self.now = self._beside(batch, are_planned=are_planned)._replace(
             ids=ids,
