@@ -96,22 +96,22 @@ class SeenIds:
 
     def __init__(self, ids: Tensor, device: torch.device, *, unread: bool) -> None:
         self.shape = ids.shape
-        self.values = ids.detach()
         self._is_copy = ids.is_cpu and not unread
         self._unread: Tensor | None = None
-        if self._is_copy:
-            if device.type == "cuda":  # where they will be needed
-                self.values = torch.empty_like(self.values, pin_memory=True).copy_(self.values)
-            else:
-                self.values = self.values.clone()
-        elif unread and not ids.is_inference():  # such a tensor does not count its versions
+        if not self._is_copy:
+            self.values = ids.detach()
+        elif device.type == "cuda":  # where they will be needed
+            self.values = torch.empty_like(ids, pin_memory=True).copy_(ids)
+        else:
+            self.values = ids.clone()
+        if unread and not ids.is_inference():  # such a tensor does not count its versions
             self._unread, self._state = ids, _state_of(ids)
 
     @classmethod
     def of_copy(cls, copied: Tensor, shape: torch.Size) -> SeenIds:
         """Ids of this shape on the CPU, of which there is a copy that nothing writes to."""
         seen = cls.__new__(cls)
-        seen.shape, seen.values = shape, copied.view(shape)
+        seen.shape, seen.values = shape, copied if len(shape) == 1 else copied.view(shape)
         seen._is_copy, seen._unread = True, None
         return seen
 
@@ -157,7 +157,7 @@ class Parts:
         flat = []
         for part in parts or [torch.empty(0, dtype=torch.int64)]:
             seen = SeenIds(part, device, unread=part.is_cuda)
-            ids = seen.values.reshape(-1)
+            ids = seen.values if len(seen.shape) == 1 else seen.values.reshape(-1)
             if ids.device != device:  # towards a GPU nobody waits
                 ids = ids.to(device, non_blocking=device.type == "cuda")
             self._seen.append(seen)

@@ -504,16 +504,14 @@ class RowStore:
             assert some is not None
             nothing = Block([each[:0] for each in some.rows], some.ids[:0], some.ids[:0])
             leaving, arriving = leaving or nothing, arriving or nothing
-        counts = leaving.ids.shape[0], arriving.ids.shape[0]
-        every = self.numbers(leaving.ids if counts[0] > counts[1] else arriving.ids)
+        of_leaving, of_arriving = leaving.places, arriving.places
+        if of_leaving is None:
+            of_leaving = self.numbers(leaving.ids)
+        if of_arriving is None:
+            of_arriving = self.numbers(arriving.ids)
+        lists = (leaving.ids, of_leaving)
         swap_placed(
-            self.reach(names),
-            leaving.rows,
-            leaving.ids,
-            every[: counts[0]] if leaving.places is None else leaving.places,
-            arriving.rows,
-            arriving.ids,
-            every[: counts[1]] if arriving.places is None else arriving.places,
+            self.reach(names), leaving.rows, *lists, arriving.rows, arriving.ids, of_arriving
         )
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
