@@ -75,6 +75,7 @@ __all__ = [
     "step_without_hooks",
     "stepping_grad_scaler",
     "storage_uses",
+    "takes_uneven_inputs",
     "tensor_without_memory",
     "timeout_of",
     "top_saved_tensors_hooks",
@@ -194,6 +195,12 @@ def place_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
     Its forward does so otherwise. Each rank calls this.
     """
     return wrapper.reducer._rebuild_buckets()
+
+
+takes_uneven_inputs: Callable[[nn.parallel.DistributedDataParallel], bool] = operator.attrgetter(
+    "_join_config.enable"
+)
+"""Whether its join() is under way."""
 
 
 def timeout_of(group: Any) -> timedelta:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -93,6 +95,81 @@ def check_units_whose_nodes_are_lost(way: str, made: str) -> None:
     """As on a GPU, where each move of a unit is one to another device."""
     with nodes_are_lost():
         check_units_of_data_parallel(way, made)
+
+
+class Direct(nn.Module):
+    """Uses the weights of its layers, and calls none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.linear(x, layer.weight, layer.bias).tanh()
+        return x
+
+
+CASES = ["another", "two", "hooks", "closed", "copied", "unfrozen", "direct", "one unit", "join"]
+
+
+def check_a_case_of_data_parallel(case: str) -> None:
+    """What happens beside the steps changes nothing, where moves lose nodes."""
+    with nodes_are_lost():
+        models: list[Any] = list(pair()[0])
+        if case in ("direct", "one unit"):
+            torch.manual_seed(0)
+            models = [whole := Direct(), copy.deepcopy(whole)]
+        wrapped = [DistributedDataParallel(each) for each in models]
+        optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+        units = {"direct": lambda: list(models[0].layers), "one unit": lambda: [models[0].layers]}
+        found = units.get(case, lambda: list(models[0])[:UNITS])()
+        first = [next(each.parameters()) for each in models]
+        if case == "unfrozen":
+            for each in first:
+                each.requires_grad_(False)
+        swapper: Swapper | None = Swapper(found, optimizers[0], device="cpu", budget=None)
+        swapper.auto()
+        for each in first:
+            each.requires_grad_(True)
+        others: list[Any] = []
+        called = [0, 0]
+
+        def halve(gradient: Tensor, at: int) -> None:
+            called[at] += 1
+            gradient.mul_(0.5)
+
+        for step in range(4):
+            if swapper is not None:
+                swapper.evict()
+            if step == 1 and case == "another":
+                others.append(DistributedDataParallel(nn.Linear(2, 2)))
+            if step == 1 and case == "two":
+                others += [DistributedDataParallel(each) for each in models]
+            if step == 1 and case == "copied":
+                others = [copy.deepcopy(each) for each in wrapped]
+            if step == 1 and case == "hooks":  # later than ours
+                for at, each in enumerate(first):
+                    each.register_post_accumulate_grad_hook(
+                        lambda parameter, at=at: halve(parameter.grad, at)
+                    )
+            if step == 2 and case == "closed":
+                swapper.close()
+                swapper, found = None, []
+                gc.collect()
+            for model, optimizer in zip(wrapped, optimizers, strict=True):
+                with model.join() if case == "join" else nullcontext():
+                    for _ in range(1 if case != "join" else 1 + dist.get_rank()):
+                        model(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for other in others if case == "copied" else ():
+            other(batch(0)).sum().backward()
+        if swapper is not None:
+            swapper.close()
+        assert called == ([3, 3] if case == "hooks" else [0, 0])
+        known = [dict(each.named_parameters()) for each in models]
+        assert_equal(*known)
 
 
 def check_searches_for_nodes() -> None:

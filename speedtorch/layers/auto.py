@@ -172,8 +172,7 @@ class Auto:
     def _enter(self, unit: Unit) -> None:
         """A call of a unit, or an operation on its tensors, begins."""
         self.end_failed()
-        if self._steps:
-            unit.check_averaged(steps=True)
+        unit.check_averaged(steps=bool(self._steps))
         self._enter_backward()
 
     def _ends(self, unit: Unit, *_: object) -> None:

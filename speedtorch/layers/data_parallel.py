@@ -23,7 +23,9 @@ from speedtorch.torch_internals import (
     active_data_parallel,
     as_plain,
     current_node,
+    gradient_hooks,
     place_buckets,
+    takes_uneven_inputs,
 )
 
 __all__ = ["Averaging"]
@@ -43,9 +45,12 @@ class _Made:
 
 _made = _Made()
 
-_members: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.WeakSet[Averaging]]
+_members: weakref.WeakKeyDictionary[DistributedDataParallel, list[Averaging]]
 _members = weakref.WeakKeyDictionary()
-"""The units of each DistributedDataParallel, as far as their forwards have begun in its own."""
+"""The units of each DistributedDataParallel, as far as they have been used in its forward.
+
+It goes on with the parameters of units that have gone.
+"""
 
 _placed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Those that have placed what they average for good."""
@@ -77,26 +82,50 @@ class Averaging:
         # One may have been made before: then the nodes are those that it knows.
         is_known = not (dist.is_available() and dist.is_initialized())
         self._noted = _made.number if is_known else -1
-        self._reached: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """The node of each parameter when it was noted, and a result that reaches it."""
-        self._told: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """The parameters whose gradients are told."""
+        self._reached: Any = WeakTensorKeyDictionary()
+        """The nodes that each parameter had when it was noted, and results that reach them."""
+        self._told: Any = WeakTensorKeyDictionary()
+        """The hooks of the parameters whose gradients are told."""
 
     def note(self) -> None:
         """Is called before the unit moves: its parameters may lose the nodes that are known."""
         if self._noted == _made.number:
             return
+        parameters = [
+            each for each in self._module.parameters() if each.is_leaf and _has_real(each)
+        ]
         with as_plain(), torch.enable_grad(), torch.inference_mode(False):
-            for each in self._trained():
-                reach: Any = _Reach.apply(each)  # type: ignore[no-untyped-call]
-                self._reached[each] = (get_gradient_edge(each).node, reach)
+            for each in parameters:
+                is_trained = each.requires_grad  # it may be again later
+                each.requires_grad_()
+                try:
+                    self._reach(each)
+                finally:
+                    each.requires_grad_(is_trained)
+            if _made.number:
+                self._tell_of(parameters)
         self._noted = _made.number
+
+    def _reach(self, parameter: nn.Parameter) -> None:
+        """Notes the node of now of a parameter; others may know those before, too."""
+        known = self._reached.setdefault(parameter, [])
+        node = get_gradient_edge(parameter).node
+        if all(each is not node for each, _ in known):
+            result: Any = _Reach.apply(parameter)  # type: ignore[no-untyped-call]
+            known.append((node, result))
+
+    def forget_replaced(self) -> None:
+        """Forgets parameters that the module has no more, which a node keeps alive."""
+        own = {id(each) for each in self._module.parameters()}
+        for known in (self._reached, self._told):
+            for each in [each for each in known if id(each) not in own]:
+                del known[each]
 
     def _trained(self) -> Iterator[nn.Parameter]:
         return (each for each in self._module.parameters() if each.requires_grad)
 
     def check(self, *, steps: bool) -> None:
-        """Is called as the unit's forward begins, perhaps in that of a DistributedDataParallel.
+        """Is called as a use of the unit begins, perhaps in a DistributedDataParallel's forward.
 
         Args:
             steps: whether the unit is stepped within the backward.
@@ -131,10 +160,10 @@ class Averaging:
         self._join(wrapper, averaged)
 
     def _has_other_nodes(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the node of one is no longer that which was noted."""
+        """Whether the node of one is none of those that were noted."""
         with as_plain(), torch.enable_grad():
             return any(
-                self._reached[each][0] is not get_gradient_edge(each).node
+                all(node is not get_gradient_edge(each).node for node, _ in self._reached[each])
                 for each in parameters
                 if each in self._reached
             )
@@ -151,9 +180,26 @@ class Averaging:
 
     def _join(self, wrapper: DistributedDataParallel, averaged: Iterable[nn.Parameter]) -> None:
         if wrapper not in _members:
-            _members[wrapper] = weakref.WeakSet()
+            _members[wrapper] = []
             wrapper.register_forward_pre_hook(_begins)
-        _members[wrapper].add(self)
+        members = _members[wrapper]
+        if not any(each is self for each in members):
+            for each in members:
+                self._follow(each)
+            members.append(self)
+        self._tell_of(averaged)
+
+    def _follow(self, before: Averaging) -> None:
+        """Takes over what a unit before this one knows of parameters that are here now."""
+        for each in self._module.parameters():
+            if each in before._told:
+                before._told.pop(each).remove()
+            if each in before._reached:
+                known = self._reached.setdefault(each, [])
+                known += before._reached.pop(each)
+
+    def _tell_of(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Tells of the gradients of parameters, after all others whom they are told."""
         weak = weakref.ref(self)
 
         def tell(parameter: Tensor) -> None:
@@ -161,27 +207,38 @@ class Averaging:
                 averaging._tell(parameter)
 
         with as_plain():
-            for each in averaged:
+            for each in parameters:
                 if each not in self._told:
+                    if not each.requires_grad:
+                        continue
                     hook = each.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
                     self._told[each] = hook
+                hooks: Any = gradient_hooks(each)[1]
+                if next(reversed(hooks)) != self._told[each].id:
+                    hooks.move_to_end(self._told[each].id)
 
     def _tell(self, parameter: Tensor) -> None:
         """The gradient of a parameter has been added up, by its node of now."""
         if parameter not in self._reached:
             return
-        node, result = self._reached[parameter]
-        if current_node() is node:  # it has the hook
+        others = [result for node, result in self._reached[parameter] if node is not current_node()]
+        if not others:  # it has the hook
             return
-        hooks = parameter._backward_hooks
-        kept = dict(hooks or {})
-        if hooks:
-            hooks.clear()  # they have had this gradient
+        # All have had this gradient.
+        hooks: list[Any] = [each for each in gradient_hooks(parameter) if each]
+        kept = [dict(each) for each in hooks]
+        for each in hooks:
+            each.clear()
         try:
-            result.backward(torch.ones_like(result), retain_graph=True)
+            for result in others:
+                result.backward(torch.ones_like(result), retain_graph=True)
         finally:
-            if hooks is not None:
-                hooks.update(kept)
+            for each, before in zip(hooks, kept, strict=True):
+                each.update(before)
+
+    def is_away(self) -> bool:
+        """Whether a trained parameter is not on the unit's device."""
+        return any(each.device != self._device for each in self._trained())
 
     @contextmanager
     def pretending(self) -> Iterator[None]:
@@ -197,6 +254,11 @@ class Averaging:
                 each.data = home
 
 
+def _has_real(parameter: Tensor) -> bool:
+    """Whether it may have a gradient."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
 def _begins(wrapper: nn.Module, _: object) -> None:
     """The forward of a DistributedDataParallel with units begins.
 
@@ -204,9 +266,12 @@ def _begins(wrapper: nn.Module, _: object) -> None:
     has to be the device.
 
     Raises:
-        NotImplementedError: it would send buffers that are on the host to the other ranks.
+        NotImplementedError: it would send buffers that are on the host to the other ranks, or place
+            gradients on the host.
     """
     assert isinstance(wrapper, DistributedDataParallel)
+    if (members := _members.get(wrapper)) is None:  # a copy
+        return
     sent = wrapper.modules_buffers if wrapper.will_sync_module_buffers() else ()  # type: ignore[no-untyped-call]
     if wrapper.device.type != "cpu" and any(each.is_cpu for each in sent):
         raise NotImplementedError(
@@ -215,8 +280,16 @@ def _begins(wrapper: nn.Module, _: object) -> None:
         )
     if wrapper in _placed or not torch.is_grad_enabled():
         return
+    if takes_uneven_inputs(wrapper):  # then it counts ranks before it places anything
+        if any(each.is_away() for each in members):
+            raise NotImplementedError(
+                "DistributedDataParallel.join() places gradients where the parameters are as its"
+                " second forward begins, and some are on the host: bring all units by use() around"
+                " that"
+            )
+        return
     with as_plain(), ExitStack() as places:
-        for each in _members[wrapper]:
+        for each in members:
             places.enter_context(each.pretending())
         if place_buckets(wrapper):
             _placed.add(wrapper)

@@ -809,6 +809,7 @@ class Unit:
             for tensor in self._roster.own.values():
                 _owners[tensor] = weakref.ref(self)
             self._watch()
+            self._averaging.forget_replaced()
         return self._roster
 
     def _watch(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from conftest import NEEDS_GPU
 from data_parallel_units import (
+    CASES,
+    check_a_case_of_data_parallel,
     check_refusals_of_data_parallel,
     check_searches_for_nodes,
     check_units_of_data_parallel,
@@ -38,6 +40,12 @@ def test_units_train_as_in_plain_data_parallel_on_gpus(ranks: int, way: str, mad
 @MADE
 def test_units_whose_moves_lose_nodes_train_as_in_plain_data_parallel(way: str, made: str) -> None:
     in_processes(2, check_units_whose_nodes_are_lost, way, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_what_happens_beside_data_parallel_changes_no_number(case: str) -> None:
+    in_processes(2, check_a_case_of_data_parallel, case)
 
 
 @pytest.mark.slow

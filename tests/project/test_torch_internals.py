@@ -640,6 +640,9 @@ def test_place_buckets(tmp_path: Path) -> None:
     try:
         wrapper = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
         assert not torch_internals.place_buckets(wrapper)
+        assert not torch_internals.takes_uneven_inputs(wrapper)
+        with wrapper.join():
+            assert torch_internals.takes_uneven_inputs(wrapper)
         wrapper(torch.ones(1, 2)).sum().backward()
         assert [torch_internals.place_buckets(wrapper) for _ in range(2)] == [True, False]
         wrapper(torch.ones(1, 2)).sum().backward()
