@@ -107,7 +107,7 @@ class Averaging:
         self._noted = _made.number
 
     def _reach(self, parameter: nn.Parameter) -> None:
-        """Notes the node of now of a parameter; others may know those before, too."""
+        """Adds the current node of a parameter to those that a reducer may have a hook on."""
         known = self._reached.setdefault(parameter, [])
         node = get_gradient_edge(parameter).node
         if all(each is not node for each, _ in known):
@@ -199,7 +199,7 @@ class Averaging:
                 known += before._reached.pop(each)
 
     def _tell_of(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Tells of the gradients of parameters, after all others whom they are told."""
+        """Registers the hooks that report gradients, behind all other hooks of the parameters."""
         weak = weakref.ref(self)
 
         def tell(parameter: Tensor) -> None:
@@ -224,7 +224,7 @@ class Averaging:
         others = [result for node, result in self._reached[parameter] if node is not current_node()]
         if not others:  # it has the hook
             return
-        # All have had this gradient.
+        # The hooks of the parameter have run for this gradient, and must not run again.
         hooks: list[Any] = [each for each in gradient_hooks(parameter) if each]
         kept = [dict(each) for each in hooks]
         for each in hooks:
