@@ -135,9 +135,9 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
 class _Probes:
     """What one optimizer keeps of rows, learnt once for equal tables.
 
-    Optimizers of torch treat parameters alike that have a group, the shape of a row, dtype and device
-    in common, and equal states to start from. An optimizer of another library may know more of a
-    parameter, and is tried with each.
+    Optimizers of torch treat parameters alike that have a group, the shape of a row, dtype and
+    device in common, and equal states to start from. An optimizer of another library may know more
+    of a parameter, and is tried with each.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
