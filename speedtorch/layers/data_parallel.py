@@ -52,6 +52,10 @@ _members = weakref.WeakKeyDictionary()
 It goes on with the parameters of units that have gone.
 """
 
+_averaged: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]]
+_averaged = weakref.WeakKeyDictionary()
+"""The ids of the parameters that each of them does not ignore."""
+
 _placed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Those that have placed what they average for good."""
 
@@ -97,8 +101,8 @@ class Averaging:
         with as_plain(), torch.enable_grad(), torch.inference_mode(False):
             for each in parameters:
                 is_trained = each.requires_grad  # it may be again later
-                each.requires_grad_()
                 try:
+                    each.requires_grad_()
                     self._reach(each)
                 finally:
                     each.requires_grad_(is_trained)
@@ -170,13 +174,13 @@ class Averaging:
 
     def _averaged_by(self, wrapper: DistributedDataParallel) -> list[nn.Parameter]:
         """The trained parameters that it does not ignore."""
-        trained = {id(each) for each in self._trained()}
-        ignored = wrapper.parameters_to_ignore
-        return [
-            parameter
-            for name, parameter in wrapper.module.named_parameters()
-            if id(parameter) in trained and name not in ignored
-        ]
+        known = _averaged.get(wrapper)
+        if known is None:  # its reducer keeps the parameters, and their ids
+            ignored = wrapper.parameters_to_ignore
+            named = wrapper.module.named_parameters()
+            known = frozenset(id(each) for name, each in named if name not in ignored)
+            _averaged[wrapper] = known
+        return [each for each in self._trained() if id(each) in known]
 
     def _join(self, wrapper: DistributedDataParallel, averaged: Iterable[nn.Parameter]) -> None:
         if wrapper not in _members:
@@ -227,9 +231,9 @@ class Averaging:
         # The hooks of the parameter have run for this gradient, and must not run again.
         hooks: list[Any] = [each for each in gradient_hooks(parameter) if each]
         kept = [dict(each) for each in hooks]
-        for each in hooks:
-            each.clear()
         try:
+            for each in hooks:
+                each.clear()
             for result in others:
                 result.backward(torch.ones_like(result), retain_graph=True)
         finally:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from speedtorch.torch_internals import tree_leaves
+
 __all__ = ["host_init"]
 
 HOST = torch.device("cpu")
@@ -50,7 +52,7 @@ class _OnHost(TorchFunctionMode):
             args = (args[0], *(_on_host(each) for each in args[1:]))
         made = func(*args, **kwargs)
         # Such as by set_default_device() within, or type("torch.cuda.FloatTensor").
-        if _is_away(made) and not any(_is_away(each) for each in (*args, *kwargs.values())):
+        if _is_away(made) and not any(map(_is_away, tree_leaves((args, kwargs)))):
             return made.cpu()
         return made
 

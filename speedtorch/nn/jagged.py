@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from speedtorch.ops.planned_batch import check_ids
+from speedtorch.ops.planned_batch import ID_DTYPES, check_ids
 
 __all__ = [
     "Features",
@@ -21,8 +21,6 @@ __all__ = [
     "RowsByFeature",
     "read_features",
 ]
-
-_IDS = frozenset({torch.int32, torch.int64})
 
 Features = Any
 """A keyed jagged tensor, or a dict: see EmbeddingBagCollection."""
@@ -162,7 +160,7 @@ def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: b
 
 def _of_ids(value: Any) -> _Bags | None:
     """As _of_value() of ids alone that are right; None of all else."""
-    if isinstance(value, Tensor) and value.dtype in _IDS and value.layout == torch.strided:
+    if isinstance(value, Tensor) and value.dtype in ID_DTYPES and value.layout == torch.strided:
         shape = value.shape
         if len(shape) in (1, 2):
             return _Bags(value, 1 if len(shape) == 1 else shape[1], shape[0], None)

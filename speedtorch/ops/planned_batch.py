@@ -19,7 +19,7 @@ from torch import Tensor
 from speedtorch.ops.functions import compare_rows, not_ids, plan_ids, sum_rows
 from speedtorch.torch_internals import version_of
 
-__all__ = ["Numbers", "Parts", "PlannedBatch", "SeenIds", "check_ids"]
+__all__ = ["ID_DTYPES", "Numbers", "Parts", "PlannedBatch", "SeenIds", "check_ids"]
 
 _Made = TypeVar("_Made")
 
@@ -74,11 +74,14 @@ class Numbers:
         return self._read
 
 
+ID_DTYPES = frozenset({torch.int64, torch.int32})
+
+
 def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
     """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
     if not isinstance(ids, Tensor):
         raise not_ids(name, ids)
-    if ids.dtype not in (torch.int64, torch.int32) or ids.layout != torch.strided:
+    if ids.dtype not in ID_DTYPES or ids.layout != torch.strided:
         raise numbers(
             f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
             f" {list(ids.shape)}"

@@ -84,7 +84,9 @@ def test_what_becomes_of_other_ways_to_a_gpu(tmp_path: Path) -> None:
             torch.set_default_device(None)
 
     torch.save({"a": torch.ones(2)}, tmp_path / "saved.pt")
+    made_before = torch.ones(2, device="cuda")
     with host_init():
+        assert torch.cat([made_before, made_before]).is_cuda
         assert by_default().is_cpu
         assert torch.ones(2).type("torch.cuda.FloatTensor").is_cpu
         assert torch.load(tmp_path / "saved.pt", map_location="cpu")["a"].is_cpu
