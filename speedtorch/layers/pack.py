@@ -106,10 +106,10 @@ class Pack:
         """Whether a tensor is the one of that name in one of the memories."""
         return self._slab.where({name: tensor})[name] is not None
 
-    def has_all(self, members: Members) -> bool:
+    def has_all(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether each of them has moved by that name before."""
         placed = self._placed
-        return all(name in placed and placed[name]() is e for name, e in members.tensors.items())
+        return all(name in placed and placed[name]() is each for name, each in tensors.items())
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether a tensor has memory of the device slab."""

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
-from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,6 +40,18 @@ class Use:
         self.trained = set(self.units) if gradients else set()
 
 
+class Need(NamedTuple):
+    """What the uses of a unit take beside its parameters and buffers.
+
+    Attributes:
+        state: of a step, with that which a first one makes.
+        gradients: that a backward is to make.
+    """
+
+    state: bool
+    gradients: bool
+
+
 class Calls(Protocol):
     """Knows the calls of units, while these come by themselves."""
 
@@ -68,6 +79,26 @@ class Leaver(NamedTuple):
             self.unit.write_state_back(after)
         else:
             self.unit.write_back(after)
+
+
+class Candidate(NamedTuple):
+    """What may leave, and how soon it is needed.
+
+    Attributes:
+        at: 0: it may leave for what is used sooner; 1: it has come for a use to come; 2: it is the
+            state of a unit in use, and a step may need it.
+        use: in how many calls it is used next.
+        turn: the lower leaves first of those that are used at once.
+        nbytes: of device memory.
+        is_used: whether its unit is.
+    """
+
+    at: int
+    use: float
+    turn: int
+    leaver: Leaver
+    nbytes: int
+    is_used: bool
 
 
 class LastUse(NamedTuple):
@@ -169,7 +200,8 @@ class Room:
         uses = [use for use in self._uses if unit in use.units]
         for use in uses:
             use.trained.add(unit)
-        self._others[unit] = self._other_bytes(unit) + (0 if uses else unit.missing_gradients())
+        is_stepped = any(use.state for use in uses)
+        self._others[unit] = self._other_bytes(unit, Need(is_stepped, gradients=True))
         self._makes_room(unit, 0, waits=True)
 
     def end_use(self, use: Use) -> None:
@@ -216,16 +248,26 @@ class Room:
         finally:
             self._turns = {}
 
-    def is_used(self, unit: Unit, *, state: bool = False) -> bool:
-        """Whether a unit is in use; `state`: to be stepped."""
-        return any(unit in use.units and use.state >= state for use in self._uses)
+    def is_used(self, unit: Unit) -> bool:
+        """Whether a unit is in use."""
+        return any(unit in use.units for use in self._uses)
+
+    def _needs(self) -> dict[Unit, Need]:
+        """Of the units in use."""
+        found: dict[Unit, Need] = {}
+        for use in self._uses:
+            for unit in use.units:
+                state, gradients = found.get(unit, (False, False))
+                found[unit] = Need(state or use.state, gradients or unit in use.trained)
+        return found
 
     def check_room_to_step(self, units: Iterable[Unit]) -> None:
         """Raises RuntimeError if there is no room for one of them, as large as it is in a step."""
         if self._budget is None:
             return
+        needs = self._needs()
         for unit in units:
-            used = [each for each in self._there if self.is_used(each) and each is not unit]
+            used = [each for each in self._there if each in needs and each is not unit]
             needed = unit.needed_bytes + self._new_state(unit)
             needed += sum(self.bytes_of(each) for each in used)
             if needed > self._budget:
@@ -252,7 +294,7 @@ class Room:
         self.misses += not is_there
         if self._budget is not None:
             self._there.setdefault(unit)
-            self._others[unit] = self._other_bytes(unit)
+            self._others[unit] = self._other_bytes(unit, self._needs().get(unit))
         self._bring(unit, state=state, waits=True)
         self._awaited.discard(unit)
 
@@ -270,14 +312,25 @@ class Room:
 
     def advance(self) -> None:
         """Lets come what is wanted, as far as there is room without waiting."""
-        missing = {
-            unit: count
-            for unit, state in self._wanted.items()
-            if self._could_make_room(unit, count := unit.missing_bytes(state=state))
-        }
-        if self._budget is not None and missing:
-            over = self.taken() + sum(missing.values()) - self._budget
-            self._write_back(over, next(reversed(missing)))
+        missing = {}
+        for unit, state in list(self._wanted.items()):
+            if count := unit.missing_bytes(state=state):
+                missing[unit] = count
+            else:
+                self._keep(unit, state=state)
+                self._awaited.add(unit)
+        if not missing:
+            return
+        if self._budget is not None:
+            free, order = self._budget - self.taken(), self._candidates()
+            missing = {
+                unit: count
+                for unit, count in missing.items()
+                if count <= free or count <= free + sum(self._leaving(order, unit).values())
+            }
+            if missing:
+                over = sum(missing.values()) - free
+                self._write_back(over, self._leaving(order, next(reversed(missing))))
         for unit in missing:
             state = self._wanted[unit]
             if not self._bring(unit, state=state, waits=False):
@@ -292,13 +345,6 @@ class Room:
             each for each in self._going if each.unit is not unit or each.of_state > state
         ]
 
-    def _could_make_room(self, unit: Unit, missing: int) -> bool:
-        """Whether there is room for so many bytes of a unit once all have left that may."""
-        if self._budget is None:
-            return True
-        leaving = sum(self._leaving(unit, by_force=False).values())
-        return self.taken() - leaving + missing <= self._budget
-
     def _bring(self, unit: Unit, *, state: bool, waits: bool) -> bool:
         """Loads a unit; without waiting lets it come, or gives False if there is no room now."""
         self._there.setdefault(unit)
@@ -306,7 +352,7 @@ class Room:
             try:
                 (unit.load if waits else unit.bring)(state=state)
             except torch.OutOfMemoryError:  # of a GPU that others use, too
-                victim = next(iter(self._leaving(unit, by_force=True)), None)
+                victim = next(iter(self._leaving(self._candidates(), unit, by_force=True)), None)
                 if victim is None or not waits:
                     if waits:
                         raise
@@ -324,13 +370,14 @@ class Room:
             self._count_others()
         left = set()
         while (over := self.taken() + missing - self._budget) > 0:
-            self._write_back(over, unit, by_force=waits)
+            self._write_back(over, self._leaving(self._candidates(), unit, by_force=waits))
             home = (each for each in self._going if each.is_home)
             victim = next(home, self._going[0] if waits and self._going else None)
             if victim is None:
                 if not waits:
                     return False
-                used = [each.name for each in self._there if self.is_used(each)]
+                needs = self._needs()
+                used = [each.name for each in self._there if each in needs]
                 raise RuntimeError(
                     f"budget: {text_of(self._budget)} are {text_of(over)} too little for the units"
                     f" that are used at once, {used}, with their gradients; give more, or use fewer"
@@ -342,52 +389,62 @@ class Room:
             self._send_home(victim)
         return True
 
-    def _write_back(self, over: int, unit: Unit | None = None, *, by_force: bool = False) -> None:
-        """Begins to write back what leaves next, as much as is needed for so many bytes."""
+    def _write_back(self, over: int, leaving: dict[Leaver, int]) -> None:
+        """Begins to write back what leaves first, as much as is needed for so many bytes."""
         if over <= 0:
             return
-        leaving = self._leaving(unit, by_force=by_force)
         self._going = [each for each in self._going if each in leaving]
-        over -= sum(leaving.pop(each) for each in self._going)
+        over -= sum(leaving[each] for each in self._going)
         for each, nbytes in leaving.items():
             if over <= 0:
                 return
-            each.write_back(self.end_of_use(each.unit))
-            self._going.append(each)
-            over -= nbytes
+            if each not in self._going:
+                each.write_back(self.end_of_use(each.unit))
+                self._going.append(each)
+                over -= nbytes
 
-    def _leaving(self, besides: Unit | None, *, by_force: bool) -> dict[Leaver, int]:
-        """What may leave, and its bytes, in the order in which it does.
-
-        Args:
-            besides: the unit that needs the room; if it is in use, its state may leave.
-            by_force: also what is used before that unit; at the end also what has come for a use
-                to come, and then the state of units in use that may be stepped.
-        """
-        found: list[tuple[tuple[int, float, int], Leaver, int]] = []
+    def _candidates(self) -> list[Candidate]:
+        """What could leave, in the order in which it does."""
+        found, needs = [], self._needs()
         for place, unit in enumerate(self._there):
-            nbytes, is_used = self.bytes_of(unit), self.is_used(unit)
-            if not nbytes or (unit is besides and not is_used):
+            nbytes, need = self.bytes_of(unit), needs.get(unit)
+            if not nbytes:
                 continue
+            is_used = need is not None
             use = self._next_use(unit, state=False)
             use_of_state = self._next_use(unit, state=True)
             # What a step has made waits to be copied: it goes with its unit if that may leave, too.
             of_state = unit.state_bytes + (unit.made_state_bytes if is_used else 0)
-            may_split = of_state and not self.is_used(unit, state=True)
+            may_split = of_state and not (need is not None and need.state)
             if may_split and (is_used or use_of_state > use):
                 is_needed = not use_of_state or use_of_state == use == inf
                 at = 2 if is_used and is_needed else 0
-                found.append(((at, -use_of_state, place), Leaver(unit, of_state=True), of_state))
+                leaver = Leaver(unit, of_state=True)
+                found.append(Candidate(at, use_of_state, place, leaver, of_state, is_used))
                 nbytes -= of_state
             if not is_used:
                 at, turn = (1, -place) if unit in self._awaited else (0, place)
-                found.append(((at, -use, turn), Leaver(unit), nbytes))
-        found.sort(key=itemgetter(0))
+                found.append(Candidate(at, use, turn, Leaver(unit), nbytes, is_used))
+        found.sort(key=lambda each: (each.at, -each.use, each.turn))
+        return found
+
+    def _leaving(
+        self, order: Iterable[Candidate], besides: Unit | None, *, by_force: bool = False
+    ) -> dict[Leaver, int]:
+        """What may leave, and its bytes.
+
+        Args:
+            order: of all that could.
+            besides: the unit that needs the room; if it is in use, its state may leave.
+            by_force: also what is used before that unit; at the end also what has come for a use to
+                come, and then the state of units in use that may be stepped.
+        """
         soonest = inf if besides is None else self._next_use(besides, state=False)
         return {
-            leaver: nbytes
-            for (at, minus_use, _), leaver, nbytes in found
-            if by_force or (not at and (soonest == inf or -minus_use > soonest))
+            each.leaver: each.nbytes
+            for each in order
+            if (each.is_used or each.leaver.unit is not besides)
+            and (by_force or (not each.at and (soonest == inf or each.use > soonest)))
         }
 
     def _next_use(self, unit: Unit, *, state: bool) -> float:
@@ -403,8 +460,9 @@ class Room:
         try:
             if leaver.of_state:
                 freed = unit.evict_state(end)
-                self._others[unit] = self._other_bytes(unit)  # without state that a step has made
-                if not self.is_used(unit):
+                need = self._needs().get(unit)
+                self._others[unit] = self._other_bytes(unit, need)  # without state made by a step
+                if need is None:
                     unit.track()
             else:
                 freed = self._evict(unit, end, search=search)
@@ -457,17 +515,19 @@ class Room:
 
     def _count_others(self) -> None:
         """Counts anew what came to units on the device, and frees what has gone since."""
+        needs = self._needs()
         for unit in self._there:
             unit.free_gradients(self.end_of_use(unit))
-            self._others[unit] = self._other_bytes(unit)
+            self._others[unit] = self._other_bytes(unit, needs.get(unit))
 
-    def _other_bytes(self, unit: Unit) -> int:
+    def _other_bytes(self, unit: Unit, need: Need | None) -> int:
         """What came to a unit on the device, and what its uses of now let come."""
         count = unit.other_bytes()
-        uses = [use for use in self._uses if unit in use.units] if self._budget is not None else []
-        if any(unit in use.trained for use in uses):
+        if need is None or self._budget is None:
+            return count
+        if need.gradients:
             count += unit.missing_gradients()
-        if any(use.state for use in uses):
+        if need.state:
             count += self._new_state(unit)
         return count
 

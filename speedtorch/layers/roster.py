@@ -87,6 +87,10 @@ class Roster:
         found = {name: each.grad for name, each in self._gradients.items()}
         return cast(dict[str, Tensor], found)
 
+    def all_tensors(self) -> list[Tensor]:
+        """Of the module, gradients and state, while is_current()."""
+        return [*self.own.values(), *self.gradients.values(), *self.state.values()]
+
     def is_current(self) -> bool:
         """Whether all is where it was found, and nothing else."""
         if any(self._empty):
