@@ -33,11 +33,13 @@ class Use:
 
     Attributes:
         trained: units of which a backward is to make gradients.
+        stepped: units that are stepped while this lets them stay.
     """
 
     def __init__(self, units: Iterable[Unit], *, state: bool, gradients: bool) -> None:
         self.units, self.state = tuple(units), state
         self.trained = set(self.units) if gradients else set()
+        self.stepped = set(self.units) if state else set()
 
 
 class Need(NamedTuple):
@@ -50,6 +52,9 @@ class Need(NamedTuple):
 
     state: bool
     gradients: bool
+
+
+_NOTHING = Need(state=False, gradients=False)
 
 
 class Calls(Protocol):
@@ -156,6 +161,8 @@ class Room:
         """Of units that are not in use."""
         self._others: dict[Unit, int] = {}
         """Bytes that came to a unit on the device, and in a use those that are to come."""
+        self._last_needs: dict[Unit, Need] = {}
+        """Of the last uses that ended, which uses to come are expected to have."""
         self._calls: Calls | None = None
         self._turns: dict[Unit, int] = {}
         """Units that are used next, one after another, with their turns."""
@@ -182,13 +189,23 @@ class Room:
     ) -> Use:
         """Units do not leave, unless end_use() is called or nobody holds what this returns."""
         use = Use(units, state=state, gradients=gradients)
+        for other in self._uses if state else ():
+            other.stepped.update(unit for unit in use.units if unit in other.units)
         self._uses.add(use)
         return use
 
     def fill_use(self, use: Use) -> None:
-        """Brings its units."""
+        """Brings its units, and begins to bring the state of those that were stepped last time."""
         for unit in use.units:
             self._enter(unit, state=use.state)
+        if self._calls is None and not use.state:
+            stepped = [unit for unit in use.units if self._expected(unit).state]
+            if any(unit.missing_bytes(state=True) for unit in stepped):
+                self._wanted = {**dict.fromkeys(stepped, True), **self._wanted}
+                self.advance()
+
+    def _expected(self, unit: Unit) -> Need:
+        return self._last_needs.get(unit, _NOTHING) if self._calls is None else _NOTHING
 
     def expect_gradients(self, unit: Unit) -> None:
         """Makes room for the gradients that a backward is about to make of a unit.
@@ -208,6 +225,8 @@ class Room:
         """Units may leave."""
         self._uses.discard(use)
         for unit in use.units:
+            if not use.state:
+                self._last_needs[unit] = Need(unit in use.stepped, unit in use.trained)
             self._leave(unit)
         self._makes_room(None, 0, waits=False)
         self.advance()
@@ -321,8 +340,16 @@ class Room:
                 self._awaited.add(unit)
         if not missing:
             return
+        spare = 0
         if self._budget is not None:
-            free, order = self._budget - self.taken(), self._candidates()
+            # What comes now would leave again, unused, for gradients that a backward makes later.
+            needs = self._needs().items()
+            spare = sum(
+                unit.missing_gradients()
+                for unit, need in needs
+                if self._expected(unit).gradients and not need.gradients
+            )
+            free, order = self._budget - self.taken() - spare, self._candidates()
             missing = {
                 unit: count
                 for unit, count in missing.items()
@@ -333,7 +360,7 @@ class Room:
                 self._write_back(over, self._leaving(order, next(reversed(missing))))
         for unit in missing:
             state = self._wanted[unit]
-            if not self._bring(unit, state=state, waits=False):
+            if not self._bring(unit, state=state, waits=False, spare=spare):
                 return
             self._keep(unit, state=state)
             self._awaited.add(unit)
@@ -345,10 +372,13 @@ class Room:
             each for each in self._going if each.unit is not unit or each.of_state > state
         ]
 
-    def _bring(self, unit: Unit, *, state: bool, waits: bool) -> bool:
-        """Loads a unit; without waiting lets it come, or gives False if there is no room now."""
+    def _bring(self, unit: Unit, *, state: bool, waits: bool, spare: int = 0) -> bool:
+        """Loads a unit; without waiting lets it come, or gives False if there is no room now.
+
+        So many bytes stay free beside it.
+        """
         self._there.setdefault(unit)
-        while self._makes_room(unit, unit.missing_bytes(state=state), waits=waits):
+        while self._makes_room(unit, unit.missing_bytes(state=state) + spare, waits=waits):
             try:
                 (unit.load if waits else unit.bring)(state=state)
             except torch.OutOfMemoryError:  # of a GPU that others use, too
@@ -417,13 +447,14 @@ class Room:
             of_state = unit.state_bytes + (unit.made_state_bytes if is_used else 0)
             may_split = of_state and not (need is not None and need.state)
             if may_split and (is_used or use_of_state > use):
-                is_needed = not use_of_state or use_of_state == use == inf
+                is_needed = not use_of_state or use_of_state == use == inf or unit in self._turns
                 at = 2 if is_used and is_needed else 0
                 leaver = Leaver(unit, of_state=True)
                 found.append(Candidate(at, use_of_state, place, leaver, of_state, is_used))
                 nbytes -= of_state
             if not is_used:
-                at, turn = (1, -place) if unit in self._awaited else (0, place)
+                is_due = unit in self._awaited or unit in self._turns
+                at, turn = (1, -place) if is_due else (0, place)
                 found.append(Candidate(at, use, turn, Leaver(unit), nbytes, is_used))
         found.sort(key=lambda each: (each.at, -each.use, each.turn))
         return found
@@ -506,7 +537,8 @@ class Room:
         """Forgets all units, which have left."""
         self._going.clear()
         self._awaited.clear()
-        for known in (self._there, self._wanted, self._left, self._others, self._turns):
+        kept = (self._there, self._wanted, self._left, self._others, self._turns, self._last_needs)
+        for known in kept:
             known.clear()
 
     def send_home(self, unit: Unit) -> int:

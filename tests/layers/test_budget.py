@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -96,6 +98,56 @@ def test_units_in_use_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
                     made.step()
                 made.zero_grad()
     assert found and max(found) <= budget
+
+
+@pytest.mark.parametrize("room", [12.5, 14.5], ids=["one ahead", "two ahead"])
+def test_what_comes_ahead_stays_until_it_is_used(room: float, device: str) -> None:
+    # Two experts in use take 4 units' weights each with gradients and state, those ahead 3 each.
+    model = layers(16)
+    optimizer = optim.AdamW(model.parameters(), fused=True)
+    swapper = Swapper(model, optimizer, device=device, budget=int(room * UNIT))
+    chosen = random.Random(0)
+    plans = [chosen.sample(range(16), 2) for _ in range(40)]
+    x = torch.randn(4, WIDTH, device=device)
+    for number, (used, later) in enumerate(itertools.pairwise(plans * 2)):
+        if number == len(plans):
+            before = swapper.report()
+        with swapper.use(*(model[each] for each in used)):
+            swapper.prefetch(*(model[each] for each in later), state=True)
+            (model[used[0]](x) + model[used[1]](x)).square().mean().backward()
+            swapper.step()
+        optimizer.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()  # what leaves has left
+    after, count = swapper.report(), len(plans) - 1
+    assert after.bytes_in - before.bytes_in <= count * 2 * 3 * 1.1 * UNIT
+    assert after.bytes_out - before.bytes_out <= count * 2 * 3 * 1.1 * UNIT
+    assert after.misses - before.misses <= count * 2 * 0.05
+
+
+def test_state_comes_while_a_unit_is_used_that_was_stepped_in_its_last_use(device: str) -> None:
+    model = layers(3)
+    optimizer = optim.AdamW(model.parameters(), fused=True)
+    swapper = Swapper(model, optimizer, device=device, budget=5 * UNIT)
+    x = torch.randn(4, WIDTH, device=device)
+
+    def used(*, steps: bool) -> int:
+        """Trains or evaluates one unit after another; the bytes of state that came in `use`."""
+        came = 0
+        for each in model:
+            with swapper.use(each):
+                came += swapper.report().resident_bytes - UNIT
+                if steps:
+                    each(x).square().mean().backward()
+                    swapper.step()
+            optimizer.zero_grad()
+            swapper.evict(each)
+        return came
+
+    assert used(steps=True) == 0
+    assert used(steps=True) > 5 * UNIT
+    assert used(steps=False) > 5 * UNIT
+    assert used(steps=False) == 0
 
 
 def test_gradients_that_were_dropped_and_state_make_room_for_units_in_use() -> None:
