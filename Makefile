@@ -40,7 +40,7 @@ CLIENT_PACKAGES_ALONE += torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0 iopath portalocke
 CLIENT_PACKAGES_ALONE += pyre-extensions typing-inspect mypy-extensions orjson importlib-metadata
 CLIENT_PACKAGES_ALONE += cloudpickle torchmetrics lightning-utilities
 
-.PHONY: help setup demo check test nightly clients lint sanitize bench clean force
+.PHONY: help setup demo check test nightly clients lint sanitize bench docs clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -85,8 +85,12 @@ sanitize: setup ## the ops' tests with gcc's address and undefined-behaviour san
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    $(PY) -m pytest -o pythonpath=$(SANITIZED) $(PATIENT) $(SANITIZED_TESTS) $(ARGS)
 
-bench: setup ## on a GPU: benchmarks/results/ and the tables of README.md
+bench: setup ## on a GPU: benchmarks/results/, and the tables of README.md and docs/performance.md
 	$(PY) -m benchmarks $(ARGS)
+
+docs: setup ## build/docs: the pages of docs/ as HTML; a warning is an error
+	@$(PY) -c "import furo, myst_parser, sphinx" 2>/dev/null || $(PY) -m pip install -e '.[docs]' --no-build-isolation
+	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)
 
 clean: ## what was built and cached; .venv and .venv-clients stay
 	rm -rf build dist speedtorch.egg-info $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis

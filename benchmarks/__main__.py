@@ -1,4 +1,4 @@
-"""Runs the benchmarks, then brings the pictures and README.md's tables up to date."""
+"""Runs the benchmarks, then brings the pictures and the documents' tables up to date."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.sizes import DEVICE
 def main() -> None:
     """Runs the named benchmarks, all of them if none is named, one process after another.
 
-    With OUT set the results go to that folder, and README.md stays as it is.
+    With OUT set the results go to that folder, and the documents stay as they are.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("stems", nargs="*", help=f"of {', '.join(STEMS)}; all if none")
@@ -52,7 +52,7 @@ def main() -> None:
     if failed:
         raise SystemExit(f"benchmarks: {', '.join(failed)} failed")
     if "OUT" not in os.environ:
-        report.write_readme()
+        report.write_documents()
         print(f"results: {RESULTS}")
 
 

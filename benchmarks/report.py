@@ -1,4 +1,4 @@
-"""Writes the tables between README.md's bench markers from results/*.json."""
+"""Writes README.md's table of steps and the tables of docs/performance.md from results/*.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from benchmarks.harness import RESULTS, results_folder
 from benchmarks.marked_text import replaced
 from benchmarks.processes import STEMS
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 FIRST, LAST = "<!-- steps -->", "<!-- /steps -->"
 
@@ -155,7 +156,7 @@ def steps_table(results: dict[str, Any]) -> str:
 def tables(results: dict[str, Any]) -> str:
     """Pictures and tables as Markdown, with the machine that they are from."""
     parts = [
-        f"![{title}](benchmarks/results/{name}.png)"
+        f"![{title}](../benchmarks/results/{name}.png)"
         for name, title in {**plots.PICTURES, plots.OVERLAP: "exchange beside compute"}.items()
         if (RESULTS / f"{name}.png").is_file()
     ]
@@ -174,17 +175,16 @@ def tables(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def write_readme() -> None:
+def write_documents() -> None:
     """Replaces what stands between the markers."""
-    text, results = README.read_text(), read_results(RESULTS)
-    for begin, end, made in (
-        (FIRST, LAST, steps_table(results)),
-        (BEGIN, END, tables(results)),
+    results = read_results(RESULTS)
+    for document, begin, end, made in (
+        (README, FIRST, LAST, steps_table(results)),
+        (PERFORMANCE, BEGIN, END, tables(results)),
     ):
-        text = replaced(text, begin, end, made)
-    README.write_text(text)
+        document.write_text(replaced(document.read_text(), begin, end, made))
 
 
 if __name__ == "__main__":
     plots.draw(read_results(RESULTS), RESULTS)
-    write_readme()
+    write_documents()

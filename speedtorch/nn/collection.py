@@ -310,8 +310,8 @@ class EmbeddingBagCollection(TableCollection):
             features: A keyed jagged tensor (torchrec's, or one with its methods keys(), values()
                 and offsets(), and weights_or_none() with is_weighted), or a dict of features. One
                 is a tensor `[samples]` with an id for each sample, a tensor `[samples, ids]` with a
-                bag in each row, or a tuple (ids, offsets `[samples + 1]`[, weights]). int32 or
-                int64, on either device. Features of no table are ignored.
+                bag in each row, or a tuple (ids, offsets) or (ids, offsets, weights) with offsets
+                `[samples + 1]`. int32 or int64, on either device. Features of no table are ignored.
 
         Returns:
             Has the methods of torchrec's KeyedTensor. Its values() are `[samples, columns of all

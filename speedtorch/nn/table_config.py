@@ -35,7 +35,7 @@ class EmbeddingConfig:
         feature_names: Features whose ids are rows of this table; by default one of its name.
         weight_init_max: The largest first value; by default sqrt(1 / num_embeddings).
         weight_init_min: The smallest; by default -sqrt(1 / num_embeddings).
-        init_fn: Gives first values instead, called as HostTable.init_ calls it.
+        init_fn: Gives first values instead, called as `HostTable.init_` calls it.
         group: Tables of one group, embedding_dim and data_type are one parameter.
     """
 

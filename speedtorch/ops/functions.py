@@ -174,7 +174,7 @@ def pinned_gather(
         plan: result of `plan_rows(index, table.shape[0])`, on the device of the result.
 
     Returns:
-        `out`, or a new tensor `[*index.shape, *table.shape[1:]]` on the device of `index`.
+        `out`, or a new tensor of that shape on the device of `index`.
 
     Raises:
         IndexError: an id is not in [0, rows); see `synchronize` for ids on a GPU.

@@ -26,9 +26,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips gradients, in place, by the norm of all of them: those of the rows of every rank, too.
 
-    As torch.nn.utils.clip_grad_norm_, which it equals where no rows are shared out. All ranks call
-    it; gradients of other parameters are taken to be the same on each, as DistributedDataParallel
-    makes them, or shared out by fully_shard.
+    As `torch.nn.utils.clip_grad_norm_`, which it equals where no rows are shared out. All ranks
+    call it; gradients of other parameters are taken to be the same on each, as
+    DistributedDataParallel makes them, or shared out by fully_shard.
 
     Args:
         parameters: Those whose gradients are clipped.

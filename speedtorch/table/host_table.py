@@ -417,11 +417,11 @@ class HostTable:
     ) -> _Self:
         """Runs any function of torch.nn.init, or one like it, on a field, or on some of its rows.
 
-        It is called as function(tensor, *args, **kwargs), on a stand-in of the field's shape and on
-        parts of it: it changes the tensor in place and does nothing else. Functions that need the
-        whole tensor at once (orthogonal_, eye_, dirac_, sparse_) run on a copy of the field. With
-        a `share` the rows get the values that they would have in a larger table. See the class for
-        the rest.
+        It is called as `function(tensor, *args, **kwargs)`, on a stand-in of the field's shape and
+        on parts of it: it changes the tensor in place and does nothing else. Functions that need
+        the whole tensor at once (`orthogonal_`, `eye_`, `dirac_`, `sparse_`) run on a copy of the
+        field. With a `share` the rows get the values that they would have in a larger table. See
+        the class for the rest.
 
         Raises:
             TypeError: `kwargs` holds a generator, or the seed is no int.

@@ -82,11 +82,11 @@ def test_a_target_is_met_on_its_own_side() -> None:
     assert not targets.Target("a time", 1.2, 1.15, False).met
 
 
-def test_the_readmes_tables_are_those_of_the_results() -> None:
-    text = report.README.read_text()
+def test_the_documents_tables_are_those_of_the_results() -> None:
     results = report.read_results(report.RESULTS)
-    assert between(text, report.BEGIN, report.END) == report.tables(results)
-    first = between(text, report.FIRST, report.LAST)
+    made = between(report.PERFORMANCE.read_text(), report.BEGIN, report.END)
+    assert made == report.tables(results)
+    first = between(report.README.read_text(), report.FIRST, report.LAST)
     assert first == report.steps_table(results)
     assert len(first.splitlines()) > 2  # a name of a figure that is none leaves its line out
 

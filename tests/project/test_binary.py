@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from readme import blocks
+from documents import ROOT, blocks
 from torch.utils.cpp_extension import include_paths, library_paths
 
 import speedtorch
@@ -85,9 +85,9 @@ def test_no_folder_of_the_building_machine_is_searched_for_libraries() -> None:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """README.md's C++ program, built against the installed libtorch."""
+    """The C++ program of docs/cpp.md, built against the installed libtorch."""
     folder = tmp_path_factory.mktemp("program")
-    (block,) = blocks("cpp")
+    (block,) = blocks(ROOT / "docs" / "cpp.md", "cpp")
     (folder / "gather.cpp").write_text(block.text)
     command: list[str | Path] = ["g++", "-std=c++20", "-O0", "-o", folder / "gather"]
     command.append(folder / "gather.cpp")

@@ -17,7 +17,8 @@ NAMED = re.compile(rf"(?<![\w<>/*.])[\w.]+(?:/[\w.]+)*(?:{ENDING}|/(?![\w<*]))")
 
 @pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/journeys.md"])
 def test_every_file_named_is_there(document: str) -> None:
-    named = set(NAMED.findall((ROOT / document).read_text()))
+    text = (ROOT / document).read_text().partition("## Map")[0]  # which has a test of its own
+    named = set(NAMED.findall(text))
     assert len(named) > 15
     missing = [
         name for name in named if not any((ROOT / at / name).exists() for at in ("", "speedtorch"))

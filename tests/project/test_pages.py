@@ -1,0 +1,113 @@
+"""The pages of docs/: examples run, links lead somewhere, and what is named is there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from documents import PAGES, README, ROOT, Block, blocks
+from warm_python import warm_python
+
+import speedtorch
+
+DOCS = ROOT / "docs"
+# Their examples have tests of their own, of what these print or save.
+TESTED_ALONE = {"collections", "layers", "ops", "several_gpus", "streams_and_threads"}
+EXAMPLES = [
+    block
+    for document in (README, *PAGES)
+    if document.stem not in TESTED_ALONE
+    for block in blocks(document, "python")
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", EXAMPLES, ids=str)
+def test_a_block_of_python_runs_by_itself(block: Block, tmp_path: Path) -> None:
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{block.text}"
+    done = subprocess.run(
+        [warm_python(), "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def anchors(document: Path) -> set[str]:
+    """Of the headings of a document, as they stand in links."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("document", [README, *PAGES], ids=lambda document: document.stem)
+def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
+    for target in (inline or below for inline, below in LINK.findall(document.read_text())):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = document.parent / path if path else document
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed = re.findall(r"^(\w+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == [page.stem for page in PAGES if page.stem != "index"]
+
+
+def test_the_api_page_has_every_public_name_once() -> None:
+    named = re.findall(r"^\.\. auto\w+:: speedtorch\.(\w+)$", (DOCS / "api.md").read_text(), re.M)
+    assert sorted(named) == sorted(speedtorch.__all__)
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    assert [name for name in speedtorch.__all__ if not getattr(speedtorch, name).__doc__] == []
+
+
+def test_every_file_of_the_map_is_there() -> None:
+    page = (DOCS / "journeys.md").read_text()
+    tree = page.partition("## Map")[2].partition("```\n")[2].partition("```")[0]
+    above = place = ROOT
+    named = set()
+    for line in tree.splitlines():
+        depth, (name, *told) = len(line) - len(line.lstrip()), line.split()
+        if depth > 2:  # more about the line before
+            told.insert(0, name)
+        else:
+            above = above if depth else ROOT / name
+            place = above / name if depth else above
+            assert place.exists(), name
+            named.add(place)
+        for file in re.findall(r"\b\w+\.py\b", " ".join(told)):
+            assert (place / file).exists(), f"{file} is not in {place}"
+    sources = [*(ROOT / "speedtorch").rglob("*.py"), *(ROOT / "csrc").rglob("*.*")]
+    assert {file.parent for file in sources} <= named
+
+
+def test_every_function_of_the_ops_block_has_the_signature_shown() -> None:
+    page = (DOCS / "ops.md").read_text()
+    block = page.partition("## Contracts")[2].partition("```\n")[2].partition("```")[0]
+    assert block.count("\n") > 5
+    for line in block.splitlines():
+        name, _, rest = line.partition("(")
+        arguments = re.findall(r"(\w+)(?:=[^,)]*)?(?=[,)])", rest.partition(" ->")[0])
+        assert list(inspect.signature(getattr(speedtorch, name)).parameters) == arguments
+
+
+def test_every_error_message_that_is_explained_is_one() -> None:
+    sources = [
+        *(ROOT / "speedtorch").rglob("*.py"),
+        *(ROOT / "csrc").rglob("*.cpp"),
+        *(ROOT / "csrc").rglob("*.h"),
+    ]
+    # Messages stand in pieces, over several lines and with values between.
+    known = "".join(re.sub(r'"\s*f?"', "", file.read_text()) for file in sources)
+    page = (DOCS / "troubleshooting.md").read_text().partition("## Building")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) >= 25
+    for message in messages:
+        pieces = [piece.strip(" :,'") for piece in message.split("…")]
+        assert [piece for piece in pieces if piece not in known] == [], message
