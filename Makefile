@@ -89,7 +89,7 @@ bench: setup ## on a GPU: benchmarks/results/, and the tables of README.md and d
 	$(PY) -m benchmarks $(ARGS)
 
 docs: setup ## build/docs: the pages of docs/ as HTML; a warning is an error
-	@$(PY) -c "import furo, myst_parser, sphinx" 2>/dev/null || $(PY) -m pip install -e '.[docs]' --no-build-isolation
+	@$(PY) -c "import furo, myst_parser, sphinx" 2>/dev/null || $(PY) -m pip install --no-build-isolation -C editable_mode=compat -e '.[docs]'
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)
 
 clean: ## what was built and cached; .venv and .venv-clients stay
@@ -102,7 +102,7 @@ $(VENV)/.speedtorch-installed: pyproject.toml
 	    $(PYTHON) -m venv $$own $(VENV)
 	$(PY) -m pip install 'setuptools>=77' wheel ninja numpy
 	@$(PY) $(HAS_TORCH) 2>/dev/null || $(PY) -m pip install '$(TORCH)'
-	$(PY) -m pip install --no-build-isolation -e '.[demo,test,lint]'
+	$(PY) -m pip install --no-build-isolation -C editable_mode=compat -e '.[demo,test,lint]'
 	touch $@
 
 $(CLIENTS)/.installed: pyproject.toml Makefile

@@ -1,10 +1,30 @@
 """Train on rows that live in host memory: tables larger than the GPU, at the speed of its link."""
 
-from speedtorch import legacy, ops
 from speedtorch.info import info
 from speedtorch.layers.host_init import host_init
 from speedtorch.layers.swapper import Swapper
-from speedtorch.legacy import *  # noqa: F403
+from speedtorch.legacy import (
+    COM,
+    COMMM,
+    CPUPytorchCOM,
+    CPUPytorchDataGadget,
+    CPUPytorchModelFactory,
+    CPUPytorchOptimizerFactory,
+    DataGadget,
+    DataGadgetMM,
+    GPUPytorchCOM,
+    GPUPytorchDataGadget,
+    GPUPytorchModelFactory,
+    GPUPytorchOptimizerFactory,
+    ModelFactory,
+    ModelFactoryMM,
+    OptimizerFactory,
+    OptimizerFactoryMM,
+    PytorchCOM,
+    PytorchDataGadget,
+    PytorchModelFactory,
+    PytorchOptimizerFactory,
+)
 from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
 from speedtorch.memory.calibration import calibrate, load_costs_with_first_gpu
 from speedtorch.memory.cost_model import explain, get_num_sms, set_num_sms
@@ -14,7 +34,17 @@ from speedtorch.nn.embedding_bag import EmbeddingBag
 from speedtorch.nn.graphed import graphed
 from speedtorch.nn.prefetch import prefetch
 from speedtorch.nn.table_config import EmbeddingBagConfig, EmbeddingConfig
-from speedtorch.ops import *  # noqa: F403
+from speedtorch.ops import (
+    optimizer_state_swap,
+    pinned_copy,
+    pinned_gather,
+    pinned_scatter,
+    plan_rows,
+    pool_rows,
+    sum_rows,
+    synchronize,
+    table_ids,
+)
 from speedtorch.optim.attach import attach, detach
 from speedtorch.parallel.clip import clip_grad_norm_
 from speedtorch.parallel.full_state_dict import full_state_dict
@@ -25,36 +55,63 @@ from speedtorch.table import HostTable
 from speedtorch.version import __version__ as __version__
 
 __all__ = [
+    "COM",
+    "COMMM",
+    "CPUPytorchCOM",
+    "CPUPytorchDataGadget",
+    "CPUPytorchModelFactory",
+    "CPUPytorchOptimizerFactory",
+    "DataGadget",
+    "DataGadgetMM",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "GPUPytorchCOM",
+    "GPUPytorchDataGadget",
+    "GPUPytorchModelFactory",
+    "GPUPytorchOptimizerFactory",
     "GradScaler",
     "HostTable",
+    "ModelFactory",
+    "ModelFactoryMM",
+    "OptimizerFactory",
+    "OptimizerFactoryMM",
+    "PytorchCOM",
+    "PytorchDataGadget",
+    "PytorchModelFactory",
+    "PytorchOptimizerFactory",
     "Swapper",
     "attach",
     "calibrate",
     "clip_grad_norm_",
     "detach",
+    "empty",
     "explain",
     "full_state_dict",
     "get_num_sms",
     "graphed",
-    "empty",
     "host_init",
     "info",
     "memory_kind",
     "memory_stats",
+    "optimizer_state_swap",
     "pin_memory_",
+    "pinned_copy",
+    "pinned_gather",
+    "pinned_scatter",
+    "plan_rows",
+    "pool_rows",
     "prefetch",
     "row_parameters",
     "set_num_sms",
     "shard",
+    "sum_rows",
+    "synchronize",
+    "table_ids",
     "unpin_memory_",
-    *legacy.__all__,
-    *ops.__all__,
 ]
 
 load_costs_with_first_gpu()

@@ -1,28 +1,33 @@
-"""The command line: `python -m speedtorch info` and `python -m speedtorch demo NAME`."""
+"""The command line: `speedtorch info`, `calibrate` and `demo NAME`, or `python -m speedtorch`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 from collections.abc import Sequence
 
 from speedtorch.info import info
+from speedtorch.memory.calibration import calibrate
+from speedtorch.version import __version__
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command: what follows `python -m speedtorch`, by default in this process.
+    """Runs a command: what follows `speedtorch`, by default in this process.
 
     Returns:
-        The exit status: 0, 1 if a comparison found a difference, 2 for a wrong use and where the
-        demonstrations are missing, 130 after Ctrl-C.
+        The exit status: 0, 1 if a comparison found a difference or there is nothing to calibrate, 2
+        for a wrong use and where the demonstrations are missing, 130 after Ctrl-C.
     """
-    parser = argparse.ArgumentParser("python -m speedtorch", description=__doc__)
+    parser = argparse.ArgumentParser("speedtorch", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"speedtorch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     about = commands.add_parser("info", help="versions, what was built, GPUs, links, host, memory")
     about.add_argument("--json", action="store_true", help="for programs: a JSON object, in bytes")
+    commands.add_parser("calibrate", help="measures what moving a row takes here, and keeps it")
     found = importlib.util.find_spec("speedtorch.demo") is not None
     demo = commands.add_parser("demo", help="see it work", add_help=found)
     if found:
@@ -42,7 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if chosen.command == "demo":
         return run_demo(chosen)
+    if chosen.command == "calibrate":
+        return _calibrate()
     print(info().as_json() if chosen.json else info())
+    return 0
+
+
+def _calibrate() -> int:
+    try:
+        figures = calibrate()
+    except RuntimeError as error:
+        print(f"speedtorch: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(figures, indent=1))
     return 0
 
 

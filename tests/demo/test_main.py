@@ -12,6 +12,7 @@ import pytest
 import torch
 from warm_python import warm_python
 
+import speedtorch
 from speedtorch import __main__ as command
 from speedtorch.__main__ import main
 from speedtorch.demo import glove_run, word2vec
@@ -46,10 +47,32 @@ def test_info_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> No
     assert told["host"]["memory_bytes"] > 1 << 20
 
 
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"speedtorch {speedtorch.__version__}\n"
+
+
+def test_calibrate_prints_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "calibrate", lambda: {"gpu": "one", "costs": [1.5]})
+    assert main(["calibrate"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"gpu": "one", "costs": [1.5]}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_calibrate_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate"]) == 1
+    assert "there is no GPU to measure" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["--version"], "speedtorch"),
         (["info"], "kernels"),
         (["info", "--json"], '"gpus": ['),
         (["--help"], "demo"),
@@ -57,7 +80,7 @@ def test_info_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> No
         (["demo", "word2vec", "--help"], "--optimizer"),
         (["demo", "glove", "--help"], "--x-max"),
     ],
-    ids=["info", "json", "help", "demos_help", "word2vec_help", "glove_help"],
+    ids=["version", "info", "json", "help", "demos_help", "word2vec_help", "glove_help"],
 )
 def test_the_module_runs_as_a_command(arguments: list[str], expected: str) -> None:
     line = [warm_python(), "-m", "speedtorch", *arguments]

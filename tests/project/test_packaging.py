@@ -177,3 +177,16 @@ def test_info_says_which_kernels_were_built(
     else:
         assert kernels.startswith("CPU") and not kernels.startswith("CPU and")
     assert any(line.split(maxsplit=1) == ["kernels", kernels] for line in table)
+
+
+def test_a_type_checker_knows_every_public_name_of_the_wheel(
+    installed: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("mypy")
+    names = "".join(f"speedtorch.{name}\n" for name in speedtorch.__all__)
+    (tmp_path / "names.py").write_text(f"import speedtorch\n{names}speedtorch.no_such_name\n")
+    check = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed]
+    done = run(*check, "names.py", cwd=tmp_path)
+    last = f"names.py:{len(speedtorch.__all__) + 2}: error: Module has no attribute"
+    assert done.stdout.startswith(last), done.stdout
+    assert "Found 1 error in 1 file" in done.stdout
