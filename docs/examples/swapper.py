@@ -1,0 +1,77 @@
+"""A model that is larger than its memory budget: layers come to the device while they are used.
+
+A residual network of 24 blocks with AdamW. Its units may take a quarter of what the model, its
+gradients and its state take; `auto(step=True)` steps each block in the backward pass.
+
+    python swapper.py
+    python swapper.py --plain  # all of it on the device, the same numbers
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+import speedtorch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Block(nn.Module):
+    """Two linear layers beside their input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[samples, width]` to the same."""
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def built(width: int, blocks: int) -> tuple[nn.Sequential, nn.Linear]:
+    """The blocks, and what is no unit, in host memory."""
+    torch.manual_seed(0)
+    with speedtorch.host_init():
+        return nn.Sequential(*(Block(width) for _ in range(blocks))), nn.Linear(width, 1)
+
+
+def main(arguments: list[str] | None = None) -> list[float]:
+    """Trains; gives the losses."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--plain", action="store_true", help="all of the model on the device")
+    chosen = parser.parse_args(arguments)
+    model, head = built(chosen.width, chosen.blocks)
+    head.to(DEVICE)
+    if chosen.plain:
+        model.to(DEVICE)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
+    swapper = None
+    if not chosen.plain:
+        weights = sum(each.nbytes for each in model.parameters())
+        swapper = speedtorch.Swapper(model, optimizer, device=DEVICE, budget=weights)
+        swapper.auto(step=True)
+    random, losses = torch.Generator().manual_seed(1), []
+    for step in range(chosen.steps):
+        x = torch.randn(64, chosen.width, generator=random).to(DEVICE)
+        loss = (head(model(x)).squeeze(1) - x.sum(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if not step % 5:
+            print(f"step {step}: loss {losses[-1]:.3f}")
+    if swapper is not None:
+        print(swapper.report())
+        swapper.close()
+    return losses
+
+
+if __name__ == "__main__":
+    main()
