@@ -36,6 +36,7 @@ def test_every_make_target_that_contributors_are_told_is_one() -> None:
     for document, some in {
         "CONTRIBUTING.md": {"check", "test", "nightly"},
         ".github/workflows/ci.yml": {"check", "test"},
+        ".github/workflows/docs.yml": {"docs"},
         ".github/workflows/nightly.yml": {"nightly"},
     }.items():
         named = set(re.findall(r"\bmake ([a-z]+)", (ROOT / document).read_text()))
