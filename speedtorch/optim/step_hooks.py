@@ -45,6 +45,8 @@ class OptimizerStep:
         self.paused = False
         self.is_idle = False
         self._rows = rows
+        # The frame may be the last to keep a weight alive, and is cleared before rows are shown.
+        self._weights = [weakref.ref(each.parameter) for each in rows]
         self._frame: FrameType | None = frame
         self._thread = threading.get_ident()
         self._lent: Callable[[], object] = lambda: None
@@ -131,8 +133,10 @@ class OptimizerStep:
 
     def show(self) -> None:
         """See OptimizerCall."""
-        for rows in self._rows:
-            show_rows(rows.parameter, rows)
+        # Of no rows once it has been left.
+        for rows, weight in zip(self._rows, self._weights, strict=False):
+            if (parameter := weight()) is not None:
+                show_rows(parameter, rows)
 
 
 class _Steps(threading.local):

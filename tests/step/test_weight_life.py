@@ -240,3 +240,44 @@ def test_a_weight_in_a_cycle_brings_its_rows_to_the_table_when_that_is_collected
     del cycle
     gc.collect()
     assert_same_bytes(view, after(1))
+
+
+# A step's frame keeps those of its callers, and what these have: they get the module in a list.
+def not_attached(held: list[Any]) -> None:
+    with pytest.raises(RuntimeError, match="call speedtorch.attach"):
+        optim.Adam(held[0].parameters()).step()
+
+
+def left_half_looked_up(held: list[Any]) -> None:
+    optimizer = optim.SGD(held[0].parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    ids = [torch.tensor([each], device=held[0].weight.device) for each in (2, 5)]
+    held[0].announce(*ids)
+    held[0](ids[0]).sum().backward()
+    with pytest.raises(RuntimeError, match="nothing was stepped"):
+        optimizer.step()
+
+
+def left_by_an_exception(held: list[Any]) -> None:
+    def closure() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optim.SGD(held[0].parameters(), lr=0.1).step(closure)
+
+
+@pytest.mark.parametrize(
+    "refused", [not_attached, left_half_looked_up, left_by_an_exception], ids=lambda f: f.__name__
+)
+def test_a_step_that_failed_disturbs_no_other_model_once_its_own_is_gone(
+    device: str, refused: Callable[[Any], None]
+) -> None:
+    held = [speedtorch.Embedding(ROWS, WIDTH, device=device)]
+    held[0](IDS.to(device)).sum().backward()
+    refused(held)
+    gone = weakref.ref(held.pop())
+    other = trained(speedtorch.Embedding, device)  # its step ends the one before
+    gc.collect()
+    assert gone() is None
+    assert_same_bytes(other.state_dict()["weight"].cpu(), after(1))
