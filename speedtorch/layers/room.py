@@ -54,9 +54,6 @@ class Need(NamedTuple):
     gradients: bool
 
 
-_NOTHING = Need(state=False, gradients=False)
-
-
 class Calls(Protocol):
     """Knows the calls of units, while these come by themselves."""
 
@@ -161,7 +158,7 @@ class Room:
         """Of units that are not in use."""
         self._others: dict[Unit, int] = {}
         """Bytes that came to a unit on the device, and in a use those that are to come."""
-        self._last_needs: dict[Unit, Need] = {}
+        self._last_needs: weakref.WeakKeyDictionary[Unit, Need] = weakref.WeakKeyDictionary()
         """Of the last uses that ended, which uses to come are expected to have."""
         self._calls: Calls | None = None
         self._turns: dict[Unit, int] = {}
@@ -195,17 +192,17 @@ class Room:
         return use
 
     def fill_use(self, use: Use) -> None:
-        """Brings its units, and begins to bring the state of those that were stepped last time."""
+        """Brings its units."""
         for unit in use.units:
             self._enter(unit, state=use.state)
-        if self._calls is None and not use.state:
-            stepped = [unit for unit in use.units if self._expected(unit).state]
-            if any(unit.missing_bytes(state=True) for unit in stepped):
-                self._wanted = {**dict.fromkeys(stepped, True), **self._wanted}
-                self.advance()
 
-    def _expected(self, unit: Unit) -> Need:
-        return self._last_needs.get(unit, _NOTHING) if self._calls is None else _NOTHING
+    def _to_come(self, unit: Unit, need: Need) -> int:
+        """Bytes that a unit in use will need, as in its last use, beside those that are counted."""
+        last = self._last_needs.get(unit)
+        if last is None or self._calls is not None:  # where units come by themselves they are known
+            return 0
+        count = unit.missing_gradients() if last.gradients and not need.gradients else 0
+        return count + (unit.missing_bytes(state=True) if last.state and not need.state else 0)
 
     def expect_gradients(self, unit: Unit) -> None:
         """Makes room for the gradients that a backward is about to make of a unit.
@@ -342,13 +339,8 @@ class Room:
             return
         spare = 0
         if self._budget is not None:
-            # What comes now would leave again, unused, for gradients that a backward makes later.
-            needs = self._needs().items()
-            spare = sum(
-                unit.missing_gradients()
-                for unit, need in needs
-                if self._expected(unit).gradients and not need.gradients
-            )
+            # What comes now would leave again, unused, for what units in use need later.
+            spare = sum(self._to_come(unit, need) for unit, need in self._needs().items())
             free, order = self._budget - self.taken() - spare, self._candidates()
             missing = {
                 unit: count
@@ -537,8 +529,8 @@ class Room:
         """Forgets all units, which have left."""
         self._going.clear()
         self._awaited.clear()
-        kept = (self._there, self._wanted, self._left, self._others, self._turns, self._last_needs)
-        for known in kept:
+        self._last_needs.clear()
+        for known in (self._there, self._wanted, self._left, self._others, self._turns):
             known.clear()
 
     def send_home(self, unit: Unit) -> int:

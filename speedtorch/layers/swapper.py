@@ -108,8 +108,6 @@ class Swapper:
     def use(self, *modules: nn.Module) -> Iterator[None]:
         """Brings units to the device, where they stay within.
 
-        The optimizer's state follows without waiting if they were stepped in their last use.
-
         Args:
             *modules: of the units, or modules that have units within.
 

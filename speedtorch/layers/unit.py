@@ -305,8 +305,6 @@ class Unit:
         self._tracker = AccessTracker(self)
         self.has_views = False
         self.made_state_bytes = 0
-        self._counted: tuple[int, int] | None = None
-        """What other_bytes() has counted of the tensors of now: after how many uses, and bytes."""
         self._streams: set[torch.cuda.Stream] = set()
         """Streams that the module ran on, and its tensors were used on, since join_streams()."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -404,7 +402,7 @@ class Unit:
 
     @_untracked
     def _come(self, call: Callable[[Pack, Members], int], *, state: bool) -> int:
-        self._begin_move()
+        self._tracker.stop()
         self._averaging.note()
         if not self.device_bytes:  # all is on the host, and all is copied
             self.was_stepped = self._is_state_new = False
@@ -425,10 +423,6 @@ class Unit:
             self.track()
             raise
         return copied
-
-    def _begin_move(self) -> None:
-        self._tracker.stop()
-        self._counted = None
 
     @_untracked
     def write_back(self, after: torch.cuda.Event | None = None) -> int:
@@ -477,7 +471,7 @@ class Unit:
                 the unit is where it was.
             MemoryError: the host has too little for what came to it since, which is where it was.
         """
-        self._begin_move()
+        self._tracker.stop()
         self._averaging.note()
         if after is None:
             self._join_streams()
@@ -498,7 +492,7 @@ class Unit:
 
         The unit can be used, and not be stepped.
         """
-        self._begin_move()
+        self._tracker.stop()
         if after is None:
             self._join_streams()
         pack, members = self._parts()[0]
@@ -514,7 +508,6 @@ class Unit:
             after: as of write_back().
         """
         if self._gradients.device_bytes and not self._found.gradients:
-            self._counted = None
             if after is None:
                 self._join_streams()
             pack, members = self._parts()[1]
@@ -561,12 +554,8 @@ class Unit:
     def other_bytes(self) -> int:
         """Bytes of gradients and state that came to it on the device since it was loaded."""
         (pack, members), *others = self._parts()
-        if self._counted is not None and self._counted[0] == self._uses:
-            return self._counted[1]
         self.made_state_bytes = pack.other_bytes(members)
-        count = self.made_state_bytes + sum(each.other_bytes(some) for each, some in others)
-        self._counted = self._uses, count
-        return count
+        return self.made_state_bytes + sum(each.other_bytes(some) for each, some in others)
 
     @_untracked
     def missing_gradients(self) -> int:
@@ -816,7 +805,6 @@ class Unit:
     def _found(self) -> Roster:
         """Its tensors as they are now."""
         if self._roster is None or not self._roster.is_current():
-            self._counted = None
             self._roster = Roster(self.module, self.optimizers, self._is_of_state)
             for tensor in self._roster.own.values():
                 _owners[tensor] = weakref.ref(self)

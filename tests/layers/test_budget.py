@@ -125,29 +125,50 @@ def test_what_comes_ahead_stays_until_it_is_used(room: float, device: str) -> No
     assert after.misses - before.misses <= count * 2 * 0.05
 
 
-def test_state_comes_while_a_unit_is_used_that_was_stepped_in_its_last_use(device: str) -> None:
+def test_weights_that_were_replaced_in_a_use_count() -> None:
+    model = layers(4)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    swapper = Swapper(model, optimizer, device="cpu", budget=int(4.5 * UNIT))
+    units = list(swapper._units.values())
+    x = torch.randn(4, WIDTH)
+    with swapper.use(model[0]):
+        for _ in range(2):  # the gradients stay the same tensors
+            model[0](x).sum().backward()
+        own = list(model[0].parameters())
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(own).detach() * 2, own)
+    for each in (1, 2):
+        with swapper.use(model[each]):
+            model[each](x)
+    there = [each for each in units if each.device_bytes]
+    others = [
+        tensor.nbytes
+        for each in there
+        for weight in each.module.parameters()
+        for tensor in (weight, weight.grad)
+        if tensor is not None
+        and not each._own.shares(tensor)
+        and not each._gradients.shares(tensor)
+    ]
+    assert sum(each.device_bytes for each in there) + sum(others) <= 4.5 * UNIT
+
+
+def test_what_was_evicted_comes_for_a_use_or_a_prefetch_alone() -> None:
     model = layers(3)
     optimizer = optim.AdamW(model.parameters(), fused=True)
-    swapper = Swapper(model, optimizer, device=device, budget=5 * UNIT)
-    x = torch.randn(4, WIDTH, device=device)
-
-    def used(*, steps: bool) -> int:
-        """Trains or evaluates one unit after another; the bytes of state that came in `use`."""
-        came = 0
-        for each in model:
-            with swapper.use(each):
-                came += swapper.report().resident_bytes - UNIT
-                if steps:
-                    each(x).square().mean().backward()
-                    swapper.step()
-            optimizer.zero_grad()
-            swapper.evict(each)
-        return came
-
-    assert used(steps=True) == 0
-    assert used(steps=True) > 5 * UNIT
-    assert used(steps=False) > 5 * UNIT
-    assert used(steps=False) == 0
+    swapper = Swapper(model, optimizer, device="cpu", budget=int(4.3 * (UNIT + 2048)))
+    x = torch.randn(4, WIDTH)
+    for each in model[:2]:
+        with swapper.use(each):
+            each(x).square().mean().backward()
+            swapper.step()
+        optimizer.zero_grad()
+    swapper.evict()
+    with torch.no_grad(), swapper.use(model[0], model[1]):
+        model[1](model[0](x))
+    swapper.evict()
+    with torch.no_grad(), swapper.use(model[2]):
+        model[2](x)
+    assert swapper.report().resident == ("2",)
 
 
 def test_gradients_that_were_dropped_and_state_make_room_for_units_in_use() -> None:

@@ -178,6 +178,35 @@ def test_changes_of_data_outside_of_a_use_are_kept(where: str) -> None:
     assert torch.equal(training.weight, wanted)
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["one use", "a use within a use"])
+@pytest.mark.parametrize("is_evicted", [False, True], ids=["there", "evicted"])
+def test_state_that_is_changed_in_a_use_is_stepped_with(is_evicted: bool, nested: bool) -> None:
+    torch.manual_seed(0)
+    within, plain = nn.ModuleList([nn.Linear(WIDTH, WIDTH)]), nn.Linear(WIDTH, WIDTH)
+    plain.load_state_dict(within[0].state_dict())
+    optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (within, plain)]
+    swapper = Swapper(within, optimizers[0], device="cpu")
+    for step in range(3):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
+        with swapper.use(within[0]), swapper.use(within[0]) if nested else nullcontext():
+            pass
+        with swapper.use(within[0]):
+            if nested:
+                with swapper.use(within[0]):
+                    pass
+            assert [type(each) for each in within[0].parameters()] == [nn.Parameter] * 2
+            for model, optimizer in zip((within, plain), optimizers, strict=True):
+                for each in model.parameters() if step else ():
+                    optimizer.state[each]["momentum_buffer"].data.mul_(0.5)
+                (within[0] if model is within else plain)(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if is_evicted:
+            swapper.evict()
+    for one, other in zip(within.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_reads_no_elements_is_no_access() -> None:
     training = Training()
     weight = training.weight
