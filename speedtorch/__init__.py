@@ -3,26 +3,26 @@
 from speedtorch.info import info
 from speedtorch.layers.host_init import host_init
 from speedtorch.layers.swapper import Swapper
-from speedtorch.legacy import (
-    COM,
-    COMMM,
-    CPUPytorchCOM,
+from speedtorch.legacy.com import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
+from speedtorch.legacy.data_gadget import (
     CPUPytorchDataGadget,
-    CPUPytorchModelFactory,
-    CPUPytorchOptimizerFactory,
     DataGadget,
     DataGadgetMM,
-    GPUPytorchCOM,
     GPUPytorchDataGadget,
+    PytorchDataGadget,
+)
+from speedtorch.legacy.model_factory import (
+    CPUPytorchModelFactory,
     GPUPytorchModelFactory,
-    GPUPytorchOptimizerFactory,
     ModelFactory,
     ModelFactoryMM,
+    PytorchModelFactory,
+)
+from speedtorch.legacy.optimizer_factory import (
+    CPUPytorchOptimizerFactory,
+    GPUPytorchOptimizerFactory,
     OptimizerFactory,
     OptimizerFactoryMM,
-    PytorchCOM,
-    PytorchDataGadget,
-    PytorchModelFactory,
     PytorchOptimizerFactory,
 )
 from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
@@ -34,7 +34,7 @@ from speedtorch.nn.embedding_bag import EmbeddingBag
 from speedtorch.nn.graphed import graphed
 from speedtorch.nn.prefetch import prefetch
 from speedtorch.nn.table_config import EmbeddingBagConfig, EmbeddingConfig
-from speedtorch.ops import (
+from speedtorch.ops.functions import (
     optimizer_state_swap,
     pinned_copy,
     pinned_gather,
@@ -54,6 +54,7 @@ from speedtorch.parallel.shard import shard
 from speedtorch.table import HostTable
 from speedtorch.version import __version__ as __version__
 
+# Written out, as type checkers read it.
 __all__ = [
     "COM",
     "COMMM",

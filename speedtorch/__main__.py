@@ -19,8 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command: what follows `speedtorch`, by default in this process.
 
     Returns:
-        The exit status: 0, 1 if a comparison found a difference or there is nothing to calibrate, 2
-        for a wrong use and where the demonstrations are missing, 130 after Ctrl-C.
+        The exit status: 0, 1 if a comparison found a difference or this machine cannot be measured,
+        2 for a wrong use and where the demonstrations are missing, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser("speedtorch", description=__doc__)
     parser.add_argument("--version", action="version", version=f"speedtorch {__version__}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import speedtorch
+from speedtorch import legacy, ops
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +50,10 @@ def test_import_and_a_lookup_load_nothing_that_torch_would_not() -> None:
     assert [name for name in loaded if name.startswith(heavy)] == []
     # Demonstrations, profilers and pictures are for who asks for them.
     assert {"cProfile", "matplotlib", "speedtorch.__main__"} & set(loaded) == set()
+
+
+def test_every_op_and_every_class_of_2019_is_a_public_name() -> None:
+    assert {*ops.__all__, *legacy.__all__} <= set(speedtorch.__all__)
 
 
 HOMELESS = """
