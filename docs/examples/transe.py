@@ -5,7 +5,7 @@ is near tail. One triple in ten is kept for the test. With --file a graph of you
 line for each triple, head, relation and tail with tabs between.
 
     python transe.py
-    python transe.py --plain  # the same numbers, with torch alone
+    python transe.py --plain  # the same numbers on the CPU, with torch alone
 """
 
 from __future__ import annotations

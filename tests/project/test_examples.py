@@ -48,7 +48,11 @@ def test_transe_trains_as_torch_alone_and_finds_tails(tmp_path: Path) -> None:
     (hits, rows), (plain_hits, plain_rows) = (
         example("transe").main(["--epochs", "15", *more]) for more in ([], ["--plain"])
     )
-    assert hits == plain_hits and torch.equal(rows, plain_rows)
+    if torch.cuda.is_available():  # adds up the gradients of two lookups in another order
+        assert abs(hits - plain_hits) < 0.02
+        torch.testing.assert_close(rows, plain_rows, rtol=1e-3, atol=1e-3)
+    else:
+        assert hits == plain_hits and torch.equal(rows, plain_rows)
     assert hits > 0.2  # 0.017 by chance
     (tmp_path / "wrong.tsv").write_text("a\tb\tc\na b c\n")
     with pytest.raises(SystemExit, match="line 2 has no three columns"):
