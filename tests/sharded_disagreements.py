@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import speedtorch
 from speedtorch.nn.row_module import RowModule
+from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.shard import shard
 
 SOON = 5.0  # seconds
@@ -307,6 +309,17 @@ CALLS: dict[str, tuple[Callable[[Pair], None], str, str]] = {
 
 def check_other_calls(capacity: int | None) -> None:
     """Whatever one rank does otherwise raises on all, which name both; then they go on."""
+    assert Ranks.of().meets_beside_the_device
+    check_each_other_call(capacity)
+
+
+def check_other_calls_on_machines(capacity: int | None) -> None:
+    """The same of ranks that share no memory."""
+    with patch.object(Ranks.of(), "_board", None):
+        check_each_other_call(capacity)
+
+
+def check_each_other_call(capacity: int | None) -> None:
     for name, (differ, first, odd) in CALLS.items():
         pair = Pair(capacity)
         time.sleep(0.1 * is_odd())  # the others wait for it
@@ -322,7 +335,7 @@ def check_other_calls(capacity: int | None) -> None:
 
 def check_late_calls() -> None:
     """Rows of a capacity that are stepped before the error is known are as before the step."""
-    with raised_late():
+    with raised_late(), patch.object(Ranks.of(), "_board", None):
         for flushes in (False, True):
             pair = Pair(ROWS)
             backwards_in_another_order(pair)

@@ -40,7 +40,7 @@ class Agreement:
     def meet(self, call: Call) -> Tensor | None:
         """As Questions.meet."""
         name, device = self._exchange.name, self._exchange.device
-        if raises_at_once(device):
+        if raises_at_once(device) or self._ranks.meets_beside_the_device:
             self._ranks.meet(name, call, device)
             return None
         codes = self._ranks.calls(name, call, device)

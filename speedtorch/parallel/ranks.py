@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from speedtorch.ops.planned_batch import Numbers
+from speedtorch.parallel.board import Board
 from speedtorch.parallel.calls import Call, Kind, differing
 from speedtorch.step.side_stream import SideStream
 from speedtorch.torch_internals import group_like, timeout_of
@@ -63,6 +64,7 @@ class Ranks:
         self._meeting = SideStream("meeting")
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
         self.members = frozenset(dist.get_process_group_ranks(group))
+        self._board = Board.of_machine(self.rank, self.size, self.agreed, self.every)
         # NCCL ends the process when the time is over, and does not know who waits.
         self._patience = 0.9 * timeout_of(group).total_seconds()
 
@@ -77,6 +79,11 @@ class Ranks:
         if group not in _ranks:
             _ranks[group] = cls(group)
         return _ranks[group]
+
+    @property
+    def meets_beside_the_device(self) -> bool:
+        """Whether meet() waits for the other ranks alone, and not for the device."""
+        return self._board is not None
 
     @property
     def name(self) -> str:
@@ -103,7 +110,10 @@ class Ranks:
             table: number of the table: the same on all ranks.
             counts: `[size]` int64, on the device of the rows; -1 each where ids are bad.
         """
-        told = counts + (Call(Kind.COUNTS, table).code + 1)
+        call = Call(Kind.COUNTS, table)
+        if self._board is not None:
+            self.meet(name, call, counts.device)
+        told = counts + (call.code + 1)
         others = self._exchanged(name, told, group=self._asking)
         made = Told(name, Numbers(torch.cat([told, others])))
         if counts.is_cpu:  # they have come
@@ -135,6 +145,11 @@ class Ranks:
 
     def meet(self, name: str, call: Call, device: torch.device) -> None:
         """Waits until all ranks are at a call; raises DisagreementError on all if some are not."""
+        if self._board is not None:
+            if (every := self._board.meet(call.code, self._patience)) is None:
+                raise RuntimeError(_not_come(name, "they have ended, or stay away"))
+            self._refuse_if_differing(name, [Call.of(code)[0] for code in every])
+            return
         with self._meeting.after(device):  # beside what the device has to do before the exchange
             codes = Numbers(self.calls(name, call, device))
         self.refuse_if_differing(name, codes)

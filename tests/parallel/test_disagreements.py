@@ -8,6 +8,7 @@ from sharded_disagreements import (
     check_late_calls,
     check_meshes,
     check_other_calls,
+    check_other_calls_on_machines,
     check_other_models,
     check_replicas,
 )
@@ -29,6 +30,12 @@ def test_an_exchange_that_differs_is_named_before_a_row_changes(
     ranks: int, capacity: int | None
 ) -> None:
     in_processes(ranks, check_other_calls, capacity)
+
+
+@pytest.mark.dealt("capacity")
+@pytest.mark.parametrize("capacity", [None, 41], ids=["counted", "capacity"])
+def test_so_is_one_between_machines(capacity: int | None) -> None:
+    in_processes(2, check_other_calls_on_machines, capacity)
 
 
 def test_a_backward_that_differs_changes_no_row_where_errors_come_late() -> None:

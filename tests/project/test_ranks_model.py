@@ -22,6 +22,7 @@ from benchmarks.marked_text import between
 from benchmarks.ranks_model import MEASURED, Model, call_ms, sent
 from benchmarks.sections import spread, zipf_ids
 from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.shard import shard
 from speedtorch.table.row_blocks import rows_of_a_block
 
@@ -78,7 +79,7 @@ def test_no_owner_has_many_more_rows(exponent: float, apart: bool, ranks: int, m
 
 
 def sends_as_the_model_says(rows: int, columns: int, drawn: list[Tensor]) -> None:
-    """A step on each rank, whose collectives are seen."""
+    """A step on each rank, whose collectives are seen, as of ranks on machines of their own."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     module = speedtorch.Embedding(rows, columns)
     shard(module)
@@ -90,7 +91,8 @@ def sends_as_the_model_says(rows: int, columns: int, drawn: list[Tensor]) -> Non
         seen.append([count * given[:1].numel() * given.itemsize for count in counts])
         return all_to_all(out, given, got, parts, **others)
 
-    with mock.patch.object(dist, "all_to_all_single", see):
+    alone = mock.patch.object(Ranks.of(), "_board", None)
+    with alone, mock.patch.object(dist, "all_to_all_single", see):
         module(drawn[rank]).sum().backward()
         torch.optim.SGD(module.parameters(), lr=0.1).step()
     dealt = DealtRows.of(rows, ranks, rows_of_a_block((columns,)))

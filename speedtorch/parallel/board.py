@@ -1,0 +1,130 @@
+"""Board: shared memory in which the ranks of one machine write what they are about to do.
+
+A rank waits there for the other ranks alone and not for its GPU.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+__all__ = ["Board"]
+
+_TOKEN = 16
+_NUMBER = 8
+_SPIN = 5e-4
+_NAP = 5e-5
+_ALIVE = 0.5
+"""Seconds: of waiting without sleep, of each sleep after that, between looks at who has ended."""
+
+
+class Board:
+    """A page that ranks share, with a number of each rank.
+
+    A number carries which meeting it is of, modulo 4, and each rank has one place for even meetings
+    and one for odd ones: nobody writes over what another rank may still read, and each number is
+    one aligned word, which is written and read whole. A lock on a byte of the file for each rank
+    tells whether its process lives.
+
+    Args:
+        file: open for reading and writing; closed with this.
+        rank: this one.
+        size: how many there are.
+    """
+
+    def __init__(self, file: BinaryIO, rank: int, size: int) -> None:
+        self._file, self._rank, self._size = file, rank, size
+        self._memory = mmap.mmap(file.fileno(), _TOKEN + 2 * _NUMBER * size)
+        self._words = memoryview(self._memory).cast("q")[_TOKEN // _NUMBER :]
+        self._meetings = 0
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+
+    @classmethod
+    def of_machine(
+        cls, rank: int, size: int, agreed: Callable[[Any], Any], every: Callable[[Any], list[Any]]
+    ) -> Board | None:
+        """That of all ranks, each of which calls this; None if they share no memory of files.
+
+        Args:
+            rank: this one.
+            size: how many there are.
+            agreed: gives what the first rank says.
+            every: gives what each rank says.
+        """
+        token = secrets.token_bytes(_TOKEN)
+        with _new_file(token + bytes(2 * _NUMBER * size)) if rank == 0 else nullcontext("") as own:
+            path, token = agreed((own, token))
+            made = cls._opened(path, token, rank, size)
+            return made if all(every(made is not None)) else None
+
+    @classmethod
+    def _opened(cls, path: str, token: bytes, rank: int, size: int) -> Board | None:
+        """On a machine of its own a rank finds no such file, or one of another token."""
+        with suppress(OSError, ValueError):  # no such file, one of another size, or no locks
+            file = cast(BinaryIO, open(path, "r+b", buffering=0))  # noqa: SIM115
+            if file.read(_TOKEN) == token:
+                return cls(file, rank, size)
+        return None
+
+    def meet(self, number: int, seconds: float) -> list[int] | None:
+        """Waits for the number of each rank at this meeting, `size` of them.
+
+        Args:
+            number: of this rank, from 0 to 2 ** 61 - 1.
+            seconds: to wait at most.
+
+        Returns None if some have not come by then, or their processes have ended.
+        """
+        self._meetings += 1
+        turn, begin = self._meetings % 4, self._meetings % 2 * self._size
+        words, wanted = self._words, range(begin, begin + self._size)
+        words[begin + self._rank] = number << 2 | turn
+        start = looked = time.monotonic()
+        for place in wanted:
+            while words[place] & 3 != turn:
+                now = time.monotonic()
+                if now - start > seconds:
+                    return None
+                if now - looked > _ALIVE:
+                    looked = now
+                    # It may have come and ended since.
+                    if not self._lives(place - begin) and words[place] & 3 != turn:
+                        return None
+                time.sleep(0 if now - start < _SPIN else _NAP)
+        return [words[place] >> 2 for place in wanted]
+
+    def _lives(self, rank: int) -> bool:
+        if rank == self._rank:
+            return True
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return True
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+        return False
+
+
+@contextmanager
+def _new_file(content: bytes) -> Iterator[str]:
+    """The path of a file that only this user can open, in memory if there is a folder for that.
+
+    "": none can be made. What is written at once has its memory: a full file system is known here.
+    The file is closed before a rank opens it, as closing would release the locks of this process.
+    """
+    memory, path = Path("/dev/shm"), ""
+    with ExitStack() as undone:
+        with suppress(OSError):
+            file, made = tempfile.mkstemp("", "speedtorch-", memory if memory.is_dir() else None)
+            undone.callback(os.unlink, made)
+            with open(file, "wb") as opened:
+                opened.write(content)
+            path = made
+        yield path
