@@ -23,14 +23,14 @@ _NUMBER = 8
 _SPIN = 5e-4
 _NAP = 5e-5
 _ALIVE = 0.5
-"""Seconds: of waiting without sleep, of each sleep after that, between looks at who has ended."""
+"""Seconds: of waiting without sleep, of each sleep after that, between looks at processes."""
 
 
 class Board:
     """A page that ranks share, with a number of each rank.
 
     A number carries which meeting it is of, modulo 4, and each rank has one place for even meetings
-    and one for odd ones: nobody writes over what another rank may still read, and each number is
+    and one for odd ones: no number is overwritten while another rank may still read it, and each is
     one aligned word, which is written and read whole. A lock on a byte of the file for each rank
     tells whether its process lives.
 
@@ -44,7 +44,6 @@ class Board:
         self._file, self._rank, self._size = file, rank, size
         self._memory = mmap.mmap(file.fileno(), _TOKEN + 2 * _NUMBER * size)
         self._words = memoryview(self._memory).cast("q")[_TOKEN // _NUMBER :]
-        self._meetings = 0
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     @classmethod
@@ -83,10 +82,12 @@ class Board:
 
         Returns None if some have not come by then, or their processes have ended.
         """
-        self._meetings += 1
-        turn, begin = self._meetings % 4, self._meetings % 2 * self._size
-        words, wanted = self._words, range(begin, begin + self._size)
-        words[begin + self._rank] = number << 2 | turn
+        words, size = self._words, self._size
+        even, odd = words[self._rank] & 3, words[size + self._rank] & 3
+        turn = (even + 1 + (odd == (even + 1) % 4)) % 4  # after that of this rank's last word
+        begin = turn % 2 * size
+        wanted = range(begin, begin + size)
+        words[begin + self._rank] = number << 2 | turn  # an interrupt comes before or after it
         start = looked = time.monotonic()
         for place in wanted:
             while words[place] & 3 != turn:

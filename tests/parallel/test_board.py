@@ -1,4 +1,4 @@
-"""Ranks of one machine meet in memory of all of them, and find who has ended or stays away."""
+"""Ranks of one machine meet in shared memory, and find which of them has ended or is absent."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_each_gets_what_all_have_written() -> None:
     in_processes(3, check_meetings, 300)
 
 
-def test_who_is_late_is_waited_for_and_who_stays_away_is_not() -> None:
+def test_a_late_rank_is_waited_for_and_an_absent_one_is_not() -> None:
     in_processes(2, check_absence)
 
 
-def test_who_has_ended_is_not_waited_for() -> None:
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     in_processes(2, check_death)
 
 
