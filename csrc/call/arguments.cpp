@@ -50,9 +50,9 @@ constexpr size_t kMostDimensions = 64;  // of a torch tensor
 
 }  // namespace
 
-std::string Arguments::Piece::name() const { return name_of(*argument, at); }
+std::string Arguments::Extent::name() const { return name_of(*argument, at); }
 
-Arguments::Piece Arguments::piece_of(const Argument& argument, size_t at) const {
+Arguments::Extent Arguments::extent_of(const Argument& argument, size_t at) const {
   const Tensor& tensor = argument.first[at];
   const int64_t item = element_bytes(tensor);
   const auto sizes = tensor.sizes();
@@ -73,29 +73,29 @@ Arguments::Piece Arguments::piece_of(const Argument& argument, size_t at) const 
                std::to_string(storage_bytes) +
                " (freed or shrunk by untyped_storage().resize_()); give it its memory back");
   }
-  Piece piece{.argument = &argument,
-              .at = at,
-              .begin = static_cast<const char*>(tensor.data_ptr()),
-              .end = nullptr,
-              .run_bytes = item,
-              .step_bytes = 0};
-  piece.end = piece.begin + last + item;
+  Extent extent{.argument = &argument,
+                .at = at,
+                .begin = static_cast<const char*>(tensor.data_ptr()),
+                .end = nullptr,
+                .run_bytes = item,
+                .step_bytes = 0};
+  extent.end = extent.begin + last + item;
   // The dimensions that make up one run, from the smallest stride on; all others only step.
   std::sort(dims.begin(), dims.begin() + count,
             [](const Dimension& a, const Dimension& b) { return a.stride_bytes < b.stride_bytes; });
   for (size_t d = 0; d < count; ++d) {
-    if (piece.step_bytes == 0 && dims[d].stride_bytes <= piece.run_bytes) {
-      piece.run_bytes += (dims[d].size - 1) * dims[d].stride_bytes;
+    if (extent.step_bytes == 0 && dims[d].stride_bytes <= extent.run_bytes) {
+      extent.run_bytes += (dims[d].size - 1) * dims[d].stride_bytes;
     } else {
-      piece.step_bytes = std::gcd(piece.step_bytes, dims[d].stride_bytes);
+      extent.step_bytes = std::gcd(extent.step_bytes, dims[d].stride_bytes);
     }
   }
-  return piece;
+  return extent;
 }
 
 // Runs of two tensors begin apart by a constant plus multiples of their steps' greatest common
 // divisor: exact for fields of one record and for rows taken at regular distances.
-bool Arguments::share_a_byte(const Piece& a, const Piece& b) {
+bool Arguments::share_a_byte(const Extent& a, const Extent& b) {
   if (a.begin >= b.end || b.begin >= a.end) return false;
   const int64_t step = std::gcd(a.step_bytes, b.step_bytes);
   if (step == 0) return true;
@@ -107,21 +107,21 @@ Arguments::Arguments(const char* op, std::initializer_list<Argument> all) : op_(
   throw_pending();
   size_t tensors = 0;
   for (const Argument& argument : all_) tensors += argument.count;
-  pieces_.reserve(tensors);
+  extents_.reserve(tensors);
   for (const Argument& argument : all_) {
     for (size_t at = 0; at < argument.count; ++at) check_kind(op, argument, at);
   }
   for (const Argument& argument : all_) {
     for (size_t at = 0; at < argument.count; ++at) {
-      if (argument.first[at].numel() > 0) pieces_.push_back(piece_of(argument, at));
+      if (argument.first[at].numel() > 0) extents_.push_back(extent_of(argument, at));
     }
   }
 }
 
 void Arguments::check_memory() const {
-  for (const Piece& mine : pieces_) {
+  for (const Extent& mine : extents_) {
     if (!mine.argument->is_written) continue;
-    for (const Piece& other : pieces_) {
+    for (const Extent& other : extents_) {
       // Of two that are written the first is compared with the second.
       if (other.argument->is_written && &other <= &mine) continue;
       if (!share_a_byte(mine, other)) continue;
@@ -130,9 +130,9 @@ void Arguments::check_memory() const {
     }
   }
   if (!registry_has_rules()) return;
-  for (const Piece& piece : pieces_) {
-    if (!piece.tensor().is_cpu()) continue;
-    check_access(op_, [&] { return piece.name(); }, piece.begin, piece.argument->is_written);
+  for (const Extent& extent : extents_) {
+    if (!extent.tensor().is_cpu()) continue;
+    check_access(op_, [&] { return extent.name(); }, extent.begin, extent.argument->is_written);
   }
 }
 

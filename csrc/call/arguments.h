@@ -63,7 +63,7 @@ class Arguments {
  private:
   // Bytes that a tensor reaches: runs of `run_bytes` that begin at `begin` plus multiples of
   // `step_bytes` (0: one run).
-  struct Piece {
+  struct Extent {
     const Argument* argument;
     size_t at;
     const char* begin;
@@ -74,12 +74,12 @@ class Arguments {
     const Tensor& tensor() const { return argument->first[at]; }
     std::string name() const;
   };
-  Piece piece_of(const Argument& argument, size_t at) const;
-  static bool share_a_byte(const Piece& a, const Piece& b);
+  Extent extent_of(const Argument& argument, size_t at) const;
+  static bool share_a_byte(const Extent& a, const Extent& b);
 
   const char* op_;
   std::vector<Argument> all_;
-  std::vector<Piece> pieces_;  // of the tensors that have elements
+  std::vector<Extent> extents_;  // of the tensors that have elements
 };
 
 }  // namespace speedtorch

@@ -1,5 +1,5 @@
 // The kernel that moves rows one way by Hopper's bulk copies: the link's latency is covered by
-// shared memory instead of by threads, so that few multiprocessors saturate the link. `Moves` is
+// shared memory instead of by threads, so that few multiprocessors saturate the link. `RowMap` is
 // as in row_mover.cuh.
 #pragma once
 
@@ -60,59 +60,59 @@ __device__ __forceinline__ void wait_stores() {
 
 #endif
 
-// A piece of a row on its way; bytes == 0: nothing to move.
-struct Piece {
+// A chunk of a row on its way; bytes == 0: nothing to move.
+struct Chunk {
   const char* source;
   char* target;
   uint32_t bytes;
 };
 
-template <typename Moves>
-__device__ Piece piece_of(const Moves& moves, const Rows& from, const Rows& to,
-                          const BulkShape& shape, int64_t number, int64_t pieces) {
-  if (number >= pieces) return {nullptr, nullptr, 0};
-  const int64_t m = shape.pieces_per_row == 1 ? number : number / shape.pieces_per_row;
-  const int64_t row = moves.from(m, moves.planned());
+template <typename RowMap>
+__device__ Chunk chunk_of(const RowMap& map, const Rows& from, const Rows& to,
+                          const BulkShape& shape, int64_t number, int64_t chunks) {
+  if (number >= chunks) return {nullptr, nullptr, 0};
+  const int64_t m = shape.chunks_per_row == 1 ? number : number / shape.chunks_per_row;
+  const int64_t row = map.from(m, map.planned());
   if (row < 0) return {nullptr, nullptr, 0};
-  const int64_t begin = (number - m * shape.pieces_per_row) * shape.piece_bytes;
+  const int64_t begin = (number - m * shape.chunks_per_row) * shape.chunk_bytes;
   const int64_t left = to.row_bytes - begin;
   return {from.base + row * from.stride_bytes + begin,
-          to.base + moves.to(m, moves.planned()) * to.stride_bytes + begin,
-          static_cast<uint32_t>(left < shape.piece_bytes ? left : shape.piece_bytes)};
+          to.base + map.to(m, map.planned()) * to.stride_bytes + begin,
+          static_cast<uint32_t>(left < shape.chunk_bytes ? left : shape.chunk_bytes)};
 }
 
-// A warp owns kPiecesPerWarp pieces at a time, a lane one of them: all are loaded into shared
+// A warp owns kChunksPerWarp chunks at a time, a lane one of them: all are loaded into shared
 // memory, then stored. Each row crosses the link once. Addresses and lengths are multiples of 16.
 // (Rows that begin anywhere would need the 16-byte addresses around them; measured: 1.3 to 1.8
 // times as slow as threads are.)
-template <typename Moves>
+template <typename RowMap>
 __global__ void __launch_bounds__(kMostBulkWarps * 32)
-    bulk_move_rows_kernel(Moves moves, Rows from, Rows to, BulkShape shape, int64_t zero_rows) {
+    bulk_move_rows_kernel(RowMap map, Rows from, Rows to, BulkShape shape, int64_t zero_rows) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
-  if (moves.blocked()) return zero_instead<uint4>(moves, to, zero_rows);
+  if (map.blocked()) return zero_instead<uint4>(map, to, zero_rows);
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   uint64_t* barrier = reinterpret_cast<uint64_t*>(shared) + warp;
-  char* slot = shared + kBulkBarrierBytes + int64_t{threadIdx.x} * shape.piece_bytes;
+  char* slot = shared + kBulkBarrierBytes + int64_t{threadIdx.x} * shape.chunk_bytes;
   if (lane == 0) init_barrier(barrier);
   __syncwarp();
 
-  const int64_t pieces = moves.count() * shape.pieces_per_row;
+  const int64_t chunks = map.count() * shape.chunks_per_row;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + warp * 32;
-  Piece next = piece_of(moves, from, to, shape, first + lane, pieces);
+  Chunk next = chunk_of(map, from, to, shape, first + lane, chunks);
   uint32_t parity = 0;
-  for (int64_t base = first; base < pieces; base += stride) {
-    const Piece piece = next;
-    const uint32_t expected = __reduce_add_sync(~0u, piece.bytes);
+  for (int64_t base = first; base < chunks; base += stride) {
+    const Chunk chunk = next;
+    const uint32_t expected = __reduce_add_sync(~0u, chunk.bytes);
     if (lane == 0) expect_bytes(barrier, expected);
     __syncwarp();
-    if (piece.bytes > 0) bulk_load(slot, piece.source, piece.bytes, barrier);
-    next = piece_of(moves, from, to, shape, base + stride + lane, pieces);
+    if (chunk.bytes > 0) bulk_load(slot, chunk.source, chunk.bytes, barrier);
+    next = chunk_of(map, from, to, shape, base + stride + lane, chunks);
     wait_phase(barrier, parity);
     parity ^= 1;
-    if (piece.bytes > 0) bulk_store(piece.target, slot, piece.bytes);
+    if (chunk.bytes > 0) bulk_store(chunk.target, slot, chunk.bytes);
     wait_stores_read();
     __syncwarp();
   }
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kMostBulkWarps * 32)
 // Once for each kernel and device: the limit is the kernel's, so that a launch of another thread
 // would lower it between this one's call and its launch. How many blocks fit a multiprocessor is
 // decided by what a launch takes.
-template <typename Moves>
+template <typename RowMap>
 cudaError_t allow_shared_memory() {
   constexpr int kKnown = 64;  // devices that are remembered
   static std::atomic<bool> is_allowed[kKnown];
@@ -135,22 +135,22 @@ cudaError_t allow_shared_memory() {
   if (error != cudaSuccess) return error;
   std::atomic<bool>* allowed = device < kKnown ? is_allowed + device : nullptr;
   if (allowed != nullptr && *allowed) return cudaSuccess;
-  error = cudaFuncSetAttribute(bulk_move_rows_kernel<Moves>,
+  error = cudaFuncSetAttribute(bulk_move_rows_kernel<RowMap>,
                                cudaFuncAttributeMaxDynamicSharedMemorySize, kMostSharedBytes);
   if (error == cudaSuccess && allowed != nullptr) *allowed = true;
   return error;
 }
 
-// As launch_register_moves, where bulk copies can.
-template <typename Moves>
-int launch_bulk_moves(const Moves& moves, const Rows& from, const Rows& to, int64_t most_rows,
-                      int64_t zero_rows, int most_blocks, void* stream) {
+// As launch_register_copy, where bulk copies can.
+template <typename RowMap>
+int launch_bulk_copy(const RowMap& map, const Rows& from, const Rows& to, int64_t most_rows,
+                     int64_t zero_rows, int most_blocks, void* stream) {
   const BulkShape shape = bulk_shape(to.row_bytes, most_rows, most_blocks);
-  const cudaError_t error = allow_shared_memory<Moves>();
+  const cudaError_t error = allow_shared_memory<RowMap>();
   if (error != cudaSuccess) return error;
-  bulk_move_rows_kernel<Moves>
+  bulk_move_rows_kernel<RowMap>
       <<<shape.blocks, shape.warps * 32, shape.shared_bytes, static_cast<cudaStream_t>(stream)>>>(
-          moves, from, to, shape, zero_rows);
+          map, from, to, shape, zero_rows);
   return cudaGetLastError();
 }
 

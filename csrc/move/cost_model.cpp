@@ -28,8 +28,8 @@ constexpr std::array<int64_t, kLengths> kMeasuredRowBytes{64, 512, 1536};
 // Direction and length; and what finding repetitions and sorting cost.
 struct Costs {
   double row_ns[2][2][2][kLengths];  // [access][direction][in address order][length]
-  double winners_us;                 // for any number of ids
-  double winners_ns;                 // and for each
+  double dedup_us;                   // for any number of ids
+  double dedup_ns;                   // and for each
   double plan_us;
   double plan_ns;
   double link_gbps[2];  // of the copy engine, by Direction
@@ -90,8 +90,8 @@ constexpr int64_t kSmsForSwap = 8;
 Costs stored_costs = {
     .row_ns = {{{{2.9, 9.9, 29.6}, {2.1, 9.9, 29.6}}, {{2.8, 10.8, 28.9}, {1.5, 9.7, 28.9}}},
                {{{25.0, 27.0, 35.0}, {6.4, 12.0, 30.0}}, {{25.0, 34.0, 40.0}, {6.4, 14.0, 30.0}}}},
-    .winners_us = 12,
-    .winners_ns = 0.06,
+    .dedup_us = 12,
+    .dedup_ns = 0.06,
     .plan_us = 60,
     .plan_ns = 0.15,
     .link_gbps = {kMeasuredLinkGbps, kMeasuredLinkGbps}};
@@ -103,7 +103,7 @@ Costs costs() {
   return stored_costs;
 }
 
-// Slots of winners are counted in 31 bits, two for each id.
+// Slots of dedup_ids are counted in 31 bits, two for each id.
 constexpr int64_t kMostHashed = int64_t{1} << 29;
 
 std::atomic<int64_t> forced_path{-1};
@@ -143,8 +143,7 @@ Choice choose_path(const char* op, const Batch& batch, const Costs& costs) {
   }
   const double ids = static_cast<double>(batch.ids);
   const double in_index_order = moving_us(batch, false, costs);
-  choice.path_us = {in_index_order,
-                    in_index_order + costs.winners_us + ids * costs.winners_ns / 1e3,
+  choice.path_us = {in_index_order, in_index_order + costs.dedup_us + ids * costs.dedup_ns / 1e3,
                     moving_us(batch, true, costs) + costs.plan_us + ids * costs.plan_ns / 1e3};
   if (!direct_is_safe(batch)) choice.path_us[0] = kImpossible;
   if (batch.ids > kMostHashed) choice.path_us[1] = kImpossible;
@@ -165,7 +164,7 @@ Choice choose_path(const char* op, const Batch& batch, const Costs& costs) {
 }
 
 // For rows that cross the link; `bulk`: this GPU has bulk copies.
-Mover link_mover(const Batch& batch, uint64_t other_bits, bool bulk, int sms) {
+CopyKernel link_copy_kernel(const Batch& batch, uint64_t other_bits, bool bulk, int sms) {
   const int64_t row_bytes = batch.row_bytes;
   const int access = widest_access(other_bits | static_cast<uint64_t>(row_bytes));
   const bool aligned = access == 16 && batch.host_bits % kLineBytes == 0;
@@ -181,11 +180,11 @@ Mover link_mover(const Batch& batch, uint64_t other_bits, bool bulk, int sms) {
 
 Path path_for(const char* op, const Batch& batch) { return choose_path(op, batch, costs()).path; }
 
-Mover mover_for(const Batch& batch, const Rows& other, const CurrentStream& stream) {
-  if (batch.access == Access::kOnGpu) return gpu_mover();
+CopyKernel copy_kernel_for(const Batch& batch, const Rows& other, const CurrentStream& stream) {
+  if (batch.access == Access::kOnGpu) return gpu_copy_kernel();
   // Measured: over small pages bulk copies in address order are a fifth to a half slower.
   const bool bulk = batch.access == Access::kManaged && stream.has_bulk_copies();
-  return link_mover(batch, other.bits(), bulk, link_sms(stream));
+  return link_copy_kernel(batch, other.bits(), bulk, link_sms(stream));
 }
 
 int64_t num_sms() {
@@ -260,7 +259,7 @@ Tensor explain_move(const Tensor& table, int64_t ids, int64_t direction, bool ac
   return doubles(values, std::size(values));
 }
 
-// {bulk, blocks, threads per block, bytes of one access or piece, lanes or pieces per row, shared
+// {bulk, blocks, threads per block, bytes of one access or chunk, lanes or chunks per row, shared
 // bytes per block}: the launch for rows that cross the link.
 std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t host_bits,
                                  int64_t other_bits, int64_t rows, bool bulk, int64_t sms) {
@@ -274,17 +273,17 @@ std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t h
                     .ids = rows,
                     .row_bytes = row_bytes,
                     .host_bits = host};
-  const Mover mover = link_mover(batch, other, bulk, static_cast<int>(sms));
-  if (mover.bulk) {
-    const BulkShape shape = bulk_shape(row_bytes, rows, mover.most_blocks);
+  const CopyKernel kernel = link_copy_kernel(batch, other, bulk, static_cast<int>(sms));
+  if (kernel.bulk) {
+    const BulkShape shape = bulk_shape(row_bytes, rows, kernel.most_blocks);
     return {1,
             shape.blocks,
             shape.warps * 32,
-            shape.piece_bytes,
-            shape.pieces_per_row,
+            shape.chunk_bytes,
+            shape.chunks_per_row,
             shape.shared_bytes};
   }
-  const MoveShape shape = move_shape(row_bytes, host | other, rows, mover.most_blocks);
+  const MoveShape shape = move_shape(row_bytes, host | other, rows, kernel.most_blocks);
   return {0, shape.blocks, kMoverThreads, shape.vec_bytes, shape.lanes_per_row, 0};
 }
 

@@ -47,8 +47,8 @@ inline Batch batch_of(Direction direction, Access access, const Rows& rows, int6
 Path path_for(const char* op, const Batch& batch);
 
 // The kernel for rows between a table and `other` rows, on the GPU.
-Mover mover_for(const Batch& batch, const Rows& other, const CurrentStream& stream);
-constexpr Mover gpu_mover() { return {false, kDeviceBlocks}; }
+CopyKernel copy_kernel_for(const Batch& batch, const Rows& other, const CurrentStream& stream);
+constexpr CopyKernel gpu_copy_kernel() { return {false, kDeviceBlocks}; }
 // How many multiprocessors kernels over the link may fill, at least 1: what the user has set, or as
 // many as the calibrated link takes.
 int64_t num_sms();

@@ -1,4 +1,4 @@
-// How kernels move rows one way, for gather, scatter, copy and the rows that a step holds. `Moves`
+// How kernels move rows one way, for gather, scatter, copy and the rows that a step holds. `RowMap`
 // says which row goes where:
 //   bool blocked()   the ids are bad: nothing may move; called by all threads of a block
 //   void report()    leaves word of it; called by one thread
@@ -37,9 +37,9 @@ __device__ void fill_zeros(const Rows& rows, int64_t begin, int64_t end) {
 
 // What happens when the ids are bad: word of it, and `zero_rows` contiguous rows of `to` become
 // zeros (none for a scatter).
-template <typename Vec, typename Moves>
-__device__ void zero_instead(const Moves& moves, const Rows& to, int64_t zero_rows) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) moves.report();
+template <typename Vec, typename RowMap>
+__device__ void zero_instead(const RowMap& map, const Rows& to, int64_t zero_rows) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) map.report();
   fill_zeros<Vec>(to, 0, zero_rows);
 }
 
@@ -68,20 +68,20 @@ __device__ int vecs_before(const char* row) {
 // Where the rows of moves first, first + step, ... lie; a null source: no move. Which way they are
 // found is decided once for all, and rows beyond the last are looked up as the last: branches
 // between their loads would make one wait for another.
-template <int kRows, typename Moves>
-__device__ __forceinline__ void find_rows(const Moves& moves, const Rows& from, const Rows& to,
+template <int kRows, typename RowMap>
+__device__ __forceinline__ void find_rows(const RowMap& map, const Rows& from, const Rows& to,
                                           int64_t first, int64_t step, int64_t count,
                                           const char* (&source)[kRows], char* (&target)[kRows]) {
   const auto find = [&](bool planned) {
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
       const int64_t m = first + u * step, at = min(m, count - 1);
-      const int64_t row = moves.from(at, planned);
+      const int64_t row = map.from(at, planned);
       source[u] = row < 0 || m >= count ? nullptr : from.base + row * from.stride_bytes;
-      target[u] = to.base + moves.to(at, planned) * to.stride_bytes;
+      target[u] = to.base + map.to(at, planned) * to.stride_bytes;
     }
   };
-  moves.planned() ? find(true) : find(false);
+  map.planned() ? find(true) : find(false);
 }
 
 // A thread owns one vector of every lanes_per_row-th column of a row; a group of lanes_per_row
@@ -92,14 +92,14 @@ __device__ __forceinline__ void find_rows(const Moves& moves, const Rows& from, 
 // row that takes more than one turn of its lanes is cut where lines of host memory begin: a line
 // that two turns touch would cross the link in two requests (rows of 1,028 bytes: 17 requests
 // instead of 9).
-template <typename Vec, int kRows, Link kLink, typename Moves>
-__device__ __forceinline__ void move_rows(const Moves& moves, const Rows& from, const Rows& to,
+template <typename Vec, int kRows, Link kLink, typename RowMap>
+__device__ __forceinline__ void move_rows(const RowMap& map, const Rows& from, const Rows& to,
                                           const MoveShape& shape) {
   const int thread = static_cast<int>(blockIdx.x * kMoverThreads + threadIdx.x);
   const int group = thread / shape.lanes_per_row, lane = thread % shape.lanes_per_row;
   const int groups = shape.groups, in_warp = shape.groups_in_warp;
   if (group >= groups) return;  // the threads left over when lanes do not divide them
-  const int64_t count = moves.count();
+  const int64_t count = map.count();
   const bool few = count < groups * kRows;
   const int begin = few ? group : group / in_warp * in_warp * (kRows - 1) + group;
   const bool in_turns = kLink != Link::kNone && shape.vecs_per_row > shape.lanes_per_row;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void move_rows(const Moves& moves, const Rows& from, 
     char* target[kRows];
     int before[kRows];
     int most_before = 0;
-    find_rows(moves, from, to, first, few ? groups : in_warp, count, source, target);
+    find_rows(map, from, to, first, few ? groups : in_warp, count, source, target);
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
       before[u] = in_turns ? vecs_before<Vec>(kLink == Link::kFrom ? source[u] : target[u]) : 0;
@@ -134,36 +134,36 @@ __device__ __forceinline__ void move_rows(const Moves& moves, const Rows& from, 
 }
 
 // The same where the ids are good.
-template <typename Vec, int kRows, Link kLink, typename Moves>
+template <typename Vec, int kRows, Link kLink, typename RowMap>
 __global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone || sizeof(Vec) == 16 ? 2 : 0)
-    move_rows_kernel(Moves moves, Rows from, Rows to, MoveShape shape, int64_t zero_rows) {
-  if (moves.blocked()) return zero_instead<Vec>(moves, to, zero_rows);
-  move_rows<Vec, kRows, kLink>(moves, from, to, shape);
+    move_rows_kernel(RowMap map, Rows from, Rows to, MoveShape shape, int64_t zero_rows) {
+  if (map.blocked()) return zero_instead<Vec>(map, to, zero_rows);
+  move_rows<Vec, kRows, kLink>(map, from, to, shape);
 }
 
 // As above for rows of 1- or 2-byte vectors that come from host memory in several turns: a lane
 // loads the 4-byte word that its vectors lie in, so that a turn covers a whole line, and stores
 // them one by one. Only at the ends of `from` a word may reach beyond what is ours.
-template <typename Vec, typename Moves>
+template <typename Vec, typename RowMap>
 __global__ void __launch_bounds__(kMoverThreads)
-    move_words_kernel(Moves moves, Rows from, const char* from_end, Rows to, int64_t zero_rows) {
+    move_words_kernel(RowMap map, Rows from, const char* from_end, Rows to, int64_t zero_rows) {
   constexpr int kRows = 2 * kRowsInFlight;
   constexpr int kWord = sizeof(uint32_t), kVec = sizeof(Vec);
   union Word {
     uint32_t whole;
     Vec vecs[kWord / kVec];
   };
-  if (moves.blocked()) return zero_instead<Vec>(moves, to, zero_rows);
+  if (map.blocked()) return zero_instead<Vec>(map, to, zero_rows);
   const int64_t row_bytes = to.row_bytes;
   const int64_t groups = int64_t{gridDim.x} * blockDim.x / 32;
   const int64_t group = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
-  const int64_t count = moves.count();
+  const int64_t count = map.count();
   for (int64_t first = group; first < count; first += groups * kRows) {
     const char* source[kRows];
     char* target[kRows];
     int before[kRows];  // bytes between the start of a line and the row
-    find_rows(moves, from, to, first, groups, count, source, target);
+    find_rows(map, from, to, first, groups, count, source, target);
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
       before[u] = static_cast<int>(reinterpret_cast<uint64_t>(source[u]) % 128);
@@ -221,22 +221,22 @@ __host__ __device__ void with_vec_type(int vec_bytes, Use use) {
   }
 }
 
-// `most_rows` bounds moves.count(), which only the GPU knows.
-template <Link kLink, typename Moves>
-int launch_register_moves(const Moves& moves, const Rows& from, const Rows& to, int64_t most_rows,
-                          int64_t zero_rows, int most_blocks, void* stream) {
+// `most_rows` bounds map.count(), which only the GPU knows.
+template <Link kLink, typename RowMap>
+int launch_register_copy(const RowMap& map, const Rows& from, const Rows& to, int64_t most_rows,
+                         int64_t zero_rows, int most_blocks, void* stream) {
   const MoveShape shape = move_shape(to.row_bytes, from.bits() | to.bits(), most_rows, most_blocks);
   auto on = static_cast<cudaStream_t>(stream);
   with_vec_type(shape.vec_bytes, [&](auto vec) {
     if constexpr (kLink == Link::kFrom && sizeof(vec) < sizeof(uint32_t)) {
       if (shape.vecs_per_row > shape.lanes_per_row) {
-        return move_words_kernel<decltype(vec), Moves>
-            <<<shape.blocks, kMoverThreads, 0, on>>>(moves, from, from.end(), to, zero_rows);
+        return move_words_kernel<decltype(vec), RowMap>
+            <<<shape.blocks, kMoverThreads, 0, on>>>(map, from, from.end(), to, zero_rows);
       }
     }
     constexpr int kRows = sizeof(vec) == 16 ? kRowsInFlight : 2 * kRowsInFlight;
-    move_rows_kernel<decltype(vec), kRows, kLink, Moves>
-        <<<shape.blocks, kMoverThreads, 0, on>>>(moves, from, to, shape, zero_rows);
+    move_rows_kernel<decltype(vec), kRows, kLink, RowMap>
+        <<<shape.blocks, kMoverThreads, 0, on>>>(map, from, to, shape, zero_rows);
   });
   return cudaGetLastError();
 }

@@ -37,7 +37,7 @@ constexpr int shares_of(int64_t count, int64_t share, int64_t most) {
 }
 
 // Which kernel moves rows, and how much of the GPU it may fill.
-struct Mover {
+struct CopyKernel {
   bool bulk;  // bulk copies, which need compute capability 9.0
   int most_blocks;
 };
@@ -76,33 +76,33 @@ constexpr MoveShape move_shape(int64_t row_bytes, uint64_t alignment_bits, int64
 // Rows through shared memory by bulk copies (Hopper and data-centre Blackwell).
 
 struct BulkShape {
-  int64_t piece_bytes;  // a row is moved in pieces of at most this
-  int64_t pieces_per_row;
-  int warps;  // per block; a lane has shared memory for one piece
+  int64_t chunk_bytes;  // a row is moved in chunks of at most this
+  int64_t chunks_per_row;
+  int warps;  // per block; a lane has shared memory for one chunk
   int blocks;
   int shared_bytes;  // per block
 };
 
-constexpr int kPiecesPerWarp = 32;
-constexpr int64_t kMostPieceBytes = 2048;
-constexpr int kBulkBarrierBytes = 128;  // 8 for each warp; pieces begin at an aligned address
+constexpr int kChunksPerWarp = 32;
+constexpr int64_t kMostChunkBytes = 2048;
+constexpr int kBulkBarrierBytes = 128;  // 8 for each warp; chunks begin at an aligned address
 constexpr int kMostBulkWarps = 16;
 constexpr int kMostSharedBytes = 200 << 10;  // of 227 KiB that a block may have
 
 // `row_bytes` is a multiple of 16, not 0.
 constexpr BulkShape bulk_shape(int64_t row_bytes, int64_t rows, int most_blocks) {
   BulkShape shape{};
-  shape.pieces_per_row = (row_bytes + kMostPieceBytes - 1) / kMostPieceBytes;
-  shape.piece_bytes = row_bytes < kMostPieceBytes ? row_bytes : kMostPieceBytes;
-  const int warp_bytes = static_cast<int>(shape.piece_bytes) * kPiecesPerWarp;
+  shape.chunks_per_row = (row_bytes + kMostChunkBytes - 1) / kMostChunkBytes;
+  shape.chunk_bytes = row_bytes < kMostChunkBytes ? row_bytes : kMostChunkBytes;
+  const int warp_bytes = static_cast<int>(shape.chunk_bytes) * kChunksPerWarp;
   shape.warps = shares_of((kMostSharedBytes - kBulkBarrierBytes) / warp_bytes, 1, kMostBulkWarps);
   shape.shared_bytes = kBulkBarrierBytes + shape.warps * warp_bytes;
   shape.blocks =
-      shares_of(rows * shape.pieces_per_row, int64_t{shape.warps} * kPiecesPerWarp, most_blocks);
+      shares_of(rows * shape.chunks_per_row, int64_t{shape.warps} * kChunksPerWarp, most_blocks);
   return shape;
 }
 
 static_assert(widest_access(512) == 16 && widest_access(12) == 4 && widest_access(0) == 16);
-static_assert(bulk_shape(kMostPieceBytes, 1, 1).shared_bytes <= kMostSharedBytes);
+static_assert(bulk_shape(kMostChunkBytes, 1, 1).shared_bytes <= kMostSharedBytes);
 
 }  // namespace speedtorch

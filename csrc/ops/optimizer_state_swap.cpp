@@ -23,9 +23,9 @@
 #include "move/cost_model.h"
 #include "ops/pinned_gather_launch.h"
 #include "ops/pinned_scatter_launch.h"
-#include "plan/placed_ids.h"
+#include "plan/dedup.h"
 #include "plan/plan.h"
-#include "plan/winners.h"
+#include "plan/slotted_ids.h"
 
 namespace speedtorch {
 namespace {
@@ -334,7 +334,7 @@ Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& st
   if (rows.numel() == 0) return rows;
   if constexpr (kWithCuda) {
     const Rows from = as_rows(kOp, "leaving", side), to = as_rows(kOp, "leaving", rows);
-    const Winners checked = check_ids_on_gpu(kOp, as_ids(places), from.count, side, stream.get());
+    const Dedup checked = check_ids_on_gpu(kOp, as_ids(places), from.count, side, stream.get());
     check_cuda(launch_gather_direct(from, to, checked.view, kDeviceBlocks,
                                     error_record(stream.device()), stream.get()),
                kOp);
@@ -349,9 +349,8 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
   copy(kOp, staged, rows, false);
   if constexpr (kWithCuda) {
     const Rows from = as_rows(kOp, "arriving", rows), to = as_rows(kOp, "arriving", side);
-    const Winners winners =
-        find_winners(kOp, as_ids(places), Winner::kLast, to.count, side, stream.get());
-    check_cuda(launch_scatter_once(to, from, {{}, winners.view}, gpu_mover(),
+    const Dedup dedup = dedup_ids(kOp, as_ids(places), Keep::kLast, to.count, side, stream.get());
+    check_cuda(launch_scatter_once(to, from, {{}, dedup.view}, gpu_copy_kernel(),
                                    error_record(stream.device()), stream.get()),
                kOp);
   }
@@ -413,36 +412,36 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
   check_side_rows(fields);
   const Tensor& on = arriving[0];
   // A side's ids and the places of their rows.
-  const PlacedList leaves{.list = IdList::kEvict,
-                          .ids_name = "evict",
-                          .places_name = "evict_places",
-                          .count_name = "evict_count",
-                          .ids = evict,
-                          .places = evict_places,
-                          .count = evict_count,
-                          .side_rows = fields[0].leaving.count};
-  const PlacedList arrives{.list = IdList::kLoad,
-                           .ids_name = "load",
-                           .places_name = "load_places",
-                           .count_name = "load_count",
-                           .ids = load,
-                           .places = load_places,
-                           .count = load_count,
-                           .side_rows = fields[0].arriving.count};
-  check_placed_kinds(kOp, leaves, on);
-  check_placed_kinds(kOp, arrives, on);
+  const SlottedList leaves{.list = IdList::kEvict,
+                           .ids_name = "evict",
+                           .places_name = "evict_places",
+                           .count_name = "evict_count",
+                           .ids = evict,
+                           .places = evict_places,
+                           .count = evict_count,
+                           .side_rows = fields[0].leaving.count};
+  const SlottedList arrives{.list = IdList::kLoad,
+                            .ids_name = "load",
+                            .places_name = "load_places",
+                            .count_name = "load_count",
+                            .ids = load,
+                            .places = load_places,
+                            .count = load_count,
+                            .side_rows = fields[0].arriving.count};
+  check_slotted_kinds(kOp, leaves, on);
+  check_slotted_kinds(kOp, arrives, on);
   all.check_memory();
   const bool counted = evict_count.has_value();
   const int64_t rows = rows_of(tables);
   if (on.is_cpu()) {
-    const PlacedViews placed = placed_ids(kOp, leaves, arrives, rows, on, nullptr);
+    const SlottedViews slotted = slotted_ids(kOp, leaves, arrives, rows, on, nullptr);
     all.mark_written();
-    return swap_tables_on_cpu(tables, placed.evict, placed.load, counted);
+    return swap_tables_on_cpu(tables, slotted.evict, slotted.load, counted);
   }
   const CurrentStream stream(kOp, on);
   if (all_mapped(host, tables, stream)) {
-    const PlacedViews placed = placed_ids(kOp, leaves, arrives, rows, on, stream.get());
-    return swap_on_gpu(host, tables, placed.evict, placed.load, on, stream, all, counted);
+    const SlottedViews slotted = slotted_ids(kOp, leaves, arrives, rows, on, stream.get());
+    return swap_on_gpu(host, tables, slotted.evict, slotted.load, on, stream, all, counted);
   }
   if (counted || tables.size() > 1) {
     throw_value_error(kOp, "a host field is in pageable memory, which takes the host, and ",
@@ -450,20 +449,20 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
                       "; pin it with speedtorch.pin_memory_(field) or keep it in a HostTable");
   }
   stream.refuse_capture_of_pageable(kOp, "a host field", "field");
-  auto on_cpu = [](PlacedList list) {
+  auto on_cpu = [](SlottedList list) {
     list.ids = copy_to_cpu(kOp, list.ids);
     list.places = copy_to_cpu(kOp, list.places);
     return list;
   };
-  const PlacedList leaves_there = on_cpu(leaves), arrives_there = on_cpu(arrives);
-  PlacedViews placed =
-      placed_ids(kOp, leaves_there, arrives_there, rows, leaves_there.ids, nullptr);
+  const SlottedList leaves_there = on_cpu(leaves), arrives_there = on_cpu(arrives);
+  SlottedViews slotted =
+      slotted_ids(kOp, leaves_there, arrives_there, rows, leaves_there.ids, nullptr);
   std::vector<int64_t> in_turn(
-      static_cast<size_t>(std::max(placed.evict.count, placed.load.count)));
+      static_cast<size_t>(std::max(slotted.evict.count, slotted.load.count)));
   std::iota(in_turn.begin(), in_turn.end(), int64_t{0});
-  placed.evict.order = placed.load.order = in_turn.data();
+  slotted.evict.order = slotted.load.order = in_turn.data();
   swap_staged(
-      host, leaving, placed.evict, arriving, placed.load,
+      host, leaving, slotted.evict, arriving, slotted.load,
       [&](const Tensor& side) { return rows_at(side, evict_places, stream); },
       [&](const Tensor& side, const Tensor& staged) {
         put_rows_at(side, load_places, staged, stream);

@@ -19,7 +19,7 @@ __device__ bool is_bad(const PlanStatus& status, int64_t rows) {
 __device__ void report_bad(const Report& about, const PlanStatus& status) {
   if (is_blocked(status, about.rows)) {
     report_blocked(about, status);
-  } else if (status.distinct >= 0) {  // else placed_ids.cu has said what is wrong
+  } else if (status.distinct >= 0) {  // else slotted_ids.cu has said what is wrong
     report(about, IdError::kRepeated, status.repeat_id, status.repeat_position,
            status.count - status.distinct, status.count);
   }

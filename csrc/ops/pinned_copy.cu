@@ -6,11 +6,11 @@
 #include "ops/pinned_copy_launch.h"
 
 namespace speedtorch {
-int launch_copy(const Rows& from, const Rows& to, bool to_host, Mover mover, void* stream) {
-  auto* launch = mover.bulk ? launch_bulk_moves<Consecutive>
-                 : to_host  ? launch_register_moves<Link::kTo, Consecutive>
-                            : launch_register_moves<Link::kFrom, Consecutive>;
-  return launch(Consecutive{to.count}, from, to, to.count, 0, mover.most_blocks, stream);
+int launch_copy(const Rows& from, const Rows& to, bool to_host, CopyKernel kernel, void* stream) {
+  auto* launch = kernel.bulk ? launch_bulk_copy<Consecutive>
+                 : to_host   ? launch_register_copy<Link::kTo, Consecutive>
+                             : launch_register_copy<Link::kFrom, Consecutive>;
+  return launch(Consecutive{to.count}, from, to, to.count, 0, kernel.most_blocks, stream);
 }
 
 // The GPU must have bulk copies, and the shared memory that our kernel takes, and the kernel must

@@ -7,6 +7,6 @@
 namespace speedtorch {
 
 // Row m goes to row m.
-int launch_copy(const Rows& from, const Rows& to, bool to_host, Mover mover, void* stream);
+int launch_copy(const Rows& from, const Rows& to, bool to_host, CopyKernel kernel, void* stream);
 
 }  // namespace speedtorch

@@ -17,8 +17,8 @@
 #include "move/cost_model.h"
 #include "move/cpu_mover.h"
 #include "ops/pinned_gather_launch.h"
+#include "plan/dedup.h"
 #include "plan/plan.h"
-#include "plan/winners.h"
 
 namespace speedtorch {
 namespace {
@@ -65,21 +65,21 @@ void gather(const Tensor& table, const Rows& rows, const Tensor& index, const Pl
     TableUse use{table, rows, stream.queue()};
     const Rows result = rows_per_id(out, rows, ids);
     const Batch batch = batch_of(Direction::kIn, access, rows, ids.count);
-    const Mover mover = mover_for(batch, result, stream);
+    const CopyKernel kernel = copy_kernel_for(batch, result, stream);
     const Path path = plan ? Path::kOrdered : path_for(kOp, batch);
     int error = 0;
     if (path == Path::kDirect) {
-      const Winners checked = ids.count > kIdsCheckedInBlock
-                                  ? check_ids_on_gpu(kOp, ids, rows.count, out, stream.get())
-                                  : Winners{{}, only_ids(ids)};
+      const Dedup checked = ids.count > kIdsCheckedInBlock
+                                ? check_ids_on_gpu(kOp, ids, rows.count, out, stream.get())
+                                : Dedup{{}, only_ids(ids)};
       all.mark_written();
-      error = launch_gather_direct(rows, result, checked.view, mover.most_blocks,
+      error = launch_gather_direct(rows, result, checked.view, kernel.most_blocks,
                                    error_record(stream.device()), stream.get());
     } else {
-      const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan,
-                                         Winner::kAny, rows.count, out, stream.get());
+      const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan, Keep::kAny,
+                                         rows.count, out, stream.get());
       all.mark_written();
-      error = launch_gather_once(rows, result, once.view, mover, error_record(stream.device()),
+      error = launch_gather_once(rows, result, once.view, kernel, error_record(stream.device()),
                                  stream.get());
     }
     check_cuda(error, kOp);

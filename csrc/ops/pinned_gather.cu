@@ -10,21 +10,21 @@ namespace speedtorch {
 namespace {
 
 // Out of the table: the first occurrence of distinct id m of the plan; or, without a plan, position
-// m if it is a winner; or, without winners, each position. Without a status either each block looks
+// m if it was kept; or, without dedup, each position. Without a status either each block looks
 // through all ids itself.
-struct TableRows : MovesOnce {
+struct TableRows : RowMapOnce {
   __device__ bool blocked() const {
-    if (planned() || winners.status != nullptr) return MovesOnce::blocked();
+    if (planned() || dedup.status != nullptr) return RowMapOnce::blocked();
     bool bad = false;
-    for (int64_t m = threadIdx.x; m < winners.count; m += blockDim.x) {
-      bad |= is_outside(id_at(winners.ids, winners.wide, m), about.rows);
+    for (int64_t m = threadIdx.x; m < dedup.count; m += blockDim.x) {
+      bad |= is_outside(id_at(dedup.ids, dedup.wide, m), about.rows);
     }
     return __syncthreads_or(bad);
   }
   __device__ int64_t from(int64_t m, bool planned) const {
     if (planned) return plan.unique[m];
-    const int64_t id = id_at(winners.ids, winners.wide, m);
-    return winners.winner == nullptr || winners.winner[m] == m ? id : -1;
+    const int64_t id = id_at(dedup.ids, dedup.wide, m);
+    return dedup.kept_at == nullptr || dedup.kept_at[m] == m ? id : -1;
   }
   __device__ int64_t to(int64_t m, bool planned) const {
     return planned ? plan.order[plan.offsets[m]] : m;
@@ -32,20 +32,20 @@ struct TableRows : MovesOnce {
 };
 
 // The other occurrences, within `out`: position m of the plan from the first of its id, or the m-th
-// of those that are no winners.
-struct Repetitions : MovesOnce {
+// of those that are no dedup.
+struct Repetitions : RowMapOnce {
   __device__ bool blocked() const {
-    return MovesOnce::blocked() ||
-           (planned() ? plan.status->distinct == plan.count : winners.status->repeats == 0);
+    return RowMapOnce::blocked() ||
+           (planned() ? plan.status->distinct == plan.count : dedup.status->repeats == 0);
   }
   __device__ void report() const {}
-  __device__ int64_t count() const { return planned() ? plan.count : winners.status->repeats; }
+  __device__ int64_t count() const { return planned() ? plan.count : dedup.status->repeats; }
   __device__ int64_t from(int64_t m, bool planned) const {
-    if (!planned) return winners.winner[winners.repeated[m]];
+    if (!planned) return dedup.kept_at[dedup.repeated[m]];
     const int64_t first = plan.order[plan.offsets[plan.inverse[m]]];
     return first == m ? -1 : first;
   }
-  __device__ int64_t to(int64_t m, bool planned) const { return planned ? m : winners.repeated[m]; }
+  __device__ int64_t to(int64_t m, bool planned) const { return planned ? m : dedup.repeated[m]; }
 };
 
 Report report_of(const Rows& table, ErrorRecord* record) {
@@ -54,22 +54,22 @@ Report report_of(const Rows& table, ErrorRecord* record) {
 
 }  // namespace
 
-int launch_gather_direct(const Rows& table, const Rows& out, const WinnersView& checked,
+int launch_gather_direct(const Rows& table, const Rows& out, const DedupView& checked,
                          int most_blocks, ErrorRecord* record, void* stream) {
-  return launch_register_moves<Link::kFrom>(TableRows{{{{}, checked}, report_of(table, record)}},
-                                            table, out, out.count, out.count, most_blocks, stream);
+  return launch_register_copy<Link::kFrom>(TableRows{{{{}, checked}, report_of(table, record)}},
+                                           table, out, out.count, out.count, most_blocks, stream);
 }
 
-int launch_gather_once(const Rows& table, const Rows& out, const IdsOnceView& ids, Mover mover,
-                       ErrorRecord* record, void* stream) {
+int launch_gather_once(const Rows& table, const Rows& out, const IdsOnceView& ids,
+                       CopyKernel kernel, ErrorRecord* record, void* stream) {
   const Report about = report_of(table, record);
   auto* launch =
-      mover.bulk ? launch_bulk_moves<TableRows> : launch_register_moves<Link::kFrom, TableRows>;
+      kernel.bulk ? launch_bulk_copy<TableRows> : launch_register_copy<Link::kFrom, TableRows>;
   const int error =
-      launch(TableRows{{ids, about}}, table, out, out.count, out.count, mover.most_blocks, stream);
+      launch(TableRows{{ids, about}}, table, out, out.count, out.count, kernel.most_blocks, stream);
   if (error != cudaSuccess) return error;
-  return launch_register_moves<Link::kNone>(Repetitions{{ids, about}}, out, out, out.count, 0,
-                                            kDeviceBlocks, stream);
+  return launch_register_copy<Link::kNone>(Repetitions{{ids, about}}, out, out, out.count, 0,
+                                           kDeviceBlocks, stream);
 }
 
 }  // namespace speedtorch

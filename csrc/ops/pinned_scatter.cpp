@@ -18,8 +18,8 @@
 #include "move/cost_model.h"
 #include "move/cpu_mover.h"
 #include "ops/pinned_scatter_launch.h"
+#include "plan/dedup.h"
 #include "plan/plan.h"
-#include "plan/winners.h"
 
 namespace speedtorch {
 namespace {
@@ -72,21 +72,21 @@ void scatter_on_gpu(const Rows& table, Access access, const Ids& ids, const Rows
                     const CurrentStream& stream, const Arguments& all) {
   if constexpr (kWithCuda) {
     const Batch batch = batch_of(Direction::kOut, access, table, ids.count, added.has_value());
-    const Mover mover = mover_for(batch, src, stream);
+    const CopyKernel kernel = copy_kernel_for(batch, src, stream);
     const Path path = plan ? Path::kOrdered : path_for(kOp, batch);
     if (path == Path::kDirect) {
       all.mark_written();
-      return check_cuda(launch_scatter_direct(table, src, only_ids(ids), mover.most_blocks,
+      return check_cuda(launch_scatter_direct(table, src, only_ids(ids), kernel.most_blocks,
                                               error_record(stream.device()), stream.get()),
                         kOp);
     }
-    const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan,
-                                       Winner::kLast, table.count, on, stream.get());
+    const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan, Keep::kLast,
+                                       table.count, on, stream.get());
     all.mark_written();
     const int add_blocks = access == Access::kOnGpu ? kDeviceBlocks : link_sms(stream);
     check_cuda(added ? launch_scatter_add(table, src, once.view.plan, *added, add_blocks,
                                           error_record(stream.device()), stream.get())
-                     : launch_scatter_once(table, src, once.view, mover,
+                     : launch_scatter_once(table, src, once.view, kernel,
                                            error_record(stream.device()), stream.get()),
                kOp);
   }

@@ -14,7 +14,7 @@ namespace {
 
 // The last occurrences, found by each block for itself in a hash table of its own.
 struct LastInBlock {
-  WinnersView ids;
+  DedupView ids;
   Report about;
 
   static constexpr int kSlots = 2 * kIdsDedupedInBlock;
@@ -65,14 +65,14 @@ struct LastInBlock {
 };
 
 // The last occurrences: of distinct id m of the plan, or, where there is no plan, position m if it
-// is a winner.
-struct LastOccurrences : MovesOnce {
+// was kept.
+struct LastOccurrences : RowMapOnce {
   __device__ int64_t from(int64_t m, bool planned) const {
     if (planned) return plan.order[plan.offsets[m + 1] - 1];
-    return winners.slots[winners.winner[m]] == m + 1 ? m : -1;
+    return dedup.slots[dedup.kept_at[m]] == m + 1 ? m : -1;
   }
   __device__ int64_t to(int64_t m, bool planned) const {
-    return planned ? plan.unique[m] : id_at(winners.ids, winners.wide, m);
+    return planned ? plan.unique[m] : id_at(dedup.ids, dedup.wide, m);
   }
 };
 
@@ -146,18 +146,18 @@ Report report_of(const Rows& table, ErrorRecord* record) {
 
 }  // namespace
 
-int launch_scatter_direct(const Rows& table, const Rows& src, const WinnersView& ids,
-                          int most_blocks, ErrorRecord* record, void* stream) {
-  return launch_register_moves<Link::kTo>(LastInBlock{ids, report_of(table, record)}, src, table,
-                                          src.count, 0, most_blocks, stream);
+int launch_scatter_direct(const Rows& table, const Rows& src, const DedupView& ids, int most_blocks,
+                          ErrorRecord* record, void* stream) {
+  return launch_register_copy<Link::kTo>(LastInBlock{ids, report_of(table, record)}, src, table,
+                                         src.count, 0, most_blocks, stream);
 }
 
-int launch_scatter_once(const Rows& table, const Rows& src, const IdsOnceView& ids, Mover mover,
-                        ErrorRecord* record, void* stream) {
-  auto* launch = mover.bulk ? launch_bulk_moves<LastOccurrences>
-                            : launch_register_moves<Link::kTo, LastOccurrences>;
+int launch_scatter_once(const Rows& table, const Rows& src, const IdsOnceView& ids,
+                        CopyKernel kernel, ErrorRecord* record, void* stream) {
+  auto* launch = kernel.bulk ? launch_bulk_copy<LastOccurrences>
+                             : launch_register_copy<Link::kTo, LastOccurrences>;
   return launch(LastOccurrences{{ids, report_of(table, record)}}, src, table, src.count, 0,
-                mover.most_blocks, stream);
+                kernel.most_blocks, stream);
 }
 
 int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan, NumberKind kind,

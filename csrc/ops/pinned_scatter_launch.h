@@ -11,12 +11,12 @@ namespace speedtorch {
 
 // table[id] = src of the last occurrence of id, at most kIdsDedupedInBlock ids (their status is not
 // used). `src` is contiguous inside a row, one row per id.
-int launch_scatter_direct(const Rows& table, const Rows& src, const WinnersView& ids,
-                          int most_blocks, ErrorRecord* record, void* stream);
-// The same for any number of ids: in address order by a plan, or in the order of the ids by winners
+int launch_scatter_direct(const Rows& table, const Rows& src, const DedupView& ids, int most_blocks,
+                          ErrorRecord* record, void* stream);
+// The same for any number of ids: in address order by a plan, or in the order of the ids by a Dedup
 // (of kLast).
-int launch_scatter_once(const Rows& table, const Rows& src, const IdsOnceView& ids, Mover mover,
-                        ErrorRecord* record, void* stream);
+int launch_scatter_once(const Rows& table, const Rows& src, const IdsOnceView& ids,
+                        CopyKernel kernel, ErrorRecord* record, void* stream);
 // table[id] += src of each occurrence, in index order, rounded at each addition. src is aligned to
 // its numbers.
 int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan, NumberKind kind,

@@ -63,7 +63,7 @@ __device__ inline void note_first(int64_t* first, int64_t position) {
 // ------------------------------------------------------------------------------------------------
 // Word of bad ids, each left by one thread.
 
-// What a mover needs to know to say which ids are bad.
+// What a copy kernel needs to know to say which ids are bad.
 struct Report {
   ErrorRecord* record;  // null: another launch of the same op says it
   Op op;
@@ -106,7 +106,7 @@ __device__ inline void report_blocked(const Report& about, const PlanStatus& sta
 }
 
 // Without a status the thread looks through all ids.
-__device__ inline void report_outside(const Report& about, const WinnersView& ids) {
+__device__ inline void report_outside(const Report& about, const DedupView& ids) {
   int64_t first = 0, bad_count = 0;
   if (ids.status != nullptr) {
     first = ids.count - ids.status->bad_from_end;
@@ -123,18 +123,18 @@ __device__ inline void report_outside(const Report& about, const WinnersView& id
 
 // ------------------------------------------------------------------------------------------------
 
-// Moves (see row_mover.cuh) that take each id once: by a plan, or by winners.
-struct MovesOnce : IdsOnceView {
+// A RowMap (see row_mover.cuh) that takes each distinct id once.
+struct RowMapOnce : IdsOnceView {
   Report about;
 
   __device__ bool planned() const { return plan.status != nullptr; }
   __device__ bool blocked() const {
-    return planned() ? is_blocked(*plan.status, about.rows) : winners.status->bad_count > 0;
+    return planned() ? is_blocked(*plan.status, about.rows) : dedup.status->bad_count > 0;
   }
   __device__ void report() const {
-    planned() ? report_blocked(about, *plan.status) : report_outside(about, winners);
+    planned() ? report_blocked(about, *plan.status) : report_outside(about, dedup);
   }
-  __device__ int64_t count() const { return planned() ? plan.status->distinct : winners.count; }
+  __device__ int64_t count() const { return planned() ? plan.status->distinct : dedup.count; }
 };
 
 }  // namespace speedtorch

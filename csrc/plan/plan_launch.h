@@ -1,4 +1,4 @@
-// What kernels read of a batch's ids, as plain pointers: a plan, or winners, which say which
+// What kernels read of a batch's ids, as plain pointers: a plan, or dedup, which say which
 // occurrence of each id moves its row; and the launchers that write them, which return a
 // cudaError_t as int. No torch here.
 #pragma once
@@ -32,7 +32,7 @@ struct PlanView {
 };
 
 // Zeros: nothing is wrong.
-struct WinnersStatus {
+struct DedupStatus {
   int64_t bad_count;     // ids out of range
   int64_t bad_from_end;  // ids from the first of them to the end of the batch
   int64_t repeats;       // entries of `repeated`
@@ -40,29 +40,29 @@ struct WinnersStatus {
 
 // Which of several occurrences of an id moves its row: any of them (they all mean the same row of a
 // gather), or the last.
-enum class Winner { kAny, kLast };
+enum class Keep { kAny, kLast };
 
-struct WinnersView {
-  WinnersStatus* status = nullptr;
+struct DedupView {
+  DedupStatus* status = nullptr;
   // A hash table of positions in the batch, by id: position + 1, or 0.
   int32_t* slots = nullptr;
   int64_t slot_count = 0;  // a power of two
   // [count], of kAny: the position that moves the row; of kLast: the slot that says so.
-  int32_t* winner = nullptr;
+  int32_t* kept_at = nullptr;
   int32_t* repeated = nullptr;  // [count], of kAny: positions that another one moves the row for
   const void* ids = nullptr;
   bool wide = true;
   int64_t count = 0;
 };
 
-// What movers read that take each id once: a plan, or winners.
+// Ids of which each distinct one moves its row once: by a plan, or by a hash table.
 struct IdsOnceView {
   PlanView plan;
-  WinnersView winners;
+  DedupView dedup;
 };
 
 // ------------------------------------------------------------------------------------------------
-// plan.cu and winners.cu; pointers are GPU memory
+// plan.cu and dedup.cu; pointers are GPU memory
 
 // Bytes of scratch that launch_plan needs for n ids of a table of `rows` rows.
 int64_t plan_scratch_bytes(int64_t n, int64_t rows);
@@ -76,8 +76,8 @@ int count_marks(const int32_t* marks, int64_t n, int32_t* counts, void* scratch,
                 int64_t scratch_bytes, void* stream);
 
 // Finds ids out of range, and for each id the occurrence that moves its row.
-int launch_winners(const WinnersView& winners, Winner winner, int64_t rows, void* stream);
-// Only finds ids out of range: `winners` needs no slots.
-int launch_check_ids(const WinnersView& winners, int64_t rows, void* stream);
+int launch_dedup(const DedupView& dedup, Keep keep, int64_t rows, void* stream);
+// Only finds ids out of range: `dedup` needs no slots.
+int launch_check_ids(const DedupView& dedup, int64_t rows, void* stream);
 
 }  // namespace speedtorch

@@ -1,6 +1,6 @@
-// Ids -> which occurrence of each id moves its row, by a hash table in GPU memory: what movers need
-// that take rows in any order, at a tenth of a sort's time. Called by winners.cpp. Ids are read
-// once, those that share a slot again; nothing crosses the link.
+// Ids -> which occurrence of each id moves its row, by a hash table in GPU memory: what copy
+// kernels need that take rows in any order, at a tenth of a sort's time. Called by dedup.cpp. Ids
+// are read once, those that share a slot again; nothing crosses the link.
 
 #include <cuda_runtime.h>
 
@@ -9,7 +9,7 @@
 namespace speedtorch {
 namespace {
 
-__device__ void note_outside(WinnersStatus* status, int64_t from_end) {
+__device__ void note_outside(DedupStatus* status, int64_t from_end) {
   count_one(&status->bad_count);
   atomicMax(reinterpret_cast<unsigned long long*>(&status->bad_from_end),
             static_cast<unsigned long long>(from_end));
@@ -21,17 +21,17 @@ struct Taken {
 };
 
 // Finds the slot of `id` and takes it if it is free, or from an earlier position if the last wins.
-template <Winner kWinner>
-__device__ Taken take_slot(const WinnersView& winners, int64_t id, int32_t position) {
-  const uint64_t mask = static_cast<uint64_t>(winners.slot_count) - 1;
+template <Keep kKeep>
+__device__ Taken take_slot(const DedupView& dedup, int64_t id, int32_t position) {
+  const uint64_t mask = static_cast<uint64_t>(dedup.slot_count) - 1;
   uint64_t slot = hash_of(id) & mask;
   while (true) {
-    int32_t seen = *reinterpret_cast<volatile int32_t*>(winners.slots + slot);
-    if (seen == 0) seen = atomicCAS(winners.slots + slot, 0, position + 1);
+    int32_t seen = *reinterpret_cast<volatile int32_t*>(dedup.slots + slot);
+    if (seen == 0) seen = atomicCAS(dedup.slots + slot, 0, position + 1);
     if (seen == 0) return {static_cast<int32_t>(slot), position};
-    if (id_at(winners.ids, winners.wide, seen - 1) == id) {
-      if (kWinner == Winner::kLast && seen <= position) {
-        atomicMax(winners.slots + slot, position + 1);
+    if (id_at(dedup.ids, dedup.wide, seen - 1) == id) {
+      if (kKeep == Keep::kLast && seen <= position) {
+        atomicMax(dedup.slots + slot, position + 1);
       }
       return {static_cast<int32_t>(slot), seen - 1};
     }
@@ -40,50 +40,50 @@ __device__ Taken take_slot(const WinnersView& winners, int64_t id, int32_t posit
 }
 
 // Every lane of a warp calls this; those that repeat append their positions to the list.
-__device__ void append_repeated(const WinnersView& winners, bool repeats, int64_t m) {
+__device__ void append_repeated(const DedupView& dedup, bool repeats, int64_t m) {
   const unsigned all = __ballot_sync(~0u, repeats);
   if (all == 0) return;
   const int lane = threadIdx.x % 32;
   unsigned long long first = 0;
   if (lane == 0) {
-    auto* count = reinterpret_cast<unsigned long long*>(&winners.status->repeats);
+    auto* count = reinterpret_cast<unsigned long long*>(&dedup.status->repeats);
     first = atomicAdd(count, static_cast<unsigned long long>(__popc(all)));
   }
   first = __shfl_sync(~0u, first, 0);
   if (repeats) {
-    winners.repeated[first + __popc(all & ((1u << lane) - 1))] = static_cast<int32_t>(m);
+    dedup.repeated[first + __popc(all & ((1u << lane) - 1))] = static_cast<int32_t>(m);
   }
 }
 
 // A thread owns positions, the last ones first: where the last wins they mostly stay, so that an id
 // that is named often is written rarely. Of the lanes of a warp that have one id only the last
 // position takes a slot, for all.
-template <Winner kWinner>
-__global__ void __launch_bounds__(kIdThreads) winners_kernel(WinnersView winners, int64_t rows) {
+template <Keep kKeep>
+__global__ void __launch_bounds__(kIdThreads) dedup_kernel(DedupView dedup, int64_t rows) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int lane = threadIdx.x % 32;
   // Whole warps go round, so that their lanes can compare ids.
-  const int64_t end = (winners.count + 31) / 32 * 32;
+  const int64_t end = (dedup.count + 31) / 32 * 32;
   for (int64_t t = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; t < end; t += stride) {
-    const int64_t m = winners.count - 1 - t;
-    const int64_t id = m >= 0 ? id_at(winners.ids, winners.wide, m) : -1;
+    const int64_t m = dedup.count - 1 - t;
+    const int64_t id = m >= 0 ? id_at(dedup.ids, dedup.wide, m) : -1;
     const bool outside = is_outside(id, rows);
-    if (outside && m >= 0) note_outside(winners.status, winners.count - m);
+    if (outside && m >= 0) note_outside(dedup.status, dedup.count - m);
     const unsigned same = __match_any_sync(~0u, static_cast<unsigned long long>(id));
     const int leader = __ffs(static_cast<int>(same)) - 1;  // the lowest lane has the last position
     Taken taken{0, static_cast<int32_t>(m)};
     if (lane == leader && !outside) {
-      taken = take_slot<kWinner>(winners, id, static_cast<int32_t>(m));
+      taken = take_slot<kKeep>(dedup, id, static_cast<int32_t>(m));
     }
-    const int32_t mine = kWinner == Winner::kAny ? taken.holder : taken.slot;
+    const int32_t mine = kKeep == Keep::kAny ? taken.holder : taken.slot;
     const int32_t warps = __shfl_sync(~0u, mine, leader);
-    if (m >= 0) winners.winner[m] = warps;
-    if (kWinner == Winner::kAny) append_repeated(winners, m >= 0 && !outside && warps != m, m);
+    if (m >= 0) dedup.kept_at[m] = warps;
+    if (kKeep == Keep::kAny) append_repeated(dedup, m >= 0 && !outside && warps != m, m);
   }
 }
 
 // A thread owns positions.
-__global__ void __launch_bounds__(kIdThreads) check_ids_kernel(WinnersView ids, int64_t rows) {
+__global__ void __launch_bounds__(kIdThreads) check_ids_kernel(DedupView ids, int64_t rows) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t m = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; m < ids.count; m += stride) {
     if (is_outside(id_at(ids.ids, ids.wide, m), rows)) note_outside(ids.status, ids.count - m);
@@ -92,21 +92,19 @@ __global__ void __launch_bounds__(kIdThreads) check_ids_kernel(WinnersView ids, 
 
 }  // namespace
 
-int launch_winners(const WinnersView& winners, Winner winner, int64_t rows, void* stream) {
+int launch_dedup(const DedupView& dedup, Keep keep, int64_t rows, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
-  const size_t slot_bytes = static_cast<size_t>(winners.slot_count) * sizeof(int32_t);
-  const cudaError_t error =
-      cudaMemsetAsync(winners.status, 0, sizeof(WinnersStatus) + slot_bytes, on);
+  const size_t slot_bytes = static_cast<size_t>(dedup.slot_count) * sizeof(int32_t);
+  const cudaError_t error = cudaMemsetAsync(dedup.status, 0, sizeof(DedupStatus) + slot_bytes, on);
   if (error != cudaSuccess) return error;
-  auto* kernel =
-      winner == Winner::kAny ? winners_kernel<Winner::kAny> : winners_kernel<Winner::kLast>;
-  kernel<<<blocks_for_ids(winners.count), kIdThreads, 0, on>>>(winners, rows);
+  auto* kernel = keep == Keep::kAny ? dedup_kernel<Keep::kAny> : dedup_kernel<Keep::kLast>;
+  kernel<<<blocks_for_ids(dedup.count), kIdThreads, 0, on>>>(dedup, rows);
   return cudaGetLastError();
 }
 
-int launch_check_ids(const WinnersView& ids, int64_t rows, void* stream) {
+int launch_check_ids(const DedupView& ids, int64_t rows, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = cudaMemsetAsync(ids.status, 0, sizeof(WinnersStatus), on);
+  const cudaError_t error = cudaMemsetAsync(ids.status, 0, sizeof(DedupStatus), on);
   if (error != cudaSuccess) return error;
   check_ids_kernel<<<blocks_for_ids(ids.count), kIdThreads, 0, on>>>(ids, rows);
   return cudaGetLastError();

@@ -1,10 +1,11 @@
-// Kernels that check ids in ascending order and the places of their rows. Called by placed_ids.cpp.
-// Every id and place is read once or twice from GPU memory; nothing crosses the link.
+// Kernels that check ids in ascending order and the places of their rows. Called by
+// slotted_ids.cpp. Every id and place is read once or twice from GPU memory; nothing crosses the
+// link.
 
 #include <cuda_runtime.h>
 
 #include "plan/ids.cuh"
-#include "plan/placed_ids_launch.h"
+#include "plan/slotted_ids_launch.h"
 
 namespace speedtorch {
 namespace {
@@ -14,14 +15,14 @@ constexpr int64_t kFewIds = 16384;
 constexpr int kFewThreads = 1024;
 
 // Until the last kernel `bad_id` is the first entry whose place is out of range.
-__device__ void reset(const PlacedCheck& list, int64_t table_rows) {
+__device__ void reset(const SlottedCheck& list, int64_t table_rows) {
   int64_t count = list.view.count;
   if (list.count != nullptr) count = is_outside(*list.count, count + 1) ? 0 : *list.count;
   *list.view.status = {0, count, count, count, table_rows, count, count, 0};
 }
 
 // The calling threads own entries first, first + stride, ...
-__device__ void check_entries(const PlacedCheck& list, int64_t table_rows, int64_t first,
+__device__ void check_entries(const SlottedCheck& list, int64_t table_rows, int64_t first,
                               int64_t stride) {
   PlanStatus* status = list.view.status;
   const int64_t count = status->count;
@@ -38,8 +39,8 @@ __device__ void check_entries(const PlacedCheck& list, int64_t table_rows, int64
   }
 }
 
-// By one thread: says what is wrong, and blocks the movers then.
-__device__ void judge(const PlacedCheck& list, int64_t table_rows, ErrorRecord* record) {
+// By one thread: says what is wrong, and blocks the copy kernels then.
+__device__ void judge(const SlottedCheck& list, int64_t table_rows, ErrorRecord* record) {
   volatile PlanStatus* status = list.view.status;
   Report about{record, Op::kSwap, list.list, table_rows};
   const int64_t count = status->count, bad_place = status->bad_id;
@@ -55,17 +56,17 @@ __device__ void judge(const PlacedCheck& list, int64_t table_rows, ErrorRecord* 
   } else {
     return;
   }
-  status->bad_count = 0;  // the movers need not say it again
+  status->bad_count = 0;  // the copy kernels need not report it again
   status->distinct = -1;
 }
 
 // One thread: statuses in which nothing is wrong yet.
-__global__ void reset_kernel(PlacedCheck evict, PlacedCheck load, int64_t table_rows) {
+__global__ void reset_kernel(SlottedCheck evict, SlottedCheck load, int64_t table_rows) {
   reset(evict, table_rows);
   reset(load, table_rows);
 }
 
-__global__ void check_placed_kernel(PlacedCheck evict, PlacedCheck load, int64_t table_rows) {
+__global__ void check_slotted_kernel(SlottedCheck evict, SlottedCheck load, int64_t table_rows) {
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   check_entries(evict, table_rows, first, stride);
@@ -73,15 +74,15 @@ __global__ void check_placed_kernel(PlacedCheck evict, PlacedCheck load, int64_t
 }
 
 // One thread.
-__global__ void judge_kernel(PlacedCheck evict, PlacedCheck load, int64_t table_rows,
+__global__ void judge_kernel(SlottedCheck evict, SlottedCheck load, int64_t table_rows,
                              ErrorRecord* record) {
   judge(evict, table_rows, record);
   judge(load, table_rows, record);
 }
 
 // One block: all of the above, for lists so short that three launches take longer.
-__global__ void check_few_placed_kernel(PlacedCheck evict, PlacedCheck load, int64_t table_rows,
-                                        ErrorRecord* record) {
+__global__ void check_few_slotted_kernel(SlottedCheck evict, SlottedCheck load, int64_t table_rows,
+                                         ErrorRecord* record) {
   if (threadIdx.x == 0) {
     reset(evict, table_rows);
     reset(load, table_rows);
@@ -99,16 +100,16 @@ __global__ void check_few_placed_kernel(PlacedCheck evict, PlacedCheck load, int
 
 }  // namespace
 
-int launch_check_placed(const PlacedCheck& evict, const PlacedCheck& load, int64_t table_rows,
-                        ErrorRecord* record, void* stream) {
+int launch_check_slotted(const SlottedCheck& evict, const SlottedCheck& load, int64_t table_rows,
+                         ErrorRecord* record, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
   const int64_t longer = evict.view.count > load.view.count ? evict.view.count : load.view.count;
   if (longer <= kFewIds) {
-    check_few_placed_kernel<<<1, kFewThreads, 0, on>>>(evict, load, table_rows, record);
+    check_few_slotted_kernel<<<1, kFewThreads, 0, on>>>(evict, load, table_rows, record);
     return cudaGetLastError();
   }
   reset_kernel<<<1, 1, 0, on>>>(evict, load, table_rows);
-  check_placed_kernel<<<blocks_for_ids(longer), kIdThreads, 0, on>>>(evict, load, table_rows);
+  check_slotted_kernel<<<blocks_for_ids(longer), kIdThreads, 0, on>>>(evict, load, table_rows);
   judge_kernel<<<1, 1, 0, on>>>(evict, load, table_rows, record);
   return cudaGetLastError();
 }

@@ -1,4 +1,4 @@
-// Launcher of placed_ids.cu; returns a cudaError_t as int. No torch here.
+// Launcher of slotted_ids.cu; returns a cudaError_t as int. No torch here.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@ namespace speedtorch {
 
 // Ids (`unique`) and places (`order`) in GPU memory; the status is written: its `distinct` and
 // `count` are those of the entries that count, or `distinct` is -1 if something is wrong.
-struct PlacedCheck {
+struct SlottedCheck {
   PlanView view;
   const int64_t* count;  // so many entries count, none if there are not so many; null: all
   IdList list;
   int64_t side_rows;  // places are below
 };
 
-int launch_check_placed(const PlacedCheck& evict, const PlacedCheck& load, int64_t table_rows,
-                        ErrorRecord* record, void* stream);
+int launch_check_slotted(const SlottedCheck& evict, const SlottedCheck& load, int64_t table_rows,
+                         ErrorRecord* record, void* stream);
 
 }  // namespace speedtorch

@@ -1,29 +1,29 @@
-// Checks of ids that come with places; see placed_ids.h.
+// Checks of ids that come with places; see slotted_ids.h.
 
-#include "plan/placed_ids.h"
+#include "plan/slotted_ids.h"
 
 #include "call/torch_calls.h"
 #include "core/gpu.h"
-#include "plan/placed_ids_launch.h"
+#include "plan/slotted_ids_launch.h"
 
 namespace speedtorch {
 namespace {
 
-PlanView view_of(const PlacedList& list, PlanStatus* status) {
+PlanView view_of(const SlottedList& list, PlanStatus* status) {
   return {.unique = data_of(list.ids),
           .order = data_of(list.places),
           .status = status,
           .count = list.ids.numel()};
 }
 
-PlacedCheck check_of(const PlacedList& list, const PlanView& view) {
+SlottedCheck check_of(const SlottedList& list, const PlanView& view) {
   return {.view = view,
           .count = list.count ? data_of(*list.count) : nullptr,
           .list = list.list,
           .side_rows = list.side_rows};
 }
 
-void check_on_cpu(const char* op, const PlacedList& list, PlanView& view, int64_t table_rows) {
+void check_on_cpu(const char* op, const SlottedList& list, PlanView& view, int64_t table_rows) {
   if (list.count) view.count = check_count(op, list.count_name, *data_of(*list.count), view.count);
   Ids ids = as_ids(list.ids);
   ids.count = view.count;
@@ -52,18 +52,18 @@ void check_on_cpu(const char* op, const PlacedList& list, PlanView& view, int64_
 
 }  // namespace
 
-void check_placed_kinds(const char* op, const PlacedList& list, const Tensor& on) {
+void check_slotted_kinds(const char* op, const SlottedList& list, const Tensor& on) {
   check_list(op, list.ids_name, list.ids, "arriving[0]", on);
   check_list(op, list.places_name, list.places, "arriving[0]", on);
   check_shape(op, list.places_name, list.places, {list.ids.numel()});
   if (list.count) check_count_kind(op, list.count_name, *list.count, "arriving[0]", on);
 }
 
-PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
-                       int64_t table_rows, const Tensor& on, void* stream) {
+SlottedViews slotted_ids(const char* op, const SlottedList& evict, const SlottedList& load,
+                         int64_t table_rows, const Tensor& on, void* stream) {
   const Tensor keep = new_tensor(op, {2 * kPlanStatusFields}, ScalarType::Long, on);
   auto* status = static_cast<PlanStatus*>(keep.data_ptr());
-  PlacedViews made{
+  SlottedViews made{
       .evict = view_of(evict, status), .load = view_of(load, status + 1), .keep = keep};
   if (on.is_cpu()) {
     check_on_cpu(op, evict, made.evict, table_rows);
@@ -71,8 +71,8 @@ PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList
     return made;
   }
   if constexpr (kWithCuda) {
-    check_cuda(launch_check_placed(check_of(evict, made.evict), check_of(load, made.load),
-                                   table_rows, error_record(on.get_device_index()), stream),
+    check_cuda(launch_check_slotted(check_of(evict, made.evict), check_of(load, made.load),
+                                    table_rows, error_record(on.get_device_index()), stream),
                op);
   }
   return made;

@@ -10,7 +10,7 @@
 namespace speedtorch {
 
 // One list of ids and what errors call it.
-struct PlacedList {
+struct SlottedList {
   IdList list;
   const char* ids_name;     // "evict"
   const char* places_name;  // "evict_places"
@@ -22,7 +22,7 @@ struct PlacedList {
 };
 
 // Views whose `unique` are the ids and whose `order` are the places; `keep` owns their status.
-struct PlacedViews {
+struct SlottedViews {
   PlanView evict;
   PlanView load;
   Tensor keep;
@@ -30,12 +30,12 @@ struct PlacedViews {
 
 // Refuses anything but contiguous int64 ids and places, equally many, and one count, on the device
 // of `on`.
-void check_placed_kinds(const char* op, const PlacedList& list, const Tensor& on);
+void check_slotted_kinds(const char* op, const SlottedList& list, const Tensor& on);
 // Of checked kinds. On the CPU refuses ids out of range or order, places beyond the side's rows and
 // a count of more entries than there are, and views have the entries that count; on a GPU a kernel
-// finds those, says so in the error record, and the movers leave everything as it was. (Without
-// word: where a count is none, no entry counts.)
-PlacedViews placed_ids(const char* op, const PlacedList& evict, const PlacedList& load,
-                       int64_t table_rows, const Tensor& on, void* stream);
+// finds those, says so in the error record, and the copy kernels leave everything as it was.
+// (Without word: where a count is none, no entry counts.)
+SlottedViews slotted_ids(const char* op, const SlottedList& evict, const SlottedList& load,
+                         int64_t table_rows, const Tensor& on, void* stream);
 
 }  // namespace speedtorch
