@@ -6,6 +6,7 @@ place of ids is an id.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +24,14 @@ def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randint(ROWS, shape, generator=random)
 
 
-def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+def op_arguments(
+    device: str, hosted: Callable[[Tensor], Tensor] = lambda rows: rows
+) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Every overload that takes tensors, with arguments that fit it.
 
     Args:
         device: where all of them are.
+        hosted: moves the tables, which may be in host memory.
     """
 
     def rows(count: int, seed: int) -> Tensor:
@@ -36,8 +40,9 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     def ids(*values: int) -> Tensor:
         return torch.tensor(values, device=device)
 
-    table, other = rows(ROWS, 1), numbers(ROWS, 2, seed=2).to(device)
+    table, other = hosted(rows(ROWS, 1)), hosted(numbers(ROWS, 2, seed=2).to(device))
     host = [table, other]
+    second = [hosted(rows(2, 10)), hosted(rows(2, 11)[:, :2].contiguous())]
     index, up, load = ids(7, 2, 7, 0), ids(2, 3, 7, 9), ids(0, 3, 9)
     plan, up_plan, load_plan = (speedtorch.plan_rows(each, ROWS) for each in (index, up, load))
     block = rows(COUNT, 3)
@@ -48,6 +53,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     gather, scatter, swap = ops.pinned_gather, ops.pinned_scatter, ops.optimizer_state_swap
     sums, apart = block.double(), ids(0, 5, 5, ROWS - 5).view(2, 2)
     held, held_ids = [rows(COUNT, 8), rows(COUNT, 9)[:, :2].contiguous()], ids(1, 2, 6, 8)
+    changes = (ids(0, 2, 1, 3), places, ids(5, 6, 7, 8), ids(1, 2, 0, 3), ids(3, 2, 1, 2), up)
     word, held_status = (torch.zeros(8, dtype=torch.int64, device=device) for _ in range(2))
     return {
         "plan_rows": (ops.plan_rows.default, (index, ROWS)),
@@ -71,13 +77,13 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "optimizer_state_swap.tables": (
             swap.tables,
-            ([*host, rows(2, 10), rows(2, 11)[:, :2].contiguous()], 2, *moved),
+            ([*host, *second], 2, *moved),
         ),
         "optimizer_state_swap.counted": (
             swap.counted,
             (host, leaving, up, places, ids(3), arriving, load, load_places, ids(2)),
         ),
-        "pinned_copy": (ops.pinned_copy.default, (table[:COUNT].clone(), block)),
+        "pinned_copy": (ops.pinned_copy.default, (hosted(rows(COUNT, 1)), block)),
         "sum_rows": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3)),
         "sum_rows, of bags": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3, ids(1, 1, 0, 3))),
         "sum_rows.counted": (ops.sum_rows.counted, (sums, plan, ids(3), ROWS, 0, 5)),
@@ -93,17 +99,17 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "hold_rows": (
             ops.hold_rows.default,
-            (
-                *(held, arriving, leaving, ids(0, 2, 1, 3), places, ids(5, 6, 7, 8)),
-                *(ids(1, 2, 0, 3), ids(3, 2, 1, 2), up, held_ids, held_status),
-                *(ids(1, 2, 3, 4), ids(0)),
-            ),
+            (held, arriving, leaving, *changes, held_ids, held_status, ids(1, 2, 3, 4), ids(0)),
+        ),
+        "hold_rows, none put aside": (
+            ops.hold_rows.default,
+            (held, arriving, [], *changes, held_ids, held_status, ids(1, 2, 3, 4), ids(0)),
         ),
         "split_plan": (
             ops.split_plan.default,
             (speedtorch.plan_rows(ids(2, 0, 2, 7), ROWS), ids(0, 3, 4), apart, ROWS),
         ),
-        "clear_rows": (ops.clear_rows.default, ([block, table], ids(2))),
+        "clear_rows": (ops.clear_rows.default, ([block, rows(ROWS, 1)], ids(2))),
     }
 
 

@@ -160,8 +160,8 @@ std::string version_text(int version) { return text(version / 1000, ".", version
 // enough, or where there is none.
 std::string why_driver_is_too_old() {
   int has = 0, built_with = 0;
-  if (cuda_calls().driver_version(&has) != 0 || cuda_calls().runtime_version(&built_with) != 0) {
-    cuda_calls().last_error();
+  if (!succeeded(cuda_calls().driver_version(&has)) ||
+      !succeeded(cuda_calls().runtime_version(&built_with))) {
     return {};
   }
   const int major = built_with / 1000, release = driver_release(major);
@@ -191,9 +191,13 @@ void check_driver() {
   if (!why.empty()) throw std::runtime_error(why);
 }
 
+bool succeeded(int error) {
+  if (error != 0) cuda_calls().last_error();
+  return error == 0;
+}
+
 void check_cuda(int error, const char* what) {
-  if (error == 0) return;
-  cuda_calls().last_error();
+  if (succeeded(error)) return;
   std::string why = error == kInsufficientDriver ? why_driver_is_too_old() : "";
   if (why.empty()) why = cuda_calls().error_string(error);
   throw std::runtime_error(text(what, " failed: ", why, " (CUDA error ", error, ")"));

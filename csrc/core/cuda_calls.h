@@ -79,9 +79,11 @@ constexpr bool kWithCuda = true;
 constexpr bool kWithCuda = false;
 #endif
 
+// Whether a call succeeded whose failure the caller can live with. A failure is cleared, so that it
+// does not surface later in innocent code.
+bool succeeded(int error);
 // Throws std::runtime_error("<what> failed: <reason> (CUDA error <n>)") unless `error` is 0. Clears
-// CUDA's last error first, so that it does not surface later in innocent code. Where the driver is
-// too old for this library, the reason says which one is needed.
+// it as above. Where the driver is too old for this library, the reason says which one is needed.
 void check_cuda(int error, const char* what);
 
 // While one lives, this thread may allocate, query and free although some stream captures a CUDA
@@ -94,9 +96,7 @@ class RelaxedCapture {
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
-  void exchange() noexcept {
-    if (cuda_calls().relax_capture(&mode_) != 0) cuda_calls().last_error();
-  }
+  void exchange() noexcept { succeeded(cuda_calls().relax_capture(&mode_)); }
   int mode_ = 2;  // cudaStreamCaptureModeRelaxed; holds the thread's former mode in between
 };
 

@@ -17,6 +17,10 @@ enum class IdError : int32_t {
 // Which op and which of its id lists an error speaks of; the values travel through GPU memory.
 enum class Op : int32_t { kGather = 0, kScatter = 1, kSwap = 2, kSum = 3 };
 enum class IdList : int32_t { kIndex = 0, kEvict = 1, kLoad = 2 };
+constexpr const char* name_of(IdList list) {
+  constexpr const char* kNames[] = {"index", "evict", "load"};
+  return kNames[static_cast<int32_t>(list)];
+}
 
 // Of one GPU. A launch that has bad ids claims it, writes all of it and says so in `written`; the
 // host reads it and says so in `taken`. Each of the three counts words, and none is written by both
@@ -34,6 +38,14 @@ struct ErrorRecord {
   int64_t position;
   int64_t bad_count;
   int64_t count;
+};
+
+// What a kernel needs to know to say which ids are bad.
+struct Report {
+  ErrorRecord* record;  // null: another launch of the same op says it
+  Op op;
+  IdList list;
+  int64_t rows;  // of the table
 };
 
 }  // namespace speedtorch

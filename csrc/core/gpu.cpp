@@ -29,7 +29,6 @@ CurrentStreamOf current_stream_of() {
 
 constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimizer_state_swap",
                                     "sum_rows"};
-constexpr const char* kListNames[] = {"index", "evict", "load"};
 
 constexpr int kKnownGpus = 64;  // GPUs whose answers are kept, and that have an error record
 
@@ -115,11 +114,8 @@ void CurrentStream::refuse_capture_of_pageable(const char* op, const std::string
 void refuse_during_capture(const char* op, const std::string& why) {
   const CurrentStreamOf stream_of = current_stream_of();
   int device = 0;
-  if (stream_of == nullptr) return;
-  if (cuda_calls().get_device(&device) != 0) {  // no GPU, so nothing captures
-    cuda_calls().last_error();
-    return;
-  }
+  // Without a GPU nothing captures.
+  if (stream_of == nullptr || !succeeded(cuda_calls().get_device(&device))) return;
   void* stream = nullptr;
   if (stream_of(device, &stream) == 0) refuse_if_capturing(stream, op, why);
 }
@@ -137,8 +133,8 @@ ErrorRecord* error_record(int device) {
     records_owner = process_id();
     if (the_records.compare_exchange_strong(records, made)) {
       records = made;
-    } else if (cuda_calls().host_free(memory) != 0) {  // another thread has made them
-      cuda_calls().last_error();
+    } else {  // another thread has made them
+      succeeded(cuda_calls().host_free(memory));
     }
   }
   const int gpu = device % kKnownGpus;
@@ -160,7 +156,7 @@ void throw_pending() {
     if (!taken.compare_exchange_strong(before, word, std::memory_order_acq_rel)) continue;
     throw_bad_ids({.kind = static_cast<IdError>(error.kind),
                    .op = kOpNames[error.op],
-                   .list = kListNames[error.list],
+                   .list = name_of(static_cast<IdList>(error.list)),
                    .rows = error.rows,
                    .id = error.id,
                    .position = error.position,

@@ -3,9 +3,9 @@
 // each other and share the memory that torch caches for it.
 
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
 
 #include "core/cuda_calls.h"
+#include "core/registration.h"
 
 namespace speedtorch {
 namespace {
@@ -19,11 +19,9 @@ int64_t make_stream(int64_t device) {
   return reinterpret_cast<int64_t>(stream);
 }
 
+const Ops kOps{
+    {"make_stream(int device) -> int", TORCH_BOX(&make_stream)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) { m.def("make_stream(int device) -> int"); }
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("make_stream", TORCH_BOX(&speedtorch::make_stream));
-}

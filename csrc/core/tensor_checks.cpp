@@ -167,18 +167,13 @@ void check_aligned(const char* op, const char* name, const Tensor& tensor) {
 }
 
 void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
-                const Tensor& on) {
+                const Tensor& on, std::optional<int64_t> size) {
   if (tensor.scalar_type() != ScalarType::Long || tensor.dim() != 1 || !tensor.is_contiguous()) {
     throw_value_error(op, name, " must be a contiguous int64 tensor [n]");
   }
   check_aligned(op, name, tensor);
   check_same_device(op, name, tensor, on_name, on);
-}
-
-void check_count_kind(const char* op, const char* name, const Tensor& count, const char* on_name,
-                      const Tensor& on) {
-  check_list(op, name, count, on_name, on);
-  check_shape(op, name, count, {1});
+  if (size) check_shape(op, name, tensor, {*size});
 }
 
 int64_t check_count(const char* op, const char* name, int64_t count, int64_t most) {

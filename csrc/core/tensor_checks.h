@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -73,12 +74,9 @@ void check_dtype(const char* op, const char* name, const Tensor& tensor, const c
                  const Tensor& other);
 void check_contiguous(const char* op, const char* name, const Tensor& tensor);
 void check_aligned(const char* op, const char* name, const Tensor& tensor);
-// A contiguous int64 tensor [n] on the device of `on`.
+// A contiguous int64 tensor on the device of `on`: [size], or [n] without a size.
 void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
-                const Tensor& on);
-// An int64 tensor [1] on the device of `on`.
-void check_count_kind(const char* op, const char* name, const Tensor& count, const char* on_name,
-                      const Tensor& on);
+                const Tensor& on, std::optional<int64_t> size = std::nullopt);
 // Refuses a count that is not 0 to `most`.
 int64_t check_count(const char* op, const char* name, int64_t count, int64_t most);
 // Refuses an empty list.

@@ -1,8 +1,6 @@
 // Whether a CUDA graph that was captured is still there: what it uses must stay where it is until
 // then. Called by speedtorch/step for steps that are captured whole.
 
-#include <torch/csrc/stable/library.h>
-
 #include <atomic>
 #include <deque>
 #include <mutex>
@@ -10,6 +8,7 @@
 
 #include "core/cuda_calls.h"
 #include "core/gpu.h"
+#include "core/registration.h"
 #include "core/tensor_checks.h"
 
 namespace speedtorch {
@@ -62,15 +61,10 @@ bool graph_is_alive(int64_t number) {
   return all.are_alive[static_cast<size_t>(number)];
 }
 
+const Ops kOps{
+    {"watch_graph(Tensor on) -> int", TORCH_BOX(&watch_graph)},
+    {"graph_is_alive(int number) -> bool", TORCH_BOX(&graph_is_alive)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def("watch_graph(Tensor on) -> int");
-  m.def("graph_is_alive(int number) -> bool");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("watch_graph", TORCH_BOX(&speedtorch::watch_graph));
-  m.impl("graph_is_alive", TORCH_BOX(&speedtorch::graph_is_alive));
-}

@@ -4,7 +4,6 @@
 
 #include <pthread.h>
 #include <sys/mman.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -24,6 +23,7 @@
 
 #include "core/gpu.h"
 #include "core/process.h"
+#include "core/registration.h"
 #include "memory/host_pages.h"
 
 namespace speedtorch {
@@ -63,16 +63,14 @@ class StreamUses {
   bool any() const { return !uses_.empty(); }
   bool finished() const {
     return std::all_of(uses_.begin(), uses_.end(), [](const Use& use) {
-      if (cuda_calls().event_query(use.event) == 0) return true;
-      cuda_calls().last_error();  // not ready, or not to be known now
-      return false;
+      return succeeded(cuda_calls().event_query(use.event));
     });
   }
   // Waits for every use and forgets it. Errors are not reported: memory must go all the same.
   void wait() noexcept {
     for (const Use& use : uses_) {
-      if (cuda_calls().event_synchronize(use.event) != 0) cuda_calls().last_error();
-      if (cuda_calls().event_destroy(use.event) != 0) cuda_calls().last_error();
+      succeeded(cuda_calls().event_synchronize(use.event));
+      succeeded(cuda_calls().event_destroy(use.event));
     }
     uses_.clear();
   }
@@ -107,15 +105,14 @@ class CapturedOn {
     if (devices_.empty()) return;
     const RelaxedCapture while_capturing;
     int before = 0;
-    bool failed = cuda_calls().get_device(&before) != 0;
+    succeeded(cuda_calls().get_device(&before));
     // Making a device current, if only again, may open a context on it.
     const bool elsewhere = devices_.size() > 1 || !devices_.contains(before);
     for (const int device : devices_) {
-      if (elsewhere) failed |= cuda_calls().set_device(device) != 0;
-      failed |= cuda_calls().device_synchronize() != 0;
+      if (elsewhere) succeeded(cuda_calls().set_device(device));
+      succeeded(cuda_calls().device_synchronize());
     }
-    if (elsewhere) failed |= cuda_calls().set_device(before) != 0;
-    if (failed) cuda_calls().last_error();
+    if (elsewhere) succeeded(cuda_calls().set_device(before));
   }
 
  private:
@@ -218,8 +215,8 @@ void free_memory(Block& block) noexcept {
       free_pinned(block.base);
     } else if (block.kind == MemoryKind::kRegistered) {
       unregister_pages(block.base, block.bytes);
-    } else if (block.kind == MemoryKind::kManaged && cuda_calls().free_managed(block.base) != 0) {
-      cuda_calls().last_error();
+    } else if (block.kind == MemoryKind::kManaged) {
+      succeeded(cuda_calls().free_managed(block.base));
     }
   }
   if (block.kind != MemoryKind::kManaged && !block.is_cudas && !block.pinned && !exits) {
@@ -338,8 +335,7 @@ int64_t memory_kind(const Tensor& tensor) {
   } else if (tensor.numel() == 0) {
   } else if (const auto ours = kind_of_block(tensor.data_ptr())) {
     kind = *ours;
-  } else if (cuda_calls().pointer_kind(tensor.data_ptr(), &found, &on_gpu) != 0) {
-    cuda_calls().last_error();
+  } else if (!succeeded(cuda_calls().pointer_kind(tensor.data_ptr(), &found, &on_gpu))) {
   } else if (static_cast<PointerKind>(found) == PointerKind::kManaged) {
     kind = MemoryKind::kManaged;
   } else if (static_cast<PointerKind>(found) == PointerKind::kHost) {
@@ -367,9 +363,8 @@ namespace {
 // How the current GPU reaches memory that is not pinned: on Grace as the CPU does.
 Access access_to_pageable() {
   int device = 0, in_place = 0;
-  const bool told = cuda_calls().get_device(&device) == 0 &&
-                    cuda_calls().host_page_tables(device, &in_place) == 0;
-  if (!told) cuda_calls().last_error();
+  const bool told = succeeded(cuda_calls().get_device(&device)) &&
+                    succeeded(cuda_calls().host_page_tables(device, &in_place));
   return told && in_place != 0 ? Access::kMapped : Access::kNot;
 }
 
@@ -511,8 +506,7 @@ constexpr const char* kMakeBefore = "make and pin tables before the capture begi
 
 // Throws with how many bytes, why and what to do instead.
 void check_managed(int error, const char* step, int64_t bytes) {
-  if (error == 0) return;
-  cuda_calls().last_error();
+  if (succeeded(error)) return;
   if (is_without_gpu(error)) {
     throw std::runtime_error("host memory: managed memory needs a GPU" + without_gpu(error));
   }
@@ -525,8 +519,7 @@ void check_managed(int error, const char* step, int64_t bytes) {
 // The GPU that memory made now is likely to be used on, if there is one.
 std::set<int> current_device() {
   int device = 0;
-  if (cuda_calls().get_device(&device) == 0) return {device};
-  cuda_calls().last_error();
+  if (succeeded(cuda_calls().get_device(&device))) return {device};
   return {};
 }
 
@@ -554,7 +547,7 @@ void* allocate_managed(int64_t bytes, const std::set<int>& map_on) {
   for (const int device : map_on) {
     if (error == 0) error = map_managed(address, bytes, device);
   }
-  if (error != 0 && cuda_calls().free_managed(address) != 0) cuda_calls().last_error();
+  if (error != 0) succeeded(cuda_calls().free_managed(address));
   check_managed(error, "cudaMemAdvise", bytes);
   return address;
 }
@@ -775,13 +768,10 @@ void check_owner(const Tensor& tensor) {
 // True if every GPU can use managed memory that stays on the host; false without a GPU.
 bool managed_supported() {
   int devices = 0;
-  if (cuda_calls().device_count(&devices) != 0) {
-    cuda_calls().last_error();
-    return false;
-  }
+  if (!succeeded(cuda_calls().device_count(&devices))) return false;
   for (int device = 0; device < devices; ++device) {
     int supported = 0;
-    if (cuda_calls().concurrent_managed_access(device, &supported) != 0) cuda_calls().last_error();
+    succeeded(cuda_calls().concurrent_managed_access(device, &supported));
     if (!supported) return false;
   }
   return devices > 0;
@@ -794,44 +784,25 @@ void throw_pending_and_drop_finished() {
   throw_pending();
 }
 
+const Ops kOps{
+    // Ops on memory, for speedtorch/memory/host_memory.py. Kinds are numbers: see MemoryKind.
+    {"host_empty(int bytes, int kind, bool check_memory) -> Tensor", TORCH_BOX(&host_empty)},
+    {"host_register(Tensor tensor) -> int", TORCH_BOX(&host_register)},
+    {"host_unregister(int pin, bool tensor_is_gone) -> ()", TORCH_BOX(&host_unregister)},
+    {"available_bytes() -> int", TORCH_BOX(&available_bytes)},
+    {"memory_kind(Tensor tensor) -> int", TORCH_BOX(&memory_kind)},
+    {"registration_seams(Tensor tensor) -> int[]", TORCH_BOX(&registration_seams)},
+    {"memory_stats() -> Tensor", TORCH_BOX(&memory_stats)},
+    {"let_captured_go(Tensor tensor) -> ()", TORCH_BOX(&let_captured_go)},
+    {"let_orphans_go() -> ()", TORCH_BOX(&let_orphans_go)},
+    {"check_owner(Tensor tensor) -> ()", TORCH_BOX(&check_owner)},
+    {"managed_supported() -> bool", TORCH_BOX(&managed_supported)},
+    {"built_with_cuda() -> bool", TORCH_BOX(&built_with_cuda)},
+    {"check_driver() -> ()", TORCH_BOX(&check_driver)},
+    {"use_on(Tensor table, int device, int stream) -> int", TORCH_BOX(&use_on)},
+    {"throw_pending() -> ()", TORCH_BOX(&throw_pending_and_drop_finished)},
+    {"stop() -> ()", TORCH_BOX(&stop)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  // Ops on memory, for speedtorch/memory/host_memory.py. Kinds are numbers: see MemoryKind.
-  m.def("host_empty(int bytes, int kind, bool check_memory) -> Tensor");
-  m.def("host_register(Tensor tensor) -> int");
-  m.def("host_unregister(int pin, bool tensor_is_gone) -> ()");
-  m.def("available_bytes() -> int");
-  m.def("memory_kind(Tensor tensor) -> int");
-  m.def("registration_seams(Tensor tensor) -> int[]");
-  m.def("memory_stats() -> Tensor");
-  m.def("let_captured_go(Tensor tensor) -> ()");
-  m.def("let_orphans_go() -> ()");
-  m.def("check_owner(Tensor tensor) -> ()");
-  m.def("managed_supported() -> bool");
-  m.def("built_with_cuda() -> bool");
-  m.def("check_driver() -> ()");
-  m.def("use_on(Tensor table, int device, int stream) -> int");
-  m.def("throw_pending() -> ()");
-  m.def("stop() -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("host_empty", TORCH_BOX(&speedtorch::host_empty));
-  m.impl("host_register", TORCH_BOX(&speedtorch::host_register));
-  m.impl("host_unregister", TORCH_BOX(&speedtorch::host_unregister));
-  m.impl("available_bytes", TORCH_BOX(&speedtorch::available_bytes));
-  m.impl("memory_kind", TORCH_BOX(&speedtorch::memory_kind));
-  m.impl("registration_seams", TORCH_BOX(&speedtorch::registration_seams));
-  m.impl("memory_stats", TORCH_BOX(&speedtorch::memory_stats));
-  m.impl("let_captured_go", TORCH_BOX(&speedtorch::let_captured_go));
-  m.impl("let_orphans_go", TORCH_BOX(&speedtorch::let_orphans_go));
-  m.impl("check_owner", TORCH_BOX(&speedtorch::check_owner));
-  m.impl("managed_supported", TORCH_BOX(&speedtorch::managed_supported));
-  m.impl("built_with_cuda", TORCH_BOX(&speedtorch::built_with_cuda));
-  m.impl("check_driver", TORCH_BOX(&speedtorch::check_driver));
-  m.impl("use_on", TORCH_BOX(&speedtorch::use_on));
-  m.impl("throw_pending", TORCH_BOX(&speedtorch::throw_pending_and_drop_finished));
-  m.impl("stop", TORCH_BOX(&speedtorch::stop));
-}

@@ -257,7 +257,7 @@ void refuse_if_short(int64_t bytes) { room_for(bytes, 0, Filling::of_all()); }
 void unregister_pages(char* base, int64_t bytes) noexcept {
   const RelaxedCapture while_capturing;
   for (int64_t start = 0; start < bytes; start += kBytesPerRegistration) {
-    if (cuda_calls().host_unregister(base + start) != 0) cuda_calls().last_error();
+    succeeded(cuda_calls().host_unregister(base + start));
   }
 }
 
@@ -266,8 +266,7 @@ int register_pages(char* base, int64_t bytes, bool read_only) {
   for (int64_t start = 0; start < bytes; start += kBytesPerRegistration) {
     const int64_t piece = std::min(kBytesPerRegistration, bytes - start);
     const int error = cuda_calls().host_register(base + start, piece, read_only);
-    if (error != 0) {
-      cuda_calls().last_error();
+    if (!succeeded(error)) {
       unregister_pages(base, start);
       return error;
     }
@@ -278,23 +277,20 @@ int register_pages(char* base, int64_t bytes, bool read_only) {
 bool is_at_own_address(const char* base) {
   int kind = 0;
   void* on_gpu = nullptr;
-  if (cuda_calls().pointer_kind(base, &kind, &on_gpu) == 0) return on_gpu == base;
-  cuda_calls().last_error();
-  return true;  // as it is nearly everywhere
+  // Where CUDA does not say: it is so nearly everywhere.
+  return !succeeded(cuda_calls().pointer_kind(base, &kind, &on_gpu)) || on_gpu == base;
 }
 
 int allocate_pinned(char** base, int64_t bytes) {
   const RelaxedCapture while_capturing;
   void* address = nullptr;
   const int error = cuda_calls().host_alloc(&address, static_cast<size_t>(bytes));
-  if (error != 0) cuda_calls().last_error();
+  succeeded(error);
   *base = static_cast<char*>(address);
   return error;
 }
 
-void free_pinned(char* base) noexcept {
-  if (cuda_calls().host_free(base) != 0) cuda_calls().last_error();
-}
+void free_pinned(char* base) noexcept { succeeded(cuda_calls().host_free(base)); }
 
 std::string pinning_failure(int64_t bytes, const char* call, int error) {
   if (is_without_gpu(error)) return "host memory: pinning needs a GPU" + without_gpu(error);

@@ -2,7 +2,6 @@
 
 #include "move/cost_model.h"
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "call/arguments.h"
+#include "core/registration.h"
 
 namespace speedtorch {
 namespace {
@@ -308,28 +308,19 @@ void set_costs(const Tensor& values) {
   link_ratio = ratio > kSameLink ? std::min(ratio, kMostLinks) : 1;
 }
 
+const Ops kOps{
+    // The choice of path, for speedtorch/memory/cost_model.py.
+    {"explain_move(Tensor table, int ids, int direction, bool accumulate) -> Tensor",
+     TORCH_BOX(&explain_move)},
+    {"link_launch(int direction, int row_bytes, int host_bits, int other_bits, int rows, bool "
+     "bulk, int sms) -> int[]",
+     TORCH_BOX(&link_launch)},
+    {"costs() -> Tensor", TORCH_BOX(&costs_as_tensor)},
+    {"set_costs(Tensor costs) -> ()", TORCH_BOX(&set_costs)},
+    {"force_path(int path) -> ()", TORCH_BOX(&force_path)},
+    {"num_sms() -> int", TORCH_BOX(&num_sms)},
+    {"set_num_sms(int? count) -> ()", TORCH_BOX(&set_num_sms)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  // The choice of path, for speedtorch/memory/cost_model.py.
-  m.def("explain_move(Tensor table, int ids, int direction, bool accumulate) -> Tensor");
-  m.def(
-      "link_launch(int direction, int row_bytes, int host_bits, int other_bits, int rows, bool "
-      "bulk, int sms) -> int[]");
-  m.def("costs() -> Tensor");
-  m.def("set_costs(Tensor costs) -> ()");
-  m.def("force_path(int path) -> ()");
-  m.def("num_sms() -> int");
-  m.def("set_num_sms(int? count) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("explain_move", TORCH_BOX(&speedtorch::explain_move));
-  m.impl("link_launch", TORCH_BOX(&speedtorch::link_launch));
-  m.impl("costs", TORCH_BOX(&speedtorch::costs_as_tensor));
-  m.impl("set_costs", TORCH_BOX(&speedtorch::set_costs));
-  m.impl("force_path", TORCH_BOX(&speedtorch::force_path));
-  m.impl("num_sms", TORCH_BOX(&speedtorch::num_sms));
-  m.impl("set_num_sms", TORCH_BOX(&speedtorch::set_num_sms));
-}

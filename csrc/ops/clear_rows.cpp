@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "call/arguments.h"
-#include "call/list_ops.h"
 #include "core/gpu.h"
+#include "core/registration.h"
 #include "core/tensor_checks.h"
-#include "ops/clear_rows_launch.h"
+#include "ops/launchers.h"
 
 namespace speedtorch {
 namespace {
@@ -28,7 +28,7 @@ void clear_rows(const Tensors& rows, const Tensor& count) {
     fields.push_back(
         as_rows_like(kOp, name.c_str(), rows[k], name.c_str(), rows[k], "rows[0]", rows[0]));
   }
-  check_count_kind(kOp, "count", count, "rows[0]", rows[0]);
+  check_list(kOp, "count", count, "rows[0]", rows[0], 1);
   all.check_memory();
   if (count.is_cpu()) {
     for (const Rows& field : fields) check_count(kOp, "count", *data_of(count), field.count);
@@ -51,7 +51,7 @@ void clear_rows(const Tensors& rows, const Tensor& count) {
   }
 }
 
-const ListOps kListOps{
+const Ops kOps{
     {"clear_rows(Tensor(a! -> *)[] rows, Tensor count) -> ()", TORCH_BOX(&clear_rows)},
 };
 

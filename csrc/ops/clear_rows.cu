@@ -1,7 +1,7 @@
 // Kernel of clear_rows: rows beyond those that count become zeros. Called by clear_rows.cpp.
 
 #include "move/row_mover.cuh"
-#include "ops/clear_rows_launch.h"
+#include "ops/launchers.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "call/arguments.h"
-#include "call/list_ops.h"
 #include "core/gpu.h"
+#include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "move/cpu_mover.h"
 #include "ops/hold_rows_launch.h"
@@ -149,7 +149,7 @@ void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
   }
 }
 
-const ListOps kListOps{
+const Ops kOps{
     {"hold_rows(Tensor(a! -> *)[] held, Tensor(b! -> *)[] coming, Tensor(c! -> *)[] left, Tensor "
      "stay_places, Tensor stay_from, Tensor leaving, Tensor leaving_places, Tensor counts, Tensor "
      "ids, Tensor(d!) held_ids, Tensor(e!) held_status, Tensor(f!) left_ids, Tensor(g!) "

@@ -2,9 +2,6 @@
 // both lists pass from leaving to arriving and are not read from the host. Checks, the CPU kernel
 // and the choice of path; GPU kernels: .cu.
 
-#include "ops/optimizer_state_swap_launch.h"
-
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -15,14 +12,13 @@
 #include <vector>
 
 #include "call/arguments.h"
-#include "call/list_ops.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "memory/host_memory.h"
 #include "move/cost_model.h"
-#include "ops/pinned_gather_launch.h"
-#include "ops/pinned_scatter_launch.h"
+#include "ops/launchers.h"
 #include "plan/dedup.h"
 #include "plan/plan.h"
 #include "plan/slotted_ids.h"
@@ -32,6 +28,14 @@ namespace {
 
 constexpr const char* kOp = "optimizer_state_swap";
 constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
+
+// A table of which rows are exchanged, by their numbers among those of all.
+struct SwapTable {
+  int64_t first;
+  std::vector<SwapField> fields;
+
+  int64_t end() const { return first + fields[0].host.count; }
+};
 
 // The three sides of each field, of the table whose fields begin at `first` of host. Throws
 // ValueError unless shapes, dtypes and devices fit and there is room for the rows of both lists.
@@ -65,24 +69,44 @@ std::vector<SwapField> check_fields_of(size_t first, const Tensors& host, const 
   return fields;
 }
 
-void check_lists(size_t fields, const Tensors& leaving, const Tensors& arriving) {
+// The tables whose fields are listed in host, one table after another.
+std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Tensors& leaving,
+                                    const Tensors& arriving, int64_t evicted = 0,
+                                    int64_t loaded = 0) {
+  const size_t fields = count < 1 ? 0 : host.size() / static_cast<size_t>(count);
   check_fields(kOp, "host", fields);
-  if (leaving.size() == fields && arriving.size() == fields) return;
-  throw_value_error(kOp, "host, leaving and arriving must be lists of one length, got ", fields,
-                    ", ", leaving.size(), " and ", arriving.size());
+  if (leaving.size() != fields || arriving.size() != fields) {
+    throw_value_error(kOp, "host, leaving and arriving must be lists of one length, got ", fields,
+                      ", ", leaving.size(), " and ", arriving.size());
+  }
+  if (host.size() != fields * static_cast<size_t>(count)) {
+    throw_value_error(kOp, "host has ", host.size(), " fields, expected as many of each of ", count,
+                      " tables");
+  }
+  std::vector<SwapTable> tables;
+  for (size_t first = 0; first < host.size(); first += fields) {
+    const int64_t row = tables.empty() ? 0 : tables.back().end();
+    tables.push_back({row, check_fields_of(first, host, leaving, arriving, evicted, loaded)});
+  }
+  return tables;
 }
 
-std::vector<SwapField> check_swap(const Tensors& host, const Tensors& leaving,
-                                  const Tensors& arriving, int64_t evicted, int64_t loaded) {
-  check_lists(host.size(), leaving, arriving);
-  return check_fields_of(0, host, leaving, arriving, evicted, loaded);
+// A list's ids from `begin` to `end`.
+PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
+  int64_t* last = list.unique + list.count;
+  const int64_t first = std::lower_bound(list.unique, last, begin) - list.unique;
+  PlanView part = list;
+  part.unique += first;
+  part.order += first;
+  part.count = std::lower_bound(part.unique, last, end) - part.unique;
+  return part;
 }
 
 // `write_through`: rows in both lists go to the host as well.
-void swap_on_cpu(const std::vector<SwapField>& fields, const PlanView& evict, const PlanView& load,
-                 bool write_through = false) {
+void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const PlanView& load,
+                       bool write_through) {
   int64_t record_bytes = 1;
-  for (const SwapField& field : fields) record_bytes += field.host.row_bytes;
+  for (const SwapField& field : table.fields) record_bytes += field.host.row_bytes;
   const int64_t entries_per_task = kBytesPerTask / record_bytes + 1;
   int64_t* evict_end = evict.unique + evict.count;
   int64_t* load_end = load.unique + load.count;
@@ -94,9 +118,9 @@ void swap_on_cpu(const std::vector<SwapField>& fields, const PlanView& evict, co
       const int64_t id = load.unique[m];
       int64_t* found = std::lower_bound(evict.unique, evict_end, id);
       const bool stays = found != evict_end && *found == id;
-      for (const SwapField& field : fields) {
-        const char* from =
-            stays ? field.leaving.row(evict.order[found - evict.unique]) : field.host.row(id);
+      for (const SwapField& field : table.fields) {
+        const char* from = stays ? field.leaving.row(evict.order[found - evict.unique])
+                                 : field.host.row(id - table.first);
         move(field.arriving.row(load.order[m]), from, field.host.row_bytes);
       }
     }
@@ -105,11 +129,20 @@ void swap_on_cpu(const std::vector<SwapField>& fields, const PlanView& evict, co
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = evict.unique[m];
       if (!write_through && std::binary_search(load.unique, load_end, id)) continue;
-      for (const SwapField& field : fields) {
-        move(field.host.row(id), field.leaving.row(evict.order[m]), field.host.row_bytes);
+      for (const SwapField& field : table.fields) {
+        move(field.host.row(id - table.first), field.leaving.row(evict.order[m]),
+             field.host.row_bytes);
       }
     }
   });
+}
+
+void swap_on_cpu(const std::vector<SwapTable>& tables, const PlanView& evict, const PlanView& load,
+                 bool write_through = false) {
+  for (const SwapTable& table : tables) {
+    swap_table_on_cpu(table, part_of(evict, table.first, table.end()),
+                      part_of(load, table.first, table.end()), write_through);
+  }
 }
 
 // Whether a row of one field begins within the first two rows of another, as those of a record do.
@@ -129,16 +162,6 @@ void note_use_of(const Tensor* host, const SwapField* fields, size_t count,
   }
 }
 
-// A table of which rows are exchanged, by their numbers among those of all.
-struct SwapTable {
-  int64_t first;
-  std::vector<SwapField> fields;
-};
-
-int64_t rows_of(const std::vector<SwapTable>& tables) {
-  return tables.back().first + tables.back().fields[0].host.count;
-}
-
 // Fields `begin` to `end` of tables from `table` on: of as many as fit a launch.
 SwapTables places_of(const std::vector<SwapTable>& tables, size_t table, size_t begin, size_t end) {
   SwapTables some{};
@@ -151,7 +174,7 @@ SwapTables places_of(const std::vector<SwapTable>& tables, size_t table, size_t 
       some.places[static_cast<size_t>(some.count) * (end - begin) + k - begin] = {
           .base = rows.base - one.first * rows.stride_bytes, .stride_bytes = rows.stride_bytes};
     }
-    some.firsts[++some.count] = one.first + one.fields[0].host.count;
+    some.firsts[++some.count] = one.end();
   }
   return some;
 }
@@ -176,8 +199,8 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, cons
         const SwapTables some = places_of(tables, table, first, last);
         check_cuda(
             launch_swap(&fields[first], static_cast<int>(last - first),
-                        tables.size() > 1 ? &some : nullptr, rows_of(tables), evict, load, scratch,
-                        crosses_link ? swap_sms(stream) : kDeviceBlocks,
+                        tables.size() > 1 ? &some : nullptr, tables.back().end(), evict, load,
+                        scratch, crosses_link ? swap_sms(stream) : kDeviceBlocks,
                         first + table == 0 ? error_record(stream.device()) : nullptr, stream.get()),
             kOp);
         for (const size_t end = table + static_cast<size_t>(some.count); table < end; ++table) {
@@ -245,9 +268,10 @@ void swap_staged(const Tensors& host, const Tensors& leaving, const PlanView& ev
     shape[0] = load.count;
     arrived.push_back(new_pinned(kOp, shape, arriving[k]));
   }
-  const std::vector<SwapField> fields = check_swap(host, left, arrived, evict.count, load.count);
+  const std::vector<SwapTable> tables =
+      check_tables(host, 1, left, arrived, evict.count, load.count);
   all.mark_written();
-  swap_on_cpu(fields, evict, load);
+  swap_on_cpu(tables, evict, load);
   for (size_t k = 0; k < host.size(); ++k) put(arriving[k], arrived[k]);
 }
 
@@ -263,10 +287,10 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
                             read("load_plan", load_plan)});
   check_ids_kind(kOp, "evict", evict);
   check_ids_kind(kOp, "load", load);
-  const std::vector<SwapTable> tables{
-      {0, check_swap(host, leaving, arriving, evict.numel(), load.numel())}};
+  const std::vector<SwapTable> tables =
+      check_tables(host, 1, leaving, arriving, evict.numel(), load.numel());
   const Tensor& on = arriving[0];
-  const int64_t rows = rows_of(tables);
+  const int64_t rows = tables.back().end();
   check_device(kOp, "evict", evict, "arriving[0]", on);
   check_device(kOp, "load", load, "arriving[0]", on);
   if (evict_plan) check_plan(kOp, "evict", *evict_plan, evict.numel(), on);
@@ -276,7 +300,7 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
     const CpuPlan evict_made = plan_on_cpu("evict", as_ids(evict), evict_plan, rows);
     const CpuPlan load_made = plan_on_cpu("load", as_ids(load), load_plan, rows);
     all.mark_written();
-    return swap_on_cpu(tables[0].fields, evict_made.view, load_made.view);
+    return swap_on_cpu(tables, evict_made.view, load_made.view);
   }
   const CurrentStream stream(kOp, on);
   const bool mapped = all_mapped(host, tables, stream);
@@ -334,10 +358,10 @@ Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& st
   if (rows.numel() == 0) return rows;
   if constexpr (kWithCuda) {
     const Rows from = as_rows(kOp, "leaving", side), to = as_rows(kOp, "leaving", rows);
-    const Dedup checked = check_ids_on_gpu(kOp, as_ids(places), from.count, side, stream.get());
-    check_cuda(launch_gather_direct(from, to, checked.view, kDeviceBlocks,
-                                    error_record(stream.device()), stream.get()),
-               kOp);
+    const Report about{error_record(stream.device()), Op::kGather, IdList::kIndex, from.count};
+    const RowIds found = find_row_ids(kOp, "evict_places", as_ids(places), Path::kDirect, {},
+                                      Keep::kAll, from.count, side, stream.get());
+    check_cuda(launch_gather(from, to, found.view, gpu_copy_kernel(), about, stream.get()), kOp);
   }
   return rows;
 }
@@ -349,55 +373,16 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
   copy(kOp, staged, rows, false);
   if constexpr (kWithCuda) {
     const Rows from = as_rows(kOp, "arriving", rows), to = as_rows(kOp, "arriving", side);
-    const Dedup dedup = dedup_ids(kOp, as_ids(places), Keep::kLast, to.count, side, stream.get());
-    check_cuda(launch_scatter_once(to, from, {{}, dedup.view}, gpu_copy_kernel(),
-                                   error_record(stream.device()), stream.get()),
-               kOp);
+    const Report about{error_record(stream.device()), Op::kScatter, IdList::kIndex, to.count};
+    const RowIds found = find_row_ids(kOp, "load_places", as_ids(places), Path::kDistinct, {},
+                                      Keep::kLast, to.count, side, stream.get());
+    check_cuda(launch_scatter(to, from, found.view, gpu_copy_kernel(), about, stream.get()), kOp);
   }
 }
 
 // Counts say how many entries of the lists there are, and that rows in both lists go to the host as
 // well, so that what has arrived may be thrown away; without them all entries count.
 using Count = std::optional<Tensor>;
-
-// The tables whose fields are listed in host, one table after another.
-std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Tensors& leaving,
-                                    const Tensors& arriving) {
-  const size_t fields = count < 1 ? 0 : host.size() / static_cast<size_t>(count);
-  check_lists(fields, leaving, arriving);
-  if (host.size() != fields * static_cast<size_t>(count)) {
-    throw_value_error(kOp, "host has ", host.size(), " fields, expected as many of each of ", count,
-                      " tables");
-  }
-  std::vector<SwapTable> tables;
-  for (size_t first = 0; first < host.size(); first += fields) {
-    const int64_t row = tables.empty() ? 0 : rows_of(tables);
-    tables.push_back({row, check_fields_of(first, host, leaving, arriving, 0, 0)});
-  }
-  return tables;
-}
-
-// A list's ids from `begin` to `end`.
-PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
-  int64_t* last = list.unique + list.count;
-  const int64_t first = std::lower_bound(list.unique, last, begin) - list.unique;
-  PlanView part = list;
-  part.unique += first;
-  part.order += first;
-  part.count = std::lower_bound(part.unique, last, end) - part.unique;
-  return part;
-}
-
-void swap_tables_on_cpu(const std::vector<SwapTable>& tables, const PlanView& evict,
-                        const PlanView& load, bool write_through) {
-  for (const SwapTable& table : tables) {
-    std::vector<SwapField> fields = table.fields;
-    for (SwapField& field : fields) field.host.base -= table.first * field.host.stride_bytes;
-    const int64_t end = table.first + table.fields[0].host.count;
-    swap_on_cpu(fields, part_of(evict, table.first, end), part_of(load, table.first, end),
-                write_through);
-  }
-}
 
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
                     const Tensor& evict_places, const Count& evict_count, const Tensors& arriving,
@@ -411,32 +396,18 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
   const std::vector<SwapField>& fields = tables[0].fields;
   check_side_rows(fields);
   const Tensor& on = arriving[0];
-  // A side's ids and the places of their rows.
-  const SlottedList leaves{.list = IdList::kEvict,
-                           .ids_name = "evict",
-                           .places_name = "evict_places",
-                           .count_name = "evict_count",
-                           .ids = evict,
-                           .places = evict_places,
-                           .count = evict_count,
-                           .side_rows = fields[0].leaving.count};
-  const SlottedList arrives{.list = IdList::kLoad,
-                            .ids_name = "load",
-                            .places_name = "load_places",
-                            .count_name = "load_count",
-                            .ids = load,
-                            .places = load_places,
-                            .count = load_count,
-                            .side_rows = fields[0].arriving.count};
+  const SlottedList leaves{IdList::kEvict, evict, evict_places, evict_count,
+                           fields[0].leaving.count};
+  const SlottedList arrives{IdList::kLoad, load, load_places, load_count, fields[0].arriving.count};
   check_slotted_kinds(kOp, leaves, on);
   check_slotted_kinds(kOp, arrives, on);
   all.check_memory();
   const bool counted = evict_count.has_value();
-  const int64_t rows = rows_of(tables);
+  const int64_t rows = tables.back().end();
   if (on.is_cpu()) {
     const SlottedViews slotted = slotted_ids(kOp, leaves, arrives, rows, on, nullptr);
     all.mark_written();
-    return swap_tables_on_cpu(tables, slotted.evict, slotted.load, counted);
+    return swap_on_cpu(tables, slotted.evict, slotted.load, counted);
   }
   const CurrentStream stream(kOp, on);
   if (all_mapped(host, tables, stream)) {
@@ -504,7 +475,7 @@ void optimizer_state_swap_planned(const Tensors& host, const Tensors& leaving, c
   swap(host, leaving, evict, plan(evict_plan), arriving, load, plan(load_plan));
 }
 
-const ListOps kListOps{
+const Ops kOps{
     {"optimizer_state_swap(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor(b! -> "
      "*)[] arriving, Tensor load) -> ()",
      TORCH_BOX(&optimizer_state_swap)},

@@ -3,7 +3,7 @@
 // everything as it was.
 
 #include "move/row_mover.cuh"
-#include "ops/optimizer_state_swap_launch.h"
+#include "ops/launchers.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {

@@ -2,15 +2,14 @@
 // own kernel: the copy engine moves managed memory at a fifth of the link's speed. Checks and
 // dispatch; the kernel is in pinned_copy.cu.
 
-#include <torch/csrc/stable/library.h>
-
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "memory/host_memory.h"
 #include "move/cost_model.h"
-#include "ops/pinned_copy_launch.h"
+#include "ops/launchers.h"
 
 namespace speedtorch {
 namespace {
@@ -65,13 +64,9 @@ void pinned_copy(const Tensor& dst, const Tensor& src) {
   use.note();
 }
 
+const Ops kOps{
+    {"pinned_copy(Tensor(a!) dst, Tensor src) -> ()", TORCH_BOX(&pinned_copy)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def("pinned_copy(Tensor(a!) dst, Tensor src) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("pinned_copy", TORCH_BOX(&speedtorch::pinned_copy));
-}

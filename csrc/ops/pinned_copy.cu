@@ -3,7 +3,7 @@
 
 #include "core/cuda_calls.h"
 #include "move/bulk_mover.cuh"
-#include "ops/pinned_copy_launch.h"
+#include "ops/launchers.h"
 
 namespace speedtorch {
 int launch_copy(const Rows& from, const Rows& to, bool to_host, CopyKernel kernel, void* stream) {

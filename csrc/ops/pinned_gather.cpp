@@ -2,21 +2,20 @@
 // Checks and the paths; cost_model.h chooses, the CPU loop is in cpu_mover.cpp, the GPU kernels in
 // pinned_gather.cu.
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <optional>
 #include <vector>
 
 #include "call/arguments.h"
-#include "call/list_ops.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "memory/host_memory.h"
 #include "move/cost_model.h"
 #include "move/cpu_mover.h"
-#include "ops/pinned_gather_launch.h"
+#include "ops/launchers.h"
 #include "plan/dedup.h"
 #include "plan/plan.h"
 
@@ -67,22 +66,11 @@ void gather(const Tensor& table, const Rows& rows, const Tensor& index, const Pl
     const Batch batch = batch_of(Direction::kIn, access, rows, ids.count);
     const CopyKernel kernel = copy_kernel_for(batch, result, stream);
     const Path path = plan ? Path::kOrdered : path_for(kOp, batch);
-    int error = 0;
-    if (path == Path::kDirect) {
-      const Dedup checked = ids.count > kIdsCheckedInBlock
-                                ? check_ids_on_gpu(kOp, ids, rows.count, out, stream.get())
-                                : Dedup{{}, only_ids(ids)};
-      all.mark_written();
-      error = launch_gather_direct(rows, result, checked.view, kernel.most_blocks,
-                                   error_record(stream.device()), stream.get());
-    } else {
-      const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan, Keep::kAny,
-                                         rows.count, out, stream.get());
-      all.mark_written();
-      error = launch_gather_once(rows, result, once.view, kernel, error_record(stream.device()),
-                                 stream.get());
-    }
-    check_cuda(error, kOp);
+    const RowIds found =
+        find_row_ids(kOp, kIndex, ids, path, plan, Keep::kAny, rows.count, out, stream.get());
+    const Report about{error_record(stream.device()), Op::kGather, IdList::kIndex, rows.count};
+    all.mark_written();
+    check_cuda(launch_gather(rows, result, found.view, kernel, about, stream.get()), kOp);
     use.note();
   }
 }
@@ -136,7 +124,12 @@ void pinned_gather_planned_out(const Tensor& table, const Tensor& index, const T
   gather_into(table, index, plan, out);
 }
 
-const ListOps kListOps{
+const Ops kOps{
+    {"pinned_gather(Tensor table, Tensor index) -> Tensor", TORCH_BOX(&gather_new<>)},
+    // The same without the autograd kernel, which costs as much again as a small gather.
+    {"pinned_gather_detached(Tensor table, Tensor index) -> Tensor", TORCH_BOX(&gather_new<>)},
+    {"pinned_gather.out(Tensor table, Tensor index, Tensor(a!) out) -> ()",
+     TORCH_BOX(&pinned_gather_out)},
     {"pinned_gather.planned(Tensor table, Tensor index, Tensor[] plan) -> Tensor",
      TORCH_BOX(&gather_new<Tensors>)},
     {"pinned_gather.planned_out(Tensor table, Tensor index, Tensor[] plan, Tensor(a!) out) -> ()",
@@ -145,16 +138,3 @@ const ListOps kListOps{
 
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def("pinned_gather(Tensor table, Tensor index) -> Tensor");
-  // The same without the autograd kernel, which costs as much again as a small gather.
-  m.def("pinned_gather_detached(Tensor table, Tensor index) -> Tensor");
-  m.def("pinned_gather.out(Tensor table, Tensor index, Tensor(a!) out) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("pinned_gather", TORCH_BOX(&speedtorch::gather_new<>));
-  m.impl("pinned_gather_detached", TORCH_BOX(&speedtorch::gather_new<>));
-  m.impl("pinned_gather.out", TORCH_BOX(&speedtorch::pinned_gather_out));
-}

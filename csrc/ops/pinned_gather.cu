@@ -3,7 +3,7 @@
 // and word in the error record.
 
 #include "move/bulk_mover.cuh"
-#include "ops/pinned_gather_launch.h"
+#include "ops/launchers.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {
@@ -32,7 +32,7 @@ struct TableRows : RowMapOnce {
 };
 
 // The other occurrences, within `out`: position m of the plan from the first of its id, or the m-th
-// of those that are no dedup.
+// of those that were not kept.
 struct Repetitions : RowMapOnce {
   __device__ bool blocked() const {
     return RowMapOnce::blocked() ||
@@ -48,26 +48,16 @@ struct Repetitions : RowMapOnce {
   __device__ int64_t to(int64_t m, bool planned) const { return planned ? m : dedup.repeated[m]; }
 };
 
-Report report_of(const Rows& table, ErrorRecord* record) {
-  return {record, Op::kGather, IdList::kIndex, table.count};
-}
-
 }  // namespace
 
-int launch_gather_direct(const Rows& table, const Rows& out, const DedupView& checked,
-                         int most_blocks, ErrorRecord* record, void* stream) {
-  return launch_register_copy<Link::kFrom>(TableRows{{{{}, checked}, report_of(table, record)}},
-                                           table, out, out.count, out.count, most_blocks, stream);
-}
-
-int launch_gather_once(const Rows& table, const Rows& out, const IdsOnceView& ids,
-                       CopyKernel kernel, ErrorRecord* record, void* stream) {
-  const Report about = report_of(table, record);
+int launch_gather(const Rows& table, const Rows& out, const RowIdsView& ids, CopyKernel kernel,
+                  const Report& about, void* stream) {
   auto* launch =
       kernel.bulk ? launch_bulk_copy<TableRows> : launch_register_copy<Link::kFrom, TableRows>;
   const int error =
       launch(TableRows{{ids, about}}, table, out, out.count, out.count, kernel.most_blocks, stream);
-  if (error != cudaSuccess) return error;
+  const bool once = ids.plan.status != nullptr || ids.dedup.kept_at != nullptr;
+  if (error != cudaSuccess || !once) return error;
   return launch_register_copy<Link::kNone>(Repetitions{{ids, about}}, out, out, out.count, 0,
                                            kDeviceBlocks, stream);
 }

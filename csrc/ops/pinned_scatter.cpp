@@ -2,7 +2,6 @@
 // table in host memory or on the GPU. Checks, the CPU kernel and the paths; cost_model.h chooses,
 // the GPU kernels are in pinned_scatter.cu.
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <optional>
@@ -10,14 +9,14 @@
 #include <vector>
 
 #include "call/arguments.h"
-#include "call/list_ops.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "memory/host_memory.h"
 #include "move/cost_model.h"
 #include "move/cpu_mover.h"
-#include "ops/pinned_scatter_launch.h"
+#include "ops/launchers.h"
 #include "plan/dedup.h"
 #include "plan/plan.h"
 
@@ -74,20 +73,14 @@ void scatter_on_gpu(const Rows& table, Access access, const Ids& ids, const Rows
     const Batch batch = batch_of(Direction::kOut, access, table, ids.count, added.has_value());
     const CopyKernel kernel = copy_kernel_for(batch, src, stream);
     const Path path = plan ? Path::kOrdered : path_for(kOp, batch);
-    if (path == Path::kDirect) {
-      all.mark_written();
-      return check_cuda(launch_scatter_direct(table, src, only_ids(ids), kernel.most_blocks,
-                                              error_record(stream.device()), stream.get()),
-                        kOp);
-    }
-    const IdsOnce once = take_ids_once(kOp, kIndex, ids, path == Path::kOrdered, plan, Keep::kLast,
-                                       table.count, on, stream.get());
+    const RowIds found =
+        find_row_ids(kOp, kIndex, ids, path, plan, Keep::kLast, table.count, on, stream.get());
+    const Report about{error_record(stream.device()), Op::kScatter, IdList::kIndex, table.count};
     all.mark_written();
     const int add_blocks = access == Access::kOnGpu ? kDeviceBlocks : link_sms(stream);
-    check_cuda(added ? launch_scatter_add(table, src, once.view.plan, *added, add_blocks,
-                                          error_record(stream.device()), stream.get())
-                     : launch_scatter_once(table, src, once.view, kernel,
-                                           error_record(stream.device()), stream.get()),
+    check_cuda(added ? launch_scatter_add(table, src, found.view.plan, *added, add_blocks, about,
+                                          stream.get())
+                     : launch_scatter(table, src, found.view, kernel, about, stream.get()),
                kOp);
   }
 }
@@ -157,7 +150,9 @@ void pinned_scatter_planned(const Tensor& table, const Tensor& index, const Tens
   scatter(table, index, src, plan, accumulate);
 }
 
-const ListOps kListOps{
+const Ops kOps{
+    {"pinned_scatter(Tensor(a!) table, Tensor index, Tensor src, bool accumulate=False) -> ()",
+     TORCH_BOX(&pinned_scatter)},
     {"pinned_scatter.planned(Tensor(a!) table, Tensor index, Tensor src, Tensor[] plan, bool "
      "accumulate=False) -> ()",
      TORCH_BOX(&pinned_scatter_planned)},
@@ -165,11 +160,3 @@ const ListOps kListOps{
 
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def("pinned_scatter(Tensor(a!) table, Tensor index, Tensor src, bool accumulate=False) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("pinned_scatter", TORCH_BOX(&speedtorch::pinned_scatter));
-}

@@ -6,7 +6,7 @@
 #include <cuda_fp16.h>
 
 #include "move/bulk_mover.cuh"
-#include "ops/pinned_scatter_launch.h"
+#include "ops/launchers.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {
@@ -140,34 +140,28 @@ __global__ void __launch_bounds__(kMoverThreads)
   }
 }
 
-Report report_of(const Rows& table, ErrorRecord* record) {
-  return {record, Op::kScatter, IdList::kIndex, table.count};
-}
-
 }  // namespace
 
-int launch_scatter_direct(const Rows& table, const Rows& src, const DedupView& ids, int most_blocks,
-                          ErrorRecord* record, void* stream) {
-  return launch_register_copy<Link::kTo>(LastInBlock{ids, report_of(table, record)}, src, table,
-                                         src.count, 0, most_blocks, stream);
-}
-
-int launch_scatter_once(const Rows& table, const Rows& src, const IdsOnceView& ids,
-                        CopyKernel kernel, ErrorRecord* record, void* stream) {
+int launch_scatter(const Rows& table, const Rows& src, const RowIdsView& ids, CopyKernel kernel,
+                   const Report& about, void* stream) {
+  if (ids.plan.status == nullptr && ids.dedup.status == nullptr) {
+    return launch_register_copy<Link::kTo>(LastInBlock{ids.dedup, about}, src, table, src.count, 0,
+                                           kernel.most_blocks, stream);
+  }
   auto* launch = kernel.bulk ? launch_bulk_copy<LastOccurrences>
                              : launch_register_copy<Link::kTo, LastOccurrences>;
-  return launch(LastOccurrences{{ids, report_of(table, record)}}, src, table, src.count, 0,
-                kernel.most_blocks, stream);
+  return launch(LastOccurrences{{ids, about}}, src, table, src.count, 0, kernel.most_blocks,
+                stream);
 }
 
 int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan, NumberKind kind,
-                       int most_blocks, ErrorRecord* record, void* stream) {
+                       int most_blocks, const Report& about, void* stream) {
   const int blocks = shares_of(plan.count, kMoverThreads / 32, most_blocks);  // a warp for each
   with_number_type<__half, __nv_bfloat16>(kind, [&](auto number) {
     const bool aligned = table.bits() % sizeof(number) == 0;
     add_rows_kernel<decltype(number)>
-        <<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            table, src, plan, report_of(table, record), aligned);
+        <<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(table, src, plan, about,
+                                                                          aligned);
   });
   return cudaGetLastError();
 }

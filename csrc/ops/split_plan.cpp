@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "call/arguments.h"
-#include "call/list_ops.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "ops/split_plan_launch.h"
 #include "plan/plan.h"
@@ -121,7 +121,7 @@ std::vector<Tensor> split_plan(const Tensors& plan, const Tensor& offsets, const
 }
 
 // For speedtorch/ops/joint_batch.py.
-const ListOps kListOps{
+const Ops kOps{
     {"split_plan(Tensor[] plan, Tensor offsets, Tensor ranges, int table_rows) -> Tensor[]",
      TORCH_BOX(&split_plan)},
 };

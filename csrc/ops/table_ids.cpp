@@ -1,7 +1,6 @@
 // table_ids: ids of several features as rows of one table that holds all of theirs, and the bag of
 // each. Checks and the CPU loop; GPU kernel: .cu.
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <vector>
@@ -9,8 +8,9 @@
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/registration.h"
 #include "core/tensor_checks.h"
-#include "ops/table_ids_launch.h"
+#include "ops/launchers.h"
 
 namespace speedtorch {
 namespace {
@@ -91,13 +91,10 @@ std::vector<Tensor> table_ids(const Tensor& ids, const Tensor& offsets, const Te
   return made;
 }
 
+const Ops kOps{
+    {"table_ids(Tensor ids, Tensor offsets, Tensor ranges, int samples) -> Tensor[]",
+     TORCH_BOX(&table_ids)},
+};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def("table_ids(Tensor ids, Tensor offsets, Tensor ranges, int samples) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("table_ids", TORCH_BOX(&speedtorch::table_ids));
-}

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "ops/table_ids_launch.h"
+#include "ops/launchers.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {

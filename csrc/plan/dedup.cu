@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kIdThreads) dedup_kernel(DedupView dedup, int6
     const int64_t id = m >= 0 ? id_at(dedup.ids, dedup.wide, m) : -1;
     const bool outside = is_outside(id, rows);
     if (outside && m >= 0) note_outside(dedup.status, dedup.count - m);
+    if (kKeep == Keep::kAll) continue;
     const unsigned same = __match_any_sync(~0u, static_cast<unsigned long long>(id));
     const int leader = __ffs(static_cast<int>(same)) - 1;  // the lowest lane has the last position
     Taken taken{0, static_cast<int32_t>(m)};
@@ -82,14 +83,6 @@ __global__ void __launch_bounds__(kIdThreads) dedup_kernel(DedupView dedup, int6
   }
 }
 
-// A thread owns positions.
-__global__ void __launch_bounds__(kIdThreads) check_ids_kernel(DedupView ids, int64_t rows) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t m = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; m < ids.count; m += stride) {
-    if (is_outside(id_at(ids.ids, ids.wide, m), rows)) note_outside(ids.status, ids.count - m);
-  }
-}
-
 }  // namespace
 
 int launch_dedup(const DedupView& dedup, Keep keep, int64_t rows, void* stream) {
@@ -97,16 +90,10 @@ int launch_dedup(const DedupView& dedup, Keep keep, int64_t rows, void* stream) 
   const size_t slot_bytes = static_cast<size_t>(dedup.slot_count) * sizeof(int32_t);
   const cudaError_t error = cudaMemsetAsync(dedup.status, 0, sizeof(DedupStatus) + slot_bytes, on);
   if (error != cudaSuccess) return error;
-  auto* kernel = keep == Keep::kAny ? dedup_kernel<Keep::kAny> : dedup_kernel<Keep::kLast>;
+  auto* kernel = keep == Keep::kAny    ? dedup_kernel<Keep::kAny>
+                 : keep == Keep::kLast ? dedup_kernel<Keep::kLast>
+                                       : dedup_kernel<Keep::kAll>;
   kernel<<<blocks_for_ids(dedup.count), kIdThreads, 0, on>>>(dedup, rows);
-  return cudaGetLastError();
-}
-
-int launch_check_ids(const DedupView& ids, int64_t rows, void* stream) {
-  auto on = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = cudaMemsetAsync(ids.status, 0, sizeof(DedupStatus), on);
-  if (error != cudaSuccess) return error;
-  check_ids_kernel<<<blocks_for_ids(ids.count), kIdThreads, 0, on>>>(ids, rows);
   return cudaGetLastError();
 }
 

@@ -1,33 +1,22 @@
-// Which occurrence of each id of a batch moves its row. Cheaper than a plan where rows may move in
-// any order.
+// How an op on a GPU finds the rows that a batch names, each id checked: by a plan, by a hash table
+// (cheaper where rows may move in any order), or one row for each id.
 #pragma once
 
-#include <optional>
-
+#include "move/cost_model.h"
 #include "plan/plan.h"
 
 namespace speedtorch {
 
-struct Dedup {
-  std::optional<Tensor> memory;  // what `view` points into, in GPU memory
-  DedupView view;
+struct RowIds {
+  Tensors keep;  // what `view` points into, in GPU memory
+  RowIdsView view;
 };
 
-// Queues the work that fills them; `on` is a tensor on the GPU of the ids. At least one id.
-Dedup dedup_ids(const char* op, const Ids& ids, Keep keep, int64_t rows, const Tensor& on,
-                void* stream);
-// Queues only the search for ids out of range.
-Dedup check_ids_on_gpu(const char* op, const Ids& ids, int64_t rows, const Tensor& on,
-                       void* stream);
-// A plan, the user's or a new one, or else dedup, and what `view` points into.
-struct IdsOnce {
-  Tensors plan;
-  Dedup dedup;
-  IdsOnceView view;
-};
-IdsOnce take_ids_once(const char* op, const char* list, const Ids& ids, bool planned,
-                      const Plan& plan, Keep keep, int64_t rows, const Tensor& on, void* stream);
-// Ids that the moving kernel checks itself.
-DedupView only_ids(const Ids& ids);
+// Queues the work that fills them; `on` is a tensor on the GPU of the ids, of which there is at
+// least one. Path::kOrdered takes the user's plan or makes one, kDistinct keeps one occurrence of
+// each id, kDirect all of them. Few ids of kDirect stay unchecked (status is null): the kernel that
+// moves their rows checks them.
+RowIds find_row_ids(const char* op, const char* list, const Ids& ids, Path path, const Plan& plan,
+                    Keep keep, int64_t rows, const Tensor& on, void* stream);
 
 }  // namespace speedtorch

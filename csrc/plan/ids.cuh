@@ -63,14 +63,6 @@ __device__ inline void note_first(int64_t* first, int64_t position) {
 // ------------------------------------------------------------------------------------------------
 // Word of bad ids, each left by one thread.
 
-// What a copy kernel needs to know to say which ids are bad.
-struct Report {
-  ErrorRecord* record;  // null: another launch of the same op says it
-  Op op;
-  IdList list;
-  int64_t rows;  // of the table
-};
-
 // The first report stays until the host has read it: of kernels that report at the same moment, on
 // streams of one GPU, one claims the record and the others leave it alone.
 __device__ inline void report(const Report& about, IdError kind, int64_t id, int64_t position,
@@ -124,7 +116,7 @@ __device__ inline void report_outside(const Report& about, const DedupView& ids)
 // ------------------------------------------------------------------------------------------------
 
 // A RowMap (see row_mover.cuh) that takes each distinct id once.
-struct RowMapOnce : IdsOnceView {
+struct RowMapOnce : RowIdsView {
   Report about;
 
   __device__ bool planned() const { return plan.status != nullptr; }

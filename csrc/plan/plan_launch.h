@@ -1,10 +1,12 @@
-// What kernels read of a batch's ids, as plain pointers: a plan, or dedup, which say which
+// What kernels read of a batch's ids, as plain pointers: a plan, or a hash table, which say which
 // occurrence of each id moves its row; and the launchers that write them, which return a
 // cudaError_t as int. No torch here.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "core/error_record.h"
 
 namespace speedtorch {
 
@@ -22,6 +24,11 @@ struct PlanStatus {
 constexpr int64_t kPlanStatusFields = 8;
 static_assert(sizeof(PlanStatus) == kPlanStatusFields * sizeof(int64_t));
 
+// The status of `count` ids of a table of `rows` rows, all of them good and distinct.
+constexpr PlanStatus status_of_distinct(int64_t count, int64_t rows) {
+  return {0, count, 0, count, rows, count, count, 0};
+}
+
 struct PlanView {
   int64_t* unique = nullptr;   // [n]
   int64_t* inverse = nullptr;  // [n]
@@ -38,16 +45,18 @@ struct DedupStatus {
   int64_t repeats;       // entries of `repeated`
 };
 
-// Which of several occurrences of an id moves its row: any of them (they all mean the same row of a
+// Which occurrences of an id move its row: all, any one of them (they all mean the same row of a
 // gather), or the last.
-enum class Keep { kAny, kLast };
+enum class Keep { kAll, kAny, kLast };
 
+// The ids of a batch, and which of them move rows.
 struct DedupView {
-  DedupStatus* status = nullptr;
-  // A hash table of positions in the batch, by id: position + 1, or 0.
+  DedupStatus* status = nullptr;  // null: not checked yet
+  // A hash table of positions in the batch, by id: position + 1, or 0. None of kAll.
   int32_t* slots = nullptr;
   int64_t slot_count = 0;  // a power of two
-  // [count], of kAny: the position that moves the row; of kLast: the slot that says so.
+  // [count], of kAny: the position that moves the row; of kLast: the slot that says so; of kAll:
+  // null.
   int32_t* kept_at = nullptr;
   int32_t* repeated = nullptr;  // [count], of kAny: positions that another one moves the row for
   const void* ids = nullptr;
@@ -55,14 +64,15 @@ struct DedupView {
   int64_t count = 0;
 };
 
-// Ids of which each distinct one moves its row once: by a plan, or by a hash table.
-struct IdsOnceView {
+// How a kernel finds the rows that a batch names: by a plan, or, where plan.status is null, by
+// `dedup`.
+struct RowIdsView {
   PlanView plan;
   DedupView dedup;
 };
 
 // ------------------------------------------------------------------------------------------------
-// plan.cu and dedup.cu; pointers are GPU memory
+// plan.cu, dedup.cu and slotted_ids.cu; pointers are GPU memory
 
 // Bytes of scratch that launch_plan needs for n ids of a table of `rows` rows.
 int64_t plan_scratch_bytes(int64_t n, int64_t rows);
@@ -77,7 +87,16 @@ int count_marks(const int32_t* marks, int64_t n, int32_t* counts, void* scratch,
 
 // Finds ids out of range, and for each id the occurrence that moves its row.
 int launch_dedup(const DedupView& dedup, Keep keep, int64_t rows, void* stream);
-// Only finds ids out of range: `dedup` needs no slots.
-int launch_check_ids(const DedupView& dedup, int64_t rows, void* stream);
+
+// Ids (`unique`) in ascending order and places (`order`); the status is written: its `distinct` and
+// `count` are those of the entries that count, or `distinct` is -1 if something is wrong.
+struct SlottedCheck {
+  PlanView view;
+  const int64_t* count;  // so many entries count, none if there are not so many; null: all
+  IdList list;
+  int64_t side_rows;  // places are below
+};
+int launch_check_slotted(const SlottedCheck& evict, const SlottedCheck& load, int64_t table_rows,
+                         ErrorRecord* record, void* stream);
 
 }  // namespace speedtorch

@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include "plan/ids.cuh"
-#include "plan/slotted_ids_launch.h"
 
 namespace speedtorch {
 namespace {

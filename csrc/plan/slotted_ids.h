@@ -1,5 +1,5 @@
-// Ids that come in ascending order, each once, with the place of its row: what a plan would say of
-// them, without sorting. Used by optimizer_state_swap.placed and .counted.
+// Ids that come in ascending order, each once, with the place (slot) of its row: what a plan would
+// say of them, without sorting. Used by optimizer_state_swap.placed, .counted and .tables.
 #pragma once
 
 #include <optional>
@@ -9,12 +9,10 @@
 
 namespace speedtorch {
 
-// One list of ids and what errors call it.
+// One list of ids. Errors call its tensors by the list's name: "evict", "evict_places",
+// "evict_count".
 struct SlottedList {
   IdList list;
-  const char* ids_name;     // "evict"
-  const char* places_name;  // "evict_places"
-  const char* count_name;   // "evict_count"
   Tensor ids;
   Tensor places;
   std::optional<Tensor> count;  // so many entries count; none: all
@@ -34,7 +32,7 @@ void check_slotted_kinds(const char* op, const SlottedList& list, const Tensor& 
 // Of checked kinds. On the CPU refuses ids out of range or order, places beyond the side's rows and
 // a count of more entries than there are, and views have the entries that count; on a GPU a kernel
 // finds those, says so in the error record, and the copy kernels leave everything as it was.
-// (Without word: where a count is none, no entry counts.)
+// (Without a report: where a count is none, no entry counts.)
 SlottedViews slotted_ids(const char* op, const SlottedList& evict, const SlottedList& load,
                          int64_t table_rows, const Tensor& on, void* stream);
 

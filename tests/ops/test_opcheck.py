@@ -7,91 +7,45 @@ from typing import Any
 import pytest
 import torch
 from conftest import Place
+from op_arguments import WRITTEN, op_arguments
 from reference import random_rows
 from torch import Tensor
+from torch.library import opcheck
 
 import speedtorch
 
-ops = torch.ops.speedtorch
-ROWS, COLUMNS, IDS, LOAD = 37, 6, [3, 0, 36, 17], [21, 3, 8]
+NAMES = list(op_arguments("cpu"))
+ROWS_APART = ("pinned_gather", "pinned_scatter", "optimizer_state_swap")
+UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-def overload_arguments(place: Place) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Every overload with arguments that fit it."""
+def arguments_at(place: Place, name: str) -> tuple[Any, tuple[Any, ...]]:
+    """The op and its arguments, with tables in the place's memory, their rows apart if they may."""
 
-    def rows(count: int, seed: int) -> Tensor:
-        return place.work(random_rows(count, (COLUMNS,), torch.int32, seed=seed))
+    def hosted(rows: Tensor) -> Tensor:
+        wide = torch.cat([rows, rows], 1)
+        return place.table(
+            (wide[:, : rows.shape[1]] if name.startswith(ROWS_APART) else rows).cpu()
+        )
 
-    table = place.table(random_rows(ROWS, (COLUMNS,), torch.int32, gap=2))
-    other = place.table(random_rows(5, (COLUMNS,), torch.int32, seed=4))
-    index, load = place.ids(IDS), place.ids(LOAD, torch.int32)
-    plan, load_plan = (speedtorch.plan_rows(ids, ROWS) for ids in (index, load))
-    out, leaving, arriving = rows(4, 1), rows(5, 2), rows(3, 3)
-    up, up_load = (place.work(torch.tensor(sorted(ids))) for ids in (IDS, LOAD))
-    places, load_places = (place.work(torch.tensor(ids)) for ids in ([4, 0, 1, 3], [2, 0, 1]))
-    two = place.ids([2])
-    gather, scatter, swap = ops.pinned_gather, ops.pinned_scatter, ops.optimizer_state_swap
-    return {
-        "gather": (gather.default, (table, index)),
-        "gather.out": (gather.out, (table, index, out)),
-        "gather.planned": (gather.planned, (table, index, plan)),
-        "gather.planned_out": (gather.planned_out, (table, index, plan, out)),
-        "scatter": (scatter.default, (table, index, out)),
-        "scatter_add": (scatter.default, (table, index, out, True)),
-        "scatter.planned": (scatter.planned, (table, index, out, plan)),
-        "scatter.planned_add": (scatter.planned, (table, index, out, plan, True)),
-        "swap": (swap.default, ([table], [leaving], index, [arriving], load)),
-        "swap.planned": (
-            swap.planned,
-            ([table], [leaving], index, plan, [arriving], load, load_plan),
-        ),
-        "swap.placed": (
-            swap.placed,
-            ([table], [leaving], up, places, [arriving], up_load, load_places),
-        ),
-        "swap.tables": (
-            swap.tables,
-            ([table, other], 2, [leaving], up, places, [arriving], up_load, load_places),
-        ),
-        "swap.counted": (
-            swap.counted,
-            ([table], [leaving], up, places, two, [arriving], up_load, load_places, two.clone()),
-        ),
-        "plan_rows": (ops.plan_rows.default, (index, ROWS)),
-    }
+    return op_arguments(place.device, hosted)[name]
 
 
-OVERLOADS = (
-    *("gather", "gather.out", "gather.planned", "gather.planned_out"),
-    *("scatter", "scatter_add", "scatter.planned", "scatter.planned_add"),
-    *("swap", "swap.planned", "swap.placed", "swap.tables", "swap.counted", "plan_rows"),
-)
-
-
-@pytest.mark.parametrize("overload", OVERLOADS)
-def test_opcheck_finds_nothing(place: Place, overload: str) -> None:
-    if overload in ("swap.tables", "swap.counted") and place.memory not in ("plain", "cuda"):
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck_finds_nothing(place: Place, name: str) -> None:
+    pageable = name in ("optimizer_state_swap.tables", "optimizer_state_swap.counted")
+    if pageable and place.memory not in ("plain", "cuda"):
         pytest.skip("refuses the pageable memory that opcheck copies a table to")
-    op, arguments = overload_arguments(place)[overload]
-    torch.library.opcheck(op, arguments)
+    # Of some results what follows the entries that count is not written: two calls differ there.
+    utils = {"test_utils": ("test_schema", "test_faketensor")} if name in WRITTEN else {}
+    opcheck(*arguments_at(place, name), **utils)
     speedtorch.synchronize()
 
 
-@pytest.mark.parametrize("overload", ["gather", "gather.planned"])
-def test_opcheck_finds_nothing_in_the_gradient(place: Place, overload: str) -> None:
-    op, (_, *others) = overload_arguments(place)[overload]
-    table = place.table(torch.rand(ROWS, COLUMNS)).requires_grad_()
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(op, (table, *others), test_utils=tests)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("name", ["pinned_gather", "pinned_gather.planned"])
+def test_opcheck_finds_nothing_in_the_gradient(place: Place, name: str, dtype: torch.dtype) -> None:
+    op, (_, index, *plan) = arguments_at(place, name)
+    table = place.table(random_rows(37, (6,)).nan_to_num()).requires_grad_()
+    opcheck(op, (table, index.to(dtype), *plan), test_utils=UNTRACED)
     speedtorch.synchronize()
-
-
-@pytest.mark.parametrize(
-    "name", ["pinned_gather", "pinned_scatter", "optimizer_state_swap", "plan_rows"]
-)
-def test_every_overload_is_checked(name: str) -> None:
-    place = Place("cpu", "plain")
-    checked = {str(op) for op, _ in overload_arguments(place).values()}
-    assert {
-        f"speedtorch.{name}.{overload}" for overload in getattr(ops, name).overloads()
-    } <= checked

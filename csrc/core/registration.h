@@ -1,9 +1,10 @@
-// Registration of the ops that take lists of tensors.
+// Registration of ops: each file of ops lists its schemas and kernels in one static object.
 //
 // Before torch calls a kernel of its stable ABI, it moves the tensors out of each list argument
 // (from_ivalue, torch/csrc/shim_common.cpp). Python makes a list for each call and loses nothing.
 // TorchScript's interpreter hands over the caller's own list, which holds no tensor afterwards. A
-// kernel cannot undo that: it never sees the list. So each of these ops is registered twice:
+// kernel cannot undo that: it never sees the list. So each op that takes a list is registered
+// twice:
 //   speedtorch_lists::<op>  for calls whose lists were made for the call, as Python's are
 //   speedtorch::<op>        the same; where Python is, speedtorch/ops/functions.py gives it kernels
 //                           that copy the lists and call speedtorch_lists::<op>
@@ -20,21 +21,21 @@
 
 namespace speedtorch {
 
-struct ListOp {
+struct OpKernel {
   const char* schema;
   void (*kernel)(StableIValue* stack, uint64_t arguments, uint64_t outputs);  // of TORCH_BOX
 };
 
-// Registers the ops for as long as it lives. One static object in the file of the ops.
-class ListOps {
+// Registers the ops for as long as it lives.
+class Ops {
  public:
-  ListOps(std::initializer_list<ListOp> ops,
-          std::source_location at = std::source_location::current());
+  Ops(std::initializer_list<OpKernel> ops,
+      std::source_location at = std::source_location::current());
 
  private:
   using Library = torch::stable::detail::StableLibrary;
 
-  Library shared_schemas_, schemas_, shared_kernels_, kernels_;
+  Library schemas_, list_schemas_, kernels_, list_kernels_;
 };
 
 }  // namespace speedtorch

@@ -1,20 +1,108 @@
-// Kernels of sum_rows: rows of one id are added up in the order of the batch. Called by
-// sum_rows.cpp. Each row is read once (once for each id that has it); nothing crosses the link.
-//
-// The run of an id, its entries among the sorted ones of the plan, is cut into parts of
-// kEntriesPerPart from its own begin on, so that a sum does not depend on the rest of the batch.
-// The sorted entries are cut into windows of as many; a group of lanes adds up the parts that begin
-// in its window. A run of one part is done; of a long run the sum of each part is kept aside, and a
-// second kernel adds up what was kept, part after part.
+// Kernels of sum_rows and pool_rows: rows are added up, those of one id or those of one bag, in the
+// order of the batch. Called by row_sums.cpp. Each row is read once for each sum that it is part
+// of; nothing crosses the link. A group of lanes owns a sum; lanes own neighbouring columns of it.
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "ops/row_sums.cuh"
-#include "ops/sum_rows_launch.h"
+#include "ops/launchers.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {
 namespace {
+
+constexpr int kSumThreads = 256;
+constexpr int kInFlight = 4;  // rows that a group of lanes has asked for at a time
+
+template <typename Number, int kCount>
+struct alignas(sizeof(Number) * kCount) Numbers {
+  Number at[kCount];
+};
+
+// Which columns the lanes of a group add up: those from 0 on, and in other blocks those from
+// `count` on, and so on. Blocks of all turns lie in x: a grid has 65,535 in y at most.
+struct SumLanes {
+  int count;       // a power of two
+  unsigned turns;  // that all columns take
+};
+
+// Where a thread works: its group, and its first column (or one past all).
+template <int kVec>
+struct Seat {
+  int64_t group;
+  int64_t column;
+
+  __device__ explicit Seat(const SumLanes& lanes) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const unsigned turn = blockIdx.x / lanes.turns;
+    group = int64_t{turn} * (kSumThreads / lanes.count) + thread / lanes.count;
+    column = (int64_t{blockIdx.x - turn * lanes.turns} * lanes.count + thread % lanes.count) * kVec;
+  }
+};
+
+// The numbers of a row from a thread's column on, where `rows` begins, which lie `step` apart;
+// zeros of a row that there is none of. They can be added like any other: a sum that began as zero
+// is never -0.0.
+template <int kVec, typename T>
+__device__ __forceinline__ Numbers<T, kVec> row_or_zeros(const T* rows, int64_t place,
+                                                         int64_t row_count, int64_t step) {
+  if (static_cast<uint64_t>(place) >= static_cast<uint64_t>(row_count)) return {};
+  return *reinterpret_cast<const Numbers<T, kVec>*>(rows + place * step);
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void add(Numbers<SumOf<T>, kVec>& sum, const Numbers<T, kVec>& row) {
+  for (int v = 0; v < kVec; ++v) sum.at[v] += static_cast<SumOf<T>>(row.at[v]);
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void store(T* out, const Numbers<SumOf<T>, kVec>& sum) {
+  Numbers<T, kVec> row;
+  for (int v = 0; v < kVec; ++v) row.at[v] = static_cast<T>(sum.at[v]);
+  *reinterpret_cast<Numbers<T, kVec>*>(out) = row;
+}
+
+struct SumShape {
+  SumLanes lanes;
+  unsigned blocks;
+};
+
+template <int kVec>
+SumShape sum_shape(int64_t groups, int64_t columns) {
+  const int64_t needed = (columns + kVec - 1) / kVec;
+  int lanes = 1;
+  while (lanes < 32 && lanes < needed) lanes *= 2;
+  const int64_t turns = (needed + lanes - 1) / lanes;
+  const int64_t blocks = (groups * lanes + kSumThreads - 1) / kSumThreads * turns;
+  return {{lanes, static_cast<unsigned>(turns)}, static_cast<unsigned>(blocks)};
+}
+
+template <typename Number, int kCount>
+struct Vector {
+  using T = Number;
+  static constexpr int kVec = kCount;
+};
+
+// Calls `use` with the Vector of the kind that can be read at once: of 16 bytes where all rows of
+// `columns`, which lie `step` apart, begin at multiples of that; `bits` are the tensors' addresses
+// or'ed together.
+template <typename Use>
+auto with_vector(NumberKind kind, int64_t columns, int64_t step, uint64_t bits, const Use& use) {
+  return with_float_type<__half, __nv_bfloat16>(kind, [&](auto number) {
+    using T = decltype(number);
+    constexpr int kVec = 16 / sizeof(T);
+    const bool all = columns % kVec == 0 && step % kVec == 0 && bits % 16 == 0;
+    return all ? use(Vector<T, kVec>{}) : use(Vector<T, 1>{});
+  });
+}
+
+// ------------------------------------------------------------------------------------------------
+// sum_rows. The run of an id, its entries among the sorted ones of the plan, is cut into parts of
+// kEntriesPerPart from its own begin on, so that a sum does not depend on the rest of the batch.
+// The sorted entries are cut into windows of as many; a group of lanes adds up the parts that begin
+// in its window. A run of one part is done; of a long run the sum of each part is kept aside, and a
+// second kernel adds up what was kept, part after part.
 
 // Entries that are added up one after the other. Fixed, so that a sum has the same bits on every
 // GPU; the shorter, the more groups share a hot id.
@@ -221,7 +309,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
 int64_t windows_of(int64_t entries) { return (entries + kEntriesPerPart - 1) / kEntriesPerPart; }
 
 template <typename T, int kVec>
-int launch(const SumRows& work, const PlanView& plan, void* scratch, ErrorRecord* record,
+int launch(const SumRows& work, const PlanView& plan, void* scratch, const Report& about,
            cudaStream_t stream) {
   const int64_t windows = windows_of(plan.count);
   char* memory = static_cast<char*>(scratch);
@@ -233,14 +321,57 @@ int launch(const SumRows& work, const PlanView& plan, void* scratch, ErrorRecord
   if (error != cudaSuccess) return error;
   const SumShape shape = sum_shape<kVec>(windows, work.columns);
   const int blocks = shares_of(windows * work.columns, kSumThreads, kDeviceBlocks);
-  const Report about{record, Op::kSum, IdList::kIndex, work.table_rows};
   sum_parts_kernel<T, kVec>
       <<<shape.blocks, kSumThreads, 0, stream>>>(work, plan, kept, shape.lanes, about);
   sum_kept_kernel<T><<<blocks, kSumThreads, 0, stream>>>(work, kept);
   return cudaGetLastError();
 }
 
+// ------------------------------------------------------------------------------------------------
+// pool_rows
+
+// A group owns a bag. While rows are on their way it asks for the places of the next ones. Offsets
+// that do not ascend read nothing out of bounds. (Without the 1 of the bounds the compiler takes
+// fewer registers, and lets rows wait for each other.)
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kSumThreads, 1)
+    pool_rows_kernel(PoolRows work, int64_t bags, SumLanes lanes) {
+  const Seat<kVec> seat(lanes);
+  if (seat.group >= bags || seat.column >= work.columns) return;
+  const int64_t begin = min(max(work.offsets[seat.group], int64_t{0}), work.count);
+  const int64_t end = min(max(work.offsets[seat.group + 1], begin), work.count);
+  const T* rows = static_cast<const T*>(work.rows) + seat.column;
+  Numbers<SumOf<T>, kVec> sum{};
+  int64_t places[kInFlight];
+  auto ask_for_places = [&](int64_t entry) {
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      places[u] = entry + u < end ? work.places[entry + u] : -1;
+    }
+  };
+  ask_for_places(begin);
+  for (int64_t entry = begin; entry < end; entry += kInFlight) {
+    Numbers<T, kVec> some[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      some[u] = row_or_zeros<kVec>(rows, places[u], work.row_count, work.columns);
+    }
+    ask_for_places(entry + kInFlight);
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) add(sum, some[u]);
+  }
+  if (work.mean && end > begin) {
+    for (int v = 0; v < kVec; ++v) sum.at[v] /= static_cast<SumOf<T>>(end - begin);
+  }
+  const int64_t feature = seat.group / work.samples, sample = seat.group % work.samples;
+  const int64_t row = sample * work.features + feature;
+  store(static_cast<T*>(work.out) + row * work.columns + seat.column, sum);
+}
+
 }  // namespace
+
+// ------------------------------------------------------------------------------------------------
+// launchers
 
 int64_t sum_scratch_bytes(NumberKind kind, int64_t entries, int64_t columns) {
   const int64_t windows = windows_of(entries);
@@ -250,7 +381,7 @@ int64_t sum_scratch_bytes(NumberKind kind, int64_t entries, int64_t columns) {
 }
 
 int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, void* scratch,
-                    ErrorRecord* record, void* stream) {
+                    const Report& about, void* stream) {
   if (work.columns == 0) return cudaSuccess;
   if (plan.count == 0) {  // all that there may be are zeros
     return with_float_type<__half, __nv_bfloat16>(kind, [&](auto number) {
@@ -262,8 +393,22 @@ int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, 
   const auto bits = reinterpret_cast<uint64_t>(work.rows) | reinterpret_cast<uint64_t>(work.out);
   return with_vector(kind, work.columns, work.row_step, bits, [&](auto vector) {
     using V = decltype(vector);
-    return launch<typename V::T, V::kVec>(work, plan, scratch, record,
+    return launch<typename V::T, V::kVec>(work, plan, scratch, about,
                                           static_cast<cudaStream_t>(stream));
+  });
+}
+
+int launch_pool_rows(NumberKind kind, const PoolRows& work, void* stream) {
+  const int64_t bags = work.bags();
+  if (bags == 0 || work.columns == 0) return cudaSuccess;
+  const auto bits = reinterpret_cast<uint64_t>(work.rows) | reinterpret_cast<uint64_t>(work.out);
+  return with_vector(kind, work.columns, work.columns, bits, [&](auto vector) {
+    using V = decltype(vector);
+    const SumShape shape = sum_shape<V::kVec>(bags, work.columns);
+    pool_rows_kernel<typename V::T, V::kVec>
+        <<<shape.blocks, kSumThreads, 0, static_cast<cudaStream_t>(stream)>>>(work, bags,
+                                                                              shape.lanes);
+    return static_cast<int>(cudaGetLastError());
   });
 }
 
