@@ -101,10 +101,6 @@ def op_arguments(
             ops.hold_rows.default,
             (held, arriving, leaving, *changes, held_ids, held_status, ids(1, 2, 3, 4), ids(0)),
         ),
-        "hold_rows, none put aside": (
-            ops.hold_rows.default,
-            (held, arriving, [], *changes, held_ids, held_status, ids(1, 2, 3, 4), ids(0)),
-        ),
         "split_plan": (
             ops.split_plan.default,
             (speedtorch.plan_rows(ids(2, 0, 2, 7), ROWS), ids(0, 3, 4), apart, ROWS),

@@ -115,6 +115,14 @@ def test_a_compiled_function_fills_the_result_itself(place: Place) -> None:
     step.assert_table()
 
 
+def test_a_compiled_copy_writes_the_table_itself(place: Place) -> None:
+    step = Step(place)
+    rows = place.work(random_rows(ROWS, (COLUMNS,), torch.int32, seed=1))
+    compiled(lambda table, rows: speedtorch.pinned_copy(table, rows * 2))(step.table, rows)
+    step.expected.copy_(rows.cpu() * 2)
+    step.assert_table()
+
+
 def test_one_graph_serves_batches_of_any_length(place: Place) -> None:
     step = Step(place)
     torch._dynamo.reset()

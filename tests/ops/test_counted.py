@@ -12,7 +12,6 @@ from conftest import NEEDS_GPU
 from graph_capture import captured
 from reference import assert_same_bytes, random_rows
 from torch import Tensor
-from torch.library import opcheck
 
 import speedtorch
 from speedtorch.ops.functions import compare_rows
@@ -622,20 +621,3 @@ def test_rows_that_cannot_be_cleared_are_errors() -> None:
         with pytest.raises(ValueError, match=f"clear_rows: {message}"):
             ops.clear_rows(fields, count)
         assert rows.eq(1).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_is_clean(device: str) -> None:
-    block, plan = Block(3, device, [1, 2]), plan_of([2, 4], device)
-    given = plan[0], plan[4], block.ids, block.status, -1, 3, ROWS, block.halt, block.fault
-    # What follows the entries that count is not written.
-    opcheck(ops.compare_rows.fitting, given, test_utils=("test_schema", "test_faketensor"))
-    counts = block.compared(plan)[-1]
-    held, coming, left = ([torch.rand(3, 2, device=device)] for _ in range(3))
-    places = torch.tensor([0, 1, 2], device=device)
-    changes = places, places.clone(), places.clone(), places.clone(), counts
-    into = block.ids, block.status, block.ids.clone(), counts[:1].clone()
-    for aside in (left, []):
-        arguments = (held, coming, aside, *changes, plan[0], *into)
-        opcheck(ops.hold_rows.default, arguments)
-    opcheck(ops.clear_rows.default, (held, counts[:1]))

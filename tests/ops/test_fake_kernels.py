@@ -99,9 +99,9 @@ def test_a_graph_breaks_where_the_memory_is_asked_for() -> None:
 class Calls(nn.Module):
     """Calls ops one after another, with the tensors that it is given."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], device: str) -> None:
         super().__init__()
-        self.names, self.calls = names, [op_arguments("cpu")[name] for name in names]
+        self.names, self.calls = names, [op_arguments(device)[name] for name in names]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Tensors of all calls, in memory of their own."""
@@ -118,9 +118,11 @@ class Calls(nn.Module):
         return results
 
 
-def check(names: list[str], build: Callable[[nn.Module, tuple[Tensor, ...]], Any]) -> None:
+def check(
+    names: list[str], build: Callable[[nn.Module, tuple[Tensor, ...]], Any], device: str = "cpu"
+) -> None:
     """What is built of the calls gives and writes what they do."""
-    calls = Calls(names)
+    calls = Calls(names, device)
     run = build(calls, calls.tensors())
     tensors, expected = calls.tensors(), calls.tensors()
     for _ in range(2):
@@ -144,8 +146,8 @@ def decomposed(calls: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
 
 @pytest.mark.parametrize("build", [compiled, exported, decomposed])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_graph_does_what_the_op_does(name: str, build: Any) -> None:
-    check([name], build)
+def test_a_graph_does_what_the_op_does(device: str, name: str, build: Any) -> None:
+    check([name], build, device)
 
 
 @pytest.mark.slow

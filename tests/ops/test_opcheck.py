@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Place
-from op_arguments import WRITTEN, op_arguments
+from op_arguments import COLUMNS, ROWS, WRITTEN, op_arguments
 from reference import random_rows
 from torch import Tensor
 from torch.library import opcheck
@@ -42,10 +42,15 @@ def test_opcheck_finds_nothing(place: Place, name: str) -> None:
     speedtorch.synchronize()
 
 
+def test_opcheck_finds_nothing_where_no_rows_are_put_aside(device: str) -> None:
+    op, (held, coming, _, *others) = op_arguments(device)["hold_rows"]
+    opcheck(op, (held, coming, [], *others))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("name", ["pinned_gather", "pinned_gather.planned"])
 def test_opcheck_finds_nothing_in_the_gradient(place: Place, name: str, dtype: torch.dtype) -> None:
     op, (_, index, *plan) = arguments_at(place, name)
-    table = place.table(random_rows(37, (6,)).nan_to_num()).requires_grad_()
+    table = place.table(random_rows(ROWS, (COLUMNS,)).nan_to_num()).requires_grad_()
     opcheck(op, (table, index.to(dtype), *plan), test_utils=UNTRACED)
     speedtorch.synchronize()

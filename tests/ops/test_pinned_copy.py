@@ -97,19 +97,6 @@ def test_what_does_not_fit_is_refused_by_name(place: Place) -> None:
     assert not table.any()
 
 
-def test_opcheck_and_compile(place: Place) -> None:
-    table, rows = place.table(torch.zeros(6, 4)), torch.rand(6, 4, device=place.device)
-    torch.library.opcheck(torch.ops.speedtorch.pinned_copy.default, (table, rows))
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def store(table: Tensor, rows: Tensor) -> None:
-        torch.ops.speedtorch.pinned_copy(table, rows * 2)
-
-    store(table, rows)
-    speedtorch.synchronize()
-    assert torch.equal(table.cpu(), rows.cpu() * 2)
-
-
 def test_a_captured_copy_is_replayed(gpu_place: Place) -> None:
     table, rows = gpu_place.table(torch.zeros(5000, 128)), torch.rand(5000, 128, device="cuda")
     graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,6 @@ import torch
 from conftest import NEEDS_GPU
 from reference import assert_same_bytes
 from torch import Tensor
-from torch.library import opcheck
 from torch.nn.functional import embedding_bag
 
 import speedtorch
@@ -98,25 +97,6 @@ def test_places_and_offsets_that_are_none_stay_within_the_rows() -> None:
         "cuda", rows.cpu(), torch.tensor([0, 7, -1, 6]), torch.tensor([0, 4]), 1, mean=True
     )
     assert actual.unique().tolist() == [0.5]
-
-
-def test_opcheck_is_clean(device: str) -> None:
-    rows = torch.rand(5, 3, device=device)
-    places, offsets = (each.to(device) for each in bags_of(torch.tensor([2, 0, 3, 1]), 5))
-    opcheck(torch.ops.speedtorch.pool_rows.default, (rows, places, offsets, 2, True))
-
-
-def test_it_is_compiled_as_one_graph(device: str) -> None:
-    torch._dynamo.reset()
-    rows = torch.rand(5, 3, device=device)
-    places, offsets = (each.to(device) for each in bags_of(torch.tensor([2, 0, 3, 1]), 5))
-    function = torch.compile(
-        lambda rows, *others: speedtorch.pool_rows(rows, *others) * 2,
-        backend="aot_eager",
-        fullgraph=True,
-    )
-    expected = speedtorch.pool_rows(rows, places, offsets, 2) * 2
-    assert_same_bytes(function(rows, places, offsets, 2), expected)
 
 
 @NEEDS_GPU

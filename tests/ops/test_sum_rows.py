@@ -7,7 +7,6 @@ import torch
 from conftest import NEEDS_GPU
 from reference import assert_same_bytes
 from torch import Tensor
-from torch.library import opcheck
 
 import speedtorch
 
@@ -195,18 +194,6 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
     ):
         with pytest.raises(error, match=message):
             call()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_is_clean(device: str) -> None:
-    index = torch.tensor([1, 2, 1], device=device)
-    plan = speedtorch.plan_rows(index, ROWS)
-    ops = torch.ops.speedtorch
-    opcheck(ops.sum_rows.default, (torch.rand(3, 2, device=device), plan, ROWS, 0, 2))
-    opcheck(ops.sum_rows.default, (torch.rand(5, 2, device=device), plan, ROWS, 0, 2, index))
-    nothing = plan[0][:0]
-    compared = (index, ROWS, nothing, nothing, -1)
-    opcheck(ops.compare_rows.default, compared, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

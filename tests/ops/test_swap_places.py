@@ -7,7 +7,6 @@ import torch
 from conftest import NEEDS_GPU
 from reference import assert_same_bytes
 from torch import Tensor
-from torch.library import opcheck
 
 import speedtorch
 from speedtorch.ops.functions import swap_tables
@@ -155,14 +154,6 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
             evict_places=places,
             load_places=places,
         )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_is_clean(device: str) -> None:
-    ids, places = torch.tensor([1, 2], device=device), torch.tensor([2, 0], device=device)
-    sides = [torch.rand(3, 2, device=device) for _ in range(2)]
-    arguments = ([torch.rand(ROWS, 2)], [sides[0]], ids, places, [sides[1]], ids, places)
-    opcheck(torch.ops.speedtorch.optimizer_state_swap.placed, arguments)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from torch import Tensor
-from torch.library import opcheck
 
 import speedtorch
 
@@ -81,24 +80,6 @@ def test_offsets_that_are_none_give_some_bag() -> None:
         rows, bags = called("cuda", ids, offsets, RANGES, samples)
         assert set(rows) <= {0, 10, 15, -1}
         assert set(bags) <= set(range(4 * samples))
-
-
-def test_opcheck_is_clean(device: str) -> None:
-    ids, offsets = bags_of(torch.tensor([2, 0, 3, 1]))
-    arguments = ids.to(device), offsets.to(device), RANGES[:2].to(device), 2
-    opcheck(torch.ops.speedtorch.table_ids.default, arguments)
-
-
-def test_it_is_compiled_as_one_graph(device: str) -> None:
-    torch._dynamo.reset()
-    ids, offsets = bags_of(torch.tensor([2, 0, 3, 1]))
-    function = torch.compile(
-        lambda ids, *others: speedtorch.table_ids(ids + 1, *others)[0] * 2,
-        backend="aot_eager",
-        fullgraph=True,
-    )
-    rows = function(ids.to(device), offsets.to(device), RANGES[:2].to(device), 2)
-    assert rows.tolist() == [2 * row for row in table_ids(ids + 1, offsets, RANGES[:2], 2)[0]]
 
 
 @NEEDS_GPU
