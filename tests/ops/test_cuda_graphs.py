@@ -145,39 +145,23 @@ def test_a_graph_of_several_ops(gpu_place: Place) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def refused_in_capture(work: Callable[[], object], message: str) -> None:
-    """The work is refused by name while a graph is captured, and works afterwards."""
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("fault", ["a pageable table", "ids on the CPU"])
+@pytest.mark.parametrize("op", ["pinned_gather", "pinned_scatter", "optimizer_state_swap"])
+def test_what_takes_the_host_is_refused_by_name_and_works_afterwards(op: str, fault: str) -> None:
+    pageable = fault == "a pageable table"
+    table = torch.zeros(ROWS, WIDTH) if pageable else speedtorch.empty((ROWS, WIDTH))
+    index = torch.tensor([1, 2], device="cuda" if pageable else "cpu")
+    rows, out = (torch.zeros(2, WIDTH, device="cuda") for _ in range(2))
+    work: dict[str, Callable[[], object]] = {
+        "pinned_gather": lambda: speedtorch.pinned_gather(table, index, out=out),
+        "pinned_scatter": lambda: speedtorch.pinned_scatter(table, index, rows),
+        "optimizer_state_swap": lambda: speedtorch.optimizer_state_swap(
+            [table], [rows], index, [out], index
+        ),
+    }
+    message = f"{op}: .*captur" + (".*pageable" if pageable else "")
     with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        work()
-    work()
+        work[op]()
+    work[op]()
     speedtorch.synchronize()
-
-
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-@pytest.mark.parametrize("op", ["pinned_gather", "pinned_scatter", "optimizer_state_swap"])
-def test_pageable_tables_are_refused_by_name(op: str) -> None:
-    table, index = torch.zeros(ROWS, WIDTH), torch.tensor([1, 2], device="cuda")
-    rows, out = (torch.zeros(2, WIDTH, device="cuda") for _ in range(2))
-    work = {
-        "pinned_gather": lambda: speedtorch.pinned_gather(table, index, out=out),
-        "pinned_scatter": lambda: speedtorch.pinned_scatter(table, index, rows),
-        "optimizer_state_swap": lambda: speedtorch.optimizer_state_swap(
-            [table], [rows], index, [out], index
-        ),
-    }[op]
-    refused_in_capture(work, f"{op}: .*captur.*pageable")
-
-
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-@pytest.mark.parametrize("op", ["pinned_gather", "pinned_scatter", "optimizer_state_swap"])
-def test_ids_on_the_cpu_are_refused_by_name(op: str) -> None:
-    table, index = speedtorch.empty((ROWS, WIDTH)), torch.tensor([1, 2])
-    rows, out = (torch.zeros(2, WIDTH, device="cuda") for _ in range(2))
-    work = {
-        "pinned_gather": lambda: speedtorch.pinned_gather(table, index, out=out),
-        "pinned_scatter": lambda: speedtorch.pinned_scatter(table, index, rows),
-        "optimizer_state_swap": lambda: speedtorch.optimizer_state_swap(
-            [table], [rows], index, [out], index
-        ),
-    }[op]
-    refused_in_capture(work, f"{op}: .*captur")

@@ -46,8 +46,10 @@ BAD_INT32 = [-1, ROWS, 2**31 - 1, -(2**31)]
 class Attempt:
     """One call on a table, and everything that the call could change."""
 
-    def __init__(self, call: str, place: Place, index: Tensor, *, rows: int = ROWS) -> None:
-        self.call, self.place, self.index = call, place, index
+    def __init__(
+        self, call: str, place: Place, index: Tensor, *, rows: int = ROWS, planned: bool = False
+    ) -> None:
+        self.call, self.place, self.index, self.planned = call, place, index, planned
         count = index.numel()
         # The bits of a sum with a NaN differ between processors, so accumulate gets finite numbers.
         make = small_numbers if call == "accumulate" else random_rows
@@ -64,10 +66,15 @@ class Attempt:
             return speedtorch.pinned_gather(table, self.index)
         if self.call == "gather_out":
             return speedtorch.pinned_gather(table, self.index, out=result)
-        if self.call == "swap_evict":
-            speedtorch.optimizer_state_swap([table], [source], self.index, [result], self.other)
-        elif self.call == "swap_load":
-            speedtorch.optimizer_state_swap([table], [source], self.other, [result], self.index)
+        given = [self.index, self.other]
+        evict, load = given if self.call == "swap_evict" else given[::-1]
+        plans = {}
+        if self.planned:
+            rows = len(table)
+            plans = {"evict_plan": speedtorch.plan_rows(evict, rows)}
+            plans["load_plan"] = speedtorch.plan_rows(load, rows)
+        if self.call.startswith("swap"):
+            speedtorch.optimizer_state_swap([table], [source], evict, [result], load, **plans)
         else:
             add = self.call == "accumulate"
             speedtorch.pinned_scatter(table, self.index, source, accumulate=add)
@@ -206,6 +213,40 @@ def test_ids_on_the_cpu_are_refused_at_once(place: Place, call: str) -> None:
     attempt = Attempt(call, place, torch.tensor(with_bad((6, -3))))
     with pytest.raises(IndexError, match="id -3 at position 6"):
         attempt()
+    attempt.assert_nothing_moved()
+
+
+# ------------------------------------------------------------------------------------------------
+# A swap's lists must not repeat an id
+# ------------------------------------------------------------------------------------------------
+
+SWAPS = pytest.mark.parametrize("call", ["swap_evict", "swap_load"])
+
+
+@SWAPS
+@pytest.mark.parametrize(
+    ("dtype", "planned"),
+    [(torch.int32, False), (torch.int64, False), (torch.int64, True)],
+    ids=["int32", "int64", "planned"],
+)
+def test_an_id_twice_in_one_list_is_refused(
+    place: Place, call: str, dtype: torch.dtype, planned: bool
+) -> None:
+    attempt = Attempt(call, place, place.ids(with_bad((6, 36)), dtype), planned=planned)
+    message = message_of(attempt)
+    assert message.startswith(f"optimizer_state_swap: id 36 at position 6 of {CALLS[call][1]}")
+    assert "twice" in message
+    attempt.assert_nothing_moved()
+
+
+@SWAPS
+def test_an_id_twice_among_many_is_found(place: Place, call: str) -> None:
+    ids = torch.randperm(100_000, generator=torch.Generator().manual_seed(7))
+    ids[77_777] = ids[1]
+    attempt = Attempt(call, place, ids.to(place.device), rows=100_000)
+    message = message_of(attempt)
+    assert f"id {int(ids[1])} at position 77777 of" in message
+    assert "twice" in message
     attempt.assert_nothing_moved()
 
 

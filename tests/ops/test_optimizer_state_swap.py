@@ -149,25 +149,20 @@ def test_fields_of_one_record_move_together(place: Place, fields: str, spare: in
     record_check(place, RECORDS[fields], place.ids(EVICT), place.ids(LOAD), spare=spare)
 
 
-def test_fields_may_come_in_any_order(place: Place) -> None:
-    fields = RECORDS["mixed"]
+@pytest.mark.parametrize(
+    ("record", "size", "taken"),
+    [("mixed", 48, slice(None, None, -1)), ("weight_and_moments", 192, slice(None, None, 2))],
+    ids=["in another order", "without the one between"],
+)
+def test_fields_of_a_record_may_be_any_of_them(
+    place: Place, record: str, size: int, taken: slice
+) -> None:
     check(
         place,
-        [random_rows(37, (48,), torch.uint8)],
+        [random_rows(37, (size,), torch.uint8)],
         place.ids(EVICT),
         place.ids(LOAD),
-        fields_of=lambda buffers: record_fields(buffers[0], fields)[::-1],
-    )
-
-
-def test_a_field_between_may_stay_out(place: Place) -> None:
-    fields = RECORDS["weight_and_moments"]
-    check(
-        place,
-        [random_rows(37, (192,), torch.uint8)],
-        place.ids(EVICT),
-        place.ids(LOAD),
-        fields_of=lambda buffers: record_fields(buffers[0], fields)[::2],
+        fields_of=lambda buffers: record_fields(buffers[0], RECORDS[record])[taken],
     )
 
 

@@ -34,32 +34,27 @@ def possible(path: str, op: str, count: int, memory: str) -> bool:
     return count <= (2048 if op == "scatter" else 4096) or (op, memory) == ("gather", "cuda")
 
 
-@pytest.mark.parametrize("path", ["direct", "distinct", "ordered"])
+PATHS = pytest.mark.parametrize("path", ["direct", "distinct", "ordered"])
+
+
+@PATHS
+@pytest.mark.parametrize("op", ["gather", "scatter"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_gather_gives_the_same_bits_on_every_path(
-    mapped_place: Place, path: str, width: int
+def test_rows_have_the_same_bits_on_every_path(
+    mapped_place: Place, path: str, op: str, width: int
 ) -> None:
     values = random_rows(ROWS, (width,), torch.uint8)
     table = mapped_place.table(values)
     for count in COUNTS:
-        if not possible(path, "gather", count, mapped_place.memory):
+        if not possible(path, op, count, mapped_place.memory):
             continue
         ids = batch(count)
-        with forced_path(path):
-            result = speedtorch.pinned_gather(table, ids.to("cuda"))
-        assert_same_bytes(result, values[ids])
-
-
-@pytest.mark.parametrize("path", ["direct", "distinct", "ordered"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_scatter_gives_the_same_bits_on_every_path(
-    mapped_place: Place, path: str, width: int
-) -> None:
-    values = random_rows(ROWS, (width,), torch.uint8)
-    for count in COUNTS:
-        if not possible(path, "scatter", count, mapped_place.memory):
+        if op == "gather":
+            with forced_path(path):
+                result = speedtorch.pinned_gather(table, ids.to("cuda"))
+            assert_same_bytes(result, values[ids])
             continue
-        ids, src = batch(count), random_rows(count, (width,), torch.uint8)
+        src = random_rows(count, (width,), torch.uint8)
         expected = values.clone()
         reference.pinned_scatter(expected, ids, src)
         table = mapped_place.table(values)
@@ -69,7 +64,7 @@ def test_a_scatter_gives_the_same_bits_on_every_path(
         assert_same_bytes(table, expected)
 
 
-@pytest.mark.parametrize("path", ["direct", "distinct", "ordered"])
+@PATHS
 @pytest.mark.parametrize("shift", [1, 2, 4, 8, 15])
 @pytest.mark.parametrize("width", [48, 94, 512, 1028])
 def test_rows_may_begin_anywhere_on_every_path(
@@ -86,7 +81,7 @@ def test_rows_may_begin_anywhere_on_every_path(
     reference.assert_same_storage(table, values)
 
 
-@pytest.mark.parametrize("path", ["direct", "distinct", "ordered"])
+@PATHS
 @pytest.mark.parametrize("count", [700, 1500, 4096, 9000])
 @pytest.mark.parametrize("bad", [-1, ROWS, 2**40])
 def test_bad_ids_are_found_on_every_path(

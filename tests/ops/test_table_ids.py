@@ -98,33 +98,23 @@ def test_it_runs_on_the_current_stream() -> None:
 
 def test_arguments_that_do_not_fit_are_errors() -> None:
     ids, offsets, ranges = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]), RANGES[:2]
-    meta = ranges.to("meta")
-
-    def with_offsets(*numbers: int) -> object:
-        return speedtorch.table_ids(ids, torch.tensor(numbers), ranges, 1)
-
-    for call, error, message in (
-        (lambda: speedtorch.table_ids([1], offsets, ranges, 1), TypeError, "as_tensor"),  # type: ignore[arg-type]
-        (lambda: speedtorch.table_ids(ids.float(), offsets, ranges, 1), ValueError, "int32 or int"),
-        (lambda: speedtorch.table_ids(ids[::2], offsets, ranges, 1), ValueError, r"tensor \[n\]"),
-        (lambda: speedtorch.table_ids(ids, offsets.int(), ranges, 1), ValueError, "offsets must"),
-        (lambda: speedtorch.table_ids(ids, offsets, ranges.t(), 1), ValueError, "ranges must"),
-        (lambda: speedtorch.table_ids(ids, offsets, meta, 1), ValueError, "meta tensors"),
-        (lambda: speedtorch.table_ids(ids, offsets, ranges, -1), ValueError, "negative, got -1"),
-        (
-            lambda: speedtorch.table_ids(ids, offsets, ranges, 2**62),
-            ValueError,
-            f"offsets has 3 entries.*2 features times {2**62} samples",
-        ),
-        (
-            lambda: speedtorch.table_ids(ids, offsets[:1], ranges, 0),
-            ValueError,
-            "3 ids, and no bag",
-        ),
-        (lambda: with_offsets(1, 2, 3), ValueError, "offsets has 1 at position 0; .* 0 to 3"),
-        (lambda: with_offsets(0, -1, 3), ValueError, "offsets has -1 at position 1"),
-        (lambda: with_offsets(0, 4, 3), ValueError, "offsets has 4 at position 1"),
-        (lambda: with_offsets(0, 1, 2), ValueError, "offsets has 2 at position 2"),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+    given = {"ids": ids, "offsets": offsets, "ranges": ranges, "samples": 1}
+    changed: list[tuple[dict[str, object], str]] = [
+        ({"ids": ids.float()}, "int32 or int"),
+        ({"ids": ids[::2]}, r"tensor \[n\]"),
+        ({"offsets": offsets.int()}, "offsets must"),
+        ({"ranges": ranges.t()}, "ranges must"),
+        ({"ranges": ranges.to("meta")}, "meta tensors"),
+        ({"samples": -1}, "negative, got -1"),
+        ({"samples": 2**62}, f"offsets has 3 entries.*2 features times {2**62} samples"),
+        ({"offsets": offsets[:1], "samples": 0}, "3 ids, and no bag"),
+        ({"offsets": torch.tensor([1, 2, 3])}, "offsets has 1 at position 0; .* 0 to 3"),
+        ({"offsets": torch.tensor([0, -1, 3])}, "offsets has -1 at position 1"),
+        ({"offsets": torch.tensor([0, 4, 3])}, "offsets has 4 at position 1"),
+        ({"offsets": torch.tensor([0, 1, 2])}, "offsets has 2 at position 2"),
+    ]
+    for changes, message in changed:
+        with pytest.raises(ValueError, match=message):
+            speedtorch.table_ids(**given | changes)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="as_tensor"):
+        speedtorch.table_ids([1], offsets, ranges, 1)  # type: ignore[arg-type]
