@@ -1,13 +1,9 @@
-"""torch.compile, torch.export and torch.jit.script work on the table itself, not on a clone."""
+"""torch.compile and torch.export work on the table itself, not on a clone."""
 
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +12,6 @@ import torch
 from conftest import Place
 from reference import assert_same_bytes, assert_same_storage, layout_copy, random_rows
 from torch import Tensor, nn
-from warm_python import warm_python
 
 import speedtorch
 
@@ -183,38 +178,3 @@ def test_an_exported_module_can_be_saved(place: Place) -> None:
     torch.export.save(torch.export.export(Exchange(), (step.table, step.index)), archive)
     archive.seek(0)
     check_module(torch.export.load(archive).module(), step)
-
-
-# ------------------------------------------------------------------------------------------------
-# torch.jit.script, which torch deprecates
-# ------------------------------------------------------------------------------------------------
-
-RUN_SCRIPTED = """
-import sys, torch
-library, module, rows_in, rows_out, device = sys.argv[1:]
-torch.ops.load_library(library)
-table, index = torch.load(rows_in, weights_only=True)
-rows = torch.jit.load(module)(table, index.to(device))
-assert "speedtorch" not in sys.modules
-torch.save((rows.cpu(), table), rows_out)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch refuses TorchScript on Python 3.14")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_scripted_module_runs_with_the_library_alone(device: str, tmp_path: Path) -> None:
-    (library,) = Path(speedtorch.__file__).parent.glob("_C*.so")
-    files = [tmp_path / name for name in ("module.pt", "rows_in.pt", "rows_out.pt")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        torch.jit.script(Exchange()).save(str(files[0]))
-    values = random_rows(ROWS, (COLUMNS,), torch.int32)
-    torch.save((values, torch.tensor(IDS)), files[1])
-    command = [warm_python(), "-c", RUN_SCRIPTED, str(library), *map(str, files), device]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows, table = torch.load(files[2], weights_only=True)
-    assert_same_bytes(rows, values[IDS])
-    values[IDS] = values[IDS] * 2
-    assert_same_bytes(table, values)

@@ -25,21 +25,24 @@ import speedtorch
 pytestmark = pytest.mark.slow
 
 
+SHAPES = st.lists(st.integers(0, 6), max_size=2).map(tuple)
+GAPS = st.integers(0, 5)
+SEEDS = st.integers(0, 2**16)
+
+
+def ids_of(draw: st.DrawFn, rows: int) -> Tensor:
+    """Ids of some of so many rows."""
+    ids = draw(st.lists(st.integers(0, rows - 1), max_size=20)) if rows else []
+    return torch.tensor(ids, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
+
+
 @st.composite
 def gathers(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     """A table and ids of some of its rows."""
-    rows = draw(st.integers(0, 12))
-    row_shape = draw(st.lists(st.integers(0, 6), max_size=2).map(tuple))
-    values = random_rows(
-        rows,
-        row_shape,
-        draw(st.sampled_from(DTYPES)),
-        gap=draw(st.integers(0, 5)),
-        offset=draw(st.integers(0, 5)),
-        seed=draw(st.integers(0, 2**16)),
-    )
-    ids = draw(st.lists(st.integers(0, rows - 1), max_size=20)) if rows else []
-    index = torch.tensor(ids, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
+    shape, dtype = draw(SHAPES), draw(st.sampled_from(DTYPES))
+    layout = {"gap": draw(GAPS), "offset": draw(GAPS), "seed": draw(SEEDS)}
+    values = random_rows(draw(st.integers(0, 12)), shape, dtype, **layout)
+    index = ids_of(draw, len(values))
     if draw(st.booleans()):
         index = index.reshape(-1, 1).expand(-1, draw(st.integers(0, 3)))
     return values, index
@@ -65,17 +68,12 @@ def test_any_gather_equals_the_reference(place: Place, examples: int) -> None:
 @st.composite
 def scatters(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, bool]:
     """A table, ids of some of its rows, rows to write or to add."""
-    rows = draw(st.integers(0, 12))
-    row_shape = draw(st.lists(st.integers(0, 6), max_size=2).map(tuple))
-    accumulate = draw(st.booleans())
+    rows, shape, accumulate = draw(st.integers(0, 12)), draw(SHAPES), draw(st.booleans())
     dtype = draw(st.sampled_from(DTYPES_WITH_ADDITION if accumulate else DTYPES))
     make = small_numbers if accumulate else random_rows
-    seed = draw(st.integers(0, 2**16))
-    ids = draw(st.lists(st.integers(0, rows - 1), max_size=20)) if rows else []
-    index = torch.tensor(ids, dtype=draw(st.sampled_from([torch.int32, torch.int64])))
-    gaps = st.integers(0, 5)
-    values = make(rows, row_shape, dtype, gap=draw(gaps), offset=draw(gaps), seed=seed)
-    src = make(len(ids), row_shape, dtype, gap=draw(gaps), offset=draw(gaps), seed=seed + 1)
+    index, seed = ids_of(draw, rows), draw(SEEDS)
+    values = make(rows, shape, dtype, gap=draw(GAPS), offset=draw(GAPS), seed=seed)
+    src = make(len(index), shape, dtype, gap=draw(GAPS), offset=draw(GAPS), seed=seed + 1)
     return values, index, src, accumulate
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import reference
@@ -25,6 +25,15 @@ def pinned_ids(count: int, seed: int) -> Tensor:
     """Ids in memory that a copy to the GPU need not wait for."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, ROWS, (count,), generator=generator).pin_memory()
+
+
+def run_at_once(work: Callable[[int], None], numbers: Iterable[int]) -> None:
+    """Runs the work for each number, all in threads of their own."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.fixture
@@ -211,11 +220,7 @@ def test_several_threads_may_call_at_once(gpu_place: Place) -> None:
                 results[seed] = speedtorch.pinned_gather(table, index)
             torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=gather, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(gather, range(8))
     assert len(results) == 8
     for seed, rows in results.items():
         assert_same_bytes(rows, values[pinned_ids(300, seed)])
@@ -238,11 +243,7 @@ def test_threads_move_rows_of_different_lengths_at_once() -> None:
             except (RuntimeError, AssertionError) as error:
                 errors.append(str(error))
 
-    threads = [threading.Thread(target=work, args=(columns,)) for columns in (64, 128)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(work, (64, 128))
     assert errors == []
 
 

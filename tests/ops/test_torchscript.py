@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from op_arguments import WRITTEN, op_arguments, tensors_of, with_tensors
-from reference import assert_same_bytes
+from reference import assert_same_bytes, random_rows
 from torch import Tensor
 from warm_python import warm_python
 
@@ -242,11 +242,13 @@ def test_a_traced_exchange_keeps_its_lists() -> None:
 
 ALONE = """
 import sys, torch
-library, module, tensors = sys.argv[1:]
+library, exchange, swap, given, read, device = sys.argv[1:]
 torch.ops.load_library(library)
-scripted = torch.jit.load(module)
-host, leaving, evict, arriving, load = torch.load(tensors, weights_only=True)
-_, kept = scripted(host, leaving, evict, arriving, load)
+table, index, *lists = torch.load(given, weights_only=True)
+rows = torch.jit.load(exchange)(table, index.to(device))
+torch.save((rows.cpu(), table), read)
+host, leaving, evict, arriving, load = lists
+_, kept = torch.jit.load(swap)(host, leaving, evict, arriving, load)
 assert "speedtorch" not in sys.modules
 assert host[0].tolist() == [[7.0], [5.0], [0.0]]
 assert arriving[0].tolist() == [[7.0]]
@@ -254,19 +256,35 @@ assert all(each[0].numel() for each in kept)
 """
 
 
+class Doubled(torch.nn.Module):
+    """Reads rows, writes them back doubled, and returns what it read."""
+
+    def forward(self, table: Tensor, index: Tensor) -> Tensor:
+        """Returns the rows as they were."""
+        rows: Tensor = torch.ops.speedtorch.pinned_gather(table, index)
+        torch.ops.speedtorch.pinned_scatter(table, index, rows * 2)
+        return rows
+
+
 @pytest.mark.slow
-def test_copied_lists_stay_whole_with_the_library_alone(tmp_path: Path) -> None:
-    op = torch.ops.speedtorch.optimizer_state_swap.default
-    one = torch.tensor([1])
+def test_scripted_modules_run_with_the_library_alone(device: str, tmp_path: Path) -> None:
+    """Lists that they copy stay whole, too."""
+    op, one = torch.ops.speedtorch.optimizer_state_swap.default, torch.tensor([1])
     host, leaving = torch.tensor([[7.0], [0.0], [0.0]]), torch.tensor([[5.0]])
-    arguments = ([host], [leaving], one, [torch.zeros(1, 1)], one - 1)
+    lists = ([host], [leaving], one, [torch.zeros(1, 1)], one - 1)
     (library,) = Path(speedtorch.__file__).parent.glob("_C*.so")
-    module, tensors = tmp_path / "module.pt", tmp_path / "tensors.pt"
-    torch.jit.save(scripted(op, arguments, library="speedtorch_lists"), module)
-    torch.save(arguments, tensors)
-    command = [warm_python(), "-c", ALONE, str(library), str(module), str(tensors)]
+    files = [tmp_path / name for name in ("exchange.pt", "swap.pt", "given.pt", "read.pt")]
+    torch.jit.save(torch.jit.script(Doubled()), files[0])
+    torch.jit.save(scripted(op, lists, library="speedtorch_lists"), files[1])
+    values, index = random_rows(37, (6,), torch.int32), torch.tensor([3, 0, 36, 17])
+    torch.save((values, index, *lists), files[2])
+    command = [warm_python(), "-c", ALONE, str(library), *map(str, files), device]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    rows, table = torch.load(files[3], weights_only=True)
+    assert_same_bytes(rows, values[index])
+    values[index] = values[index] * 2
+    assert_same_bytes(table, values)
 
 
 def test_memory_of_numpy_is_counted() -> None:
