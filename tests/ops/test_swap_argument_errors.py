@@ -17,43 +17,15 @@ pytestmark = pytest.mark.dealt("place", "gpu_place")
 def swap_faults(place: Place) -> dict[str, tuple[dict[str, object], str]]:
     """Arguments of a swap of two fields to replace, and what the message must say."""
 
-    def rows(count: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return place.work(random_rows(count, (columns,), dtype))
+    def rows(count: int, columns: int) -> Tensor:
+        return place.work(random_rows(count, (columns,)))
 
     wide, narrow = place.table(random_rows(8, (6,))), place.table(random_rows(8, (2,)))
     both = [rows(3, 6), rows(3, 2)]
     buffer = rows(6, 6)
-    return {
+    faults: dict[str, tuple[dict[str, object], str]] = {
         "no_fields": ({"host": [], "leaving": [], "arriving": []}, r"host .*at least one"),
-        "fewer_leaving": ({"leaving": both[:1]}, r"one length, got 2, 1 and 2"),
-        "fewer_arriving": ({"arriving": both[:1]}, r"one length, got 2, 2 and 1"),
         "other_rows": ({"host": [wide, narrow[:7]]}, r"host\[1\] has 7 rows, host\[0\] has 8"),
-        "few_leaving": ({"leaving": [both[0], rows(2, 2)]}, r"leaving\[1\] has 2 rows.* 3 "),
-        "few_arriving": ({"arriving": [both[0], rows(2, 2)]}, r"arriving\[1\] has 2 rows.* 3 "),
-        "wide_leaving": (
-            {"leaving": [both[0], rows(3, 3)]},
-            r"leaving\[1\] has shape \[3, 3\], expected \[3, 2\]",
-        ),
-        "wide_arriving": (
-            {"arriving": [both[0], rows(3, 3)]},
-            r"arriving\[1\] has shape \[3, 3\], expected \[3, 2\]",
-        ),
-        "dtype_leaving": (
-            {"leaving": [both[0], rows(3, 2, torch.int32)]},
-            r"leaving\[1\] has dtype Int, expected Float",
-        ),
-        "dtype_arriving": (
-            {"arriving": [both[0].double(), both[1]]},
-            r"arriving\[0\] has dtype Double, expected Float",
-        ),
-        "strided_leaving": (
-            {"leaving": [both[0], rows(3, 4)[:, :2]]},
-            r"leaving\[1\] must be contiguous",
-        ),
-        "strided_arriving": (
-            {"arriving": [rows(3, 12)[:, :6], both[1]]},
-            r"arriving\[0\] must be contiguous",
-        ),
         "one_buffer": (
             {"leaving": [buffer[:3], both[1]], "arriving": [buffer[2:5], rows(3, 2)]},
             r"arriving\[0\] and leaving\[0\] overlap",
@@ -71,6 +43,18 @@ def swap_faults(place: Place) -> dict[str, tuple[dict[str, object], str]]:
             r"host\[0\] and host\[1\] overlap",
         ),
     }
+    for side, counts in (("leaving", "2, 1 and 2"), ("arriving", "2, 2 and 1")):
+        for fault, given, message in (
+            ("fewer", both[:1], f"one length, got {counts}"),
+            ("few", [both[0], rows(2, 2)], rf"{side}\[1\] has 2 rows.* 3 "),
+            ("wide", [both[0], rows(3, 3)], rf"{side}\[1\] has shape \[3, 3\], expected \[3, 2\]"),
+            ("integers", [both[0], rows(3, 2).int()], rf"{side}\[1\] has dtype Int, .* Float"),
+            ("doubles", [both[0].double(), both[1]], rf"{side}\[0\] has dtype Double, .* Float"),
+            ("strided", [both[0], rows(3, 4)[:, :2]], rf"{side}\[1\] must be contiguous"),
+            ("first strided", [rows(3, 12)[:, :6], both[1]], rf"{side}\[0\] must be contiguous"),
+        ):
+            faults[f"{side} {fault}"] = {side: given}, message
+    return faults
 
 
 @pytest.mark.parametrize("fault", swap_faults(Place("cpu", "plain")))
