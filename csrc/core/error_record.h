@@ -40,9 +40,9 @@ struct ErrorRecord {
   int64_t count;
 };
 
-// What a kernel needs to know to say which ids are bad.
+// What a kernel needs besides the ids to report bad ones.
 struct Report {
-  ErrorRecord* record;  // null: another launch of the same op says it
+  ErrorRecord* record;  // null: another launch of the same op reports
   Op op;
   IdList list;
   int64_t rows;  // of the table

@@ -1,6 +1,6 @@
-// optimizer_state_swap: rows of `evict` leave for host fields while rows of `load` arrive; rows in
-// both lists pass from leaving to arriving and are not read from the host. Checks, the CPU kernel
-// and the choice of path; GPU kernels: .cu.
+// optimizer_state_swap: evicts the rows of `evict` to host fields and loads those of `load`. A row
+// in both lists is copied from `leaving` to `arriving` and not read from the host. Checks, the CPU
+// kernel and the choice of path; GPU kernels: .cu.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -29,16 +29,16 @@ namespace {
 constexpr const char* kOp = "optimizer_state_swap";
 constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
 
-// A table of which rows are exchanged, by their numbers among those of all.
+// One table. Ids number the rows of all tables consecutively.
 struct SwapTable {
-  int64_t first;
+  int64_t first;  // the id of its row 0
   std::vector<SwapField> fields;
 
   int64_t end() const { return first + fields[0].host.count; }
 };
 
-// The three sides of each field, of the table whose fields begin at `first` of host. Throws
-// ValueError unless shapes, dtypes and devices fit and there is room for the rows of both lists.
+// The fields of the table that begins at host[first]. Throws ValueError unless shapes, dtypes and
+// devices match and the sides have room for the rows of both lists.
 std::vector<SwapField> check_fields_of(size_t first, const Tensors& host, const Tensors& leaving,
                                        const Tensors& arriving, int64_t evicted, int64_t loaded) {
   std::vector<SwapField> fields;
@@ -102,7 +102,7 @@ PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
   return part;
 }
 
-// `write_through`: rows in both lists go to the host as well.
+// `write_through`: rows in both lists are written to the host as well.
 void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const PlanView& load,
                        bool write_through) {
   int64_t record_bytes = 1;
@@ -231,7 +231,7 @@ bool all_mapped(const Tensors& host, const std::vector<SwapTable>& tables,
   return mapped;
 }
 
-// Ids on the CPU in address order, from the user's plan or a new one; refuses ids that stand twice.
+// Ids on the CPU in address order, by the caller's plan or a new one. Throws for repeated ids.
 struct CpuPlan {
   Tensors made;
   PlanView view;
@@ -254,9 +254,8 @@ CpuPlan plan_on_cpu(const char* list, const Ids& ids, const Plan& plan, int64_t 
                  .count = status.count});
 }
 
-// The rows that the lists name pass through the CPU: take(side, rows) brings those of a leaving
-// side there, put(side, rows) those of an arriving one back. Positions in the lists are their
-// places.
+// Swaps through the CPU. take(side) returns the evicted rows of a leaving side in the order of its
+// list; put(side, rows) writes the loaded rows, in the order of their list, to an arriving side.
 template <typename Take, typename Put>
 void swap_staged(const Tensors& host, const Tensors& leaving, const PlanView& evict,
                  const Tensors& arriving, const PlanView& load, const Take& take, const Put& put,
@@ -324,15 +323,14 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
   // Ids on the CPU are checked there, for repetitions too.
   if (evict_ids.on_cpu) plan_on_cpu("evict", evict_ids, std::nullopt, rows);
   if (load_ids.on_cpu) plan_on_cpu("load", load_ids, std::nullopt, rows);
-  auto planned = [&](const char* list, Ids& ids, const Plan& plan) {
+  auto plan_on_gpu = [&](const char* list, Ids& ids, const Plan& plan) {
     if (ids.on_cpu) ids = as_ids(ids_to_device(kOp, ids, on, stream));
-    Tensors made = plan ? *plan : make_plan(kOp, ids, rows, ids.keep, stream.get());
-    const PlanView view = view_plan(kOp, list, made, ids.count, rows);
-    return std::pair{std::move(made), view};
+    return find_row_ids(kOp, list, ids, Path::kOrdered, plan, Keep::kAll, rows, ids.keep,
+                        stream.get());
   };
-  const auto [evict_made, evict_view] = planned("evict", evict_ids, evict_plan);
-  const auto [load_made, load_view] = planned("load", load_ids, load_plan);
-  swap_on_gpu(host, tables, evict_view, load_view, on, stream, all);
+  const RowIds leaves = plan_on_gpu("evict", evict_ids, evict_plan);
+  const RowIds arrives = plan_on_gpu("load", load_ids, load_plan);
+  swap_on_gpu(host, tables, leaves.view.plan, arrives.view.plan, on, stream, all);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -350,7 +348,7 @@ void check_side_rows(const std::vector<SwapField>& fields) {
   }
 }
 
-// Both of checked places, between rows on the GPU.
+// Reads and writes rows on the GPU at places that were checked.
 Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& stream) {
   std::vector<int64_t> shape = shape_of(side);
   shape[0] = places.numel();
@@ -380,8 +378,8 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
   }
 }
 
-// Counts say how many entries of the lists there are, and that rows in both lists go to the host as
-// well, so that what has arrived may be thrown away; without them all entries count.
+// The number of valid entries of a list; without it all entries are valid. With counts, rows in
+// both lists are written to the host as well, so that the caller may discard the loaded rows.
 using Count = std::optional<Tensor>;
 
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,

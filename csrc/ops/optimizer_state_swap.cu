@@ -1,6 +1,5 @@
-// Kernels of optimizer_state_swap: the rows of one list leave for the host while those of another
-// arrive. Called by optimizer_state_swap.cpp with checked shapes; bad ids in either list leave
-// everything as it was.
+// Kernels of optimizer_state_swap: evict the rows of one list to the host while the rows of another
+// are loaded. Called by optimizer_state_swap.cpp.
 
 #include "move/row_mover.cuh"
 #include "ops/launchers.h"
@@ -19,7 +18,7 @@ __device__ bool is_bad(const PlanStatus& status, int64_t rows) {
 __device__ void report_bad(const Report& about, const PlanStatus& status) {
   if (is_blocked(status, about.rows)) {
     report_blocked(about, status);
-  } else if (status.distinct >= 0) {  // else slotted_ids.cu has said what is wrong
+  } else if (status.distinct >= 0) {  // else slotted_ids.cu has reported the error
     report(about, IdError::kRepeated, status.repeat_id, status.repeat_position,
            status.count - status.distinct, status.count);
   }

@@ -1,6 +1,5 @@
 // Kernels of pinned_gather: rows of a mapped host table (or of a table on the GPU) to contiguous
-// rows on the GPU. Called by pinned_gather.cpp with checked shapes; bad ids leave zeros in `out`
-// and word in the error record.
+// rows on the GPU. Called by pinned_gather.cpp.
 
 #include "move/bulk_mover.cuh"
 #include "ops/launchers.h"
@@ -9,9 +8,9 @@
 namespace speedtorch {
 namespace {
 
-// Out of the table: the first occurrence of distinct id m of the plan; or, without a plan, position
-// m if it was kept; or, without dedup, each position. Without a status either each block looks
-// through all ids itself.
+// From the table to `out`. With a plan: move m is the first occurrence of distinct id m. With a
+// hash table: move m is position m if it was kept. With neither: every position; without a status
+// each block checks all ids itself.
 struct TableRows : RowMapOnce {
   __device__ bool blocked() const {
     if (planned() || dedup.status != nullptr) return RowMapOnce::blocked();
@@ -31,8 +30,8 @@ struct TableRows : RowMapOnce {
   }
 };
 
-// The other occurrences, within `out`: position m of the plan from the first of its id, or the m-th
-// of those that were not kept.
+// Repetitions, within `out`. With a plan: position m, from the first position of its id. With a
+// hash table: the m-th position that was not kept.
 struct Repetitions : RowMapOnce {
   __device__ bool blocked() const {
     return RowMapOnce::blocked() ||

@@ -1,6 +1,5 @@
 // Kernels of pinned_scatter: rows on the GPU to a mapped host table (or a table on the GPU). Called
-// by pinned_scatter.cpp with checked shapes; bad ids leave the table as it was and word in the
-// error record.
+// by pinned_scatter.cpp.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,7 +11,7 @@
 namespace speedtorch {
 namespace {
 
-// The last occurrences, found by each block for itself in a hash table of its own.
+// The last occurrences, which each block finds in a hash table in its shared memory.
 struct LastInBlock {
   DedupView ids;
   Report about;
@@ -64,8 +63,8 @@ struct LastInBlock {
   __device__ int64_t to(int64_t m, bool) const { return id(m); }
 };
 
-// The last occurrences: of distinct id m of the plan, or, where there is no plan, position m if it
-// was kept.
+// The last occurrences. With a plan: of distinct id m. With a hash table: position m if it was
+// kept.
 struct LastOccurrences : RowMapOnce {
   __device__ int64_t from(int64_t m, bool planned) const {
     if (planned) return plan.order[plan.offsets[m + 1] - 1];

@@ -1,4 +1,4 @@
-// Which rows a batch moves on a GPU; see dedup.h. The kernels are in dedup.cu.
+// Prepares ids on a GPU; see dedup.h. The kernels are in dedup.cu.
 
 #include "plan/dedup.h"
 
@@ -20,11 +20,12 @@ RowIds find_row_ids(const char* op, const char* list, const Ids& ids, Path path,
   DedupView& view = found.view.dedup;
   view = {.ids = ids.data, .wide = ids.wide, .count = ids.count};
   if (path == Path::kDirect) {
+    static_assert(kIdsDedupedInBlock <= kIdsCheckedInBlock);
     if (ids.count <= kIdsCheckedInBlock) return found;
     keep = Keep::kAll;
   }
   const int64_t kept = keep == Keep::kAll ? 0 : ids.count;
-  // Twice as many slots as ids keep the walks through the hash table short.
+  // At least two slots per id keep the probe sequences of the hash table short.
   if (kept > 0) view.slot_count = std::bit_ceil(static_cast<uint64_t>(2 * kept));
   const int64_t numbers = view.slot_count + 2 * kept;
   const int64_t bytes = static_cast<int64_t>(sizeof(DedupStatus) + sizeof(int32_t) * numbers);

@@ -1,6 +1,6 @@
-// Ids -> which occurrence of each id moves its row, by a hash table in GPU memory: what copy
-// kernels need that take rows in any order, at a tenth of a sort's time. Called by dedup.cpp. Ids
-// are read once, those that share a slot again; nothing crosses the link.
+// Checks ids and finds which occurrence of each id moves its row, by a hash table in GPU memory.
+// Called by dedup.cpp. Reads each id once, and again those that hash to the same slot; nothing
+// crosses the link.
 
 #include <cuda_runtime.h>
 
@@ -17,10 +17,10 @@ __device__ void note_outside(DedupStatus* status, int64_t from_end) {
 
 struct Taken {
   int32_t slot;
-  int32_t holder;  // position that had the slot before, or one's own
+  int32_t holder;  // the position that held the slot before, or the caller's
 };
 
-// Finds the slot of `id` and takes it if it is free, or from an earlier position if the last wins.
+// Finds the slot of `id` and takes it if it is free. kLast: also takes it from an earlier position.
 template <Keep kKeep>
 __device__ Taken take_slot(const DedupView& dedup, int64_t id, int32_t position) {
   const uint64_t mask = static_cast<uint64_t>(dedup.slot_count) - 1;
@@ -39,7 +39,7 @@ __device__ Taken take_slot(const DedupView& dedup, int64_t id, int32_t position)
   }
 }
 
-// Every lane of a warp calls this; those that repeat append their positions to the list.
+// All lanes of a warp must call this. Lanes with `repeats` append their positions to the list.
 __device__ void append_repeated(const DedupView& dedup, bool repeats, int64_t m) {
   const unsigned all = __ballot_sync(~0u, repeats);
   if (all == 0) return;
@@ -55,14 +55,14 @@ __device__ void append_repeated(const DedupView& dedup, bool repeats, int64_t m)
   }
 }
 
-// A thread owns positions, the last ones first: where the last wins they mostly stay, so that an id
-// that is named often is written rarely. Of the lanes of a warp that have one id only the last
-// position takes a slot, for all.
+// A thread owns positions, from the end of the batch on: with kLast the first position to take a
+// slot mostly keeps it, so that frequent ids cause few writes. Of the lanes of a warp with the same
+// id, the one with the last position takes the slot for all.
 template <Keep kKeep>
 __global__ void __launch_bounds__(kIdThreads) dedup_kernel(DedupView dedup, int64_t rows) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int lane = threadIdx.x % 32;
-  // Whole warps go round, so that their lanes can compare ids.
+  // Whole warps iterate: __match_any_sync needs all lanes.
   const int64_t end = (dedup.count + 31) / 32 * 32;
   for (int64_t t = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; t < end; t += stride) {
     const int64_t m = dedup.count - 1 - t;

@@ -1,5 +1,6 @@
-// How an op on a GPU finds the rows that a batch names, each id checked: by a plan, by a hash table
-// (cheaper where rows may move in any order), or one row for each id.
+// Prepares a batch's ids for the kernels that move its rows on a GPU: checks them, and finds which
+// occurrence of each id moves its row. By a plan (rows in address order), by a hash table (a tenth
+// of a sort's time, rows in any order), or not at all (each occurrence moves its row).
 #pragma once
 
 #include "move/cost_model.h"
@@ -12,10 +13,12 @@ struct RowIds {
   RowIdsView view;
 };
 
-// Queues the work that fills them; `on` is a tensor on the GPU of the ids, of which there is at
-// least one. Path::kOrdered takes the user's plan or makes one, kDistinct keeps one occurrence of
-// each id, kDirect all of them. Few ids of kDirect stay unchecked (status is null): the kernel that
-// moves their rows checks them.
+// Queues that work. `on` is a tensor on the GPU of the ids. Only kOrdered takes a batch without
+// ids.
+//   Path::kOrdered   uses the caller's plan, or makes one
+//   Path::kDistinct  keeps one occurrence of each id, as `keep` says
+//   Path::kDirect    keeps all occurrences; at most kIdsCheckedInBlock ids stay unchecked (a null
+//                    status), and the kernel that moves their rows checks them
 RowIds find_row_ids(const char* op, const char* list, const Ids& ids, Path path, const Plan& plan,
                     Keep keep, int64_t rows, const Tensor& on, void* stream);
 

@@ -1,5 +1,5 @@
-// What kernels do with the ids of a batch: read, check, hash and search them, and leave word of bad
-// ones in the error record (gpu.h). No torch here.
+// What kernels do with the ids of a batch: read, check, hash and search them, and report bad ids in
+// the error record (gpu.h). No torch here.
 #pragma once
 
 #include <cstdint>
@@ -61,10 +61,10 @@ __device__ inline void note_first(int64_t* first, int64_t position) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// Word of bad ids, each left by one thread.
+// Reports of bad ids; one thread calls each.
 
-// The first report stays until the host has read it: of kernels that report at the same moment, on
-// streams of one GPU, one claims the record and the others leave it alone.
+// The first report stays until the host has read it. If kernels on several streams of a GPU report
+// at the same time, one claims the record and the reports of the others are dropped.
 __device__ inline void report(const Report& about, IdError kind, int64_t id, int64_t position,
                               int64_t bad_count, int64_t count) {
   volatile ErrorRecord* record = about.record;
@@ -97,7 +97,7 @@ __device__ inline void report_blocked(const Report& about, const PlanStatus& sta
   }
 }
 
-// Without a status the thread looks through all ids.
+// Without a status, searches all ids.
 __device__ inline void report_outside(const Report& about, const DedupView& ids) {
   int64_t first = 0, bad_count = 0;
   if (ids.status != nullptr) {

@@ -1,6 +1,6 @@
-// What kernels read of a batch's ids, as plain pointers: a plan, or a hash table, which say which
-// occurrence of each id moves its row; and the launchers that write them, which return a
-// cudaError_t as int. No torch here.
+// A batch's ids as kernels read them, as plain pointers: a plan, or a hash table of the distinct
+// ids. Either names the occurrence of each id that moves its row. Also the launchers that write
+// them, which return a cudaError_t as int. No torch here.
 #pragma once
 
 #include <cstddef>
@@ -45,27 +45,25 @@ struct DedupStatus {
   int64_t repeats;       // entries of `repeated`
 };
 
-// Which occurrences of an id move its row: all, any one of them (they all mean the same row of a
-// gather), or the last.
+// Which occurrences of an id move its row: all, any one (a gather reads the same row for each), or
+// the last.
 enum class Keep { kAll, kAny, kLast };
 
 // The ids of a batch, and which of them move rows.
 struct DedupView {
-  DedupStatus* status = nullptr;  // null: not checked yet
-  // A hash table of positions in the batch, by id: position + 1, or 0. None of kAll.
+  DedupStatus* status = nullptr;  // null: the ids are not checked yet
+  // kAny, kLast: a hash table from id to position in the batch + 1 (0: free).
   int32_t* slots = nullptr;
   int64_t slot_count = 0;  // a power of two
-  // [count], of kAny: the position that moves the row; of kLast: the slot that says so; of kAll:
-  // null.
+  // [count] kAny: the position that moves the row. kLast: the slot of that position. kAll: null.
   int32_t* kept_at = nullptr;
-  int32_t* repeated = nullptr;  // [count], of kAny: positions that another one moves the row for
+  int32_t* repeated = nullptr;  // [count] kAny: the positions that do not move their row
   const void* ids = nullptr;
   bool wide = true;
   int64_t count = 0;
 };
 
-// How a kernel finds the rows that a batch names: by a plan, or, where plan.status is null, by
-// `dedup`.
+// How a kernel finds a batch's rows: by `plan`, or by `dedup` if plan.status is null.
 struct RowIdsView {
   PlanView plan;
   DedupView dedup;
@@ -85,17 +83,18 @@ int64_t count_scratch_bytes(int64_t n);
 int count_marks(const int32_t* marks, int64_t n, int32_t* counts, void* scratch,
                 int64_t scratch_bytes, void* stream);
 
-// Finds ids out of range, and for each id the occurrence that moves its row.
+// Checks the ids' range and finds the occurrences that move rows.
 int launch_dedup(const DedupView& dedup, Keep keep, int64_t rows, void* stream);
 
-// Ids (`unique`) in ascending order and places (`order`); the status is written: its `distinct` and
-// `count` are those of the entries that count, or `distinct` is -1 if something is wrong.
+// A list of ascending ids (`unique`) and places (`order`).
 struct SlottedCheck {
   PlanView view;
-  const int64_t* count;  // so many entries count, none if there are not so many; null: all
+  const int64_t* count;  // valid entries, 0 if it is out of range; null: all entries are valid
   IdList list;
-  int64_t side_rows;  // places are below
+  int64_t side_rows;  // places must be below
 };
+// Writes the status of both views: `distinct` and `count` are the valid entries. If an entry is
+// wrong, writes an error record and sets `distinct` to -1.
 int launch_check_slotted(const SlottedCheck& evict, const SlottedCheck& load, int64_t table_rows,
                          ErrorRecord* record, void* stream);
 

@@ -1,4 +1,4 @@
-// Checks of ids that come with places; see slotted_ids.h.
+// Checks of slotted ids; see slotted_ids.h. The kernels are in slotted_ids.cu.
 
 #include "plan/slotted_ids.h"
 

@@ -1,5 +1,6 @@
-// Ids that come in ascending order, each once, with the place (slot) of its row: what a plan would
-// say of them, without sorting. Used by optimizer_state_swap.placed, .counted and .tables.
+// Slotted ids: distinct ids in ascending order, each with the place (slot) of its row on the other
+// side. They replace a plan without sorting. Used by optimizer_state_swap.placed, .counted and
+// .tables.
 #pragma once
 
 #include <optional>
@@ -9,14 +10,14 @@
 
 namespace speedtorch {
 
-// One list of ids. Errors call its tensors by the list's name: "evict", "evict_places",
+// One list of ids. Messages name its tensors after the list: "evict", "evict_places",
 // "evict_count".
 struct SlottedList {
   IdList list;
   Tensor ids;
   Tensor places;
-  std::optional<Tensor> count;  // so many entries count; none: all
-  int64_t side_rows;            // places are below
+  std::optional<Tensor> count;  // number of valid entries; none: all entries are valid
+  int64_t side_rows;            // places must be below
 };
 
 // Views whose `unique` are the ids and whose `order` are the places; `keep` owns their status.
@@ -26,13 +27,13 @@ struct SlottedViews {
   Tensor keep;
 };
 
-// Refuses anything but contiguous int64 ids and places, equally many, and one count, on the device
-// of `on`.
+// Throws ValueError unless ids and places are contiguous int64 lists of one length and count has
+// one entry, all on the device of `on`.
 void check_slotted_kinds(const char* op, const SlottedList& list, const Tensor& on);
-// Of checked kinds. On the CPU refuses ids out of range or order, places beyond the side's rows and
-// a count of more entries than there are, and views have the entries that count; on a GPU a kernel
-// finds those, says so in the error record, and the copy kernels leave everything as it was.
-// (Without a report: where a count is none, no entry counts.)
+// Takes lists that passed check_slotted_kinds. On the CPU: throws if an id is out of range or out
+// of order, a place is beyond the side's rows, or a count is out of range; views have the valid
+// entries only. On a GPU: a kernel checks the same, writes an error record, and blocks the copy
+// kernels; a count out of range means no valid entry, without an error record.
 SlottedViews slotted_ids(const char* op, const SlottedList& evict, const SlottedList& load,
                          int64_t table_rows, const Tensor& on, void* stream);
 

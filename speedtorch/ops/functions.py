@@ -691,8 +691,8 @@ def _refuse_in_graphs(name: str) -> Callable[..., Any]:
 
 _FAKE_KERNELS |= {_name: _refuse_in_graphs(_name) for _name in _OF_THE_PROCESS}
 
-# torch empties a list that it passes to the library (see csrc/core/registration.h). TorchScript passes
-# the caller's own list. A kernel in Python gets a copy of it, and passes that on.
+# torch empties a list that it passes to the library (see csrc/core/registration.h). TorchScript
+# passes the caller's own list. A kernel in Python gets a copy of it, and passes that on.
 _shared_lists = torch.library.Library("speedtorch", "IMPL")  # type: ignore[no-untyped-call]
 _own_lists = torch.library.Library("speedtorch_lists", "IMPL")  # type: ignore[no-untyped-call]
 for _name, _kernel in _FAKE_KERNELS.items():
