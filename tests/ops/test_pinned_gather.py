@@ -190,19 +190,15 @@ def test_a_plan_serves_tables_of_other_widths(place: Place) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_shared_table(device: str) -> None:
+@pytest.mark.parametrize("kind", ["shared", "mapped privately", "mapped and shared"])
+def test_a_table_that_torch_or_the_system_made(device: str, kind: str, tmp_path: Path) -> None:
     values = random_rows(37, (13,))
     table = layout_copy(values).share_memory_()
-    result = speedtorch.pinned_gather(table, torch.tensor(IDS, device=device))
-    assert_same_bytes(result, values[IDS])
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
-def test_a_memory_mapped_table(device: str, shared: bool, tmp_path: Path) -> None:
-    values = random_rows(37, (13,))
-    path = tmp_path / "table.bin"
-    path.write_bytes(values.numpy().tobytes())
-    table = torch.from_file(str(path), shared=shared, size=values.numel()).reshape(37, 13)
+    if kind != "shared":
+        path = tmp_path / "table.bin"
+        path.write_bytes(values.numpy().tobytes())
+        shared = kind == "mapped and shared"
+        table = torch.from_file(str(path), shared=shared, size=values.numel()).reshape(37, 13)
     result = speedtorch.pinned_gather(table, torch.tensor(IDS, device=device))
     assert_same_bytes(result, values[IDS])
 

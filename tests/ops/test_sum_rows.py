@@ -169,31 +169,25 @@ def test_empty_batches_and_rows_are_legal(device: str) -> None:
 
 def test_arguments_that_do_not_fit_are_errors() -> None:
     plan = speedtorch.plan_rows(torch.tensor([1, 2, 1]), ROWS)
-    rows = torch.zeros(3, 2)
-
-    def of(*source: int, begin: int = 0) -> Tensor:
-        return speedtorch.sum_rows(rows, plan, ROWS, begin=begin, source=torch.tensor(source))
-
-    for call, error, message in (
-        (lambda: speedtorch.sum_rows(rows.int(), plan, ROWS), ValueError, "float.*got Int"),
-        (lambda: speedtorch.sum_rows(rows, plan, ROWS, begin=1), ValueError, "rows 1 to 4.*3 ids"),
-        (lambda: speedtorch.sum_rows(rows, plan, ROWS, distinct=4), ValueError, "0 to 3.*got 4"),
-        (lambda: speedtorch.sum_rows(rows, plan, ROWS, distinct=1), ValueError, "is 1.*has 2"),
-        (lambda: speedtorch.sum_rows(rows, plan[:4], ROWS, distinct=2), ValueError, "4 tensors"),
-        (lambda: speedtorch.sum_rows(rows, plan, 5), IndexError, "table of 1000 rows.*has 5"),
-        (lambda: speedtorch.sum_rows(torch.zeros(2, 3).t(), plan, ROWS), ValueError, "contiguous"),
-        (lambda: of(0, 2, 3), ValueError, "source has 3 at position 2.*none of the 3 rows"),
-        (lambda: of(-1, 2, 5), ValueError, "source has -1 at position 0.*none of the 3 rows"),
-        (lambda: of(0, 0, 0, 0), ValueError, "rows 0 to 4.*3 ids"),
-        (lambda: of(0, 0, begin=2), ValueError, "rows 2 to 4.*3 ids"),
-        (
-            lambda: speedtorch.sum_rows(rows, plan, ROWS, source=torch.zeros(3, dtype=torch.int32)),
-            ValueError,
-            "source must be a contiguous int64",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+    given = {"rows": torch.zeros(3, 2), "plan": plan, "table_rows": ROWS}
+    changed: list[tuple[dict[str, object], str]] = [
+        ({"rows": torch.zeros(3, 2).int()}, "float.*got Int"),
+        ({"rows": torch.zeros(2, 3).t()}, "contiguous"),
+        ({"begin": 1}, "rows 1 to 4.*3 ids"),
+        ({"distinct": 4}, "0 to 3.*got 4"),
+        ({"distinct": 1}, "is 1.*has 2"),
+        ({"plan": plan[:4], "distinct": 2}, "4 tensors"),
+        ({"source": torch.tensor([0, 2, 3])}, "source has 3 at position 2.*none of the 3 rows"),
+        ({"source": torch.tensor([-1, 2, 5])}, "source has -1 at position 0.*none of the 3 rows"),
+        ({"source": torch.tensor([0, 0, 0, 0])}, "rows 0 to 4.*3 ids"),
+        ({"source": torch.tensor([0, 0]), "begin": 2}, "rows 2 to 4.*3 ids"),
+        ({"source": torch.tensor([0, 0, 0]).int()}, "source must be a contiguous int64"),
+    ]
+    for changes, message in changed:
+        with pytest.raises(ValueError, match=message):
+            speedtorch.sum_rows(**given | changes)  # type: ignore[arg-type]
+    with pytest.raises(IndexError, match="table of 1000 rows.*has 5"):
+        speedtorch.sum_rows(given["rows"], plan, 5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
