@@ -27,7 +27,6 @@ from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.torch_internals import as_plain
 
 ROWS, WIDTH = 12, 2
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 TOO_MANY = "Embedding: a step names 5 distinct rows, capacity=4 fit"
 NEW_ROWS = (
     "with capacity all lookups of a step are announced before the first of them, by announce\\(\\),"

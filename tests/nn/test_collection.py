@@ -1370,7 +1370,6 @@ def test_a_group_is_nothing_to_name_in_prefetch() -> None:
         next(iter(batches))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_a_capacity_that_is_too_small_is_told_with_the_tables(device: str) -> None:
     names = [f"table{k}" for k in range(5)]
     tables = speedtorch.EmbeddingCollection(

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from reference import assert_same_bytes
 from torch import Tensor, nn
 
 import speedtorch
 
 ROWS, WIDTH = 20, 3
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 IDS = torch.tensor([[3, 1, 3], [0, 19, 3]])
 
 
@@ -43,7 +41,6 @@ def sgd_step(module: nn.Module, loss: Tensor) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (6,), (2, 3), (2, 0, 3), (1, 2, 1, 3)], ids=str)
 def test_ids_of_any_shape_give_what_torch_gives(
@@ -71,7 +68,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_three_sgd_steps_give_the_rows_that_torch_gives(
     settings: dict[str, Any], device: str
@@ -91,7 +87,6 @@ def test_three_sgd_steps_give_the_rows_that_torch_gives(
     assert not torch.equal(before, theirs.weight)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_evaluation_shortens_long_rows_as_torch_does(device: str) -> None:
     theirs, ours = pair(device, max_norm=0.5, padding_idx=3)
     with torch.no_grad():
@@ -99,7 +94,6 @@ def test_evaluation_shortens_long_rows_as_torch_does(device: str) -> None:
     assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_weight_holds_each_row_of_the_step_once(device: str) -> None:
     _, ours = pair(device)
     assert ours.weight.shape == (ROWS, WIDTH) and held(ours) == 0
@@ -111,7 +105,6 @@ def test_the_weight_holds_each_row_of_the_step_once(device: str) -> None:
 
 
 @pytest.mark.parametrize("announced", [False, True], ids=["not-announced", "announced"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_several_lookups_of_a_step_train_as_in_torch(device: str, announced: bool) -> None:
     theirs, ours = pair(device)
     for step in range(4):
@@ -130,7 +123,6 @@ def test_several_lookups_of_a_step_train_as_in_torch(device: str, announced: boo
     assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_rows_announced_within_a_step_join_it(device: str) -> None:
     theirs, ours = pair(device)
     for module in (theirs, ours):
@@ -148,7 +140,6 @@ def test_rows_announced_within_a_step_join_it(device: str) -> None:
     assert_same_bytes(ours(IDS), theirs(IDS.to(device)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_accumulate_over_several_backward_passes(device: str) -> None:
     theirs, ours = pair(device)
     for step in range(3):
@@ -361,7 +352,6 @@ def test_wrong_arguments_are_refused() -> None:
     wrong(lambda: speedtorch.Embedding.from_pretrained(torch.zeros(4)), ValueError, r"\[4\]")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_bad_ids_are_an_error_and_change_nothing(device: str) -> None:
     _, ours = pair(device, padding_idx=0)
     ours(IDS.to(device)).sum().backward()

@@ -18,7 +18,6 @@ from speedtorch.step.exchange import Coming
 
 ROWS, WIDTH = 30, 4
 pytestmark = pytest.mark.usefixtures("deterministic")
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 
 
 class Training:
@@ -73,7 +72,6 @@ def batches(device: str, count: int = 30, overlap: float = 0.5) -> list[Tensor]:
 
 @pytest.mark.parametrize("overlap", [0, 0.5, 1])
 @pytest.mark.parametrize("settings", [{}, {"padding_idx": 3}, {"max_norm": 1.0}], ids=str)
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_plain_loop(device: str, settings: dict[str, Any], overlap: float) -> None:
     def train(training: Training) -> None:
         for ids in training.loop(batches(device, overlap=overlap)):
@@ -82,7 +80,6 @@ def test_a_plain_loop(device: str, settings: dict[str, Any], overlap: float) -> 
     assert_same_with_and_without(device, train, **settings)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_several_lookups_in_a_step(device: str) -> None:
     def train(training: Training) -> None:
         pairs = list(zip(batches(device), batches(device, overlap=0), strict=True))
@@ -94,7 +91,6 @@ def test_several_lookups_in_a_step(device: str) -> None:
     assert_same_with_and_without(device, train)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_tensors_that_are_other_objects(device: str) -> None:
     def train(training: Training) -> None:
         for number, ids in enumerate(training.loop(batches(device))):
@@ -103,7 +99,6 @@ def test_tensors_that_are_other_objects(device: str) -> None:
     assert_same_with_and_without(device, train)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_ids_that_were_not_told(device: str) -> None:
     def train(training: Training) -> None:
         for number, ids in enumerate(training.loop(batches(device))):
@@ -115,7 +110,6 @@ def test_ids_that_were_not_told(device: str) -> None:
     assert_same_with_and_without(device, train)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_batches_that_are_left_out(device: str) -> None:
     def train(training: Training) -> None:
         for number, ids in enumerate(training.loop(batches(device))):
@@ -125,7 +119,6 @@ def test_batches_that_are_left_out(device: str) -> None:
     assert_same_with_and_without(device, train)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_other_rows_trained_in_between(device: str) -> None:
     def train(training: Training) -> None:
         for number, ids in enumerate(training.loop(batches(device))):
@@ -136,7 +129,6 @@ def test_other_rows_trained_in_between(device: str) -> None:
     assert_same_with_and_without(device, train)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_that_accumulate_over_batches(device: str) -> None:
     def train(training: Training) -> None:
         for number, ids in enumerate(training.loop(batches(device))):
@@ -145,7 +137,6 @@ def test_gradients_that_accumulate_over_batches(device: str) -> None:
     assert_same_with_and_without(device, train)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_evaluation_saving_and_loading_in_between(device: str) -> None:
     seen: list[Tensor] = []
 
@@ -172,7 +163,6 @@ def test_evaluation_saving_and_loading_in_between(device: str) -> None:
         assert_same_bytes(ahead, without)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_loop_that_is_left_and_begun_again(device: str) -> None:
     def train(training: Training) -> None:
         for stop in (5, 9, 30):
@@ -186,7 +176,6 @@ def test_a_loop_that_is_left_and_begun_again(device: str) -> None:
     assert_same_with_and_without(device, train)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead(device: str) -> None:
     def ahead() -> int:
         return sum(type(each) is Coming for each in gc.get_objects())
@@ -200,7 +189,6 @@ def test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead(device: str) -> No
     assert ahead() == before
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_an_optimizer_without_state(device: str) -> None:
     results = []
     for ahead in (False, True):
@@ -218,7 +206,6 @@ def test_an_optimizer_without_state(device: str) -> None:
     assert_same_bytes(results[1], results[0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_several_tables(device: str) -> None:
     def train(*, ahead: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -291,7 +278,6 @@ def test_wrong_use_is_an_error() -> None:
         len(speedtorch.prefetch(iter([]), embedding, ids=lambda b: b))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_bad_ids_are_an_error_and_training_goes_on(device: str) -> None:
     training = Training(device, ahead=True)
     bad = [torch.tensor([1, 2]), torch.tensor([3, ROWS]), torch.tensor([4])]

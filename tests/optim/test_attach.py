@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
@@ -392,7 +391,6 @@ def test_schedulers_clipping_and_groups_work_as_in_torch() -> None:
         assert_same_bytes(ours.state_dict()[name], value)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_a_grad_scaler_leaves_steps_out_as_in_torch(device: str, fused: bool) -> None:
     made = pair(lambda parameters, lr: optim.Adam(parameters, lr=lr, fused=fused), device)
