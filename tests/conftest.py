@@ -61,7 +61,7 @@ LONGEST += ["collection_exact", "embedding_exact", "capacity", "swapper_programs
 LONGEST += ["packaging", "notebooks", "unit_training", "joint_exchange", "switch_interrupts"]
 LONGEST += ["paths", "compare", "training_exact", "benchmarks", "glove", "skipgram"]
 LONGEST += ["dlrm_processes", "binary", "several_gpus_page", "ncf", "dlrm", "properties", "readme"]
-LONGEST += ["memory_processes", "word2vec"]
+LONGEST += ["memory_processes", "word2vec", "commands", "loops"]
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 
 
