@@ -8,20 +8,17 @@ and puts them back with index_copy_.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from optimizer_cases import Case, first_scalars, make_optimizer
-from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
 # Computes a loss from the rows' lookups: loss(look, part of a batch), look(ids) -> rows.
 Loss = Callable[[Callable[[Tensor], Tensor], Any], Tensor]
 
 
-@dataclass
-class Trained:
+class Trained(NamedTuple):
     """What training leaves behind."""
 
     weight: Tensor
@@ -120,17 +117,3 @@ def train_in_place(
             each.index_copy_(0, touched, state[name])
         scalars = {name: state[name] for name in scalars}
     return Trained(weight, fields, scalars, loss.scale.detach())
-
-
-def assert_same_training(actual: Trained, expected: Trained) -> None:
-    assert_same_bytes(actual.weight, expected.weight)
-    assert actual.rows.keys() == expected.rows.keys()
-    for name, each in expected.rows.items():
-        assert_same_bytes(actual.rows[name], each)
-    assert actual.scalars.keys() == expected.scalars.keys()
-    for name, value in expected.scalars.items():
-        if isinstance(value, Tensor):
-            assert_same_bytes(actual.scalars[name], value)
-        else:
-            assert actual.scalars[name] == value
-    assert_same_bytes(actual.scale, expected.scale)

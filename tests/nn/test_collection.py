@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from keyed_ids import KeyedIds
-from reference import FLOATS, assert_same_bytes, dtype_name
+from reference import FLOATS, assert_same_bytes, assert_same_content, dtype_name
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -156,8 +156,7 @@ def test_to_dict_has_each_feature() -> None:
     found = made()(KeyedIds.of(BAGS))
     features = found.to_dict()
     assert list(features) == found.keys()
-    for key, value in features.items():
-        assert_same_bytes(value, found[key])
+    assert_same_content(features, dict(found.items()))
 
 
 def test_rows_come_as_a_dict_in_table_order() -> None:
@@ -579,8 +578,7 @@ def test_tables_of_one_group_have_first_values_of_their_own() -> None:
 
 def test_torchs_seed_makes_first_values_repeatable() -> None:
     first, second = weights_of(made()), weights_of(made())
-    for name, rows in first.items():
-        assert_same_bytes(rows, second[name])
+    assert_same_content(first, second)
     assert not torch.equal(first["user"], first["item"][:20])
 
 
@@ -903,8 +901,7 @@ def test_a_compiled_model_trains_as_an_eager_one(features: Any) -> None:
     for _ in range(3):
         sgd_step(eager, eager(features).sum())
         sgd_step(other, compiled(features).sum())
-    for name, value in eager.state_dict().items():
-        assert_same_bytes(other.state_dict()[name], value)
+    assert_same_content(other.state_dict(), eager.state_dict())
 
 
 def test_compiled_rows_are_those_of_eager_mode() -> None:
@@ -1035,8 +1032,7 @@ def as_dict(keyed: KeyedIds) -> dict[str, tuple[Tensor, Tensor]]:
 )
 def test_prefetch_takes(how: str, device: str) -> None:
     expected = trained_in_a_loop("no prefetch", device)
-    for name, rows in trained_in_a_loop(how, device).items():
-        assert_same_bytes(rows, expected[name])
+    assert_same_content(trained_in_a_loop(how, device), expected)
 
 
 def trained_beside_an_embedding(device: str, *, ahead: bool) -> dict[str, Tensor]:
@@ -1058,8 +1054,7 @@ def trained_beside_an_embedding(device: str, *, ahead: bool) -> dict[str, Tensor
 
 def test_prefetch_of_a_collection_beside_an_embedding(device: str) -> None:
     expected = trained_beside_an_embedding(device, ahead=False)
-    for name, rows in trained_beside_an_embedding(device, ahead=True).items():
-        assert_same_bytes(rows, expected[name])
+    assert_same_content(trained_beside_an_embedding(device, ahead=True), expected)
 
 
 def test_prefetch_names_the_feature_of_bad_ids_when_the_batches_before_are_through(

@@ -11,12 +11,12 @@ from conftest import NEEDS_GPU
 from embedding_reference import (
     Squares,
     Trained,
-    assert_same_training,
     first_weight,
     random_ids,
     train_in_place,
 )
 from optimizer_cases import CASES, GPU_VARIANTS, Case, make_optimizer
+from reference import assert_same_content
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -152,8 +152,7 @@ def assert_same_as_in_place(
         _in_place[known] = train_all_in_place(case, variant, batches, pooled=pooled)
     given = {"pooled": pooled, "ahead": ahead, "capacity": capacity}
     actual = train(case, variant, "cpu", batches, **given)
-    for name, each in _in_place[known].items():
-        assert_same_training(actual[name], each)
+    assert_same_content(actual, _in_place[known])
 
 
 # Not of each with each: that takes long, and the next test has the rest for one optimizer.
@@ -234,8 +233,7 @@ def test_training_on_a_gpu_equals_training_embeddings_bit_for_bit(
     expected = train_apart(case, variant, "cuda", batches, ids_on)
     given = {"pooled": pooled, "ahead": ahead, "ids_on": ids_on, "capacity": capacity}
     actual = train(case, variant, "cuda", batches, **given)
-    for name, each in expected.items():
-        assert_same_training(actual[name], each)
+    assert_same_content(actual, expected)
 
 
 @NEEDS_GPU
@@ -254,8 +252,7 @@ def test_bags_on_a_gpu_train_alike_with_and_without_prefetch(overlap: float, ids
         )
         for ahead in (False, True)
     ]
-    for name, each in results[0].items():
-        assert_same_training(results[1][name], each)
+    assert_same_content(results[1], results[0])
 
 
 def test_the_reference_trains_every_table_to_numbers() -> None:

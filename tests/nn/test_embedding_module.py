@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from reference import assert_same_bytes
+from reference import assert_same_content
 from torch import Tensor, nn
 
 import speedtorch
@@ -47,8 +47,7 @@ def pair() -> tuple[Model, Model]:
 
 def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert list(actual) == list(expected)
-    for name, value in expected.items():
-        assert_same_bytes(actual[name], value)
+    assert_same_content(actual, expected)
 
 
 def test_state_dict_is_complete_at_any_moment_and_interchanges_with_torch() -> None:

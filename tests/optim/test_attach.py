@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import assert_same_bytes
+from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -73,8 +73,7 @@ def test_state_dicts_are_those_of_torch_when_every_row_is_trained() -> None:
         step(theirs, their_adam)
         step(ours, our_adam)
     assert_same_optimizer_state(our_adam.state_dict(), their_adam.state_dict())
-    for name, value in theirs.state_dict().items():
-        assert_same_bytes(ours.state_dict()[name], value)
+    assert_same_content(ours.state_dict(), theirs.state_dict())
 
 
 def saved(*holders: Any) -> list[Any]:
@@ -103,8 +102,7 @@ def test_training_goes_on_from_saved_state(from_torch: bool, to_torch: bool) -> 
     assert adam.param_groups[0]["lr"] == 0.1
     step(model, adam)
     assert_same_optimizer_state(adam.state_dict(), their_adam.state_dict())
-    for name, value in theirs.state_dict().items():
-        assert_same_bytes(model.state_dict()[name], value)
+    assert_same_content(model.state_dict(), theirs.state_dict())
 
 
 def test_state_that_was_loaded_before_attach_is_taken_over() -> None:
@@ -387,8 +385,7 @@ def test_schedulers_clipping_and_groups_work_as_in_torch() -> None:
             optimizer.step()
             scheduler.step()
     assert_same_bytes(ours.norm, theirs.norm)
-    for name, value in theirs.state_dict().items():
-        assert_same_bytes(ours.state_dict()[name], value)
+    assert_same_content(ours.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
