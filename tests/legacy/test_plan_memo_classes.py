@@ -15,7 +15,7 @@ from reference import assert_same_bytes, assert_same_content, random_rows
 from test_training_exact import (
     CASES,
     STEPS,
-    train_in_place,
+    in_place,
     train_through_factories,
 )
 
@@ -34,7 +34,7 @@ __all__ = ["made", "planning", "plans"]
 @pytest.mark.parametrize("name", ["SGD", "SGD-momentum", "SparseAdam", "Adam", "Rprop"])
 def test_training_with_plans_is_the_same_bit_for_bit(made: Made, name: str, share: bool) -> None:
     case = CASES[name]
-    expected = train_in_place(case, "single", 47, "cpu")
+    expected = in_place(case, "single", 47, "cpu")
     actual = train_through_factories(case, "single", 47, "cpu", shared=share)
     assert_same_content(actual, expected)
     assert len(made) == (STEPS if share or not case.rows else 2 * STEPS)

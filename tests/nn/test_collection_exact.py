@@ -14,6 +14,7 @@ from embedding_reference import (
     first_weight,
     random_ids,
     train_in_place,
+    trained,
 )
 from optimizer_cases import CASES, GPU_VARIANTS, Case, make_optimizer
 from reference import assert_same_content
@@ -73,18 +74,13 @@ def optimizer_of(
     return optimizer
 
 
-def trained(
-    case: Case, optimizer: optim.Optimizer, module: Any, rows: slice, scale: Tensor
+def trained_rows(
+    case: Case, optimizer: optim.Optimizer, module: Any, rows: slice, scale: nn.Parameter
 ) -> Trained:
     """What is in some rows of a module's table."""
-    state: dict[str, Any] = optimizer.state[module.weight]
     module.flush()
-    return Trained(
-        module.table["weight"][rows].clone(),
-        {name: module.table[name][rows].clone() for name in case.rows},
-        {name: value for name, value in state.items() if name not in case.rows},
-        scale.detach(),
-    )
+    fields = {name: module.table[name][rows] for name in module.table.fields}
+    return trained(case, optimizer, module.weight, fields, scale)
 
 
 def train(
@@ -114,7 +110,7 @@ def train(
     result = {}
     for name, loss in losses.items():
         group = tables.group_of(name)
-        result[name] = trained(case, optimizer, group, group.ranges.range_of(name), loss.scale)
+        result[name] = trained_rows(case, optimizer, group, group.ranges.range_of(name), loss.scale)
     return result
 
 
@@ -204,7 +200,7 @@ def train_apart(
             loss(model[name](batch[name][0].to(ids_on))).backward()
         optimizer.step()
     return {
-        name: trained(case, optimizer, model[name], slice(None), loss.scale)
+        name: trained_rows(case, optimizer, model[name], slice(None), loss.scale)
         for name, loss in losses.items()
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from embedding_reference import (
     first_weight,
     random_ids,
     train_in_place,
+    trained,
 )
 from optimizer_cases import CASES, GPU_VARIANTS, VARIANTS, Case, make_optimizer
 from reference import assert_same_content
@@ -63,14 +63,8 @@ def train(
         loss(embedding(ids)).backward()
         optimizer.step()
     embedding.flush()
-    table = embedding.table
-    state: dict[str, Any] = optimizer.state[embedding.weight]
-    return Trained(
-        table["weight"],
-        {name: table[name] for name in case.rows},
-        {name: value for name, value in state.items() if name not in case.rows},
-        loss.scale.detach(),
-    )
+    fields = {name: embedding.table[name] for name in embedding.table.fields}
+    return trained(case, optimizer, embedding.weight, fields, loss.scale)
 
 
 _in_place: dict[tuple[int, str, float], Trained] = {}
@@ -163,8 +157,8 @@ def test_every_kind_of_memory_trains_the_same_on_a_gpu(memory: str, ahead: bool)
 def test_the_reference_moves_rows_and_leaves_others_alone() -> None:
     # Guards the tests above: a reference that trained nothing would equal anything.
     batches = random_ids(ROWS, 3, 0.5)
-    trained = train_in_place(CASES["Adam"], "foreach", 3, "cpu", ROWS, batches)
+    after = train_in_place(CASES["Adam"], "foreach", 3, "cpu", ROWS, batches)
     touched = torch.zeros(ROWS, dtype=torch.bool)
     touched[torch.cat(batches)] = True
-    changed = (trained.weight != first_weight(ROWS, 3)).any(1)
+    changed = (after.weight != first_weight(ROWS, 3)).any(1)
     assert torch.equal(changed, touched)
