@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_attach import EVERY, IDS, Model, pair, step
+from test_attach import EVERY, IDS, Model, pair, step, train
 from torch import nn, optim
 
 import speedtorch
@@ -22,12 +22,10 @@ def assert_close(ours: Model, theirs: Model) -> None:
 
 @pytest.mark.parametrize("foreach", [None, True], ids=["default", "foreach"])
 def test_nesterov_momentum_trains_as_in_torch(device: str, foreach: bool | None) -> None:
-    (theirs, their_sgd), (ours, our_sgd) = pair(
+    (theirs, _), (ours, _) = made = pair(
         lambda p, lr: optim.SGD(p, lr, momentum=0.9, nesterov=True, foreach=foreach), device
     )
-    for _ in range(4):
-        step(theirs, their_sgd, EVERY.to(device))
-        step(ours, our_sgd, EVERY.to(device))
+    train(made, 4, EVERY.to(device))
     assert_close(ours, theirs)
 
 
