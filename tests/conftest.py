@@ -16,6 +16,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,16 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[timedelta]:
+    """This process is the one rank of a group, which waits for so long."""
+    distributed = pytest.importorskip("torch.distributed")
+    waits, meet = timedelta(seconds=7), f"file://{tmp_path}/meet"
+    distributed.init_process_group("gloo", meet, timeout=waits, rank=0, world_size=1)
+    yield waits
+    distributed.destroy_process_group()
 
 
 @pytest.fixture

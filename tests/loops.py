@@ -21,7 +21,18 @@ from torch.utils.checkpoint import checkpoint
 import speedtorch
 from speedtorch.torch_internals import as_plain
 
-__all__ = ["CAPACITY", "JOINING", "LOOPS", "ROWS", "TORCH", "WAYS", "WIDTH", "Training", "Way"]
+__all__ = [
+    "CAPACITY",
+    "JOINING",
+    "LOOPS",
+    "ROWS",
+    "TORCH",
+    "WAYS",
+    "WIDTH",
+    "Training",
+    "Way",
+    "sgd_step",
+]
 
 ROWS, WIDTH = 30, 4
 CAPACITY = 8
@@ -160,6 +171,14 @@ class Training:
 
     def result(self) -> dict[str, Tensor]:
         return {"scale": self.scale.detach(), **self.fields()}
+
+
+def sgd_step(module: nn.Module, loss: Tensor) -> None:
+    """A step of SGD that takes half of the gradient from what has one."""
+    loss.backward()
+    optimizer = optim.SGD(module.parameters(), lr=0.5)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 Loop = Callable[[Training], object]

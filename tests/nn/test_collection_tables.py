@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import Training, WithCheckpoint
 from keyed_ids import KeyedIds
+from loops import sgd_step
 from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import (
@@ -50,10 +51,7 @@ def tables_of(collection: Any) -> Any:
 
 
 def train(collection: Any) -> None:
-    optimizer = optim.SGD(collection.parameters(), lr=0.5)
-    loss(collection).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    sgd_step(collection, loss(collection))
 
 
 def loss(collection: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import sgd_step
 from reference import assert_same_bytes
 from torch import Tensor, nn
 
@@ -32,13 +33,6 @@ def held(module: nn.Module) -> int:
 def rows_of(embedding: speedtorch.Embedding) -> Tensor:
     embedding.flush()
     return embedding.table["weight"].cpu()
-
-
-def sgd_step(module: nn.Module, loss: Tensor) -> None:
-    loss.backward()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

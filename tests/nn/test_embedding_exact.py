@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -25,14 +25,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 ROWS = 97
 STEPS = 40
 WIDTH = 8
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def train(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -178,17 +177,6 @@ def test_pickling_is_refused_by_name() -> None:
 def test_data_parallel_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="Embedding: DataParallel"):
         Model().words._replicate_for_data_parallel()
-
-
-@pytest.fixture
-def process_group(tmp_path: Any) -> Iterator[None]:
-    if not torch.distributed.is_available():
-        pytest.skip("torch has no distributed")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")
