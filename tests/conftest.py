@@ -29,6 +29,7 @@ from torch import Tensor
 
 import speedtorch
 from speedtorch import memory_stats
+from speedtorch.files import table_files
 
 # Large tables of tests are no reason to measure the machine.
 os.environ["SPEEDTORCH_CALIBRATE"] = "0"
@@ -255,6 +256,20 @@ def stats(driver: PretendedDriver) -> Callable[[], dict[str, int]]:
     """Bytes by kind, without what was there before the test."""
     before = memory_stats()
     return lambda: {name: count - before[name] for name, count in memory_stats().items()}
+
+
+@pytest.fixture
+def small_file_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read and written in blocks of 24 bytes: small tables have many."""
+    monkeypatch.setattr(table_files, "_BLOCK_BYTES", 24)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the files a and b."""
+    (tmp_path / "a").write_bytes(b"old a")
+    (tmp_path / "b").write_bytes(b"old b")
+    return tmp_path
 
 
 @pytest.fixture
