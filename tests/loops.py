@@ -68,7 +68,7 @@ def first_rows() -> Tensor:
 
 
 class Training:
-    """An embedding, a layer beside it, and an optimizer of both.
+    """An embedding, a layer beside it, and an optimizer of both; with `bags` an EmbeddingBag.
 
     Attributes:
         seen: what evaluations in between have looked up.
@@ -82,15 +82,17 @@ class Training:
         overlap: float = 0.5,
         *,
         attach: bool = True,
+        bags: bool = False,
         **settings: Any,
     ) -> None:
-        self.way, self.device, self.overlap = way, device, overlap
+        self.way, self.device, self.overlap, self.bags = way, device, overlap, bags
         self.emb: Any
         if way.by_torch:
             self.emb = nn.Embedding(ROWS, WIDTH, _weight=first_rows(), **settings).to(device)
         else:
             given = {"_weight": first_rows(), "device": device, "capacity": way.capacity}
-            self.emb = speedtorch.Embedding(ROWS, WIDTH, **given, **settings)
+            kind = speedtorch.EmbeddingBag if bags else speedtorch.Embedding
+            self.emb = kind(ROWS, WIDTH, **given, **settings)
         self.scale = nn.Parameter(torch.ones(WIDTH, device=device))
         self.optimizer = make([self.emb.weight], lr=0.1)
         if make is not optim.SparseAdam:
@@ -109,7 +111,11 @@ class Training:
 
     def batches(self, count: int = 20) -> list[Tensor]:
         given = random_ids(ROWS, count, self.overlap, most=CAPACITY)
-        return [ids.to(self.device) for ids in given]
+        return [self.shaped(ids).to(self.device) for ids in given]
+
+    def shaped(self, ids: Tensor) -> Tensor:
+        """The ids of a lookup; of bags they are one bag."""
+        return ids[None] if self.bags and ids.dim() == 1 else ids
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Batches of two lookups, whose rows have room together."""
@@ -128,6 +134,7 @@ class Training:
             self.emb.announce(*parts)
 
     def rows(self, ids: Tensor) -> Tensor:
+        ids = self.shaped(ids)
         rows: Tensor = self.emb(ids.to(self.device) if self.way.by_torch else ids)
         return rows
 

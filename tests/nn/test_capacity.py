@@ -244,22 +244,6 @@ def test_rows_are_trained_without_a_capacity_from_a_checkpoint_with_one(device: 
     assert_same_content(training.fields(), other.fields())
 
 
-def test_bags_train_as_without(device: str) -> None:
-    results = []
-    for capacity in (6, None):
-        bag = speedtorch.EmbeddingBag.from_pretrained(
-            first_rows(), freeze=False, mode="sum", device=device, capacity=capacity, padding_idx=3
-        )
-        adam = optim.Adam(bag.parameters(), lr=0.1)
-        speedtorch.attach(adam, bag)
-        for part in random_ids(ROWS, 20, 0.5, most=6):
-            bag(part[None]).square().sum().backward()
-            adam.step()
-            adam.zero_grad()
-        results.append(bag.state_dict()["weight"].clone())
-    assert_same_bytes(*results)
-
-
 # ------------------------------------------------------------------------------------------------
 # What does not fit, found at once
 

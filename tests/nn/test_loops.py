@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "padding": {"padding_idx": 3},
     "max_norm": {"max_norm": 0.5},
     "both": {"padding_idx": 3, "max_norm": 0.5},
+    "bags": {"bags": True, "mode": "sum", "padding_idx": 3},
     "SparseAdam": {"make": optim.SparseAdam},
     "sparse": {"sparse": True, "make": optim.SparseAdam},
 }

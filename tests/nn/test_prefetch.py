@@ -1,4 +1,4 @@
-"""prefetch gives the numbers that the loop without it gives, whatever the loop does."""
+"""prefetch of several tables, how far it reads ahead, and wrong use; tests/loops.py has loops."""
 
 from __future__ import annotations
 
