@@ -16,6 +16,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from torch import Tensor
 
 import speedtorch
 from speedtorch import memory_stats
+from speedtorch.files import table_files
 
 # Large tables of tests are no reason to measure the machine.
 os.environ["SPEEDTORCH_CALIBRATE"] = "0"
@@ -61,7 +63,7 @@ LONGEST += ["collection_exact", "embedding_exact", "capacity", "swapper_programs
 LONGEST += ["packaging", "notebooks", "unit_training", "joint_exchange", "switch_interrupts"]
 LONGEST += ["paths", "compare", "training_exact", "benchmarks", "glove", "skipgram"]
 LONGEST += ["dlrm_processes", "binary", "several_gpus_page", "ncf", "dlrm", "properties", "readme"]
-LONGEST += ["memory_processes", "word2vec"]
+LONGEST += ["memory_processes", "word2vec", "commands", "loops"]
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 
 
@@ -232,6 +234,16 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[timedelta]:
+    """This process is the one rank of a group, which waits for so long."""
+    distributed = pytest.importorskip("torch.distributed")
+    waits, meet = timedelta(seconds=7), f"file://{tmp_path}/meet"
+    distributed.init_process_group("gloo", meet, timeout=waits, rank=0, world_size=1)
+    yield waits
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
 def driver() -> Iterator[PretendedDriver]:
     """One pretended GPU; a test must give back all that it took."""
     with PretendedDriver(True) as pretended:
@@ -244,6 +256,20 @@ def stats(driver: PretendedDriver) -> Callable[[], dict[str, int]]:
     """Bytes by kind, without what was there before the test."""
     before = memory_stats()
     return lambda: {name: count - before[name] for name, count in memory_stats().items()}
+
+
+@pytest.fixture
+def small_file_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read and written in blocks of 24 bytes: small tables have many."""
+    monkeypatch.setattr(table_files, "_BLOCK_BYTES", 24)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the files a and b."""
+    (tmp_path / "a").write_bytes(b"old a")
+    (tmp_path / "b").write_bytes(b"old b")
+    return tmp_path
 
 
 @pytest.fixture

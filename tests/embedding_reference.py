@@ -7,27 +7,42 @@ and puts them back with index_copy_.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from optimizer_cases import Case, first_scalars, make_optimizer
-from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
 # Computes a loss from the rows' lookups: loss(look, part of a batch), look(ids) -> rows.
 Loss = Callable[[Callable[[Tensor], Tensor], Any], Tensor]
 
 
-@dataclass
-class Trained:
+class Trained(NamedTuple):
     """What training leaves behind."""
 
     weight: Tensor
     rows: dict[str, Tensor]
     scalars: dict[str, Any]
     scale: Tensor
+    scale_state: dict[str, Any]
+
+
+def trained(
+    case: Case,
+    optimizer: optim.Optimizer,
+    weight: nn.Parameter,
+    fields: Mapping[str, Tensor],
+    scale: nn.Parameter,
+) -> Trained:
+    """What training has left of some rows, whose `fields` are the weight and what is kept of it."""
+    return Trained(
+        fields["weight"].clone(),
+        {name: fields[name].clone() for name in case.rows},
+        {n: value for n, value in optimizer.state[weight].items() if n not in case.rows},
+        scale.detach(),
+        dict(optimizer.state.get(scale, {})),
+    )
 
 
 def first_weight(rows: int, width: int) -> Tensor:
@@ -79,11 +94,14 @@ def train_in_place(
     bags: Sequence[Tensor] = (),
     *,
     in_order: bool = False,
+    distinct: bool = False,
 ) -> Trained:
     """Trains on batches of ids; with the offsets of their bags on the sums of these.
 
     A sparse gradient is that of torch, which adds up the rows of an id in any order, or with
-    `in_order` in that of the batch.
+    `in_order` in that of the batch. The optimizer gets the rows of the distinct ids in ascending
+    order, or with `distinct` those of the batch, whose ids are distinct, in the batch's order: a
+    fused optimizer rounds a number by its place.
     """
     is_sparse = case.make is optim.SparseAdam
     loss = Squares(width, device, dense=not is_sparse)
@@ -95,6 +113,8 @@ def train_in_place(
     scalars = first_scalars(case, variant, device)
     for number, ids in enumerate(batches):
         touched, local = torch.unique(ids.to(device), return_inverse=True)
+        if distinct:
+            touched, local = ids.to(device), torch.arange(len(ids), device=device)
         optimizer.zero_grad()
         loss.scale.grad = None
         rows_now = weight.index_select(0, touched).requires_grad_()
@@ -119,18 +139,5 @@ def train_in_place(
         for name, each in fields.items():
             each.index_copy_(0, touched, state[name])
         scalars = {name: state[name] for name in scalars}
-    return Trained(weight, fields, scalars, loss.scale.detach())
-
-
-def assert_same_training(actual: Trained, expected: Trained) -> None:
-    assert_same_bytes(actual.weight, expected.weight)
-    assert actual.rows.keys() == expected.rows.keys()
-    for name, each in expected.rows.items():
-        assert_same_bytes(actual.rows[name], each)
-    assert actual.scalars.keys() == expected.scalars.keys()
-    for name, value in expected.scalars.items():
-        if isinstance(value, Tensor):
-            assert_same_bytes(actual.scalars[name], value)
-        else:
-            assert actual.scalars[name] == value
-    assert_same_bytes(actual.scale, expected.scale)
+    scale_state = dict(optimizer.state.get(loss.scale, {}))
+    return Trained(weight, fields, scalars, loss.scale.detach(), scale_state)

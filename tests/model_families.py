@@ -41,6 +41,15 @@ def filled(switcher: Any) -> Tensor:
     return values
 
 
+def started(
+    make: Any = ModelFactory, device: str = "cpu", **given: Any
+) -> tuple[nn.Embedding, Any, Tensor]:
+    """A layer, its switcher, and the switcher's rows."""
+    embedding = layer(device)
+    switcher = make(embedding, ROWS, WIDTH, **given)
+    return embedding, switcher, filled(switcher)
+
+
 def table_rows(switcher: Any) -> Tensor:
     switcher.table.settle()
     return switcher.table["weight"].detach().cpu()

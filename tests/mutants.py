@@ -198,7 +198,7 @@ MUTANTS = [
         "step/exchange.py",
         "told = batch or (None if announced is None else announced.batch)",
         "told = batch",
-        "tests/nn/test_capacity.py::test_announced_lookups_are_one_step",
+        "tests/nn/test_loops.py::test_rows_and_state_are_those_of_the_plain_loop",
     ),
     Mutant(
         "zeros of zero_grad move rows",

@@ -93,14 +93,19 @@ VARIANTS = [
 GPU_VARIANTS = [param for param in VARIANTS if param.id != "Adagrad-fused"]
 
 
+def settings_of(case: Case, variant: str) -> dict[str, Any]:
+    """Arguments of the optimizer in one of torch's implementations."""
+    choice = {"foreach": {"foreach": True}, "fused": {"fused": True}, "single": {"foreach": False}}
+    chosen = {} if case.make is optim.SparseAdam else choice[variant]
+    return {"lr": 0.05, **case.settings, **chosen}
+
+
 def make_optimizer(
     case: Case, variant: str, rows: nn.Parameter, others: list[nn.Parameter]
 ) -> optim.Optimizer:
     """The optimizer of the rows, and in a group of their own of other parameters."""
-    choice = {"foreach": {"foreach": True}, "fused": {"fused": True}, "single": {"foreach": False}}
-    chosen = {} if case.make is optim.SparseAdam else choice[variant]
     groups = [{"params": [rows]}, *([{"params": others}] if others else [])]
-    return case.make(groups, lr=0.05, **case.settings, **chosen)
+    return case.make(groups, **settings_of(case, variant))
 
 
 def first_scalars(case: Case, variant: str, device: str) -> dict[str, Any]:

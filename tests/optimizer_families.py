@@ -34,6 +34,16 @@ def build(make: Any = optim.Adamax, device: str = "cpu") -> tuple[Model, Any]:
     return model, make(model.parameters())
 
 
+def started(
+    family: Any = OptimizerFactory, make: Any = optim.Adamax, device: str = "cpu", **given: Any
+) -> tuple[Model, Any, Any]:
+    """A model, its optimizer, and the switcher of its users after optInit."""
+    model, optimizer = build(make, device)
+    switcher = family(optimizer, ROWS, WIDTH, model, "users", **given)
+    switcher.optInit()
+    return model, optimizer, switcher
+
+
 FAMILIES: dict[str, Any] = {
     "OptimizerFactory": OptimizerFactory,
     "OptimizerFactory-pinned": lambda *a, **k: OptimizerFactory(*a, CPUPinn=True, **k),

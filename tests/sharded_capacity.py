@@ -75,6 +75,19 @@ class Training:
         self.optimizer.zero_grad()
         return found.detach()
 
+    @classmethod
+    def begun(cls, *given: Any) -> Training:
+        """One that has made a step."""
+        training = cls(*given)
+        training.learn(ids_here(1, 2))
+        training.before = training.rows()
+        return training
+
+    def check_unchanged(self) -> None:
+        """No row has changed, and the step after is one."""
+        assert torch.equal(self.rows(), self.before)
+        self.check_step(3, 4)
+
     def check_step(self, *ids: int) -> None:
         """A step of these ids on all ranks changes their rows, and no others."""
         self.learn(ids_here(*ids))
@@ -121,16 +134,13 @@ WAYS: list[Callable[[RowModule, Tensor], object]] = [RowModule.__call__, announc
 def check_too_many_rows() -> None:
     """They raise on all ranks at once; nothing has changed, and the step after is one."""
     for way in WAYS:
-        training = Training()
-        training.learn(ids_here(1, 2))
-        training.before = training.rows()
+        training = Training.begun()
         raises(
             RuntimeError,
             of_rank(1, TOO_MANY),
             lambda way=way, t=training: way(t.module, too_many()),
         )
-        assert torch.equal(training.rows(), training.before)
-        training.check_step(3, 4)
+        training.check_unchanged()
     training = Training()
     ids = owned(1, 0, 1, 2, 3, 4) if dist.get_rank() == 0 else ids_here()
     more = of_rank(0, MORE.format(5, 4, 4), SHARE)
@@ -149,13 +159,10 @@ def check_more_than_a_share() -> None:
     for more in (share + 1, 400, 900):  # what fits all ranks together fits no single one
         message = of_rank(0, MORE.format(more, share, 400), SHARE)
         for way in WAYS:
-            training = Training(WIDE, 400)
-            training.learn(ids_here(1, 2))
-            training.before = training.rows()
+            training = Training.begun(WIDE, 400)
             ids = of_second(more)
             raises(RuntimeError, message, lambda way=way, t=training, ids=ids: way(t.module, ids))
-            assert torch.equal(training.rows(), training.before)
-            training.check_step(3, 4)
+            training.check_unchanged()
     check_a_share()
 
 
@@ -274,8 +281,7 @@ def check_a_bad_id() -> None:
         ids = ids_here(1, ROWS) if dist.get_rank() == 1 else ids_here(1, 2)
         message = of_rank(1, "id 41 at position 1 is out of range", r"an id on ranks \[1\] is out")
         raises(IndexError, message, lambda way=way, t=training, ids=ids: way(t.module, ids))
-        assert torch.equal(training.rows(), training.before)
-        training.check_step(3, 4)
+        training.check_unchanged()
 
 
 def check_rows_that_were_not_announced() -> None:
@@ -310,31 +316,24 @@ def check_late_faults() -> None:
     rank, late = dist.get_rank(), of_rank(1, TOO_MANY, FULL)
     with raised_late():
         for way in WAYS:
-            training = Training()
-            training.learn(ids_here(1, 2))
-            training.before = training.rows()
+            training = Training.begun()
             way(training.module, too_many())
             raises(RuntimeError, late, lambda t=training: t.module(ids_here(3)))
-            assert torch.equal(training.rows(), training.before)
-            training.check_step(3, 4)
+            training.check_unchanged()
 
         more = SHARES[dist.get_world_size()] + 1
         late_share = of_rank(0, MORE.format(more, more - 1, 400), SHARE)
         for way in WAYS:
-            training = Training(WIDE, 400)
-            training.learn(ids_here(1, 2))
-            training.before = training.rows()
+            training = Training.begun(WIDE, 400)
             way(training.module, of_second(more))
             raises(RuntimeError, late_share, lambda t=training: t.module(ids_here(3)))
-            assert torch.equal(training.rows(), training.before)
-            training.check_step(3, 4)
+            training.check_unchanged()
         check_a_share()
 
         training = Training(WIDE, 400)
         assert not training.learn(of_second(more)).any()
         raises(RuntimeError, SHARE, training.module.flush)
-        assert torch.equal(training.rows(), training.before)
-        training.check_step(3, 4)
+        training.check_unchanged()
 
         training = Training()
         assert not training.learn(too_many()).any()
@@ -360,8 +359,7 @@ def check_late_faults() -> None:
             way(training.module, ids_here(1, ROWS) if rank == 1 else ids_here(1, 2))
             bad = of_rank(1, "id 41 at position 1 is out of range", "an id on some rank is out")
             raises(IndexError, bad, lambda t=training: t.module(ids_here(3)))
-            assert torch.equal(training.rows(), training.before)
-            training.check_step(3, 4)
+            training.check_unchanged()
 
         name = "Adam, two lookups, uneven"
         check_training(dist.get_world_size() == 2, {name: FIXED[name]})

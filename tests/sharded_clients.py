@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_processes import own_device
-from sharded_training import ROWS, WIDTH, factors, raises, share_of
+from sharded_training import ROWS, WIDTH, Biased, assert_own_rows, factors, raises, share_of
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -54,29 +54,6 @@ class Scored(nn.Module):
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         found = self.rows(ids)
         return found, self.layers(found if self.through else found.detach())
-
-
-class Biased(nn.Module):
-    """Rows that are multiplied by a factor, and a parameter with a gradient of whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.rows = speedtorch.Embedding(ROWS, WIDTH)
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, ids: Tensor, factor: float = 1.0) -> Tensor:
-        found: Tensor = self.rows(ids) * factor + self.bias
-        return found
-
-
-def assert_own_rows(module: speedtorch.Embedding, whole: speedtorch.Embedding) -> None:
-    """Rows and state of this rank have the bits of those of one process."""
-    module.flush()
-    whole.flush()
-    for entry in whole.table.fields:
-        own = share_of(whole.table[entry], dist.get_rank(), dist.get_world_size())
-        assert torch.equal(module.table[entry], own), entry
 
 
 def loss_of(model: nn.Module, step: int, ranks: Sequence[int], **more: Any) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import own_device
 from sharded_capacity import raised_late
-from sharded_training import ROWS, WIDTH, ids_here, raises, share_of
+from sharded_training import ROWS, WIDTH, assert_own_rows, ids_here, raises
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -197,10 +197,7 @@ class Pair:
 
     def assert_as_whole(self) -> None:
         for ours, theirs in zip(self.model.values(), self.whole.values(), strict=True):
-            ours.flush()
-            for entry in theirs.table.fields:
-                own = share_of(theirs.table[entry], dist.get_rank(), dist.get_world_size())
-                assert torch.equal(ours.table[entry], own), entry
+            assert_own_rows(ours, theirs)
 
 
 def is_odd() -> bool:

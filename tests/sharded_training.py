@@ -179,6 +179,15 @@ def share_of(values: Tensor, rank: int, ranks: int) -> Tensor:
     return torch.cat([values[there.start : there.stop] for there, _ in dealt.blocks(rank)])
 
 
+def assert_own_rows(module: RowModule, whole: RowModule, where: str = "") -> None:
+    """Rows and state of this rank have the bits of those of one process."""
+    module.flush()
+    whole.flush()
+    for entry in whole.table.fields:
+        own = share_of(whole.table[entry], dist.get_rank(), dist.get_world_size())
+        assert torch.equal(module.table[entry], own), f"{where}{entry}"
+
+
 WAYS = ["at once", "announced", "now and then", "prefetched"]
 # What the ordinary run tests of two and of three ranks; all of it if every way is asked for.
 WAYS_OF = {2: ["at once", "prefetched"], 3: ["announced", "now and then"]}
@@ -208,9 +217,7 @@ def check_training(
             torch.manual_seed(rank)
             shard(nn.Sequential(module), average=average)
             found, optimizer = train(module, case, [rank], 1, way)
-            for entry in whole.table.fields:
-                own = share_of(whole.table[entry], rank, ranks)
-                assert torch.equal(module.table[entry], own), f"{name}, {way}: {entry}"
+            assert_own_rows(module, whole, f"{name}, {way}: ")
             assert len(plain.state_dict()["state"]) == len(optimizer.state_dict()["state"])
             assert all(map(torch.equal, found, expected)), f"{name}, {way}: outside of training"
 
@@ -462,15 +469,15 @@ def check_checkpoint(folder: str, wholes: str, saved_by: int, alone: bool) -> No
 
 
 class Biased(nn.Module):
-    """Rows, and a parameter of a dense layer."""
+    """Rows that are multiplied by a factor, and a parameter with a gradient of whole numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows = module_of(CASES["Adam"])
         self.bias = nn.Parameter(torch.zeros(WIDTH, device=own_device()))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.rows(ids) + self.bias
+    def forward(self, ids: Tensor, factor: float = 1.0) -> Tensor:
+        found: Tensor = self.rows(ids) * factor + self.bias
         return found
 
 
@@ -491,9 +498,7 @@ def check_data_parallel() -> None:
             (loss_of(given, case, step, of_ranks, batch) / divisor).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     assert torch.equal(model.bias, whole.bias) and bool((model.bias != 0).all())
-    for entry in whole.rows.table.fields:
-        own = share_of(whole.rows.table[entry], rank, ranks)
-        assert torch.equal(model.rows.table[entry], own), entry
+    assert_own_rows(model.rows, whole.rows)
 
     outer = nn.Sequential(Biased())
     shard(outer[0])

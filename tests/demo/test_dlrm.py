@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from demo_commands import DEMOS, demo_file, facts, run_demo
 from safetensors.torch import load_file
 
 import speedtorch
@@ -24,21 +23,12 @@ from speedtorch.demo.criteo import Clicks, read_clicks, write_clicks
 from speedtorch.demo.dlrm import DLRM, Outcome, held_out_score, train
 from speedtorch.demo.settings import make_optimizer
 
-FILES = ["model.safetensors", "report.json"]
-SMALL = ("--dim", "4", "--rows", "100", "--batch", "256")
 LINE = "1\t" + "\t".join(["", "-2", *"0" * 11]) + "\t" + "\t".join(["68fd1e64", "", *"f" * 24])
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("clicks") / "train.txt"
-    write_clicks(path, lines=3000)
-    return path
-
-
-@pytest.fixture(scope="module")
-def clicks(file: Path) -> Clicks:
-    return read_clicks(file)
+def clicks() -> Clicks:
+    return read_clicks(demo_file("dlrm"))
 
 
 def written(folder: Path, content: str, zipped: bool = False) -> Path:
@@ -105,12 +95,12 @@ def test_a_file_without_lines_or_of_damaged_gzip_is_told(tmp_path: Path) -> None
         read_clicks(path)
 
 
-def test_what_is_made_up_depends_on_the_seed_alone(file: Path, tmp_path: Path) -> None:
+def test_what_is_made_up_depends_on_the_seed_alone(tmp_path: Path) -> None:
     for name, seed in (("same", 0), ("other", 1)):
         write_clicks(tmp_path / name, lines=3000, seed=seed)
     same, other = ((tmp_path / name).read_bytes() for name in ("same", "other"))
-    assert same == file.read_bytes() != other
-    found = read_clicks(file)
+    assert same == demo_file("dlrm").read_bytes() != other
+    found = read_clicks(demo_file("dlrm"))
     assert 0.2 < found.clicked.mean() < 0.35
     assert ((found.categories == 0).mean(0) > 0.02).all()
     assert ((found.categories == 0).mean(0) < 0.1).all()
@@ -189,22 +179,12 @@ def test_training_raises_the_auc_clearly_above_chance(tmp_path: Path) -> None:
     assert after.auc > 0.65 and after.normalised_entropy < min(0.98, before.normalised_entropy)
 
 
-def demo(file: Path, out: Path, *more: str, device: str = "cpu") -> int:
-    given = ("--clicks", str(file), "--out", str(out), "--device", device)
-    return main(["demo", "dlrm", *given, *SMALL, *more])
-
-
-def facts(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "report.json").read_text())
-    return found
-
-
 def test_the_report_tells_all_that_was_promised_and_the_comparison_finds_the_same_bits(
-    file: Path, clicks: Clicks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    clicks: Clicks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "folder"
-    assert demo(file, out, "--compare") == 0
-    assert sorted(os.listdir(out)) == FILES
+    assert run_demo("dlrm", out, "--compare") == 0
+    assert sorted(os.listdir(out)) == [*DEMOS["dlrm"].files]
     printed = capsys.readouterr()
     for start in ("clicks ", "time ", "loss ", "AUC ", "entropy ", "tables ", "peak ", "saved "):
         assert f"\n{start}" in f"\n{printed.out}"
@@ -218,13 +198,11 @@ def test_the_report_tells_all_that_was_promised_and_the_comparison_finds_the_sam
     for name in ("auc", "normalised_entropy"):
         assert found["plain_torch"][name] == found["after"][name]
     model = DLRM(100, 4)
-    model.load_state_dict(load_file(out / FILES[0]))
+    model.load_state_dict(load_file(out / "model.safetensors"))
     assert held_out_score(model, clicks.split(0.1)[1]).auc == found["after"]["auc"]
 
 
-def test_compare_notices_a_difference(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_notices_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = partial(make_optimizer, "SGD", 0.1)
     monkeypatch.setattr(dlrm_run, "make_optimizer", lambda name, lr, p: other(p))
     original = dlrm_run.train
@@ -236,90 +214,23 @@ def test_compare_notices_a_difference(
         return outcome
 
     monkeypatch.setattr(dlrm_run, "train", train)
-    assert demo(file, tmp_path, "--compare") == 1
+    assert run_demo("dlrm", tmp_path, "--compare") == 1
     assert not facts(tmp_path)["plain_torch"]["same"]
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("memory", ["auto", "managed", "registered", "plain", "cuda"])
-def test_the_demonstration_runs_on_a_gpu(file: Path, tmp_path: Path, memory: str) -> None:
-    assert demo(file, tmp_path, "--memory", memory, "--compare", device="cuda") == 0
-    assert facts(tmp_path)["device"] == "cuda" and facts(tmp_path)["peak_gpu_bytes"] > 0
 
 
 def test_without_a_file_one_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlrm_run, "write_clicks", partial(write_clicks, lines=2000))
-    options = ("--out", str(tmp_path), "--device", "cpu", "--seed", "3", "--lines", "1500", *SMALL)
+    options = (
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--seed",
+        "3",
+        "--lines",
+        "1500",
+        *DEMOS["dlrm"].small,
+    )
     assert main(["demo", "dlrm", *options]) == 0
-    assert sorted(os.listdir(tmp_path)) == ["clicks.txt", *FILES]
+    assert sorted(os.listdir(tmp_path)) == ["clicks.txt", *DEMOS["dlrm"].files]
     assert facts(tmp_path)["after"]["samples"] == 150
-
-
-def test_every_setting_has_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {
-        "clicks": Path("a.gz"),
-        "lines": 2,
-        "out": Path("b"),
-        "optimizer": "SGD",
-        "lr": 0.5,
-        "rows": 10,
-        "dim": 3,
-        "epochs": 4,
-        "batch": 5,
-        "held_out": 0.25,
-        "seed": 7,
-        "device": "cpu",
-        "memory": "plain",
-    }
-    assert {field.name for field in fields(dlrm_run.Settings)} == {*given, "compare"}
-    seen: list[dlrm_run.Settings] = []
-    monkeypatch.setattr(dlrm_run, "run", lambda settings: seen.append(settings) or 7)
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    assert main(["demo", "dlrm", *options, "--compare"]) == main(["demo", "dlrm"]) == 7
-    assert seen == [dlrm_run.Settings(**given, compare=True), dlrm_run.Settings()]
-
-
-@pytest.mark.parametrize("ahead", [True, False], ids=["training", "comparison"])
-def test_ctrl_c_saves_what_there_is(
-    file: Path,
-    tmp_path: Path,
-    ahead: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    original = dlrm_run.train
-
-    def train(*args: Any, **how: Any) -> Outcome:
-        if how.get("ahead", True) == ahead:
-            how["stop"] = lambda: True
-        return original(*args, **how)
-
-    monkeypatch.setattr(dlrm_run, "train", train)
-    assert demo(file, tmp_path, "--compare") == 130
-    assert "stopped    by Ctrl-C" in capsys.readouterr().out
-    assert sorted(os.listdir(tmp_path)) == FILES
-    assert facts(tmp_path)["training"]["finished"] is not ahead
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--lr", "-1"), "Invalid learning rate"),
-        (("--seed", "-1"), "seed is -1; it must be 0 or more"),
-        (("--held-out", "0"), "held_out is 0.0; it must be above 0"),
-        (("--optimizer", "Adam", "--compare"), "--compare is for Adagrad and SGD, not Adam"),
-        (("--clicks", "/no/such/file"), "/no/such/file"),
-        (("--clicks", __file__), "test_dlrm.py, line 1: expected 40 fields"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_a_setting_that_does_not_fit_is_told_in_one_line(
-    file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: tuple[str, ...],
-    message: str,
-) -> None:
-    assert demo(file, tmp_path, *options) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("speedtorch: ") and message in last

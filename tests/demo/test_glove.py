@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from demo_commands import facts, run_demo
 from topics import TOPIC_OF, topic_passages
 from torch import nn
 
 import speedtorch
-from speedtorch.__main__ import main
-from speedtorch.demo import glove_run
 from speedtorch.demo.cooccurrence import Cooccurrence, count_cooccurrence
 from speedtorch.demo.corpus import Corpus
 from speedtorch.demo.evaluate import nearest_neighbours
@@ -29,10 +22,7 @@ from speedtorch.demo.glove import GloVe, Outcome, train
 from speedtorch.demo.glove_batches import PairBatches
 from speedtorch.demo.settings import make_optimizer
 
-ROOT = Path(__file__).parents[2]
 TABLES = ("target", "context", "target_bias", "context_bias")
-SMALL = ("--dim", "8", "--batch", "256", "--min-count", "1")
-FILES = ["report.json", "vectors.npy", "vectors.txt"]
 
 
 @pytest.fixture(scope="module")
@@ -186,34 +176,16 @@ def test_wrong_numbers_are_told(pairs: Cooccurrence) -> None:
 # The command
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "topics.txt"
-    path.write_text("\n\n".join(topic_passages()))
-    return path
-
-
-def demo(text: Path, out: Path, *more: str, device: str = "cpu") -> int:
-    given = ("--corpus", str(text), "--out", str(out), "--device", device)
-    return main(["demo", "glove", *given, *SMALL, "--steps", "60", *more])
-
-
-def facts(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "report.json").read_text())
-    return found
-
-
-def test_the_report_and_the_files_tell_all_that_was_promised(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_report_tells_all_that_was_promised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "folder"
-    assert demo(text, out) == 0
+    assert run_demo("glove", out) == 0
     printed = capsys.readouterr()
     for start in ("text ", "pairs ", "time ", "loss ", "tables ", "peak ", "nearest", "saved "):
         assert f"\n{start}" in f"\n{printed.out}"
     assert "counting: 100%" in printed.err and "training: 100%" in printed.err
     assert "pairs/s" in printed.err and "loss" in printed.err
-    assert sorted(os.listdir(out)) == FILES
     found = facts(out)
     assert found["training"]["steps"] == 60 and found["training"]["finished"]
     assert found["training"]["losses"][-1] < found["training"]["losses"][0]
@@ -223,122 +195,10 @@ def test_the_report_and_the_files_tell_all_that_was_promised(
     assert found["table_bytes"] == 70 * 2 * 2 * (8 + 1) * 4
     assert found["peak_gpu_bytes"] is None and found["peak_host_bytes"] > found["table_bytes"]
     assert len(found["neighbours"]) == 8
-    saved = np.load(out / "vectors.npy", allow_pickle=False)
-    lines = (out / "vectors.txt").read_text().splitlines()
-    assert saved.dtype == np.float32 and saved.shape == (70, 8) and np.isfinite(saved).all()
-    assert lines[0] == "70 8"
-    numbers = np.array([line.split(" ")[1:] for line in lines[1:]], np.float32)
-    assert numbers.tobytes() == saved.tobytes()
-
-
-@pytest.mark.slow
-def test_the_seed_decides_everything(text: Path, tmp_path: Path) -> None:
-    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        assert demo(text, tmp_path / name, "--seed", seed) == 0
-    a, b, c = ((tmp_path / name / "vectors.npy").read_bytes() for name in "abc")
-    assert a == b and a != c
 
 
 @pytest.mark.parametrize("name", ["SGD", "SparseAdam", "Adamax", "RMSprop"])
-def test_other_optimizers_can_be_chosen(text: Path, tmp_path: Path, name: str) -> None:
-    assert demo(text, tmp_path, "--optimizer", name, "--lr", "0.01") == 0
+def test_other_optimizers_can_be_chosen(tmp_path: Path, name: str) -> None:
+    assert run_demo("glove", tmp_path, "--optimizer", name, "--lr", "0.01") == 0
     losses = facts(tmp_path)["training"]["losses"]
     assert losses[-1] < losses[0]
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("memory", ["auto", "managed", "registered", "plain", "cuda"])
-def test_it_runs_on_a_gpu(text: Path, tmp_path: Path, memory: str) -> None:
-    assert demo(text, tmp_path, "--memory", memory, device="cuda") == 0
-    found = facts(tmp_path)
-    assert found["device"] == "cuda" and found["peak_gpu_bytes"] > 0
-    assert found["training"]["losses"][-1] < found["training"]["losses"][0]
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_what_there_is(text: Path, tmp_path: Path) -> None:
-    given = ("--corpus", str(text), "--out", str(tmp_path), "--device", "cpu", *SMALL)
-    command = [sys.executable, "-m", "speedtorch", "demo", "glove", *given, "--epochs", "100000"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
-    ) as process:
-        assert process.stderr is not None
-        seen = b""
-        deadline = time.monotonic() + 120
-        while b"loss" not in seen and time.monotonic() < deadline and process.poll() is None:
-            seen += os.read(process.stderr.fileno(), 4096)
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors.decode()
-    assert b"stopping after this step" in errors and b"what was learnt until then" in out
-    assert sorted(os.listdir(tmp_path)) == FILES
-    assert facts(tmp_path)["training"]["steps"] > 0
-    assert not facts(tmp_path)["training"]["finished"]
-
-
-def test_ctrl_c_ends_after_a_whole_step_and_the_handler_is_put_back(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original: Callable[..., Outcome] = train
-
-    def train_stopped(*args: Any, stop: Callable[[], bool], **options: Any) -> Outcome:
-        asked = 0
-
-        def stop_later() -> bool:
-            nonlocal asked
-            asked += 1
-            if asked == 2:
-                signal.raise_signal(signal.SIGINT)
-            return stop()
-
-        return original(*args, stop=stop_later, **options)
-
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(glove_run, "train", train_stopped)
-    assert demo(text, tmp_path) == 130
-    assert signal.getsignal(signal.SIGINT) is before
-    assert facts(tmp_path)["training"]["steps"] == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--optimizer", "Adamix"), "no optimizer 'Adamix' in torch.optim: ASGD, Ada"),
-        (("--optimizer", "Muon"), "Muon cannot be used"),
-        (("--optimizer", "LBFGS"), "LBFGS cannot"),
-        (("--lr", "-1"), "Invalid learning rate"),
-        (("--seed", "-1"), "seed is -1; it must be 0 or more"),
-        (("--x-max", "0"), "x_max is 0.0; it must be above 0"),
-        (("--alpha", "-1"), "alpha is -1.0; it must be 0 or more"),
-        (("--min-count", "100000"), "give a longer text or a smaller minimum count"),
-        (("--corpus", "/no/such/file"), "/no/such/file"),
-        (("--optimizer", "SGD", "--lr", "1e30"), "choose a learning rate below 1e+30"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_a_setting_that_does_not_fit_is_told_in_one_line(
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: tuple[str, ...],
-    message: str,
-) -> None:
-    assert demo(text, tmp_path, *options) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("speedtorch: ") and message in last
-
-
-def test_a_seed_that_is_too_large_is_told_before_counting(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert demo(text, tmp_path, "--seed", str(1 << 32)) == 2
-    assert "seed is 4294967296; it must be 0 or more, and less than 2^32" in capsys.readouterr().err
-
-
-def test_an_output_folder_that_is_a_file_is_told_before_training(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert demo(text, text) == 2
-    told = capsys.readouterr().err
-    assert f"--out {text}: no folder can be made there" in told
-    assert "counting" not in told and "training" not in told

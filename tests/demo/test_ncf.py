@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-import signal
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
+from demo_commands import DEMOS, demo_ratings, facts, run_demo
 from safetensors.torch import load_file
 
 import speedtorch
 from speedtorch.__main__ import main
-from speedtorch.demo import ncf, neumf
+from speedtorch.demo import ncf
 from speedtorch.demo.neumf import NeuMF, held_out_score, train
 from speedtorch.demo.ranking import BatchStream, Candidates
 from speedtorch.demo.ratings import Ratings, generated_ratings, leave_one_out
 from speedtorch.files import table_files
 
-FILES = ["model.safetensors", "report.json"]
-SMALL = ("--dim", "4", "--batch", "512", "--epochs", "2")
-
 
 @pytest.fixture(scope="module")
 def ratings() -> Ratings:
-    return generated_ratings(users=600, items=300)
-
-
-@pytest.fixture(scope="module")
-def file(ratings: Ratings, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ratings in MovieLens's first format, with other ids."""
-    path = tmp_path_factory.mktemp("ratings") / "u.data"
-    pairs = zip(ratings.user.tolist(), ratings.item.tolist(), strict=True)
-    path.write_text("".join(f"{10 * u + 7}\t{3 * i}\t4\t{n}\n" for n, (u, i) in enumerate(pairs)))
-    return path
+    return demo_ratings()
 
 
 def made(
@@ -111,22 +95,12 @@ def test_layers_and_rows_depend_on_the_seed_alone(ratings: Ratings) -> None:
     assert not torch.equal(one["last.weight"], other["last.weight"])
 
 
-def demo(file: Path, out: Path, *more: str, device: str = "cpu") -> int:
-    given = ("--ratings", str(file), "--out", str(out), "--device", device)
-    return main(["demo", "ncf", *given, *SMALL, *more])
-
-
-def facts(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "report.json").read_text())
-    return found
-
-
 def test_the_report_tells_all_that_was_promised(
-    file: Path, ratings: Ratings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ratings: Ratings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "folder"
-    assert demo(file, out) == 0
-    assert sorted(os.listdir(out)) == FILES
+    assert run_demo("ncf", out) == 0
+    assert sorted(os.listdir(out)) == [*DEMOS["ncf"].files]
     printed = capsys.readouterr()
     for start in ("ratings ", "time ", "loss ", "hit rate ", "NDCG ", "tables ", "peak ", "saved "):
         assert f"\n{start}" in f"\n{printed.out}"
@@ -142,10 +116,8 @@ def test_the_report_tells_all_that_was_promised(
     assert found["before"]["users"] == found["after"]["users"]
 
 
-def test_the_saved_model_scores_as_the_report_says(
-    file: Path, ratings: Ratings, tmp_path: Path
-) -> None:
-    assert demo(file, tmp_path) == 0
+def test_the_saved_model_scores_as_the_report_says(ratings: Ratings, tmp_path: Path) -> None:
+    assert run_demo("ncf", tmp_path) == 0
     model = NeuMF(600, len(ratings.item_ids), 4)
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     found = held_out_score(model, Candidates.draw(ratings, leave_one_out(ratings)))
@@ -153,23 +125,14 @@ def test_the_saved_model_scores_as_the_report_says(
     assert (found.hit_rate, found.ndcg) == (after["hit_rate"], after["ndcg"])
 
 
-def test_rows_are_saved_block_by_block(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert demo(file, tmp_path / "whole") == 0
+def test_rows_are_saved_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_demo("ncf", tmp_path / "whole") == 0
     monkeypatch.setattr(table_files, "_BLOCK_BYTES", 100)
-    assert demo(file, tmp_path / "blocks") == 0
-    one, other = ((tmp_path / name / FILES[0]).read_bytes() for name in ("whole", "blocks"))
+    assert run_demo("ncf", tmp_path / "blocks") == 0
+    one, other = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "blocks")
+    )
     assert one == other
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("memory", ["auto", "managed", "registered", "plain", "cuda"])
-def test_the_demonstration_runs_on_a_gpu(file: Path, tmp_path: Path, memory: str) -> None:
-    assert demo(file, tmp_path, "--memory", memory, "--lr", "0.02", device="cuda") == 0
-    found = facts(tmp_path)
-    assert found["device"] == "cuda" and found["peak_gpu_bytes"] > 0
-    assert found["after"]["hit_rate"] > found["before"]["hit_rate"]
 
 
 def test_without_a_file_ratings_are_generated(
@@ -177,102 +140,6 @@ def test_without_a_file_ratings_are_generated(
 ) -> None:
     small = generated_ratings(users=100, items=200, seed=3)
     monkeypatch.setattr(ncf, "generated_ratings", lambda seed: small if seed == 3 else None)
-    options = ("--out", str(tmp_path), "--device", "cpu", "--seed", "3", *SMALL)
+    options = ("--out", str(tmp_path), "--device", "cpu", "--seed", "3", *DEMOS["ncf"].small)
     assert main(["demo", "ncf", *options]) == 0
     assert "of 100 users" in capsys.readouterr().out and facts(tmp_path)["users"] == 100
-
-
-def test_every_setting_has_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {
-        "ratings": Path("a.csv"),
-        "out": Path("b"),
-        "dim": 3,
-        "epochs": 4,
-        "batch": 5,
-        "lr": 0.5,
-        "negatives": 6,
-        "seed": 7,
-        "device": "cpu",
-        "memory": "plain",
-    }
-    assert {field.name for field in fields(ncf.Settings)} == set(given)
-    seen: list[ncf.Settings] = []
-    monkeypatch.setattr(ncf, "run", lambda settings: seen.append(settings) or 7)
-    assert main(["demo", "ncf", *(f"--{name}={value}" for name, value in given.items())]) == 7
-    assert main(["demo", "ncf"]) == 7
-    assert seen == [ncf.Settings(**given), ncf.Settings()]
-
-
-def interrupted(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Sends Ctrl-C to this process, in the second step of the training."""
-    original: Callable[..., Any] = neumf.train
-
-    def train(*args: Any, stop: Callable[[], bool], **options: Any) -> Any:
-        asked = 0
-
-        def stop_later() -> bool:
-            nonlocal asked
-            asked += 1
-            for _ in range(times if asked == 2 else 0):
-                signal.raise_signal(signal.SIGINT)
-            return stop()
-
-        return original(*args, stop=stop_later, **options)
-
-    monkeypatch.setattr(ncf, "train", train)
-
-
-def test_ctrl_c_ends_training_after_a_whole_step_and_saves_what_there_is(
-    file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    interrupted(monkeypatch, times=1)
-    assert demo(file, tmp_path) == 130
-    assert signal.getsignal(signal.SIGINT) is before
-    assert "what was learnt until then is saved" in capsys.readouterr().out
-    assert facts(tmp_path)["training"]["steps"] == 2 and sorted(os.listdir(tmp_path)) == FILES
-    assert not facts(tmp_path)["training"]["finished"]
-
-
-def test_a_second_ctrl_c_ends_at_once(
-    file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    interrupted(monkeypatch, times=2)
-    assert demo(file, tmp_path) == 130
-    assert "ended by Ctrl-C" in capsys.readouterr().err and os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--lr", "-1"), "Invalid learning rate"),
-        (("--lr", "1e30"), "choose a learning rate below 1e+30"),
-        (("--seed", "-1"), "seed is -1; it must be 0 or more"),
-        (("--ratings", "/no/such/file"), "/no/such/file"),
-        (("--ratings", __file__), "test_ncf.py, line 1: expected numbers with tabs"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_a_setting_that_does_not_fit_is_told_in_one_line(
-    file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: tuple[str, ...],
-    message: str,
-) -> None:
-    assert demo(file, tmp_path, *options) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("speedtorch: ") and message in last
-
-
-def test_an_output_folder_that_is_a_file_is_told_before_training(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert demo(file, file) == 2
-    assert "training" not in capsys.readouterr().err

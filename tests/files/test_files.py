@@ -76,13 +76,6 @@ def test_a_mapped_file_may_be_empty(tmp_path: Path) -> None:
     assert (data.shape, data.dtype) == ((0,), torch.uint8)
 
 
-def test_a_file_that_exists_is_never_mapped_over(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"rows")
-    with pytest.raises(FileExistsError, match="exists already; delete it or choose another path"):
-        system_calls.map_new_file(tmp_path / "a", 4)
-    assert snapshot(tmp_path) == {"a": b"rows"}
-
-
 @pytest.mark.parametrize("call", ["reserve", "map", "fsync"])
 def test_a_mapping_that_fails_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str

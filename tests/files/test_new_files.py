@@ -23,14 +23,6 @@ LEFT_BEHIND = ".a.4711-0123abcd.partial"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with the files a and b."""
-    (tmp_path / "a").write_bytes(b"old a")
-    (tmp_path / "b").write_bytes(b"old b")
-    return tmp_path
-
-
-@pytest.fixture
 def usual_umask() -> Iterator[None]:
     """What most users have."""
     before = os.umask(0o022)

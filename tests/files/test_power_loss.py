@@ -12,14 +12,6 @@ import pytest
 from file_faults import NEW, Journal, replace
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with the files a and b."""
-    (tmp_path / "a").write_bytes(b"old a")
-    (tmp_path / "b").write_bytes(b"old b")
-    return tmp_path
-
-
 def states(journal: Journal, events: list[tuple[str, Any]]) -> list[dict[str, bytes]]:
     """Every state of the folder that a power loss at any moment may leave."""
     moments = range(len(events) + 1)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from reference import (
 from test_table_files import FIELDS, GPU_KINDS, filled
 
 from speedtorch import HostTable
-from speedtorch.files import system_calls, table_files
+from speedtorch.files import system_calls
 from speedtorch.files.npy_format import NPY_DTYPES, npy_header
 from speedtorch.files.safetensors_format import safetensors_header
 
@@ -38,13 +37,6 @@ KINDS = [
 ]
 
 
-@pytest.fixture
-def small_blocks() -> Iterator[None]:
-    """Blocks of 24 bytes, so that a few rows have several."""
-    with mock.patch.object(table_files, "_BLOCK_BYTES", 24):
-        yield
-
-
 def table_of(rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> HostTable:
     """Interleaved weight and state, random bits."""
     return filled(HostTable(rows, 3, dtype, ("exp_avg",), "plain"), seed)
@@ -55,7 +47,7 @@ def table_of(rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ho
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_file_blocks")
 @pytest.mark.parametrize(("suffix", "dtype"), KINDS)
 def test_some_rows_are_saved_as_a_table_of_so_many(
     tmp_path: Path, suffix: str, dtype: torch.dtype
@@ -69,7 +61,7 @@ def test_some_rows_are_saved_as_a_table_of_so_many(
     assert snapshot(tmp_path / "part") == snapshot(tmp_path / "small")
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_file_blocks")
 @pytest.mark.parametrize(("suffix", "dtype"), KINDS)
 def test_some_rows_are_loaded_and_the_others_stay(
     tmp_path: Path, suffix: str, dtype: torch.dtype
@@ -245,7 +237,7 @@ def test_a_missing_file_changes_nothing(tmp_path: Path, suffix: str) -> None:
     assert_same_storage(table.record, table_of(10, seed=1).record)
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_file_blocks")
 @pytest.mark.parametrize("suffix", ["safetensors", "npy"])
 def test_a_read_that_fails_half_way_leaves_the_other_rows_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str

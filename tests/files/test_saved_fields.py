@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -41,19 +40,12 @@ def read_into(path: Path, fields: dict[str, Tensor]) -> None:
             stored[name].read_into(field)
 
 
-@pytest.fixture
-def small_blocks() -> Iterator[None]:
-    """Blocks of 24 bytes, so that small tables have many, and wide rows are cut."""
-    with mock.patch.object(table_files, "_BLOCK_BYTES", 24):
-        yield
-
-
 # ------------------------------------------------------------------------------------------------
 # Round trips
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_file_blocks")
 @pytest.mark.parametrize("gap", [0, 3], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (40,)], ids=str)
 @pytest.mark.parametrize("dtype", SAFE, ids=dtype_name)
@@ -70,7 +62,7 @@ def test_rows_come_back_from_safetensors_bit_for_bit(
     assert_same_storage(back, expected)
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_file_blocks")
 @pytest.mark.parametrize("gap", [0, 3], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
 @pytest.mark.parametrize("dtype", NPY, ids=dtype_name)
@@ -97,7 +89,7 @@ def mixed_fields(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_file_blocks")
 def test_fields_of_all_kinds_share_one_safetensors_file(tmp_path: Path) -> None:
     fields, back = mixed_fields(), mixed_fields(seed=1)
     save_fields(tmp_path / "t.safetensors", fields)

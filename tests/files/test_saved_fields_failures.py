@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,14 +18,7 @@ from speedtorch.files.safetensors_format import safetensors_header
 from speedtorch.files.table_files import open_fields, save_fields
 
 
-@pytest.fixture
-def small_blocks() -> Iterator[None]:
-    """Blocks of 24 bytes, so that small tables have many."""
-    with mock.patch.object(table_files, "_BLOCK_BYTES", 24):
-        yield
-
-
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_file_blocks")
 @pytest.mark.parametrize("suffix", ["safetensors", "npy"])
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
 def test_a_torn_save_leaves_the_old_one_whole(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_families import FAMILIES, ROWS, WIDTH, filled, layer, table_rows
+from model_families import FAMILIES, ROWS, WIDTH, filled, layer, started, table_rows
 from reference import assert_same_bytes, random_rows
 from torch import nn
 
@@ -31,9 +31,7 @@ def family(request: pytest.FixtureRequest) -> Any:
 
 
 def test_the_variable_holds_the_rows_of_the_batch_in_order(family: Any, device: str) -> None:
-    embedding = layer(device)
-    switcher = family(embedding, ROWS, WIDTH)
-    values = filled(switcher)
+    embedding, switcher, values = started(family, device)
     switcher.beforeForwardPass(np.array([[3, 11], [0, 3]]), np.array([7]))
     speedtorch.synchronize()
     assert_same_bytes(embedding.weight, values[[3, 11, 0, 3, 7]])
@@ -42,9 +40,7 @@ def test_the_variable_holds_the_rows_of_the_batch_in_order(family: Any, device: 
 
 
 def test_the_rows_of_the_batch_go_back_and_no_others_change(family: Any, device: str) -> None:
-    embedding = layer(device)
-    switcher = family(embedding, ROWS, WIDTH)
-    expected = filled(switcher)
+    embedding, switcher, expected = started(family, device)
     ids = [4, 2, 9]
     switcher.beforeForwardPass(ids)
     new = random_rows(3, (WIDTH,), seed=9)
@@ -76,9 +72,7 @@ FORMS = {
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def test_ids_come_in_any_form(form: Any, device: str) -> None:
-    embedding = layer(device)
-    switcher = ModelFactory(embedding, ROWS, WIDTH, CPUPinn=True)
-    values = filled(switcher)
+    embedding, switcher, values = started(ModelFactory, device, CPUPinn=True)
     switcher.beforeForwardPass(form(device))
     assert_same_bytes(embedding.weight, values[IDS])
     switcher.afterOptimizerStep(form(device))
@@ -86,17 +80,13 @@ def test_ids_come_in_any_form(form: Any, device: str) -> None:
 
 
 def test_positives_and_negatives_may_differ_in_form_and_place(device: str) -> None:
-    embedding = layer(device)
-    switcher = ModelFactory(embedding, ROWS, WIDTH)
-    values = filled(switcher)
+    embedding, switcher, values = started(ModelFactory, device)
     switcher.beforeForwardPass(torch.tensor([[1], [2]], device=device, dtype=torch.int32), [3, 4])
     assert_same_bytes(embedding.weight, values[[1, 2, 3, 4]])
 
 
 def test_the_batch_may_grow_shrink_and_be_empty(device: str) -> None:
-    embedding = layer(device)
-    switcher = ModelFactory(embedding, ROWS, WIDTH, CPUPinn=True)
-    values = filled(switcher)
+    embedding, switcher, values = started(ModelFactory, device, CPUPinn=True)
     for ids in ([1], list(range(12)), [], [2, 3]):
         switcher.beforeForwardPass(ids)
         assert_same_bytes(embedding.weight, values[ids])
@@ -149,9 +139,7 @@ def test_every_family_takes_numpys_and_torchs_dtypes(
 
 
 def test_the_last_occurrence_of_an_id_stays(device: str) -> None:
-    embedding = layer(device)
-    switcher = ModelFactory(embedding, ROWS, WIDTH, CPUPinn=True)
-    expected = filled(switcher)
+    embedding, switcher, expected = started(ModelFactory, device, CPUPinn=True)
     ids = [3, 8, 3, 3, 8]
     for seed in range(5):
         switcher.beforeForwardPass(ids)
@@ -180,8 +168,7 @@ def test_with_sum_duplicates_changes_add_up_in_index_order(family: Any, device: 
 
 
 def test_sum_duplicates_needs_a_forward_pass_before_each_step() -> None:
-    switcher = ModelFactory(layer(), ROWS, WIDTH, sumDuplicates=True)
-    values = filled(switcher)
+    _, switcher, values = started(ModelFactory, sumDuplicates=True)
     with pytest.raises(RuntimeError, match="needs a beforeForwardPass with the same ids"):
         switcher.afterOptimizerStep([1, 2, 3])
     switcher.beforeForwardPass([1, 2, 3])

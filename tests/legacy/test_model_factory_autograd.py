@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from model_families import FAMILIES, ROWS, WIDTH, layer
+from model_families import ROWS, WIDTH, layer
 from torch import nn
 
 from speedtorch import (
@@ -14,12 +12,6 @@ from speedtorch import (
 )
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-
-
-@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
-def family(request: pytest.FixtureRequest) -> Any:
-    """Builds a ModelFactory of each family."""
-    return request.param
 
 
 def test_a_gradient_of_another_shape_is_dropped_and_one_that_fits_stays() -> None:

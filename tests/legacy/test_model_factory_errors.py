@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_families import FAMILIES, ROWS, WIDTH, filled, layer, table_rows
+from model_families import ROWS, WIDTH, layer, started, table_rows
 from reference import assert_same_bytes
 from torch import nn
 
@@ -20,17 +20,9 @@ from speedtorch import (
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
-def family(request: pytest.FixtureRequest) -> Any:
-    """Builds a ModelFactory of each family."""
-    return request.param
-
-
 @pytest.mark.parametrize("bad", [-1, ROWS, 2**40, -(2**63)])
 def test_an_id_out_of_range_changes_nothing_and_the_next_call_works(bad: int) -> None:
-    embedding = layer()
-    switcher = ModelFactory(embedding, ROWS, WIDTH, CPUPinn=True)
-    values = filled(switcher)
+    embedding, switcher, values = started(ModelFactory, CPUPinn=True)
     switcher.beforeForwardPass([1, 2, 3])
     held = embedding.weight.detach().clone()
     with pytest.raises(IndexError):
@@ -63,8 +55,7 @@ def test_ids_that_are_no_integers_are_refused(ids: Any, message: str) -> None:
 
 
 def test_another_number_of_ids_than_rows_is_refused() -> None:
-    switcher = ModelFactory(layer(), ROWS, WIDTH)
-    values = filled(switcher)
+    _, switcher, values = started()
     switcher.beforeForwardPass([1, 2, 3])
     message = "afterOptimizerStep got 2 ids, but the variable holds 3 rows"
     with pytest.raises(ValueError, match=message):
@@ -73,9 +64,7 @@ def test_another_number_of_ids_than_rows_is_refused() -> None:
 
 
 def test_rows_that_were_converted_are_refused_and_nothing_stays_undone() -> None:
-    embedding = layer()
-    switcher = ModelFactory(embedding, ROWS, WIDTH)
-    values = filled(switcher)
+    embedding, switcher, values = started()
     switcher.beforeForwardPass([1, 2, 3])
     embedding.double()
     with pytest.raises(ValueError, match=r"the variable holds rows \[5\] of torch.float64 on cpu"):

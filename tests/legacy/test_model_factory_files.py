@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_families import FAMILIES, ROWS, WIDTH, filled, layer, table_rows
+from model_families import FAMILIES, ROWS, WIDTH, filled, layer, started, table_rows
 from reference import assert_same_bytes
 from torch import nn
 
@@ -69,8 +69,7 @@ def test_saved_rows_come_back_without_an_init(maker: Any, name: str, device: str
 
 
 def test_the_npy_file_is_numpys() -> None:
-    switcher = ModelFactory(layer(), ROWS, WIDTH)
-    values = filled(switcher)
+    _, switcher, values = started()
     switcher.saveCupy("rows")
     assert_same_bytes(torch.from_numpy(np.load("rows.npy", allow_pickle=False)), values)
     np.save("numpys.npy", np.ones((ROWS, WIDTH), dtype=np.float32))

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_families import FAMILIES, ROWS, WIDTH, Model, build, filled, state_rows
-from reference import assert_same_bytes, random_rows
+from optimizer_families import FAMILIES, ROWS, WIDTH, Model, build, filled, started, state_rows
+from reference import assert_same_bytes, assert_same_content, random_rows
 from torch import optim
 
 import speedtorch
@@ -28,9 +28,7 @@ def family(request: pytest.FixtureRequest) -> Any:
 
 
 def test_the_optimizer_holds_the_state_of_the_batch(family: Any, device: str) -> None:
-    model, optimizer = build(device=device)
-    switcher = family(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    model, optimizer, switcher = started(family, device=device)
     values = filled(switcher)
     switcher.beforeForwardPass(np.array([[3], [11]]), [0, 3])
     state = optimizer.state[model.users.weight]
@@ -44,9 +42,7 @@ def test_the_optimizer_holds_the_state_of_the_batch(family: Any, device: str) ->
 
 
 def test_state_goes_back_and_of_duplicates_the_last_stays(family: Any, device: str) -> None:
-    model, optimizer = build(device=device)
-    switcher = family(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    model, optimizer, switcher = started(family, device=device)
     expected = filled(switcher)
     ids = [3, 8, 3]
     switcher.beforeForwardPass(ids)
@@ -55,23 +51,18 @@ def test_state_goes_back_and_of_duplicates_the_last_stays(family: Any, device: s
         optimizer.state[model.users.weight][name].copy_(new)
         rows[3], rows[8] = new[2], new[1]
     switcher.afterOptimizerStep(ids)
-    for name, rows in state_rows(switcher).items():
-        assert_same_bytes(rows, expected[name])
+    assert_same_content(state_rows(switcher), expected)
 
 
 def test_every_row_starts_as_the_optimizer_creates_it(family: Any, device: str) -> None:
-    model, optimizer = build(lambda p: optim.Rprop(p, lr=0.5), device)
-    switcher = family(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    *_, switcher = started(family, lambda p: optim.Rprop(p, lr=0.5), device)
     rows = state_rows(switcher)
     assert_same_bytes(rows["step_size"], torch.full((ROWS, WIDTH), 0.5))
     assert_same_bytes(rows["prev"], torch.zeros(ROWS, WIDTH))
 
 
 def test_the_step_count_goes_on_from_batch_to_batch_and_over_an_init() -> None:
-    model, optimizer = build()
-    switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    model, optimizer, switcher = started()
     for batch in ([1, 2, 3], [4], [5, 6]):
         switcher.beforeForwardPass(batch)
         model.users.weight.data = torch.zeros(len(batch), WIDTH)
@@ -100,8 +91,7 @@ def test_other_variables_and_groups_stay_as_they_are() -> None:
     switcher.beforeForwardPass([1])
     switcher.afterOptimizerStep([1])
     assert optimizer.state[model.bias] is state
-    for name, value in before.items():
-        assert_same_bytes(state[name], value)
+    assert_same_content(state, before)
     assert set(optimizer.state) == {model.users.weight, model.bias}
     assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.5, 0.001]
 
@@ -117,9 +107,7 @@ def test_variables_are_found_by_their_name_with_or_without_weight(name: str) -> 
 
 
 def test_an_optimizer_without_state_has_nothing_to_exchange(family: Any) -> None:
-    model, optimizer = build(lambda p: optim.SGD(p, lr=0.1))
-    switcher = family(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    model, optimizer, switcher = started(family, lambda p: optim.SGD(p, lr=0.1))
     switcher.beforeForwardPass([1, 2])
     model.users.weight.grad = torch.ones(3, WIDTH)
     optimizer.step()
@@ -163,9 +151,7 @@ def test_state_that_a_third_party_optimizer_keeps_per_row_is_exchanged() -> None
                 state["norm"] += parameter.grad.double().square().sum(1, keepdim=True)
                 parameter -= parameter.grad / state["norm"].sqrt().clamp(min=1)
 
-    model, optimizer = build(RowNorms)
-    switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users", CPUPinn=True)
-    switcher.optInit()
+    model, optimizer, switcher = started(OptimizerFactory, RowNorms, CPUPinn=True)
     for batch in ([1, 2], [2, 3]):
         switcher.beforeForwardPass(batch)
         model.users.weight.data = torch.zeros(2, WIDTH)

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 import pytest
-from optimizer_families import ROWS, WIDTH, Model, build, filled, state_rows
-from reference import assert_same_bytes
+from optimizer_families import ROWS, WIDTH, Model, build, filled, started, state_rows
+from reference import assert_same_bytes, assert_same_content
 from torch import optim
 
 from speedtorch import (
@@ -82,30 +82,23 @@ def test_a_table_that_was_not_initialised_is_named(method: str) -> None:
 
 
 def test_a_step_without_a_forward_pass_is_named() -> None:
-    model, optimizer = build()
-    switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    *_, switcher = started()
     with pytest.raises(RuntimeError, match="no state 'exp_avg' of 'users': call beforeForwardPass"):
         switcher.afterOptimizerStep([0])
 
 
 def test_another_number_of_ids_than_rows_changes_nothing() -> None:
-    model, optimizer = build()
-    switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    *_, switcher = started()
     values = filled(switcher)
     switcher.beforeForwardPass([1, 2, 3])
     with pytest.raises(ValueError, match="got 2 ids, but the optimizer's 'exp_avg' holds 3 rows"):
         switcher.afterOptimizerStep([1, 2])
-    for name, rows in state_rows(switcher).items():
-        assert_same_bytes(rows, values[name])
+    assert_same_content(state_rows(switcher), values)
 
 
 @pytest.mark.parametrize("bad", [-1, ROWS, 2**40])
 def test_an_id_out_of_range_changes_nothing_and_the_next_call_works(bad: int) -> None:
-    model, optimizer = build()
-    switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    model, optimizer, switcher = started()
     values = filled(switcher)
     switcher.beforeForwardPass([1, 2])
     state = optimizer.state[model.users.weight]
@@ -114,8 +107,7 @@ def test_an_id_out_of_range_changes_nothing_and_the_next_call_works(bad: int) ->
     assert_same_bytes(state["exp_avg"], values["exp_avg"][[1, 2]])
     with pytest.raises(IndexError):
         switcher.afterOptimizerStep([3, bad])
-    for name, rows in state_rows(switcher).items():
-        assert_same_bytes(rows, values[name])
+    assert_same_content(state_rows(switcher), values)
     switcher.beforeForwardPass([3, 4])
     assert_same_bytes(state["exp_avg"], values["exp_avg"][[3, 4]])
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_families import ROWS, WIDTH, build, state_rows
-from reference import assert_same_bytes
+from optimizer_families import ROWS, WIDTH, build, started, state_rows
+from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, optim
 
 from speedtorch import (
@@ -33,9 +33,7 @@ OPTIMIZERS = {
 
 def trained(make: Any, maker: Any) -> tuple[Any, dict[str, Any]]:
     """A switcher after two steps, and the optimizer's state of the last batch."""
-    model, optimizer = build(make)
-    switcher = maker(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    model, optimizer, switcher = started(maker, make)
     for batch in ([1, 2, 3], [4, 1]):
         switcher.beforeForwardPass(batch)
         model.users.weight.data = torch.zeros(len(batch), WIDTH)
@@ -47,34 +45,27 @@ def trained(make: Any, maker: Any) -> tuple[Any, dict[str, Any]]:
     return switcher, optimizer.state[model.users.weight]
 
 
-@pytest.mark.parametrize("name", ["state", "state.safetensors"])
-@pytest.mark.parametrize("maker", [OptimizerFactory, OptimizerFactoryMM])
+NAMES = ["state", "state.safetensors"]
+FILES = [
+    *((maker, "Cupy", name) for maker in (OptimizerFactory, OptimizerFactoryMM) for name in NAMES),
+    (GPUPytorchOptimizerFactory, "Torch", "state.pt"),
+    (CPUPytorchOptimizerFactory, "Torch", "state.pt"),
+    (PytorchOptimizerFactory, "Torch", "state.pt"),
+]
+
+
+@pytest.mark.parametrize(("maker", "kind", "name"), FILES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_saved_state_comes_back_with_its_step_count(make: Any, maker: Any, name: str) -> None:
+def test_saved_state_comes_back_with_its_step_count(
+    make: Any, maker: Any, kind: str, name: str
+) -> None:
     first, state = trained(make, maker)
-    first.saveCupy(name)
+    getattr(first, f"save{kind}")(name)
     model, optimizer = build(make)
     second = maker(optimizer, ROWS, WIDTH, model, "users")
-    second.loadCupy(name)
-    assert_resumed(first, state, second, optimizer.state[model.users.weight])
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-@pytest.mark.parametrize(
-    "maker", [GPUPytorchOptimizerFactory, CPUPytorchOptimizerFactory, PytorchOptimizerFactory]
-)
-def test_torchs_files_bring_the_state_back_with_its_step_count(make: Any, maker: Any) -> None:
-    first, state = trained(make, maker)
-    first.saveTorch("state.pt")
-    model, optimizer = build(make)
-    second = maker(optimizer, ROWS, WIDTH, model, "users")
-    second.loadTorch("state.pt")
-    assert_resumed(first, state, second, optimizer.state[model.users.weight])
-
-
-def assert_resumed(first: Any, state: dict[str, Any], second: Any, resumed: dict[str, Any]) -> None:
-    for name, rows in state_rows(second).items():
-        assert_same_bytes(rows, state_rows(first)[name])
+    getattr(second, f"load{kind}")(name)
+    resumed = optimizer.state[model.users.weight]
+    assert_same_content(state_rows(second), state_rows(first))
     for name in set(state) - set(first.table.fields):
         if isinstance(state[name], Tensor):
             assert_same_bytes(resumed[name], state[name])
@@ -98,14 +89,11 @@ def test_a_file_of_another_optimizer_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"holds exp_avg .*mu_product.*; expected .*exp_inf"):
         switcher.loadCupy("other.safetensors")
     assert state["step"].item() == 2
-    for name, rows in state_rows(switcher).items():
-        assert_same_bytes(rows, before[name])
+    assert_same_content(state_rows(switcher), before)
 
 
 def test_an_optimizer_without_state_cannot_be_saved_or_loaded() -> None:
-    model, optimizer = build(lambda p: optim.SGD(p, lr=0.1))
-    switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    *_, switcher = started(OptimizerFactory, lambda p: optim.SGD(p, lr=0.1))
     message = "SGD with these settings keeps no state: there is nothing to save or load"
     with pytest.raises(ValueError, match=message):
         switcher.saveCupy("state.npy")
@@ -121,8 +109,6 @@ def test_state_that_is_no_number_cannot_be_saved() -> None:
                 self.state[parameter].setdefault("label", "mine")
                 parameter.sub_(parameter.grad, alpha=0.1)
 
-    model, optimizer = build(lambda p: Labelled(p, lr=0.1))
-    switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
-    switcher.optInit()
+    *_, switcher = started(OptimizerFactory, lambda p: Labelled(p, lr=0.1))
     with pytest.raises(ValueError, match="state 'label' is a str, which files of rows cannot hold"):
         switcher.saveCupy("state.npy")

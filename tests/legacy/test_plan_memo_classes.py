@@ -11,12 +11,11 @@ import pytest
 import torch
 from model_families import ROWS, WIDTH, filled, layer, table_rows
 from plan_memos import Made, always, exchange, made, planning, plans, shared
-from reference import assert_same_bytes, random_rows
+from reference import assert_same_bytes, assert_same_content, random_rows
 from test_training_exact import (
     CASES,
     STEPS,
-    assert_same_training,
-    train_in_place,
+    in_place,
     train_through_factories,
 )
 
@@ -35,9 +34,9 @@ __all__ = ["made", "planning", "plans"]
 @pytest.mark.parametrize("name", ["SGD", "SGD-momentum", "SparseAdam", "Adam", "Rprop"])
 def test_training_with_plans_is_the_same_bit_for_bit(made: Made, name: str, share: bool) -> None:
     case = CASES[name]
-    expected = train_in_place(case, "single", 47, "cpu")
+    expected = in_place(case, "single", 47, "cpu")
     actual = train_through_factories(case, "single", 47, "cpu", shared=share)
-    assert_same_training(actual, expected)
+    assert_same_content(actual, expected)
     assert len(made) == (STEPS if share or not case.rows else 2 * STEPS)
 
 

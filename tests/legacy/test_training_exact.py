@@ -1,21 +1,16 @@
 """Training through ModelFactory and OptimizerFactory equals training the same rows in place.
 
-The reference knows nothing of our classes: full-size tensors for the weight and every state field;
-each step takes the batch's rows out with index_select, runs the same optimizer on them, and puts
-them back with index_copy_. Everything is compared bit for bit.
+Everything is compared bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from optimizer_cases import CASES, GPU_VARIANTS, VARIANTS, Case, first_scalars, make_optimizer
-from reference import assert_same_bytes
+from embedding_reference import Squares, Trained, first_weight, train_in_place, trained
+from optimizer_cases import CASES, GPU_VARIANTS, VARIANTS, Case, make_optimizer
+from reference import assert_same_content
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -27,123 +22,43 @@ STEPS = 12
 WIDTHS = (1, 3, 47, 100, 128)
 
 
-class Model(nn.Module):
-    """An embedding of one batch, and a variable of its own group that is trained as well."""
-
-    def __init__(self, width: int, *, sparse: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(1, width, sparse=sparse)
-        self.scale = nn.Parameter(torch.full((width,), 0.5), requires_grad=not sparse)
-
-    def forward(self, positions: Tensor, targets: Tensor) -> Tensor:
-        return (self.embedding(positions) * self.scale - targets).square().sum()
-
-
-@dataclass
-class Trained:
-    """What training leaves behind."""
-
-    weight: Tensor
-    rows: dict[str, Tensor]
-    scalars: dict[str, Any]
-    scale: Tensor
-    scale_state: dict[str, Any]
-
-
-def build(case: Case, variant: str, width: int, device: str) -> tuple[Model, optim.Optimizer]:
-    sparse = case.make is optim.SparseAdam
-    model = Model(width, sparse=sparse).to(device)
-    others = [] if sparse else [model.scale]
-    return model, make_optimizer(case, variant, model.embedding.weight, others)
-
-
-def first_weight(width: int) -> Tensor:
-    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1))
-
-
-def batches(width: int) -> list[tuple[Tensor, Tensor]]:
-    """Distinct ids in random order, in changing numbers, and targets `[ids, width]`."""
+def batches() -> list[Tensor]:
+    """Distinct ids in random order, in changing numbers."""
     random = torch.Generator().manual_seed(2)
-    result = []
-    for step in range(STEPS):
-        ids = torch.randperm(ROWS, generator=random)[: 1 + (step * 7) % 23]
-        result.append((ids, torch.randn(ids.numel(), width, generator=random)))
-    return result
+    return [torch.randperm(ROWS, generator=random)[: 1 + (7 * n) % 23] for n in range(STEPS)]
 
 
-def learn(model: Model, optimizer: optim.Optimizer, targets: Tensor) -> None:
-    device = model.scale.device
-    optimizer.zero_grad()
-    model(torch.arange(len(targets), device=device), targets.to(device)).backward()
-    optimizer.step()
-
-
-def train_in_place(case: Case, variant: str, width: int, device: str) -> Trained:
-    model, optimizer = build(case, variant, width, device)
-    parameter = model.embedding.weight
-    weight = first_weight(width).to(device)
-    rows = {name: torch.full_like(weight, value) for name, value in case.rows.items()}
-    scalars = first_scalars(case, variant, device)
-    for ids, targets in batches(width):
-        ids = ids.to(device)
-        parameter.grad = None
-        parameter.data = weight.index_select(0, ids)
-        taken = {name: each.index_select(0, ids) for name, each in rows.items()}
-        optimizer.state[parameter] = {**scalars, **taken}
-        learn(model, optimizer, targets)
-        state = optimizer.state[parameter]
-        weight.index_copy_(0, ids, parameter.data)
-        for name, each in rows.items():
-            each.index_copy_(0, ids, state[name])
-        scalars = {name: state[name] for name in scalars}
-    scale_state = dict(optimizer.state.get(model.scale, {}))
-    return Trained(weight, rows, scalars, model.scale.detach(), scale_state)
+def in_place(case: Case, variant: str, width: int, device: str) -> Trained:
+    return train_in_place(case, variant, width, device, ROWS, batches(), distinct=True)
 
 
 def train_through_factories(
     case: Case, variant: str, width: int, device: str, *, shared: bool = False
 ) -> Trained:
-    model, optimizer = build(case, variant, width, device)
+    sparse = case.make is optim.SparseAdam
+    loss = Squares(width, device, dense=not sparse)
+    model = nn.ModuleDict({"embedding": nn.Embedding(1, width, sparse=sparse, device=device)})
+    weight = model["embedding"].weight
+    optimizer = make_optimizer(case, variant, weight, [] if sparse else [loss.scale])
     table = speedtorch.HostTable(ROWS, width, state=tuple(case.rows)) if shared else None
-    weights = speedtorch.ModelFactory(model.embedding, ROWS, width, CPUPinn=True, table=table)
+    weights = speedtorch.ModelFactory(model["embedding"], ROWS, width, CPUPinn=True, table=table)
     states = speedtorch.OptimizerFactory(
         optimizer, ROWS, width, model, "embedding", CPUPinn=True, table=table
     )
     weights.zerosInit()
-    weights.getCupyVar().copy_(first_weight(width))
+    weights.getCupyVar().copy_(first_weight(ROWS, width))
     states.optInit()
-    for ids, targets in batches(width):
+    for ids in batches():
         weights.beforeForwardPass(ids)
         states.beforeForwardPass(ids)
-        learn(model, optimizer, targets)
+        optimizer.zero_grad()
+        loss(model["embedding"](torch.arange(len(ids), device=device))).backward()
+        optimizer.step()
         weights.afterOptimizerStep(ids)
         states.afterOptimizerStep(ids)
     speedtorch.synchronize()
-    state = optimizer.state[model.embedding.weight]
-    return Trained(
-        weights.getCupyVar(),
-        states.getCupyVar(),
-        {name: value for name, value in state.items() if name not in case.rows},
-        model.scale.detach(),
-        dict(optimizer.state.get(model.scale, {})),
-    )
-
-
-def assert_same_values(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        if isinstance(value, Tensor):
-            assert_same_bytes(actual[name], value)
-        else:
-            assert actual[name] == value
-
-
-def assert_same_training(actual: Trained, expected: Trained) -> None:
-    assert_same_bytes(actual.weight, expected.weight)
-    assert_same_values(actual.rows, expected.rows)
-    assert_same_values(actual.scalars, expected.scalars)
-    assert_same_bytes(actual.scale, expected.scale)
-    assert_same_values(actual.scale_state, expected.scale_state)
+    fields = {**states.getCupyVar(), "weight": weights.getCupyVar()}
+    return trained(case, optimizer, weight, fields, loss.scale)
 
 
 @pytest.mark.dealt("width")
@@ -152,15 +67,15 @@ def assert_same_training(actual: Trained, expected: Trained) -> None:
 def test_training_equals_training_in_place_bit_for_bit(
     case: Case, variant: str, width: int
 ) -> None:
-    expected = train_in_place(case, variant, width, "cpu")
-    assert_same_training(train_through_factories(case, variant, width, "cpu"), expected)
+    expected = in_place(case, variant, width, "cpu")
+    assert_same_content(train_through_factories(case, variant, width, "cpu"), expected)
 
 
 @pytest.mark.parametrize(("case", "variant"), VARIANTS)
 def test_training_with_one_shared_table_is_the_same_bit_for_bit(case: Case, variant: str) -> None:
-    expected = train_in_place(case, variant, 47, "cpu")
+    expected = in_place(case, variant, 47, "cpu")
     actual = train_through_factories(case, variant, 47, "cpu", shared=True)
-    assert_same_training(actual, expected)
+    assert_same_content(actual, expected)
 
 
 @NEEDS_GPU
@@ -169,16 +84,15 @@ def test_training_with_one_shared_table_is_the_same_bit_for_bit(case: Case, vari
 def test_training_on_a_gpu_equals_training_in_place_on_it_bit_for_bit(
     case: Case, variant: str, shared: bool
 ) -> None:
-    expected = train_in_place(case, variant, 47, "cuda")
+    expected = in_place(case, variant, 47, "cuda")
     actual = train_through_factories(case, variant, 47, "cuda", shared=shared)
-    assert_same_training(actual, expected)
+    assert_same_content(actual, expected)
 
 
 def test_the_reference_moves_rows_and_leaves_others_alone() -> None:
     # Guards the tests above: a reference that trained nothing would equal anything.
-    trained = train_in_place(CASES["Adamax"], "single", 3, "cpu")
+    after = in_place(CASES["Adamax"], "single", 3, "cpu")
     touched = torch.zeros(ROWS, dtype=torch.bool)
-    for ids, _ in batches(3)[:3]:
-        touched[ids] = True
-    assert not torch.equal(trained.weight[touched], first_weight(3)[touched])
-    assert trained.scalars["step"].item() == STEPS
+    touched[torch.cat(batches())] = True
+    assert torch.equal((after.weight != first_weight(ROWS, 3)).any(1), touched)
+    assert after.scalars["step"].item() == STEPS

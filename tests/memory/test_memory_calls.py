@@ -121,26 +121,16 @@ MANAGED_CALLS = pytest.mark.parametrize(
 
 
 @MANAGED_CALLS
-def test_a_failure_on_the_way_to_managed_memory_leaves_nothing_behind(
+def test_a_failure_on_the_way_to_managed_memory_is_explained_and_leaves_nothing_behind(
     stats: Callable[[], dict[str, int]], call: str, number: int
-) -> None:
-    with PretendedDriver(True, True) as driver:
-        driver.fail(call, number)
-        with pytest.raises(RuntimeError):
-            empty(1000, memory="managed")
-        assert driver.nothing_left()
-        assert set(stats().values()) == {0}
-        assert memory_kind(empty(1000, memory="managed")) == "managed"
-
-
-@MANAGED_CALLS
-def test_a_failure_on_the_way_to_managed_memory_says_how_much_why_and_what_to_do(
-    call: str, number: int
 ) -> None:
     with PretendedDriver(True, True) as driver:
         driver.fail(call, number)
         with pytest.raises(RuntimeError) as caught:
             empty(1000, memory="managed")
+        assert driver.nothing_left()
+        assert set(stats().values()) == {0}
+        assert memory_kind(empty(1000, memory="managed")) == "managed"
     for part in (r"\b4000 bytes", r"pretended reason 2 \(CUDA error 2\)", r"memory='registered'"):
         assert re.search(part, str(caught.value))
 

@@ -10,36 +10,29 @@ from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
+import loops
 import pytest
 import torch
 from conftest import NEEDS_GPU
 from embedding_reference import random_ids
 from interrupts import EVERY, every_interrupt
-from reference import assert_same_bytes
+from loops import ROWS, WIDTH, first_rows
+from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.checkpoint import checkpoint
 
 import speedtorch
 from speedtorch.ops.fitted_batch import FittedBatch
 from speedtorch.ops.planned_batch import PlannedBatch
 from speedtorch.torch_internals import as_plain
 
-ROWS, WIDTH = 12, 2
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+pytestmark = pytest.mark.usefixtures("deterministic")
 TOO_MANY = "Embedding: a step names 5 distinct rows, capacity=4 fit"
 NEW_ROWS = (
     "with capacity all lookups of a step are announced before the first of them, by announce\\(\\),"
     " prefetch\\(\\) or in one lookup; this one brings 1 new rows; nothing has changed"
 )
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -60,36 +53,13 @@ GOOD, OTHER, MANY = ids(1, 2, 3), ids(2, 5), ids(1, 6, 7, 8, 9, 6)
 """Three rows, two, and five, which no step of a capacity of four holds."""
 
 
-def first_rows() -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
-
-
-class Training:
-    """An embedding, another layer, and an optimizer of both."""
+class Training(loops.Training):
+    """A training with a capacity, as it comes."""
 
     def __init__(
-        self,
-        device: str = "cpu",
-        capacity: int | None = 4,
-        make: Callable[..., Any] = optim.Adam,
-        *,
-        attach: bool = True,
-        **settings: Any,
+        self, device: str = "cpu", capacity: int | None = 4, make: Any = optim.Adam, **settings: Any
     ) -> None:
-        given = {"_weight": first_rows(), "device": device, "capacity": capacity}
-        self.emb = speedtorch.Embedding(ROWS, WIDTH, **{**given, **settings})
-        self.dense = nn.Parameter(torch.ones(WIDTH, device=device))
-        self.optimizer = make([self.emb.weight], lr=0.1)
-        if make is not optim.SparseAdam:
-            self.optimizer.add_param_group({"params": [self.dense]})
-        if attach:
-            speedtorch.attach(self.optimizer, self.emb)
-
-    def learn(self, *parts: Tensor) -> None:
-        for number, part in enumerate(parts):
-            ((number + 1) * (self.emb(part) * self.dense).square()).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        super().__init__(loops.Way(capacity=capacity), make, device, **settings)
 
     @property
     def blocks(self) -> list[Tensor]:
@@ -97,23 +67,13 @@ class Training:
         return list(self.emb.trained_rows.exchange.now.rows)
 
 
-def result_of(training: Training) -> dict[str, Tensor]:
-    training.emb.flush()
-    return {name: training.emb.table[name].clone() for name in training.emb.table.fields}
+def rows_of(training: Training) -> Tensor:
+    return training.fields()["weight"]
 
 
-def assert_as_without(
-    train: Callable[[Training], object], *, device: str = "cpu", capacity: int = 4, **given: Any
-) -> None:
-    """Training leaves the same rows, state and other layers, bit for bit, as without a capacity."""
-    ours, theirs = (Training(device, size, **given) for size in (capacity, None))
-    seen = [train(each) for each in (ours, theirs)]
-    if isinstance(seen[0], Tensor):
-        assert_same_bytes(seen[0], seen[1])
-    for name, rows in result_of(theirs).items():
-        assert_same_bytes(result_of(ours)[name], rows)
-    assert_same_bytes(ours.dense.detach(), theirs.dense.detach())
-    assert not torch.equal(result_of(ours)["weight"], first_rows())
+def assert_as_without(train: Callable[[Any], object]) -> None:
+    """Training with a capacity leaves the same numbers as without, bit for bit."""
+    loops.assert_same_numbers(train, (loops.Way(capacity=4), loops.PLAIN))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -196,17 +156,6 @@ def test_clipping_sees_the_norm_of_the_held_rows(device: str) -> None:
     torch.testing.assert_close(*norms)
 
 
-def test_an_l2_term_over_looked_up_rows_is_as_without(device: str) -> None:
-    def train(training: Training) -> None:
-        for part in (GOOD, OTHER, GOOD):
-            rows = training.emb(part)
-            (rows.sum() + 0.1 * rows.square().sum()).backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-
-    assert_as_without(train, device=device)
-
-
 def test_it_is_at_most_the_table() -> None:
     assert speedtorch.Embedding(3, 2, capacity=50).capacity == 3
     assert "capacity=3" in repr(speedtorch.Embedding(3, 2, capacity=50))
@@ -241,125 +190,11 @@ def test_every_maker_takes_it(device: str) -> None:
 # The same numbers as without
 
 
-@pytest.mark.parametrize("capacity", [4, 5, ROWS, 100])
-def test_every_capacity_trains_alike(device: str, capacity: int) -> None:
-    def train(training: Training) -> None:
-        for part in random_ids(ROWS, 20, 0.5, most=4):
-            training.learn(part)
-
-    assert_as_without(train, device=device, capacity=capacity)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"padding_idx": 2}, {"max_norm": 0.5}, {"padding_idx": 2, "max_norm": 0.5}, {"sparse": True}],
-    ids=str,
-)
-def test_settings_of_lookups_train_alike(device: str, settings: dict[str, Any]) -> None:
-    def train(training: Training) -> None:
-        for part in random_ids(ROWS, 20, 0.5, most=4):
-            training.learn(part)
-
-    make = optim.SparseAdam if "sparse" in settings else optim.Adam
-    assert_as_without(train, device=device, make=make, **settings)
-
-
-def test_sparse_adam_takes_dense_lookups(device: str) -> None:
-    def train(training: Training) -> None:
-        for part in random_ids(ROWS, 20, 0.5, most=4):
-            training.learn(part)
-
-    assert_as_without(train, device=device, make=optim.SparseAdam)
-
-
 def test_the_paddings_row_takes_no_place(device: str) -> None:
     training = Training(device, padding_idx=0)
     training.learn(ids(0, 1, 2, 3, 4))
     training.learn(ids(0, 0))
-    assert_same_bytes(result_of(training)["weight"][0], first_rows()[0])
-
-
-@pytest.mark.parametrize("empty", [ids(), torch.empty(2, 0, dtype=torch.int64)], ids=["1-D", "2-D"])
-def test_a_batch_may_have_no_ids(device: str, empty: Tensor) -> None:
-    def train(training: Training) -> None:
-        for part in (GOOD, empty.long(), OTHER):
-            training.learn(part)
-
-    assert_as_without(train, device=device)
-
-
-def test_rows_that_leave_and_come_back_at_once(device: str) -> None:
-    def train(training: Training) -> None:
-        loader = [part.to(device) for part in (GOOD, ids(4, 5)) * 6]
-        for part in speedtorch.prefetch(loader, training.emb, ids=lambda part: part):
-            training.learn(part)
-
-    assert_as_without(train, device=device)
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_zero_grad_before_or_after_a_lookup(device: str, to_none: bool, first: bool) -> None:
-    def train(training: Training) -> None:
-        for part in random_ids(ROWS, 10, 0.5, most=4):
-            if first:
-                training.optimizer.zero_grad(set_to_none=to_none)
-            loss = training.emb(part).square().sum()
-            if not first:
-                training.optimizer.zero_grad(set_to_none=to_none)
-            loss.backward()
-            training.optimizer.step()
-
-    assert_as_without(train, device=device)
-
-
-def test_evaluation_between_and_within_steps(device: str) -> None:
-    def train(training: Training) -> Tensor:
-        seen = []
-        for part in random_ids(ROWS, 10, 0.5, most=4):
-            loss = training.emb(part).square().sum()
-            for read in (loss.backward, training.optimizer.step, training.optimizer.zero_grad):
-                with torch.no_grad():
-                    seen.append(training.emb(torch.arange(ROWS)))
-                read()
-        return torch.stack(seen)
-
-    assert_as_without(train, device=device)
-
-
-def test_evaluation_that_shortens_rows_within_a_step() -> None:
-    def train(training: Training) -> None:
-        for part in (GOOD, OTHER):
-            loss = training.emb(part).square().sum()
-            with torch.no_grad():
-                training.emb(ids(3, 4, 5))
-            loss.backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-
-    assert_as_without(train, max_norm=0.5)
-
-
-def test_a_flush_anywhere_changes_nothing(device: str) -> None:
-    def train(training: Training) -> None:
-        for number, part in enumerate(random_ids(ROWS, 20, 0.5, most=4)):
-            loss = training.emb(part).square().sum()
-            calls = [loss.backward, training.optimizer.step, training.optimizer.zero_grad]
-            calls.insert(number % 4, training.emb.flush)
-            for call in calls:
-                call()
-
-    assert_as_without(train, device=device)
-
-
-def test_a_gradient_that_is_left_steps_rows_again_after_a_flush(device: str) -> None:
-    def train(training: Training) -> None:
-        training.emb(GOOD).square().sum().backward()
-        training.optimizer.step()
-        training.emb.flush()
-        training.optimizer.step()
-
-    assert_as_without(train, device=device)
+    assert_same_bytes(rows_of(training)[0], first_rows()[0])
 
 
 def test_a_table_that_changes_between_steps_is_looked_up_anew(device: str) -> None:
@@ -369,23 +204,13 @@ def test_a_table_that_changes_between_steps_is_looked_up_anew(device: str) -> No
     assert bool((training.emb(ids(1, 4)) == 0.5).all())
 
 
-def test_a_table_that_changes_within_a_step_is_stepped(device: str) -> None:
-    def train(training: Training) -> None:
-        training.emb(GOOD).square().sum().backward()
-        training.emb.table.fill_(0.5)
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-
-    assert_as_without(train, device=device)
-
-
 def test_a_table_that_changes_within_a_step_keeps_what_was_written(device: str) -> None:
     training = Training(device)
     training.emb(GOOD).sum().backward()
     training.emb.table.fill_(0.5)
     training.optimizer.zero_grad()
     assert bool((training.emb(ids(3, 4)) == 0.5).all())
-    assert bool((result_of(training)["weight"] == 0.5).all())
+    assert bool((rows_of(training) == 0.5).all())
 
 
 def test_frozen_rows_are_looked_up_in_any_number(device: str) -> None:
@@ -398,100 +223,14 @@ def test_a_deep_copy_trains_by_itself(device: str) -> None:
     training.learn(GOOD)
     training.emb(OTHER).sum().backward()
     copied = copy.deepcopy(training.emb)
-    before = result_of(training)["weight"]
+    before = rows_of(training)
     copied(MANY[:4]).sum().backward()
     optim.SGD(copied.parameters(), lr=1.0).step()
     assert copied.capacity == 4
-    assert_same_bytes(result_of(training)["weight"], before)
+    assert_same_bytes(rows_of(training), before)
     expected = before.clone()
     expected[MANY[:4]] -= 1
     assert_same_bytes(copied.state_dict()["weight"], expected)
-
-
-def test_a_second_lookup_of_the_same_ids_is_one_of_the_step(device: str) -> None:
-    def train(training: Training) -> None:
-        for part in (GOOD, OTHER):
-            training.learn(part, part, part.clone(), part[:2].int())
-
-    assert_as_without(train, device=device)
-
-
-def test_announced_lookups_are_one_step(device: str) -> None:
-    def train(training: Training) -> None:
-        for parts in ((GOOD, ids(2, 5)), (OTHER, ids(9))):
-            training.emb.announce(*parts)
-            training.learn(*parts)
-
-    assert_as_without(train, device=device)
-
-
-def test_a_prefetched_batch_of_several_lookups_is_one_step(device: str) -> None:
-    def train(training: Training) -> None:
-        pairs = [(GOOD.to(device), ids(2, 5).to(device)), (OTHER.to(device), ids(9).to(device))]
-        for pair in speedtorch.prefetch(pairs * 4, training.emb, ids=lambda pair: pair):
-            if training.emb.capacity is None:
-                training.emb.announce(*pair)
-            training.learn(*pair)
-
-    assert_as_without(train, device=device)
-
-
-@pytest.mark.parametrize("overlap", [0, 0.5, 1])
-@pytest.mark.parametrize("settings", [{}, {"padding_idx": 3}, {"max_norm": 0.5}], ids=str)
-def test_prefetch_never_changes_a_result(
-    device: str, settings: dict[str, Any], overlap: float
-) -> None:
-    results = []
-    for ahead in (False, True):
-        training = Training(device, 6, **settings)
-        loader: Any = [part.to(device) for part in random_ids(ROWS, 30, overlap, most=6)]
-        if ahead:
-            loader = speedtorch.prefetch(loader, training.emb, ids=lambda part: part)
-        for number, part in enumerate(loader):
-            if number % 7 == 3:
-                training.learn(OTHER)
-            if number % 7 == 4:
-                training.emb.flush()
-            if number % 7 != 5:
-                training.learn(part)
-            if number % 7 == 6:
-                training.emb.table.fill_(0.5)
-        results.append(result_of(training))
-    for name, rows in results[0].items():
-        assert_same_bytes(results[1][name], rows)
-
-
-def test_a_checkpoint_computes_a_lookup_again(device: str) -> None:
-    def train(training: Training) -> None:
-        for part in (GOOD, OTHER):
-            training.emb.announce(part, ids(2))
-
-            def squares(part: Tensor) -> Tensor:
-                return training.emb(part).square() * training.dense
-
-            loss = checkpoint(squares, part, use_reentrant=False).sum()
-            (loss + training.emb(ids(2)).sum()).backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-
-    assert_as_without(train, device=device)
-
-
-def test_saved_model_and_optimizer_go_on_as_they_were(device: str) -> None:
-    batches = random_ids(ROWS, 20, 0.5, most=4)
-
-    def train(training: Training) -> None:
-        for part in batches[:10]:
-            training.learn(part)
-        states = copy.deepcopy((training.emb.state_dict(), training.optimizer.state_dict()))
-        for part in batches[5:]:
-            training.learn(part)
-        training.emb.load_state_dict(states[0])
-        training.optimizer.load_state_dict(states[1])
-        for part in batches[10:]:
-            training.learn(part)
-
-    assert_as_without(train, device=device)
 
 
 def test_rows_are_trained_without_a_capacity_from_a_checkpoint_with_one(device: str) -> None:
@@ -499,52 +238,10 @@ def test_rows_are_trained_without_a_capacity_from_a_checkpoint_with_one(device: 
     training.learn(GOOD)
     other.emb.load_state_dict(training.emb.state_dict())
     other.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-    other.dense.data.copy_(training.dense)
+    other.scale.data.copy_(training.scale)
     for each in (training, other):
         each.learn(OTHER)
-    for name, rows in result_of(other).items():
-        assert_same_bytes(result_of(training)[name], rows)
-
-
-def test_an_optimizer_is_attached_and_detached_while_rows_are_held(device: str) -> None:
-    def train(training: Training) -> None:
-        training.emb(GOOD).square().sum().backward()
-        speedtorch.attach(training.optimizer, training.emb)
-        training.optimizer.step()
-        training.learn(OTHER)
-        training.emb(GOOD).square().sum().backward()
-        speedtorch.detach(training.optimizer)
-        speedtorch.attach(training.optimizer, training.emb)
-        training.optimizer.step()
-
-    assert_as_without(train, device=device, attach=False)
-
-
-def test_rows_that_are_held_are_moved(device: str) -> None:
-    def train(training: Training) -> None:
-        for part in (GOOD, OTHER, GOOD):
-            training.learn(part)
-            training.emb(ids(1, 8))
-            with as_plain():  # what .to(another device) does
-                training.emb.trained_rows.exchange.moving(lambda: None)
-
-    assert_as_without(train, device=device)
-
-
-def test_bags_train_as_without(device: str) -> None:
-    results = []
-    for capacity in (6, None):
-        bag = speedtorch.EmbeddingBag.from_pretrained(
-            first_rows(), freeze=False, mode="sum", device=device, capacity=capacity, padding_idx=3
-        )
-        adam = optim.Adam(bag.parameters(), lr=0.1)
-        speedtorch.attach(adam, bag)
-        for part in random_ids(ROWS, 20, 0.5, most=6):
-            bag(part[None]).square().sum().backward()
-            adam.step()
-            adam.zero_grad()
-        results.append(bag.state_dict()["weight"].clone())
-    assert_same_bytes(*results)
+    assert_same_content(training.fields(), other.fields())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -558,7 +255,7 @@ def test_a_lookup_that_brings_new_rows_says_how_to_announce(device: str) -> None
         training.emb(OTHER)
     rows.sum().backward()  # the step goes on
     training.optimizer.step()
-    moved = (result_of(training)["weight"] != first_rows()).any(1)
+    moved = (rows_of(training) != first_rows()).any(1)
     assert moved.nonzero().flatten().tolist() == GOOD.tolist()
 
 
@@ -575,7 +272,7 @@ def test_a_lookup_that_was_not_announced_needs_no_room_for_what_was(device: str)
     training = Training(device)
     training.emb.announce(ids(1, 2))
     training.learn(ids(3))
-    moved = (result_of(training)["weight"] != first_rows()).any(1)
+    moved = (rows_of(training) != first_rows()).any(1)
     assert moved.nonzero().flatten().tolist() == [3]
 
 
@@ -612,7 +309,7 @@ def test_too_many_announced_rows_are_an_error_at_once_and_forgotten() -> None:
 def test_a_bad_id_is_an_error_at_once_on_the_cpu_and_changes_nothing() -> None:
     def train(training: Training) -> None:
         training.learn(GOOD)
-        with pytest.raises(IndexError, match="Embedding: id 12 at position 1 of index is out"):
+        with pytest.raises(IndexError, match="Embedding: id 30 at position 1 of index is out"):
             training.emb(ids(1, ROWS))
         training.learn(OTHER)
 
@@ -641,7 +338,7 @@ def test_a_prefetched_batch_of_too_many_rows_is_an_error_when_it_is_looked_up() 
 def bad(device: str) -> list[Any]:
     """Batches that do not fit, and what is said of them."""
     return [(MANY, RuntimeError, TOO_MANY)] + [
-        (ids(1, ROWS), IndexError, "Embedding: id 12 at position 1 is out of range for a table of")
+        (ids(1, ROWS), IndexError, "Embedding: id 30 at position 1 is out of range for a table of")
     ] * (device == "cuda")
 
 
@@ -700,13 +397,13 @@ def test_the_error_is_raised_by_the_next(faulty: Faulty, later: str, step: bool)
 @pytest.mark.parametrize("step", [True, False], ids=["stepped", "looked-up"])
 def test_training_goes_on_after_the_error(faulty: Faulty, later: str, step: bool) -> None:
     training = faulty(step=step)
-    expected = Training(str(training.dense.device))
+    expected = Training(training.device)
     expected.learn(GOOD)
     with suppress(RuntimeError):
         LATER[later](training)
     training.emb.weight.requires_grad_(True)
     assert_same_bytes(training.emb(MANY[:1]).detach(), expected.emb(MANY[:1]).detach())
-    assert_same_bytes(result_of(training)["weight"], result_of(expected)["weight"])
+    assert_same_bytes(rows_of(training), rows_of(expected))
 
 
 def test_the_error_is_raised_once(faulty: Faulty) -> None:
@@ -733,17 +430,16 @@ def test_a_bad_id_on_a_gpu_is_told_late() -> None:
     training.learn(GOOD)
     training.learn(ids(1, ROWS))
     torch.cuda.synchronize()
-    with pytest.raises(IndexError, match="id 12 at position 1 is out of range for a table of 12"):
+    with pytest.raises(IndexError, match="id 30 at position 1 is out of range for a table of 30"):
         training.emb.flush()
 
 
 def test_no_row_of_the_table_has_moved(faulty: Faulty) -> None:
     training = faulty()
-    expected = Training(str(training.dense.device))
+    expected = Training(training.device)
     expected.learn(GOOD)
     raise_late(training)
-    for name, rows in result_of(expected).items():
-        assert_same_bytes(result_of(training)[name], rows)
+    assert_same_content(training.fields(), expected.fields())
 
 
 def test_its_gradient_is_zero(faulty: Faulty) -> None:
@@ -768,14 +464,14 @@ def test_a_fused_optimizer_steps_no_other_layer_either(faulty: Faulty) -> None:
         return optim.Adam(parameters, lr=lr, fused=True)
 
     training = faulty(make=fused)
-    expected = Training(str(training.dense.device), make=fused)
+    expected = Training(training.device, make=fused)
     expected.learn(GOOD)
-    assert_same_bytes(training.dense.detach(), expected.dense.detach())
+    assert_same_bytes(training.scale.detach(), expected.scale.detach())
     raise_late(training)
     for each in (training, expected):
         assert not hasattr(each.optimizer, "found_inf")
         each.learn(OTHER)
-    assert_same_bytes(training.dense.detach(), expected.dense.detach())
+    assert_same_bytes(training.scale.detach(), expected.scale.detach())
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -788,12 +484,12 @@ def test_a_fused_optimizer_with_a_grad_scaler_skips_it_too(
     training, scaler = Training(device, make=fused), torch.amp.GradScaler(device, init_scale=8.0)
     training.learn(GOOD)
     training.emb.flush()
-    before = training.dense.detach().clone()
-    loss = (training.emb(OTHER if fits else MANY) * training.dense).sum() + training.dense.sum()
+    before = training.scale.detach().clone()
+    loss = (training.emb(OTHER if fits else MANY) * training.scale).sum() + training.scale.sum()
     scaler.scale(loss).backward()
     scaler.step(training.optimizer)
     scaler.update()
-    assert torch.equal(training.dense, before) is not fits
+    assert torch.equal(training.scale, before) is not fits
     if not fits:
         raise_late(training)
 
@@ -852,7 +548,7 @@ def test_batches_around_a_prefetched_one_that_does_not_fit_are_trained(
     for part in (GOOD, OTHER):
         expected.learn(part)
     assert told == 1
-    assert_same_bytes(result_of(training)["weight"], result_of(expected)["weight"])
+    assert_same_bytes(rows_of(training), rows_of(expected))
 
 
 def test_a_table_that_changes_while_a_fault_waits_keeps_what_was_written(faulty: Faulty) -> None:
@@ -888,7 +584,7 @@ def test_rows_are_the_tables_wherever_it_is_interrupted(
 ) -> None:
     once = Training()
     once.learn(GOOD)
-    expected = result_of(once)["weight"]
+    expected = rows_of(once)
 
     def begun() -> Training:
         training = Training()
@@ -898,7 +594,7 @@ def test_rows_are_the_tables_wherever_it_is_interrupted(
         return training
 
     for training, _ in every_interrupt(begun, call, every=every):
-        assert_same_bytes(result_of(training)["weight"], expected)
+        assert_same_bytes(rows_of(training), expected)
         training.emb.table.fill_(0.5)
         training.optimizer.zero_grad()
         assert bool((training.emb(ids(2, 4)) == 0.5).all())
@@ -919,7 +615,7 @@ def test_a_backward_that_fails_refuses_no_lookup_after_it() -> None:
 
     training = Training()
     rows = training.emb(GOOD)
-    loss = rows.sum() + Fails.apply(training.dense).sum()  # type: ignore[no-untyped-call]
+    loss = rows.sum() + Fails.apply(training.scale).sum()  # type: ignore[no-untyped-call]
     del rows
     with pytest.raises(MemoryError):
         loss.backward()
@@ -962,9 +658,9 @@ def test_rows_that_a_failed_step_gave_other_memory_leave_it_once(every: int) -> 
     def look_up(training: Training) -> object:
         return training.emb(ids(5, 6))
 
-    expected = result_of(begun())["weight"]
+    expected = rows_of(begun())
     for training, _ in every_interrupt(begun, look_up, every=every):
-        assert_same_bytes(result_of(training)["weight"], expected)
+        assert_same_bytes(rows_of(training), expected)
 
 
 # ------------------------------------------------------------------------------------------------

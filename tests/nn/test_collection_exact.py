@@ -11,12 +11,13 @@ from conftest import NEEDS_GPU
 from embedding_reference import (
     Squares,
     Trained,
-    assert_same_training,
     first_weight,
     random_ids,
     train_in_place,
+    trained,
 )
 from optimizer_cases import CASES, GPU_VARIANTS, Case, make_optimizer
+from reference import assert_same_content
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -73,18 +74,13 @@ def optimizer_of(
     return optimizer
 
 
-def trained(
-    case: Case, optimizer: optim.Optimizer, module: Any, rows: slice, scale: Tensor
+def trained_rows(
+    case: Case, optimizer: optim.Optimizer, module: Any, rows: slice, scale: nn.Parameter
 ) -> Trained:
     """What is in some rows of a module's table."""
-    state: dict[str, Any] = optimizer.state[module.weight]
     module.flush()
-    return Trained(
-        module.table["weight"][rows].clone(),
-        {name: module.table[name][rows].clone() for name in case.rows},
-        {name: value for name, value in state.items() if name not in case.rows},
-        scale.detach(),
-    )
+    fields = {name: module.table[name][rows] for name in module.table.fields}
+    return trained(case, optimizer, module.weight, fields, scale)
 
 
 def train(
@@ -114,7 +110,7 @@ def train(
     result = {}
     for name, loss in losses.items():
         group = tables.group_of(name)
-        result[name] = trained(case, optimizer, group, group.ranges.range_of(name), loss.scale)
+        result[name] = trained_rows(case, optimizer, group, group.ranges.range_of(name), loss.scale)
     return result
 
 
@@ -152,8 +148,7 @@ def assert_same_as_in_place(
         _in_place[known] = train_all_in_place(case, variant, batches, pooled=pooled)
     given = {"pooled": pooled, "ahead": ahead, "capacity": capacity}
     actual = train(case, variant, "cpu", batches, **given)
-    for name, each in _in_place[known].items():
-        assert_same_training(actual[name], each)
+    assert_same_content(actual, _in_place[known])
 
 
 # Not of each with each: that takes long, and the next test has the rest for one optimizer.
@@ -205,7 +200,7 @@ def train_apart(
             loss(model[name](batch[name][0].to(ids_on))).backward()
         optimizer.step()
     return {
-        name: trained(case, optimizer, model[name], slice(None), loss.scale)
+        name: trained_rows(case, optimizer, model[name], slice(None), loss.scale)
         for name, loss in losses.items()
     }
 
@@ -234,8 +229,7 @@ def test_training_on_a_gpu_equals_training_embeddings_bit_for_bit(
     expected = train_apart(case, variant, "cuda", batches, ids_on)
     given = {"pooled": pooled, "ahead": ahead, "ids_on": ids_on, "capacity": capacity}
     actual = train(case, variant, "cuda", batches, **given)
-    for name, each in expected.items():
-        assert_same_training(actual[name], each)
+    assert_same_content(actual, expected)
 
 
 @NEEDS_GPU
@@ -254,8 +248,7 @@ def test_bags_on_a_gpu_train_alike_with_and_without_prefetch(overlap: float, ids
         )
         for ahead in (False, True)
     ]
-    for name, each in results[0].items():
-        assert_same_training(results[1][name], each)
+    assert_same_content(results[1], results[0])
 
 
 def test_the_reference_trains_every_table_to_numbers() -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from checkpoints import Training, WithCheckpoint
 from keyed_ids import KeyedIds
-from reference import assert_same_bytes
+from loops import sgd_step
+from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 
 import speedtorch
@@ -50,10 +51,7 @@ def tables_of(collection: Any) -> Any:
 
 
 def train(collection: Any) -> None:
-    optimizer = optim.SGD(collection.parameters(), lr=0.5)
-    loss(collection).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    sgd_step(collection, loss(collection))
 
 
 def loss(collection: Any) -> Tensor:
@@ -284,70 +282,48 @@ def test_keys_of_no_table_are_unexpected() -> None:
         ours.load_state_dict(state)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@COLLECTIONS
-def test_torchs_checkpoints_resume_with_the_settings_of_each_group(
-    pooled: bool, device: str, tmp_path: Path
-) -> None:
-    def begun(scale: float) -> tuple[nn.Sequential, optim.Optimizer]:
-        model = nn.Sequential(made(pooled, device))
-        slow = model[0].group_of("city").weight
-        fast = [each for each in model.parameters() if each is not slow]
-        groups = [{"params": fast, "lr": scale}, {"params": [slow], "lr": 2 * scale}]
-        return model, optim.SGD(groups)
+def with_sgd(model: nn.Sequential, rate: float) -> Training:
+    """One group of the optimizer has a rate of its own."""
+    slow = model[0].group_of("city").weight
+    fast = [each for each in model.parameters() if each is not slow]
+    groups = [{"params": fast, "lr": rate}, {"params": [slow], "lr": 2 * rate}]
+    return model, [optim.SGD(groups)]
 
-    def step(model: nn.Sequential, optimizer: optim.Optimizer) -> dict[str, Tensor]:
-        loss(model[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return weights_of(model[0])
 
-    first, second = begun(0.25), begun(1.0)
-    step(*first)
-    state, settings = get_state_dict(*first)
-    dcp.save({"model": state, "optimizer": settings}, checkpoint_id=tmp_path)
-    expected = step(*first)
-
-    state, settings = get_state_dict(*second)
-    loaded: dict[str, Any] = {"model": state, "optimizer": settings}
-    dcp.load(loaded, checkpoint_id=tmp_path)
-    set_state_dict(*second, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    assert [group["lr"] for group in second[1].param_groups] == [0.25, 0.5]
-    for name, rows in step(*second).items():
-        assert_same_bytes(rows, expected[name])
+def with_adam(model: nn.Sequential, rate: float) -> Training:
+    optimizer = optim.Adam(model.parameters(), lr=rate)
+    speedtorch.attach(optimizer, model)
+    return model, [optimizer]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("steps_before", [0, 1], ids=["fresh", "stepped"])
+@pytest.mark.parametrize("begin", [with_sgd, with_adam], ids=["groups", "attached"])
 @COLLECTIONS
-def test_torchs_checkpoints_resume_an_attached_optimizer(
-    pooled: bool, steps_before: int, device: str, tmp_path: Path
+def test_torchs_checkpoints_resume_state_and_settings(
+    pooled: bool,
+    begin: Callable[[nn.Sequential, float], Training],
+    steps_before: int,
+    device: str,
+    tmp_path: Path,
 ) -> None:
-    def begun(steps: int) -> tuple[nn.Sequential, optim.Optimizer]:
-        model = nn.Sequential(made(pooled, device))
-        optimizer = optim.Adam(model.parameters(), lr=0.1)
-        speedtorch.attach(optimizer, model)
-        for _ in range(steps):
-            step(model, optimizer)
-        return model, optimizer
+    def steps(training: Training, count: int = 1) -> dict[str, Tensor]:
+        collection, optimizer = training[0][0], training[1][0]
+        for _ in range(count):
+            loss(collection).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights_of(collection)
 
-    def step(model: nn.Sequential, optimizer: optim.Optimizer) -> dict[str, Tensor]:
-        loss(model[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return weights_of(model[0])
-
-    first, second = begun(3), begun(steps_before)
-    state, fields = get_state_dict(*first)
-    dcp.save({"model": state, "optimizer": fields}, checkpoint_id=tmp_path)
-    expected = step(*first)
-
-    state, fields = get_state_dict(*second)
-    loaded: dict[str, Any] = {"model": state, "optimizer": fields}
-    dcp.load(loaded, checkpoint_id=tmp_path)
-    set_state_dict(*second, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    for name, rows in step(*second).items():
-        assert_same_bytes(rows, expected[name])
+    first, second = (begin(nn.Sequential(made(pooled, device)), k) for k in (0.25, 1.0))
+    steps(first, 3)
+    steps(second, steps_before)
+    WithCheckpoint().save(first, tmp_path)
+    expected = steps(first)
+    WithCheckpoint().load(second, tmp_path)
+    rates = [[group["lr"] for group in each[1][0].param_groups] for each in (first, second)]
+    assert rates[0] == rates[1]
+    assert_same_content(steps(second), expected)
 
 
 @COLLECTIONS

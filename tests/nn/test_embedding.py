@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
+from loops import sgd_step
 from reference import assert_same_bytes
 from torch import Tensor, nn
 
 import speedtorch
 
 ROWS, WIDTH = 20, 3
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 IDS = torch.tensor([[3, 1, 3], [0, 19, 3]])
 
 
@@ -36,14 +35,6 @@ def rows_of(embedding: speedtorch.Embedding) -> Tensor:
     return embedding.table["weight"].cpu()
 
 
-def sgd_step(module: nn.Module, loss: Tensor) -> None:
-    loss.backward()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (6,), (2, 3), (2, 0, 3), (1, 2, 1, 3)], ids=str)
 def test_ids_of_any_shape_give_what_torch_gives(
@@ -71,7 +62,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_three_sgd_steps_give_the_rows_that_torch_gives(
     settings: dict[str, Any], device: str
@@ -91,7 +81,6 @@ def test_three_sgd_steps_give_the_rows_that_torch_gives(
     assert not torch.equal(before, theirs.weight)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_evaluation_shortens_long_rows_as_torch_does(device: str) -> None:
     theirs, ours = pair(device, max_norm=0.5, padding_idx=3)
     with torch.no_grad():
@@ -99,7 +88,6 @@ def test_evaluation_shortens_long_rows_as_torch_does(device: str) -> None:
     assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_weight_holds_each_row_of_the_step_once(device: str) -> None:
     _, ours = pair(device)
     assert ours.weight.shape == (ROWS, WIDTH) and held(ours) == 0
@@ -110,27 +98,6 @@ def test_the_weight_holds_each_row_of_the_step_once(device: str) -> None:
     assert ours.weight.grad[:, 0].tolist() == [1, 1, 3, 1]
 
 
-@pytest.mark.parametrize("announced", [False, True], ids=["not-announced", "announced"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_several_lookups_of_a_step_train_as_in_torch(device: str, announced: bool) -> None:
-    theirs, ours = pair(device)
-    for step in range(4):
-        positives = torch.tensor([step, 5, 5]).to(device)
-        negatives = torch.tensor([[2, step + 7], [5, 1]]).to(device)
-        if announced:
-            ours.announce(positives)
-            ours.announce(negatives)
-        for module in (theirs, ours):
-            u = module(positives)
-            if announced and module is ours:
-                named = torch.cat([positives, negatives.flatten()])
-                assert held(ours) == len(named.unique())
-            v, again = module(negatives), module(positives)
-            sgd_step(module, (u.sum(0) * v.sum((0, 1))).sum() + again.square().sum())
-    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_rows_announced_within_a_step_join_it(device: str) -> None:
     theirs, ours = pair(device)
     for module in (theirs, ours):
@@ -146,43 +113,6 @@ def test_rows_announced_within_a_step_join_it(device: str) -> None:
         ours.announce(torch.tensor([ROWS], device=device))
         ours(IDS)
     assert_same_bytes(ours(IDS), theirs(IDS.to(device)))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients_accumulate_over_several_backward_passes(device: str) -> None:
-    theirs, ours = pair(device)
-    for step in range(3):
-        for module in (theirs, ours):
-            for part in (IDS[0] + step, IDS[1] - 3 * step, IDS[0]):
-                ids = part.remainder(ROWS).to(device)
-                (module(ids) * torch.arange(1.0, 4.0, device=device)[:, None]).sum().backward()
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
-
-
-def test_zero_grad_between_forward_and_backward_works() -> None:
-    theirs, ours = pair()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (theirs, ours)]
-    for step in range(3):
-        for module, optimizer in zip((theirs, ours), optimizers, strict=True):
-            loss = module(IDS[0] + step).sum()
-            optimizer.zero_grad(set_to_none=step != 1)
-            loss.backward()
-            optimizer.step()
-    assert_same_bytes(rows_of(ours), theirs.weight.detach())
-
-
-def test_a_loss_that_is_kept_does_not_stop_the_next_step() -> None:
-    theirs, ours = pair()
-    kept = []
-    for step in range(3):
-        for module in (theirs, ours):
-            loss = module(IDS[0, : step + 1] + step).sum()
-            kept.append(loss)
-            sgd_step(module, loss)
-    assert_same_bytes(rows_of(ours), theirs.weight.detach())
 
 
 def test_rows_trained_by_hand_come_back() -> None:
@@ -226,19 +156,6 @@ def test_lookups_that_are_not_trained_do_not_pile_up() -> None:
     for row in range(ROWS):
         ours(torch.tensor([row]))
     assert held(ours) == 1
-
-
-def test_evaluation_within_a_step_sees_the_rows_and_leaves_the_step_alone() -> None:
-    theirs, ours = pair()
-    for module in (theirs, ours):
-        loss = module(IDS[0]).sum()
-        with torch.no_grad():
-            module(torch.tensor([11, 12, 3]))
-        sgd_step(module, loss)
-        with torch.no_grad():
-            module.seen = module(torch.tensor([3, 12, 1]))
-    assert_same_bytes(ours.seen, theirs.seen)
-    assert_same_bytes(rows_of(ours), theirs.weight.detach())
 
 
 def test_a_step_that_a_scaler_leaves_out_changes_nothing() -> None:
@@ -361,7 +278,6 @@ def test_wrong_arguments_are_refused() -> None:
     wrong(lambda: speedtorch.Embedding.from_pretrained(torch.zeros(4)), ValueError, r"\[4\]")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_bad_ids_are_an_error_and_change_nothing(device: str) -> None:
     _, ours = pair(device, padding_idx=0)
     ours(IDS.to(device)).sum().backward()

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from reference import assert_same_bytes
 from torch import Tensor, nn
 
 import speedtorch
 
 ROWS, WIDTH = 20, 4
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 IDS = torch.tensor([3, 1, 3, 0, 19, 3, 8])
 OFFSETS = torch.tensor([0, 2, 2, 5])
 
@@ -52,7 +50,6 @@ def rows_of(bag: speedtorch.EmbeddingBag) -> Tensor:
     return bag.table["weight"].cpu()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("settings", "arguments"), CASES.values(), ids=CASES)
 def test_three_steps_give_what_torch_gives(
     settings: dict[str, Any], arguments: dict[str, Any], device: str
@@ -75,7 +72,6 @@ def test_three_steps_give_what_torch_gives(
         assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("settings", "arguments"), CASES.values(), ids=CASES)
 def test_evaluation_gives_what_torch_gives(
     settings: dict[str, Any], arguments: dict[str, Any], device: str
@@ -91,7 +87,6 @@ def test_evaluation_gives_what_torch_gives(
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_weights_of_samples_get_their_gradient(device: str, frozen: bool) -> None:
     theirs, ours = pair(device, {"mode": "sum"})
     gradients = []

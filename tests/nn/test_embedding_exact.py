@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -11,12 +10,13 @@ from conftest import NEEDS_GPU
 from embedding_reference import (
     Squares,
     Trained,
-    assert_same_training,
     first_weight,
     random_ids,
     train_in_place,
+    trained,
 )
 from optimizer_cases import CASES, GPU_VARIANTS, VARIANTS, Case, make_optimizer
+from reference import assert_same_content
 from torch import Tensor, optim
 
 import speedtorch
@@ -25,14 +25,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 ROWS = 97
 STEPS = 40
 WIDTH = 8
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def train(
@@ -63,14 +55,8 @@ def train(
         loss(embedding(ids)).backward()
         optimizer.step()
     embedding.flush()
-    table = embedding.table
-    state: dict[str, Any] = optimizer.state[embedding.weight]
-    return Trained(
-        table["weight"],
-        {name: table[name] for name in case.rows},
-        {name: value for name, value in state.items() if name not in case.rows},
-        loss.scale.detach(),
-    )
+    fields = {name: embedding.table[name] for name in embedding.table.fields}
+    return trained(case, optimizer, embedding.weight, fields, loss.scale)
 
 
 _in_place: dict[tuple[int, str, float], Trained] = {}
@@ -91,7 +77,7 @@ def test_training_equals_training_in_place_bit_for_bit(
     if known not in _in_place:  # The same with and without prefetch.
         _in_place[known] = train_in_place(case, variant, WIDTH, "cpu", ROWS, batches)
     actual = train(case, variant, WIDTH, "cpu", batches, ahead=ahead)
-    assert_same_training(actual, _in_place[known])
+    assert_same_content(actual, _in_place[known])
 
 
 # Without prefetch what differs is that each exchange is one, which the next test has.
@@ -104,7 +90,7 @@ def test_training_with_a_capacity_equals_training_in_place_bit_for_bit(
     if known not in _in_place:
         _in_place[known] = train_in_place(case, variant, WIDTH, "cpu", ROWS, batches)
     actual = train(case, variant, WIDTH, "cpu", batches, ahead=True, capacity=CAPACITY)
-    assert_same_training(actual, _in_place[known])
+    assert_same_content(actual, _in_place[known])
 
 
 @AHEAD
@@ -118,7 +104,7 @@ def test_every_overlap_and_a_full_capacity_train_bit_for_bit(
     case = CASES["AdamW"]
     expected = train_in_place(case, "fused", WIDTH, "cpu", ROWS, batches)
     actual = train(case, "fused", WIDTH, "cpu", batches, ahead=ahead, capacity=capacity)
-    assert_same_training(actual, expected)
+    assert_same_content(actual, expected)
 
 
 @AHEAD
@@ -127,7 +113,7 @@ def test_every_width_trains_bit_for_bit(width: int, ahead: bool) -> None:
     batches = random_ids(ROWS, 50, 0.5)
     case = CASES["AdamW"]
     expected = train_in_place(case, "fused", width, "cpu", ROWS, batches)
-    assert_same_training(train(case, "fused", width, "cpu", batches, ahead=ahead), expected)
+    assert_same_content(train(case, "fused", width, "cpu", batches, ahead=ahead), expected)
 
 
 @NEEDS_GPU
@@ -145,7 +131,7 @@ def test_training_on_a_gpu_equals_training_in_place_on_it_bit_for_bit(
     expected = train_in_place(case, variant, WIDTH, "cuda", ROWS, batches)
     given = {"ahead": ahead, "ids_on": ids_on, "capacity": capacity}
     actual = train(case, variant, WIDTH, "cuda", batches, **given)
-    assert_same_training(actual, expected)
+    assert_same_content(actual, expected)
 
 
 @NEEDS_GPU
@@ -157,14 +143,14 @@ def test_every_kind_of_memory_trains_the_same_on_a_gpu(memory: str, ahead: bool)
     case = CASES["Adam"]
     expected = train_in_place(case, "fused", WIDTH, "cuda", ROWS, batches)
     actual = train(case, "fused", WIDTH, "cuda", batches, ahead=ahead, memory=memory)
-    assert_same_training(actual, expected)
+    assert_same_content(actual, expected)
 
 
 def test_the_reference_moves_rows_and_leaves_others_alone() -> None:
     # Guards the tests above: a reference that trained nothing would equal anything.
     batches = random_ids(ROWS, 3, 0.5)
-    trained = train_in_place(CASES["Adam"], "foreach", 3, "cpu", ROWS, batches)
+    after = train_in_place(CASES["Adam"], "foreach", 3, "cpu", ROWS, batches)
     touched = torch.zeros(ROWS, dtype=torch.bool)
     touched[torch.cat(batches)] = True
-    changed = (trained.weight != first_weight(ROWS, 3)).any(1)
+    changed = (after.weight != first_weight(ROWS, 3)).any(1)
     assert torch.equal(changed, touched)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from reference import assert_same_bytes
+from reference import assert_same_content
 from torch import Tensor, nn
 
 import speedtorch
@@ -47,8 +46,7 @@ def pair() -> tuple[Model, Model]:
 
 def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert list(actual) == list(expected)
-    for name, value in expected.items():
-        assert_same_bytes(actual[name], value)
+    assert_same_content(actual, expected)
 
 
 def test_state_dict_is_complete_at_any_moment_and_interchanges_with_torch() -> None:
@@ -179,17 +177,6 @@ def test_pickling_is_refused_by_name() -> None:
 def test_data_parallel_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="Embedding: DataParallel"):
         Model().words._replicate_for_data_parallel()
-
-
-@pytest.fixture
-def process_group(tmp_path: Any) -> Iterator[None]:
-    if not torch.distributed.is_available():
-        pytest.skip("torch has no distributed")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

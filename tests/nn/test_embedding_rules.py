@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from optimizer_cases import CASES
 from plain_training import PlainTraining, assert_same_numbers, make_optimizer
 from reference import assert_same_bytes
@@ -18,7 +17,6 @@ from torch import Tensor, nn, optim
 import speedtorch
 
 ROWS, WIDTH = 8, 2
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 FIRST, SECOND = torch.tensor([1, 2]), torch.tensor([3, 4])
 ALL = torch.arange(ROWS)
 
@@ -171,7 +169,6 @@ def scatter(embedding: speedtorch.Embedding, folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_tables_reader_sees_the_last_step_or_is_refused(
     device: str, reader: Callable[..., Tensor], tmp_path: Path
 ) -> None:
@@ -185,7 +182,6 @@ def test_a_tables_reader_sees_the_last_step_or_is_refused(
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_write_to_the_table_is_not_undone_by_a_later_flush(
     device: str, write: Writer, tmp_path: Path
 ) -> None:
@@ -202,7 +198,6 @@ def test_a_write_to_the_table_is_not_undone_by_a_later_flush(
     assert_same_bytes(embedding.table["weight"].cpu(), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_state_that_is_filled_between_steps_stays(device: str) -> None:
     pair = Pair("Adam", device)
     pair.learn(FIRST.to(device))
@@ -218,7 +213,6 @@ def test_state_that_is_filled_between_steps_stays(device: str) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_table_that_is_closed_has_the_rows_of_the_last_step(device: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.bin"
     table = speedtorch.HostTable(ROWS, WIDTH, memory="file", path=path)
@@ -248,7 +242,6 @@ def test_a_table_that_is_closed_has_the_rows_of_the_last_step(device: str, tmp_p
     ],
     ids=["lookup", "evaluation", "state_dict"],
 )
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_closed_table_answers_no_lookup(
     device: str, use: Callable[[speedtorch.Embedding, Tensor], object]
 ) -> None:
@@ -279,7 +272,6 @@ def clamp_wide(weight: Tensor) -> None:
 
 @pytest.mark.parametrize("write", [multiply_by_one, add_zero, clamp_wide])
 @pytest.mark.parametrize("optimizer", ["SGD-momentum", "Adam"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_write_to_the_weight_within_a_step_drops_no_gradient(
     device: str, optimizer: str, write: Callable[[Tensor], object]
 ) -> None:
@@ -297,7 +289,6 @@ def test_a_write_to_the_weight_within_a_step_drops_no_gradient(
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
 @pytest.mark.parametrize("norm", [1e-3, 1e9])
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_gradient_that_is_clipped_within_a_step_is_stepped(
     device: str, norm: float, factor: float
 ) -> None:
@@ -317,7 +308,6 @@ def test_a_gradient_that_is_clipped_within_a_step_is_stepped(
     pair.check()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_zeros_that_are_clipped_after_the_step_are_stepped_again_as_in_torch(device: str) -> None:
     pair = Pair("SGD-momentum", device)
     pair.learn(FIRST.to(device))
@@ -350,7 +340,6 @@ def do_nothing(pair: Pair) -> None:
     "between", [do_nothing, load_again, load_the_optimizer_again, attach_again]
 )
 @pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_a_step_that_was_skipped_do_not_count(
     device: str, to_none: bool, between: Callable[[Pair], None]
 ) -> None:
@@ -367,7 +356,6 @@ def test_rows_of_a_step_that_was_skipped_do_not_count(
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_nothing_but_padding_can_be_clipped(device: str, norm_type: float) -> None:
     embedding = speedtorch.Embedding(
         ROWS, WIDTH, padding_idx=0, _weight=first_rows(), device=device
@@ -388,7 +376,6 @@ def test_gradients_of_nothing_but_padding_can_be_clipped(device: str, norm_type:
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
 def test_every_announced_row_is_in_the_step_of_sparse_adam(
     device: str, deterministic: bool, sparse: bool
 ) -> None:
@@ -420,7 +407,6 @@ def test_every_announced_row_is_in_the_step_of_sparse_adam(
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("optimizer", ["SparseAdam", "Adam", "SGD-momentum"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_closure_that_looks_up_and_goes_back_trains_as_without(
     device: str, optimizer: str, sparse: bool
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from embedding_reference import first_weight, random_ids
-from reference import assert_same_bytes
+from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -121,8 +121,7 @@ GUESSES: dict[str, Callable[[int], Tensor] | None] = {
 def assert_same_worlds(one: World, other: World) -> None:
     ours, theirs = one.everything(), other.everything()
     assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert_same_bytes(ours[name], value)
+    assert_same_content(ours, theirs)
 
 
 @pytest.mark.parametrize("overlap", [0, 0.5, 1], ids=["apart", "half", "same"])
@@ -437,8 +436,7 @@ def trained_on_several(*, graphed: bool, told: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("told", [1, 5], ids=["right", "wrong"])
 def test_several_modules_and_lookups_are_foreseen(told: int) -> None:
     expected = trained_on_several(graphed=False, told=told)
-    for name, value in trained_on_several(graphed=True, told=told).items():
-        assert_same_bytes(value, expected[name])
+    assert_same_content(trained_on_several(graphed=True, told=told), expected)
 
 
 def test_collections_train_in_a_graph() -> None:
@@ -488,8 +486,7 @@ def test_collections_train_in_a_graph() -> None:
         expected = plain(batch)
         assert_same_bytes(graph(batch), expected)
     ours, theirs = (tables.state_dict() for tables, _ in worlds)
-    for name, value in theirs.items():
-        assert_same_bytes(ours[name], value)
+    assert_same_content(ours, theirs)
 
 
 def test_a_compiled_step_trains_with_a_capacity() -> None:

@@ -1,225 +1,40 @@
-"""prefetch gives the numbers that the loop without it gives, whatever the loop does."""
+"""prefetch of several tables, how far it reads ahead, and wrong use; tests/loops.py has loops."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
 from embedding_reference import random_ids
-from reference import assert_same_bytes
+from loops import ROWS, WAYS, WIDTH, Training
+from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.step.exchange import Coming
 
-ROWS, WIDTH = 30, 4
 pytestmark = pytest.mark.usefixtures("deterministic")
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 
 
-class Training:
-    """An embedding with Adam, and a loop over batches of ids with or without prefetch."""
-
-    def __init__(self, device: str, *, ahead: bool, **settings: Any) -> None:
-        torch.manual_seed(0)
-        self.embedding = speedtorch.Embedding(ROWS, WIDTH, device=device, **settings)
-        self.adam = optim.Adam(self.embedding.parameters(), lr=0.1)
-        speedtorch.attach(self.adam, self.embedding)
-        self.device = device
-        self.ahead = ahead
-
-    def loop(self, batches: Iterable[Any], ids: Callable[[Any], Any] = lambda b: b) -> Any:
-        if not self.ahead:
-            return iter(batches)
-        return iter(speedtorch.prefetch(batches, self.embedding, ids=ids))
-
-    def learn(self, *parts: Tensor, step: bool = True) -> None:
-        loss = sum(
-            ((number + 1) * self.embedding(part).square().sum())
-            for number, part in enumerate(parts)
-        )
-        loss.backward()
-        if step:
-            self.adam.step()
-            self.adam.zero_grad()
-
-    def result(self) -> dict[str, Tensor]:
-        self.embedding.flush()
-        table = self.embedding.table
-        return {name: table[name].clone() for name in table.fields}
-
-
-def assert_same_with_and_without(
-    device: str, train: Callable[[Training], None], **settings: Any
-) -> None:
-    results = []
-    for ahead in (False, True):
-        training = Training(device, ahead=ahead, **settings)
-        train(training)
-        results.append(training.result())
-    for name, rows in results[0].items():
-        assert_same_bytes(results[1][name], rows)
-    torch.manual_seed(0)
-    assert not torch.equal(results[0]["weight"], speedtorch.Embedding(ROWS, WIDTH).table["weight"])
-
-
-def batches(device: str, count: int = 30, overlap: float = 0.5) -> list[Tensor]:
-    return [ids.to(device) for ids in random_ids(ROWS, count, overlap, most=14)]
-
-
-@pytest.mark.parametrize("overlap", [0, 0.5, 1])
-@pytest.mark.parametrize("settings", [{}, {"padding_idx": 3}, {"max_norm": 1.0}], ids=str)
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_plain_loop(device: str, settings: dict[str, Any], overlap: float) -> None:
-    def train(training: Training) -> None:
-        for ids in training.loop(batches(device, overlap=overlap)):
-            training.learn(ids)
-
-    assert_same_with_and_without(device, train, **settings)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_several_lookups_in_a_step(device: str) -> None:
-    def train(training: Training) -> None:
-        pairs = list(zip(batches(device), batches(device, overlap=0), strict=True))
-        for u, v in training.loop(pairs, ids=lambda pair: pair):
-            if not training.ahead:
-                training.embedding.announce(u, v)
-            training.learn(u, v, u)
-
-    assert_same_with_and_without(device, train)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_tensors_that_are_other_objects(device: str) -> None:
-    def train(training: Training) -> None:
-        for number, ids in enumerate(training.loop(batches(device))):
-            training.learn(ids.clone() if number % 3 else ids.cpu())
-
-    assert_same_with_and_without(device, train)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_ids_that_were_not_told(device: str) -> None:
-    def train(training: Training) -> None:
-        for number, ids in enumerate(training.loop(batches(device))):
-            more = torch.tensor([number % ROWS, 7], device=device)
-            if not training.ahead:
-                training.embedding.announce(ids)
-            training.learn(ids, more) if number % 4 == 1 else training.learn(ids)
-
-    assert_same_with_and_without(device, train)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_batches_that_are_left_out(device: str) -> None:
-    def train(training: Training) -> None:
-        for number, ids in enumerate(training.loop(batches(device))):
-            if number % 3 != 1:
-                training.learn(ids)
-
-    assert_same_with_and_without(device, train)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_other_rows_trained_in_between(device: str) -> None:
-    def train(training: Training) -> None:
-        for number, ids in enumerate(training.loop(batches(device))):
-            if number % 3 == 1:
-                training.learn(torch.tensor([number % ROWS, 29], device=device))
-            training.learn(ids)
-
-    assert_same_with_and_without(device, train)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients_that_accumulate_over_batches(device: str) -> None:
-    def train(training: Training) -> None:
-        for number, ids in enumerate(training.loop(batches(device))):
-            training.learn(ids, step=number % 3 == 2)
-
-    assert_same_with_and_without(device, train)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_evaluation_saving_and_loading_in_between(device: str) -> None:
-    seen: list[Tensor] = []
-
-    def train(training: Training) -> None:
-        saved: dict[str, Any] = {}
-        for number, ids in enumerate(training.loop(batches(device))):
-            training.learn(ids)
-            with torch.no_grad():
-                seen.append(training.embedding(torch.arange(ROWS)))
-            if number == 10:
-                state = training.embedding.state_dict()
-                saved = {name: value.clone() for name, value in state.items()}
-                saved_adam = training.adam.state_dict()
-                entries = saved_adam["state"][0]
-                copied = {n: v.clone() for n, v in entries.items()}
-                saved_adam = {**saved_adam, "state": {0: copied}}
-            if number == 20:
-                training.embedding.load_state_dict(saved)
-                training.adam.load_state_dict(saved_adam)
-
-    assert_same_with_and_without(device, train)
-    half = len(seen) // 2
-    for without, ahead in zip(seen[:half], seen[half:], strict=True):
-        assert_same_bytes(ahead, without)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_loop_that_is_left_and_begun_again(device: str) -> None:
-    def train(training: Training) -> None:
-        for stop in (5, 9, 30):
-            for number, ids in enumerate(training.loop(batches(device))):
-                training.learn(ids)
-                if number == stop:
-                    break
-            with torch.no_grad():
-                training.embedding(torch.arange(ROWS, device=device))
-
-    assert_same_with_and_without(device, train)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead(device: str) -> None:
     def ahead() -> int:
         return sum(type(each) is Coming for each in gc.get_objects())
 
-    before = ahead()
-    embedding = speedtorch.Embedding(ROWS, WIDTH, device=device)
-    for ids in speedtorch.prefetch(batches(device), embedding, ids=lambda ids: ids):
-        embedding(ids).sum().backward()
+    training, before = Training(WAYS["prefetch"], device=device), ahead()
+    for ids in training.loop(training.batches()):
+        training.loss(ids).backward()
         assert ahead() == before + 1
         break
     assert ahead() == before
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_optimizer_without_state(device: str) -> None:
-    results = []
-    for ahead in (False, True):
-        torch.manual_seed(0)
-        embedding = speedtorch.Embedding(ROWS, WIDTH, device=device)
-        sgd = optim.SGD(embedding.parameters(), lr=0.1)
-        loader: Iterable[Tensor] = batches(device)
-        if ahead:
-            loader = speedtorch.prefetch(loader, embedding, ids=lambda ids: ids)
-        for ids in loader:
-            sgd.zero_grad()
-            embedding(ids).square().sum().backward()
-            sgd.step()
-        results.append(embedding.state_dict()["weight"].clone())
-    assert_same_bytes(results[1], results[0])
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_several_tables(device: str) -> None:
+    batches = [ids.to(device) for ids in random_ids(ROWS, 30, 0.5, most=14)]
+
     def train(*, ahead: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         user = speedtorch.Embedding(ROWS, WIDTH, device=device)
@@ -227,7 +42,7 @@ def test_several_tables(device: str) -> None:
         model = nn.ModuleList([user, item])
         adam = optim.Adam(model.parameters(), lr=0.1)
         speedtorch.attach(adam, model)
-        pairs = [(ids, ids.flip(0)[None]) for ids in batches(device)]
+        pairs = [(ids, ids.flip(0)[None]) for ids in batches]
         loader: Iterable[Any] = pairs
         if ahead:
             loader = speedtorch.prefetch(pairs, model, ids=lambda b: {user: b[0], item: [b[1]]})
@@ -239,12 +54,11 @@ def test_several_tables(device: str) -> None:
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     expected = train(ahead=False)
-    for name, value in train(ahead=True).items():
-        assert_same_bytes(value, expected[name])
+    assert_same_content(train(ahead=True), expected)
 
 
 def test_it_reads_two_batches_ahead_and_plans_each_once() -> None:
-    training = Training("cpu", ahead=True)
+    training = Training(WAYS["prefetch"])
     taken: list[int] = []
 
     def loader() -> Iterator[Tensor]:
@@ -252,24 +66,22 @@ def test_it_reads_two_batches_ahead_and_plans_each_once() -> None:
             taken.append(number)
             yield torch.tensor([number, number + 1])
 
-    for number, ids in enumerate(
-        speedtorch.prefetch(loader(), training.embedding, ids=lambda b: b)
-    ):
+    for number, ids in enumerate(speedtorch.prefetch(loader(), training.emb, ids=lambda b: b)):
         assert len(taken) == min(6, number + 3)
         training.learn(ids)
 
 
 def test_wrong_use_is_an_error() -> None:
-    training = Training("cpu", ahead=True)
-    embedding = training.embedding
+    training = Training(WAYS["prefetch"])
+    embedding = training.emb
     with pytest.raises(ValueError, match="Linear has no speedtorch.Embedding"):
         speedtorch.prefetch([], nn.Linear(1, 1), ids=lambda b: b)
-    first = training.loop(batches("cpu"))
+    first = training.loop(training.batches())
     next(first)
     with pytest.raises(RuntimeError, match="Embedding: its rows are prefetched by another loop"):
-        next(training.loop(batches("cpu")))
+        next(training.loop(training.batches()))
     first.close()
-    next(training.loop(batches("cpu")))
+    next(training.loop(training.batches()))
     other = speedtorch.Embedding(3, 2)
     both = nn.ModuleList([embedding, other])
     for ids, error, message in (
@@ -286,20 +98,19 @@ def test_wrong_use_is_an_error() -> None:
         ),
     ):
         with pytest.raises(error, match=message):
-            next(iter(speedtorch.prefetch(batches("cpu"), both, ids=ids)))
+            next(iter(speedtorch.prefetch(training.batches(), both, ids=ids)))
     with pytest.raises(TypeError):
         len(speedtorch.prefetch(iter([]), embedding, ids=lambda b: b))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_bad_ids_are_an_error_and_training_goes_on(device: str) -> None:
-    training = Training(device, ahead=True)
+    training = Training(WAYS["prefetch"], device=device)
     bad = [torch.tensor([1, 2]), torch.tensor([3, ROWS]), torch.tensor([4])]
     with pytest.raises(IndexError, match="30.*30 rows"):
         for ids in training.loop([ids.to(device) for ids in bad]):
             training.learn(ids)
     before = training.result()
-    for ids in training.loop(batches(device)):
+    for ids in training.loop(training.batches()):
         training.learn(ids)
     assert not torch.equal(training.result()["weight"], before["weight"])
 
@@ -307,8 +118,8 @@ def test_bad_ids_are_an_error_and_training_goes_on(device: str) -> None:
 @NEEDS_GPU
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
 def test_the_host_waits_for_nothing_but_counts(ahead: bool) -> None:
-    training = Training("cuda", ahead=ahead)
-    given = batches("cuda")
+    training = Training(WAYS["prefetch" if ahead else "plain"], device="cuda")
+    given = training.batches()
     for ids in training.loop(given[:4]):
         training.learn(ids)
     torch.cuda.synchronize()

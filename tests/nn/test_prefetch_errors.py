@@ -16,7 +16,6 @@ from torch import Tensor, nn, optim
 import speedtorch
 
 ROWS, WIDTH = 20, 4
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 BATCHES = [torch.tensor(ids) for ids in ([1, 2], [2, 3], [4, 5], [6, 7], [8, 9])]
 
 
@@ -73,7 +72,6 @@ def _raise(error: BaseException) -> None:
 @pytest.mark.parametrize(
     "fault", [no_memory, bad_ids_of_an_earlier_op, control_c_while_the_host_waits]
 )
-@pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_leave_are_not_lost(
     device: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +99,6 @@ def test_rows_that_leave_are_not_lost(
     assert_same_bytes(trained_rows(embedding), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_bad_ids_of_the_next_batch_are_no_error_of_this_one(device: str) -> None:
     embedding, sgd, expected = made(device)
     given = [*BATCHES[:3], torch.tensor([6, ROWS]), *BATCHES[3:]]
@@ -147,7 +144,6 @@ def test_a_loop_that_cannot_begin_leaves_the_others_free() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_what_is_written_to_the_table_after_flush_counts(device: str, ahead: bool) -> None:
     embedding, sgd, expected = made(device)
     given: Any = [torch.tensor([i, i + 1]) for i in range(6)]
@@ -165,7 +161,6 @@ def test_what_is_written_to_the_table_after_flush_counts(device: str, ahead: boo
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_what_was_announced_before_a_loop_and_not_looked_up_is_in_no_step(
     device: str, ahead: bool
 ) -> None:
@@ -179,7 +174,6 @@ def test_what_was_announced_before_a_loop_and_not_looked_up_is_in_no_step(
     torch.testing.assert_close(trained_rows(embedding), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_announcements_before_and_within_the_loop_are_of_one_step(device: str) -> None:
     embedding, _, expected = made(device)
     sgd = optim.SGD(embedding.parameters(), lr=1.0, weight_decay=0.5)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from reference import assert_same_bytes
+from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
@@ -277,5 +277,4 @@ def test_averages_of_models_are_torchs(settings: dict[str, Any]) -> None:
             sgd.step()
             average.update_parameters(model)
         states.append(average.module.state_dict())
-    for name, value in states[0].items():
-        assert_same_bytes(states[1][name], value)
+    assert_same_content(states[1], states[0])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import assert_same_bytes
-from test_attach import EVERY, IDS, ROWS, WIDTH, Model, assert_same_optimizer_state, pair, step
+from reference import assert_same_bytes, assert_same_content
+from test_attach import EVERY, IDS, ROWS, WIDTH, Model, pair, step, train
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -23,10 +23,7 @@ Make = Callable[..., optim.Optimizer]
 
 
 def assert_same_rows(ours: Model, theirs: Model) -> None:
-    for (name, actual), expected in zip(
-        ours.state_dict().items(), theirs.state_dict().values(), strict=True
-    ):
-        assert_same_bytes(actual, expected), name
+    assert_same_content(ours.state_dict(), theirs.state_dict())
 
 
 class Lookahead(optim.Optimizer):
@@ -68,8 +65,8 @@ def test_momentum_that_is_switched_on_later_is_refused_before_a_step() -> None:
 
 
 def test_a_scheduler_may_change_numbers_that_only_scale() -> None:
-    (theirs, their_sgd), (ours, our_sgd) = pair(lambda p, lr: optim.SGD(p, lr, momentum=0.9))
-    for model, sgd in ((theirs, their_sgd), (ours, our_sgd)):
+    (theirs, _), (ours, _) = made = pair(lambda p, lr: optim.SGD(p, lr, momentum=0.9))
+    for model, sgd in made:
         cycle = optim.lr_scheduler.OneCycleLR(sgd, 0.1, total_steps=6)
         for _ in range(5):
             step(model, sgd)
@@ -107,14 +104,14 @@ def test_state_is_saved_though_the_gradient_is_gone(clears: str) -> None:
 
 @pytest.mark.parametrize("make", [optim.Rprop, optim.ASGD, optim.Adam, optim.Adagrad])
 def test_a_scheduler_made_after_attach_changes_how_state_starts(make: Make) -> None:
-    (theirs, theirs_opt), (ours, ours_opt) = pair(make)
-    for model, optimizer in ((theirs, theirs_opt), (ours, ours_opt)):
+    (theirs, theirs_opt), (ours, ours_opt) = made = pair(make)
+    for model, optimizer in made:
         warm_up = optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
         for _ in range(3):
             step(model, optimizer)
             warm_up.step()
     assert_same_rows(ours, theirs)
-    assert_same_optimizer_state(ours_opt.state_dict(), theirs_opt.state_dict())
+    assert_same_content(ours_opt.state_dict(), theirs_opt.state_dict())
 
 
 @pytest.mark.parametrize("make", [lambda p, lr: optim.SGD(p, lr, momentum=0.9), optim.Adam])
@@ -159,7 +156,7 @@ def test_what_torch_refuses_to_load_has_changed_nothing() -> None:
     for wrong in (fewer, more_groups):
         with pytest.raises(ValueError, match="parameter group"):
             adam.load_state_dict(wrong)
-        assert_same_optimizer_state(adam.state_dict(), expected)
+        assert_same_content(adam.state_dict(), expected)
     for name, value in (
         ("exp_avg_sq", expected["state"][0]["exp_avg_sq"].to("meta")),
         ("exp_avg_sq", expected["state"][0]["exp_avg_sq"].to_sparse()),
@@ -169,20 +166,16 @@ def test_what_torch_refuses_to_load_has_changed_nothing() -> None:
         entries = {**expected["state"][0], name: value}
         with pytest.raises(ValueError, match=name):
             adam.load_state_dict({**expected, "state": {**expected["state"], 0: entries}})
-        assert_same_optimizer_state(adam.state_dict(), expected)
+        assert_same_content(adam.state_dict(), expected)
     entries = {n: v for n, v in expected["state"][0].items() if n != "step"}
     with pytest.raises(ValueError, match="Embedding has no step; nothing was loaded"):
         adam.load_state_dict({**expected, "state": {**expected["state"], 0: entries}})
-    assert_same_optimizer_state(adam.state_dict(), expected)
+    assert_same_content(adam.state_dict(), expected)
 
 
 def test_fused_momentum_beside_dense_parameters() -> None:
-    (theirs, their_sgd), (ours, our_sgd) = pair(
-        lambda p, lr: optim.SGD(p, lr, momentum=0.9, fused=True)
-    )
-    for _ in range(3):
-        step(theirs, their_sgd)
-        step(ours, our_sgd)
+    (theirs, _), (ours, _) = made = pair(lambda p, lr: optim.SGD(p, lr, momentum=0.9, fused=True))
+    train(made, 3)
     for actual, expected in zip(
         ours.state_dict().values(), theirs.state_dict().values(), strict=True
     ):
@@ -191,9 +184,8 @@ def test_fused_momentum_beside_dense_parameters() -> None:
 
 @pytest.mark.parametrize("make", [optim.Adam, optim.AdamW, optim.Adagrad])
 def test_state_of_a_fused_optimizer_is_torchs_to_load(make: Any) -> None:
-    (theirs, their_opt), (ours, our_opt) = pair(lambda p, lr: make(p, lr, fused=True))
-    step(theirs, their_opt)
-    step(ours, our_opt)
+    (theirs, their_opt), (ours, our_opt) = made = pair(lambda p, lr: make(p, lr, fused=True))
+    train(made)
     loaded = Model(nn.Embedding)
     optimizer = make(loaded.parameters(), lr=0.1, fused=True)
     loaded.load_state_dict(ours.state_dict())
@@ -256,7 +248,7 @@ def test_memory_that_runs_out_while_attach_tries_an_optimizer_is_no_fault_of_it(
             speedtorch.attach(adagrad, embedding)
         assert raised.value is error and calls[0] == at
     assert not embedding.trained_rows.state
-    assert_same_optimizer_state(adagrad.state_dict(), before)
+    assert_same_content(adagrad.state_dict(), before)
     at = 0
     speedtorch.attach(adagrad, embedding)
     assert not state_of(embedding.trained_rows).sparse
@@ -327,10 +319,8 @@ class CountsInGroup(optim.Optimizer):
 
 
 def test_a_counter_in_the_group_is_no_setting() -> None:
-    (theirs, theirs_opt), (ours, ours_opt) = pair(CountsInGroup)
-    for _ in range(3):
-        step(theirs, theirs_opt)
-        step(ours, ours_opt)
+    (theirs, _), (ours, _) = made = pair(CountsInGroup)
+    train(made, 3)
     assert_same_rows(ours, theirs)
 
 
@@ -374,10 +364,8 @@ def test_state_that_is_no_number_is_kept_beside_the_rows(beside: Any) -> None:
     def make(parameters: Any, lr: float) -> optim.Optimizer:
         return KeepsBeside(parameters, beside)
 
-    (theirs, theirs_opt), (ours, ours_opt) = pair(make)
-    for _ in range(2):
-        step(theirs, theirs_opt)
-        step(ours, ours_opt)
+    (theirs, _), (ours, ours_opt) = made = pair(make)
+    train(made, 2)
     assert_same_rows(ours, theirs)
     for entries in ours_opt.state_dict()["state"].values():
         assert repr(entries["beside"]) == repr(beside)

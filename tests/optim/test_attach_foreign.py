@@ -11,16 +11,8 @@ from typing import Any
 import pytest
 import torch
 from probed_optimizers import Own
-from reference import assert_same_bytes
-from test_attach import (
-    EVERY,
-    IDS,
-    Model,
-    assert_same_optimizer_state,
-    pair,
-    saved,
-    step,
-)
+from reference import assert_same_bytes, assert_same_content
+from test_attach import EVERY, IDS, Model, pair, saved, step, train
 from test_attach_changes import assert_same_rows
 from torch import Tensor, nn, optim
 
@@ -96,7 +88,7 @@ def test_an_optimizer_that_a_library_wraps_is_attached_and_detached(wrap: Any) -
         step(theirs, their_adam)
         step(ours, wrapped)
     assert_same_rows(ours, theirs)
-    assert_same_optimizer_state(wrapped.state_dict(), their_adam.state_dict())
+    assert_same_content(wrapped.state_dict(), their_adam.state_dict())
     speedtorch.detach(wrapped)
     with pytest.raises(ValueError, match="Adam is not attached"):
         speedtorch.detach(adam)
@@ -180,7 +172,7 @@ def test_an_optimizer_that_knows_state_by_names_knows_that_of_all_rows(combines:
     for _ in range(2):
         step(theirs, optimizers[0])
         step(ours, optimizers[1])
-    assert_same_nested(optimizers[1].state_dict(), optimizers[0].state_dict())
+    assert_same_content(optimizers[1].state_dict(), optimizers[0].state_dict())
     step(resumed, optimizers[2], IDS)
     state = copy.deepcopy((ours.state_dict(), optimizers[1].state_dict()))
     resumed.load_state_dict(state[0])
@@ -188,7 +180,7 @@ def test_an_optimizer_that_knows_state_by_names_knows_that_of_all_rows(combines:
     for model, optimizer in zip((theirs, resumed), optimizers[::2], strict=True):
         step(model, optimizer)
     assert_same_rows(resumed, theirs)
-    assert_same_nested(optimizers[2].state_dict(), optimizers[0].state_dict())
+    assert_same_content(optimizers[2].state_dict(), optimizers[0].state_dict())
     speedtorch.detach(optimizers[2])
     with pytest.raises(ValueError, match="Adam is not attached"):
         speedtorch.detach(optimizers[2])
@@ -250,9 +242,8 @@ class Boxed(optim.Adam):
 
 
 def test_an_optimizer_that_loads_in_its_own_way_goes_on_with_the_rows_state() -> None:
-    (theirs, their_opt), (ours, our_opt) = pair(Boxed)
-    step(theirs, their_opt)
-    step(ours, our_opt)
+    (theirs, their_opt), (ours, our_opt) = made = pair(Boxed)
+    train(made)
     model_state, state = saved(ours, our_opt)
     step(theirs, their_opt)
     model = Model()
@@ -293,16 +284,14 @@ def test_state_of_before_the_first_step_loads_in_its_own_way() -> None:
 
 def test_what_does_not_fit_changes_nothing_when_it_loads_in_its_own_way() -> None:
     models = pair(Boxed)
-    for model, optimizer in models:
-        step(model, optimizer)
+    train(models)
     ours, optimizer = models[1]
     wrong = copy.deepcopy(optimizer.state_dict())
     wrong["state"][0]["box"]["exp_avg"] = torch.zeros(3, 4)
     wrong["param_groups"][0]["lr"] = 7.0
     with pytest.raises(ValueError, match=r"'exp_avg' of Embedding.*\[20, 4\].*nothing was loaded"):
         optimizer.load_state_dict(wrong)
-    for model, each in models:
-        step(model, each)
+    train(models)
     assert_same_rows(ours, models[0][0])
 
 
@@ -325,18 +314,7 @@ def test_a_copy_of_an_optimizer_loads_for_itself() -> None:
     copied = copy.deepcopy(optimizer)
     assert "load_state_dict" not in vars(copied)
     copied.load_state_dict(optimizer.state_dict() | {"state": {}})
-    assert_same_nested(optimizer.state_dict(), expected)
-
-
-def assert_same_nested(actual: Any, expected: Any) -> None:
-    if isinstance(expected, Tensor):
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for name, value in expected.items():
-            assert_same_nested(actual[name], value)
-    else:
-        assert actual == expected
+    assert_same_content(optimizer.state_dict(), expected)
 
 
 def test_the_state_of_a_table_whose_module_is_gone_is_still_that_of_all_rows() -> None:
@@ -370,9 +348,8 @@ class Wide(Own):
 
 
 def test_state_of_another_dtype_is_saved_and_goes_on() -> None:
-    (theirs, their_opt), (ours, our_opt) = pair(Wide)
-    step(theirs, their_opt)
-    step(ours, our_opt)
+    (theirs, their_opt), (ours, our_opt) = made = pair(Wide)
+    train(made)
     model_state, state = saved(ours, our_opt)
     assert state["state"][0]["mean"].dtype == torch.float64
     model = Model()
@@ -482,13 +459,13 @@ def test_a_flag_beside_the_state_goes_with_it(sparse: bool) -> None:
             step(model, optimizer, ids if sparse else EVERY[None])
     assert_same_bytes(ours.state_dict()["weight"], theirs.weight.detach())
     expected, found = (optimizer.state_dict()["state"] for _, optimizer in models)
-    assert_same_nested(found, expected)
+    assert_same_content(found, expected)
     assert ("rows" in found[0]) is sparse
 
 
 def test_loading_what_the_next_step_would_overwrite_is_refused() -> None:
-    (theirs, their_opt), (ours, our_opt) = pair(RowWise)
-    for model, optimizer in ((theirs, their_opt), (ours, our_opt)):
+    (theirs, their_opt), (ours, our_opt) = made = pair(RowWise)
+    for model, optimizer in made:
         step(model, optimizer)
     model_state, state = saved(ours, our_opt)
     model = Model()

@@ -16,17 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as checkpoint
+from checkpoints import Training, WithCheckpoint
 from optimizer_cases import CASES
 from rank_processes import in_processes
 from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from warm_python import warm_python
 
 import speedtorch
@@ -70,9 +65,6 @@ class Pooled(nn.Module):
         return self.out(found.values().tanh())
 
 
-Training = tuple[nn.Module, list[optim.Optimizer]]
-
-
 def begin(make: type[nn.Module], name: str, seed: int) -> Training:
     """A model with its optimizers, which have stepped nothing."""
     torch.manual_seed(seed)
@@ -108,28 +100,6 @@ class WithTorchSave:
         model, optimizers = training
         for each, state in zip((model, *optimizers), torch.load(path), strict=True):
             each.load_state_dict(state)
-
-
-class WithCheckpoint:
-    """torch.distributed.checkpoint, with names instead of numbers."""
-
-    def __init__(self, **options: bool) -> None:
-        self.options = StateDictOptions(**options)
-
-    def save(self, training: Training, path: Path) -> None:
-        state = get_state_dict(*training, options=self.options)
-        checkpoint.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=path)
-
-    def load(self, training: Training, path: Path) -> None:
-        model_state, optimizer_state = get_state_dict(*training, options=self.options)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        checkpoint.load(state, checkpoint_id=path)
-        set_state_dict(
-            *training,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=self.options,
-        )
 
 
 WAYS: dict[str, Any] = {

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
-from test_attach import EVERY, IDS, Model, pair, step
+from test_attach import EVERY, IDS, Model, pair, step, train
 from torch import nn, optim
 
 import speedtorch
 
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 Make = Callable[..., optim.Optimizer]
 
 
@@ -22,15 +20,12 @@ def assert_close(ours: Model, theirs: Model) -> None:
         torch.testing.assert_close(ours.state_dict()[name].to(value.device), value)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("foreach", [None, True], ids=["default", "foreach"])
 def test_nesterov_momentum_trains_as_in_torch(device: str, foreach: bool | None) -> None:
-    (theirs, their_sgd), (ours, our_sgd) = pair(
+    (theirs, _), (ours, _) = made = pair(
         lambda p, lr: optim.SGD(p, lr, momentum=0.9, nesterov=True, foreach=foreach), device
     )
-    for _ in range(4):
-        step(theirs, their_sgd, EVERY.to(device))
-        step(ours, our_sgd, EVERY.to(device))
+    train(made, 4, EVERY.to(device))
     assert_close(ours, theirs)
 
 
@@ -43,7 +38,6 @@ FUSED: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "alone"])
 def test_a_grad_scaler_and_a_later_scheduler_work_with_fused_optimizers(

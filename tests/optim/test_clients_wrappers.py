@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference import assert_same_bytes
-from test_attach import EVERY, Model, step
+from reference import assert_same_bytes, assert_same_content
+from test_attach import EVERY, Model, step, train
 from test_attach_changes import assert_same_rows
-from test_attach_foreign import assert_same_nested
 from torch import nn, optim
 
 import speedtorch
@@ -64,14 +63,11 @@ def pair(wrap: Callable[..., Any], make: Any) -> list[tuple[Model, Any]]:
 def test_a_wrapper_trains_and_resumes_as_in_plain_torch(wrap: Any, make: Any) -> None:
     made = pair(wrap, make)
     (theirs, their_optimizer), (ours, our_optimizer) = made
-    for _ in range(2):
-        for model, optimizer in made:
-            step(model, optimizer)
-    assert_same_nested(our_optimizer.state_dict(), their_optimizer.state_dict())
+    train(made, 2)
+    assert_same_content(our_optimizer.state_dict(), their_optimizer.state_dict())
     file = io.BytesIO()
     torch.save([ours.state_dict(), our_optimizer.state_dict()], file)
-    for model, optimizer in made:
-        step(model, optimizer)
+    train(made)
     assert_same_rows(ours, theirs)
     file.seek(0)
     weights, state = torch.load(file)
@@ -84,7 +80,7 @@ def test_a_wrapper_trains_and_resumes_as_in_plain_torch(wrap: Any, make: Any) ->
     optimizer.load_state_dict(state)
     step(resumed, optimizer)
     assert_same_rows(resumed, theirs)
-    assert_same_nested(optimizer.state_dict(), their_optimizer.state_dict())
+    assert_same_content(optimizer.state_dict(), their_optimizer.state_dict())
     speedtorch.detach(optimizer)
     assert "state_dict" not in vars(optimizer)
 

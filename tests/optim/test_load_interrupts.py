@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from interrupts import OPTIMIZERS, PACKAGE, Lines, first_of_each, out_of_memory
-from reference import assert_same_bytes
+from reference import assert_same_bytes, assert_same_content
 from test_attach import IDS, ROWS, WIDTH, step
-from test_attach_foreign import Boxed, assert_same_nested
+from test_attach_foreign import Boxed
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -83,10 +83,9 @@ def test_an_interrupted_load_is_all_of_it_or_nothing(make: Any, error: Any) -> N
         tables = [each.table["exp_avg"].clone() for each in training.model.tables[: turn % 2 * 2]]
         found = training.optimizer.state_dict()
         which = "new" if found["param_groups"][0]["lr"] == 0.3 else "old"
-        assert_same_nested(found, training.states[which])
+        assert_same_content(found, training.states[which])
         for each, entries in zip(tables, found["state"].values(), strict=False):
             assert_same_bytes(each, entries.get("box", entries)["exp_avg"])
-        for name, value in training.go_on().items():
-            assert_same_bytes(value, training.goes_on[which][name])
+        assert_same_content(training.go_on(), training.goes_on[which])
         seen.add(which)
     assert seen == {"old", "new"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from speedtorch.optim.probe import probe_optimizer
     ("make", "rows", "scalars"), [pytest.param(*each[1:], id=each[0]) for each in LEARNT]
 )
 def test_the_state_is_that_before_the_first_update(
-    make: Make, rows: dict[str, float], scalars: dict[str, float]
+    make: Make, rows: Mapping[str, float], scalars: dict[str, float]
 ) -> None:
     probe = probed(make)
     assert probe.row_state.keys() == rows.keys()

@@ -541,7 +541,6 @@ def test_found_inf_lets_an_optimizer_skip_a_step_where_can_skip_says_so() -> Non
     assert parameter.item() < 1
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_forget_failed_backward_lets_the_graph_go(device: str) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -598,32 +597,20 @@ def test_clips_by_norm() -> None:
         assert (callers[0] in torch_internals.CLIPS_BY_NORM) is known
 
 
-def test_timeout_of(tmp_path: Path) -> None:
-    waits = timedelta(seconds=7)
-    meet = f"file://{tmp_path}/meet"
-    distributed.init_process_group("gloo", meet, timeout=waits, rank=0, world_size=1)
-    try:
-        assert torch_internals.timeout_of(distributed.group.WORLD) == waits
-    finally:
-        distributed.destroy_process_group()
+def test_timeout_of(process_group: timedelta) -> None:
+    assert torch_internals.timeout_of(distributed.group.WORLD) == process_group
 
 
-def test_group_like(tmp_path: Path) -> None:
-    waits = timedelta(seconds=7)
-    meet = f"file://{tmp_path}/meet"
-    distributed.init_process_group("gloo", meet, timeout=waits, rank=0, world_size=1)
-    try:
-        every = distributed.group.WORLD
-        made = [torch_internals.group_like(every) for _ in range(2)]
-        names = [group.group_name for group in made]
-        assert names == [f"{every.group_name} copy {number}" for number in range(2)]
-        for group in made:
-            assert torch_internals.timeout_of(group) == waits
-            assert distributed.get_process_group_ranks(group) == [0]
-            distributed.all_reduce(numbers := torch.ones(2), group=group)
-            assert numbers.tolist() == [1.0, 1.0]
-    finally:
-        distributed.destroy_process_group()
+def test_group_like(process_group: timedelta) -> None:
+    every = distributed.group.WORLD
+    made = [torch_internals.group_like(every) for _ in range(2)]
+    names = [group.group_name for group in made]
+    assert names == [f"{every.group_name} copy {number}" for number in range(2)]
+    for group in made:
+        assert torch_internals.timeout_of(group) == process_group
+        assert distributed.get_process_group_ranks(group) == [0]
+        distributed.all_reduce(numbers := torch.ones(2), group=group)
+        assert numbers.tolist() == [1.0, 1.0]
 
 
 def test_current_node() -> None:
@@ -635,19 +622,16 @@ def test_current_node() -> None:
     assert torch_internals.current_node() is None
 
 
-def test_place_buckets(tmp_path: Path) -> None:
-    distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        wrapper = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-        assert not torch_internals.place_buckets(wrapper)
-        assert not torch_internals.takes_uneven_inputs(wrapper)
-        with wrapper.join():
-            assert torch_internals.takes_uneven_inputs(wrapper)
-        wrapper(torch.ones(1, 2)).sum().backward()
-        assert [torch_internals.place_buckets(wrapper) for _ in range(2)] == [True, False]
-        wrapper(torch.ones(1, 2)).sum().backward()
-    finally:
-        distributed.destroy_process_group()
+@pytest.mark.usefixtures("process_group")
+def test_place_buckets() -> None:
+    wrapper = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    assert not torch_internals.place_buckets(wrapper)
+    assert not torch_internals.takes_uneven_inputs(wrapper)
+    with wrapper.join():
+        assert torch_internals.takes_uneven_inputs(wrapper)
+    wrapper(torch.ones(1, 2)).sum().backward()
+    assert [torch_internals.place_buckets(wrapper) for _ in range(2)] == [True, False]
+    wrapper(torch.ones(1, 2)).sum().backward()
 
 
 class Twice(torch.autograd.Function):

@@ -1,0 +1,39 @@
+"""torch.distributed.checkpoint of a model and its optimizers, for the tests of resumed training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed.checkpoint as checkpoint
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+__all__ = ["Training", "WithCheckpoint"]
+
+Training = tuple[nn.Module, list[optim.Optimizer]]
+
+
+class WithCheckpoint:
+    """torch.distributed.checkpoint, with names instead of numbers."""
+
+    def __init__(self, **options: bool) -> None:
+        self.options = StateDictOptions(**options)
+
+    def save(self, training: Training, path: Path) -> None:
+        state = get_state_dict(*training, options=self.options)
+        checkpoint.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=path)
+
+    def load(self, training: Training, path: Path) -> None:
+        model_state, optimizer_state = get_state_dict(*training, options=self.options)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        checkpoint.load(state, checkpoint_id=path)
+        set_state_dict(
+            *training,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=self.options,
+        )

@@ -1,0 +1,255 @@
+"""What all demonstrations do alike as a user runs them: options, Ctrl-C, wrong settings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import NEEDS_GPU
+from demo_commands import DEMOS, demo_file, facts, run_demo
+
+from speedtorch.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+EACH = pytest.mark.parametrize("name", DEMOS)
+OF_TEXT = pytest.mark.parametrize("name", ["word2vec", "glove"])
+
+# Settings that all have, and those of each.
+GIVEN: dict[str, Any] = {"out": Path("b"), "dim": 3, "epochs": 4, "batch": 5, "lr": 0.5, "seed": 7}
+GIVEN |= {"device": "cpu", "memory": "plain"}
+OF_CORPUS = {"corpus": Path("a.gz"), "optimizer": "SGD", "steps": 6, "window": 8, "min_count": 9}
+OWN: dict[str, dict[str, Any]] = {
+    "word2vec": {**OF_CORPUS, "negatives": 11, "sample": 0.25, "held_out": 0.125},
+    "glove": {**OF_CORPUS, "x_max": 6.5, "alpha": 0.25},
+    "ncf": {"ratings": Path("a.csv"), "negatives": 6},
+    "dlrm": {
+        "clicks": Path("a.gz"),
+        "lines": 2,
+        "optimizer": "SGD",
+        "rows": 10,
+        "held_out": 0.25,
+    },
+}
+COMPARES = {"word2vec", "dlrm"}
+
+
+@EACH
+def test_every_setting_has_an_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, module = GIVEN | OWN[name], DEMOS[name].module
+    compare = {"compare": True} if name in COMPARES else {}
+    assert {field.name for field in fields(module.Settings)} == {*given, *compare}
+    seen: list[Any] = []
+    monkeypatch.setattr(module, "run", lambda settings: seen.append(settings) or 7)
+    options = [f"--{each.replace('_', '-')}={value}" for each, value in given.items()]
+    options += [f"--{each}" for each in compare]
+    assert main(["demo", name, *options]) == main(["demo", name]) == 7
+    assert seen == [module.Settings(**given, **compare), module.Settings()]
+
+
+GPU_OPTIONS = {"glove": (), "ncf": ("--lr", "0.02"), "dlrm": ("--compare",)}
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("memory", ["auto", "managed", "registered", "plain", "cuda"])
+@pytest.mark.parametrize("name", GPU_OPTIONS)
+def test_the_demonstration_runs_on_a_gpu(name: str, memory: str, tmp_path: Path) -> None:
+    assert run_demo(name, tmp_path, "--memory", memory, *GPU_OPTIONS[name], device="cuda") == 0
+    found = facts(tmp_path)
+    assert found["device"] == "cuda" and found["peak_gpu_bytes"] > 0
+    if name == "glove":
+        assert found["training"]["losses"][-1] < found["training"]["losses"][0]
+    if name == "ncf":
+        assert found["after"]["hit_rate"] > found["before"]["hit_rate"]
+
+
+@pytest.mark.slow
+@OF_TEXT
+def test_the_seed_decides_everything(name: str, tmp_path: Path) -> None:
+    for folder, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        assert run_demo(name, tmp_path / folder, "--seed", seed) == 0
+    a, b, c = ((tmp_path / folder / "vectors.npy").read_bytes() for folder in "abc")
+    assert a == b and a != c
+
+
+# ------------------------------------------------------------------------------------------------
+# Ctrl-C
+
+
+@pytest.mark.slow
+@OF_TEXT
+def test_ctrl_c_saves_what_there_is(name: str, tmp_path: Path) -> None:
+    given = ("--corpus", str(demo_file(name)), "--out", str(tmp_path), "--device", "cpu")
+    endless = ("--dim", "8", "--batch", "256", "--min-count", "1", "--epochs", "100000")
+    command = [sys.executable, "-m", "speedtorch", "demo", name, *given, *endless]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stderr is not None
+        seen = b""
+        deadline = time.monotonic() + 120
+        while b"loss" not in seen and time.monotonic() < deadline and process.poll() is None:
+            seen += os.read(process.stderr.fileno(), 4096)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors.decode()
+    assert b"stopping after this step" in errors and b"what was learnt until then" in out
+    assert sorted(os.listdir(tmp_path)) == [*DEMOS[name].files]
+    words, numbers = vectors_as_text(tmp_path / "vectors.txt")
+    assert np.array_equal(np.load(tmp_path / "vectors.npy"), numbers) and len(words) == 70
+    assert facts(tmp_path)["training"]["steps"] > 0
+    assert not facts(tmp_path)["training"]["finished"]
+
+
+def vectors_as_text(path: Path) -> tuple[list[str], np.ndarray[Any, np.dtype[np.float32]]]:
+    """Reads word2vec's text format by its rules: a header, then a word and its numbers per line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    count, dim = map(int, lines[0].split())
+    parts = [line.rstrip().split(" ") for line in lines[1:]]
+    assert len(parts) == count and all(len(part) == dim + 1 for part in parts)
+    return [p[0] for p in parts], np.array([p[1:] for p in parts], dtype=np.float32)
+
+
+@OF_TEXT
+def test_vectors_are_saved_as_npy_and_as_text_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "folder"
+    assert run_demo(name, out) == 0
+    assert sorted(os.listdir(out)) == [*DEMOS[name].files]
+    words, numbers = vectors_as_text(out / "vectors.txt")
+    saved = np.load(out / "vectors.npy", allow_pickle=False)
+    assert saved.dtype == np.float32 and saved.shape == (70, 8) and len(set(words)) == 70
+    assert saved.tobytes() == numbers.tobytes() and np.isfinite(saved).all()
+
+
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch, name: str, times: int = 1, label: str = "training"
+) -> None:
+    """Sends Ctrl-C to this process, in the second step of the training of that label."""
+    module = DEMOS[name].module
+    original: Callable[..., Any] = module.train
+
+    def train(*args: Any, stop: Callable[[], bool], **options: Any) -> Any:
+        asked = 0
+
+        def stop_later() -> bool:
+            nonlocal asked
+            asked += 1
+            in_turn = asked == 2 and options.get("label", "training") == label
+            for _ in range(times if in_turn else 0):
+                signal.raise_signal(signal.SIGINT)
+            return stop()
+
+        return original(*args, stop=stop_later, **options)
+
+    monkeypatch.setattr(module, "train", train)
+
+
+@EACH
+def test_ctrl_c_ends_training_after_a_whole_step_and_saves_what_there_is(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    interrupt(monkeypatch, name)
+    compare = ["--compare"] if name in COMPARES else []
+    assert run_demo(name, tmp_path, *compare) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "what was learnt until then is saved" in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path)) == [*DEMOS[name].files]
+    assert facts(tmp_path)["training"]["steps"] == 2
+    assert not facts(tmp_path)["training"]["finished"]
+
+
+@EACH
+def test_a_second_ctrl_c_ends_at_once(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    interrupt(monkeypatch, name, times=2)
+    assert run_demo(name, tmp_path) == 130
+    assert "ended by Ctrl-C" in capsys.readouterr().err and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", sorted(COMPARES))
+def test_ctrl_c_in_the_comparison_leaves_what_was_trained(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    interrupt(monkeypatch, name, label="plain torch")
+    assert run_demo(name, tmp_path, "--compare") == 130
+    assert "before the comparison was done" in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path)) == [*DEMOS[name].files]
+    assert facts(tmp_path)["training"]["finished"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Wrong settings
+
+ADAMIX = "no optimizer 'Adamix' in torch.optim: ASGD, Ada"
+BAD_SEED = "seed is -1; it must be 0 or more"
+LONGER_TEXT = "give a longer text or a smaller minimum count"
+TOO_FAST = "choose a learning rate below 1e+30"
+WRONG = [
+    *(
+        (name, *each)
+        for name in ("word2vec", "glove")
+        for each in (
+            ("--optimizer Adamix", ADAMIX),
+            ("--optimizer Muon", "Muon cannot be used"),
+            ("--optimizer LBFGS", "LBFGS cannot"),
+            ("--min-count 100000", LONGER_TEXT),
+            ("--optimizer SGD --lr 1e30", TOO_FAST),
+        )
+    ),
+    *((name, "--lr -1", "Invalid learning rate") for name in DEMOS),
+    *((name, f"{DEMOS[name].option} /no/such/file", "/no/such/file") for name in DEMOS),
+    *((name, "--seed -1", BAD_SEED) for name in ("glove", "ncf", "dlrm")),
+    ("glove", f"--seed {1 << 32}", "seed is 4294967296; it must be 0 or more, and less than 2^32"),
+    ("word2vec", "--held-out 1", "held_out is 1.0; it must be from 0 to below 1"),
+    ("glove", "--x-max 0", "x_max is 0.0; it must be above 0"),
+    ("glove", "--alpha -1", "alpha is -1.0; it must be 0 or more"),
+    ("ncf", "--lr 1e30", TOO_FAST),
+    ("ncf", f"--ratings {__file__}", "test_commands.py, line 1: expected numbers with tabs"),
+    ("dlrm", "--held-out 0", "held_out is 0.0; it must be above 0"),
+    ("dlrm", "--optimizer Adam --compare", "--compare is for Adagrad and SGD, not Adam"),
+    ("dlrm", f"--clicks {__file__}", "test_commands.py, line 1: expected 40 fields"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"), WRONG, ids=[f"{name} {options}" for name, options, _ in WRONG]
+)
+def test_a_setting_that_does_not_fit_is_told_in_one_line(
+    name: str, options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_demo(name, tmp_path, *options.split()) == 2
+    told = capsys.readouterr().err
+    last = told.strip().splitlines()[-1]
+    assert last.startswith("speedtorch: ") and message in last
+    if options.startswith("--seed 4"):
+        assert "counting" not in told
+
+
+@EACH
+def test_an_output_folder_that_is_a_file_is_told_before_training(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = demo_file(name)
+    assert run_demo(name, file) == 2
+    told = capsys.readouterr().err
+    assert f"--out {file}: no folder can be made there" in told
+    assert "counting" not in told and "training" not in told

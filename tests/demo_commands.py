@@ -1,0 +1,97 @@
+"""`speedtorch demo` on small files of its own, for the tests of the demonstrations."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from topics import topic_passages
+
+from speedtorch.__main__ import main
+from speedtorch.demo import dlrm_run, glove_run, ncf, word2vec
+from speedtorch.demo.criteo import write_clicks
+from speedtorch.demo.ratings import Ratings, generated_ratings
+
+__all__ = ["DEMOS", "Demo", "demo_file", "demo_ratings", "facts", "run_demo"]
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A demonstration.
+
+    Attributes:
+        option: names its input file.
+        write: writes a small one.
+        small: settings for that.
+        files: the names of what is saved, in order.
+        module: has its `Settings` and `run`, and calls `train`.
+    """
+
+    option: str
+    write: Callable[[Path], object]
+    small: tuple[str, ...]
+    files: tuple[str, ...]
+    module: ModuleType
+
+
+@functools.cache
+def demo_ratings() -> Ratings:
+    return generated_ratings(users=600, items=300)
+
+
+def _write_text(path: Path) -> None:
+    path.write_text("\n\n".join(topic_passages()))
+
+
+def _write_ratings(path: Path) -> None:
+    """Writes MovieLens's first format, with other ids."""
+    ratings = demo_ratings()
+    pairs = zip(ratings.user.tolist(), ratings.item.tolist(), strict=True)
+    path.write_text("".join(f"{10 * u + 7}\t{3 * i}\t4\t{n}\n" for n, (u, i) in enumerate(pairs)))
+
+
+_TEXT = ("--dim", "8", "--batch", "256", "--min-count", "1", "--steps", "60")
+_VECTORS = ("report.json", "vectors.npy", "vectors.txt")
+_MODEL = ("model.safetensors", "report.json")
+_CLICKS = ("--dim", "4", "--rows", "100", "--batch", "256")
+DEMOS = {
+    "word2vec": Demo("--corpus", _write_text, _TEXT, _VECTORS, word2vec),
+    "glove": Demo("--corpus", _write_text, _TEXT, _VECTORS, glove_run),
+    "ncf": Demo(
+        "--ratings", _write_ratings, ("--dim", "4", "--batch", "512", "--epochs", "2"), _MODEL, ncf
+    ),
+    "dlrm": Demo(
+        "--clicks", functools.partial(write_clicks, lines=3000), _CLICKS, _MODEL, dlrm_run
+    ),
+}
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Where the files lie; it goes with this process."""
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def demo_file(name: str) -> Path:
+    path = Path(_folder().name) / name
+    DEMOS[name].write(path)
+    return path
+
+
+def run_demo(name: str, out: Path, *more: str, device: str = "cpu") -> int:
+    """Runs the command on the demonstration's file; the last of equal options counts."""
+    given = (DEMOS[name].option, str(demo_file(name)), "--out", str(out), "--device", device)
+    return main(["demo", name, *given, *DEMOS[name].small, *more])
+
+
+def facts(out: Path) -> dict[str, Any]:
+    """The report."""
+    found: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return found
