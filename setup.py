@@ -152,6 +152,7 @@ def compile_cuda(cuda: Toolkit) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     # Paths are relative to the root: a space in its path does not survive nvcc's call of gcc.
     flags = ["-std=c++20", "-O3", "-DSPEEDTORCH_CUDA=1", "-Icsrc"]
+    flags += ["--expt-relaxed-constexpr"]  # small functions serve the CPU and the GPU
     flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
     flags += ["-Xfatbin=-compress-all"]  # a third of the size
     flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in cuda.archs]

@@ -280,7 +280,7 @@ MUTANTS = [
         "                self.forget_announced()\n                has_gradient",
         "                has_gradient",
     ),
-    # ---- gradient_sums.py and ops/planned_batch.py
+    # ---- gradient_sums.py and plan/planned_batch.py
     Mutant(
         "gradients are added up in another order than torch's",
         "step/gradient_sums.py",
@@ -296,7 +296,7 @@ MUTANTS = [
     ),
     Mutant(
         "the padding has no place behind rows that joined",
-        "ops/planned_batch.py",
+        "plan/planned_batch.py",
         "            places = torch.where(unique == self._padding, len(ids), places)\n",
         "            pass\n",
     ),

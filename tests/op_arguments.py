@@ -75,6 +75,7 @@ def op_arguments(
             swap.placed,
             (host, *moved),
         ),
+        "exchange_rows": (ops.exchange_rows.default, (host, *moved)),
         "optimizer_state_swap.tables": (
             swap.tables,
             ([*host, *second], 2, *moved),
@@ -92,10 +93,14 @@ def op_arguments(
             (index, ids(0, 1, 1, 3, 4), ids(0, 9, 9, 3).view(2, 2), 2),
         ),
         "pool_rows": (ops.pool_rows.default, (sums, places, ids(0, 1, 1, 3, 4), 2, False)),
-        "compare_rows": (ops.compare_rows.default, (index, ROWS, load, load_plan[4], -1)),
-        "compare_rows.fitting": (
-            ops.compare_rows.fitting,
-            (load, load_plan[4], up, up_plan[4], -1, COUNT, ROWS, ids(0, 0), word),
+        "plan_batch": (ops.plan_batch.default, (index, ROWS, 2, -1)),
+        "plan_batch, after others": (
+            ops.plan_batch.default,
+            (index, ROWS, -1, -1, load, load_plan[4]),
+        ),
+        "diff_ids": (
+            ops.diff_ids.default,
+            (load, load_plan[4], up, up_plan[4], COUNT, ROWS, ids(0, 0), word),
         ),
         "hold_rows": (
             ops.hold_rows.default,
@@ -116,7 +121,7 @@ ONE_TENSOR = {
 }
 
 # Of ops with results of which some entries are left as they come: those that are all written.
-WRITTEN = {"compare_rows": slice(5), "compare_rows.fitting": slice(6, 7)}
+WRITTEN = {"plan_batch, after others": slice(5), "diff_ids": slice(6, 7)}
 
 
 def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import speedtorch
 from speedtorch import HostTable, ModelFactory, OptimizerFactory
-from speedtorch.legacy import batch_exchange, switcher
-from speedtorch.table import plan_memo
-from speedtorch.table.plan_memo import PlanMemo
+from speedtorch.legacy import batch_exchange, plan_memo, switcher
+from speedtorch.legacy.plan_memo import PlanMemo
 
 CPU = torch.device("cpu")
 
@@ -60,7 +59,7 @@ def check(found: tuple[Tensor, Any], ids: list[int]) -> None:
 def planning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every table makes plans on the CPU too."""
     monkeypatch.setattr(
-        "speedtorch.table.host_table.PlanMemo", lambda rows, memory: PlanMemo(rows, memory, always)
+        "speedtorch.legacy.plan_memo.PlanMemo", lambda rows, memory: PlanMemo(rows, memory, always)
     )
 
 

@@ -1,4 +1,4 @@
-// hold_rows: the rows of one batch take the place of those of the batch before, as compare_rows
+// hold_rows: the rows of one batch take the place of those of the batch before, as diff_ids
 // says which stay and leave; those that arrive have come before. Checks and the CPU loops; GPU
 // kernels: .cu.
 

@@ -67,9 +67,17 @@ struct SwapScratch {
   uint8_t* stays;         // [evict]: the row is in both lists and is not written to the host
 };
 
+// Lists that the library made, which no kernel has checked.
+struct UncheckedLists {
+  int64_t table_rows, leaving_rows, arriving_rows;
+  ErrorRecord* record;
+};
+
 // Fills the scratch. `write_through`: rows in both lists are written to the host as well.
+// Unchecked lists: writes their statuses too; an entry whose id or place is out of range is
+// recorded as an error and not moved.
 int launch_swap_match(const PlanView& evict, const PlanView& load, bool write_through,
-                      const SwapScratch& scratch, void* stream);
+                      const UncheckedLists* unchecked, const SwapScratch& scratch, void* stream);
 // Takes at most kFieldsPerLaunch fields; `host` is that of the first table. With `tables`, moves
 // rows of these tables only; `rows` counts the rows of all tables. A bad id in either list: moves
 // nothing.

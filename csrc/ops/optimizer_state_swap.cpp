@@ -181,7 +181,7 @@ SwapTables places_of(const std::vector<SwapTable>& tables, size_t table, size_t 
 
 void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, const PlanView& evict,
                  const PlanView& load, const Tensor& on, const CurrentStream& stream,
-                 const Arguments& all, bool write_through = false) {
+                 const Arguments& all, bool write_through = false, bool is_checked = true) {
   if constexpr (kWithCuda) {
     const std::vector<SwapField>& fields = tables[0].fields;
     const int64_t load_bytes = load.count * static_cast<int64_t>(sizeof(int64_t));
@@ -189,7 +189,13 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, cons
     auto* memory = static_cast<char*>(matched.data_ptr());
     const SwapScratch scratch{.arrives_from = reinterpret_cast<int64_t*>(memory),
                               .stays = reinterpret_cast<uint8_t*>(memory + load_bytes)};
-    check_cuda(launch_swap_match(evict, load, write_through, scratch, stream.get()), kOp);
+    const UncheckedLists lists{.table_rows = tables.back().end(),
+                               .leaving_rows = fields[0].leaving.count,
+                               .arriving_rows = fields[0].arriving.count,
+                               .record = error_record(stream.device())};
+    check_cuda(launch_swap_match(evict, load, write_through, is_checked ? nullptr : &lists, scratch,
+                                 stream.get()),
+               kOp);
     all.mark_written();
     for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
       const size_t last = std::min(fields.size(), first + kFieldsPerLaunch);
@@ -384,7 +390,8 @@ using Count = std::optional<Tensor>;
 
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
                     const Tensor& evict_places, const Count& evict_count, const Tensors& arriving,
-                    const Tensor& load, const Tensor& load_places, const Count& load_count) {
+                    const Tensor& load, const Tensor& load_places, const Count& load_count,
+                    bool must_check = true) {
   const Arguments all(
       kOp, {written("host", host, evict.numel() > 0), read("leaving", leaving),
             read("evict", evict), read("evict_places", evict_places),
@@ -402,15 +409,21 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
   all.check_memory();
   const bool counted = evict_count.has_value();
   const int64_t rows = tables.back().end();
+  auto views_of = [&](const SlottedList& evicted, const SlottedList& loaded, const Tensor& where,
+                      void* stream) {
+    return must_check ? slotted_ids(kOp, evicted, loaded, rows, where, stream)
+                      : planned_slots(kOp, evicted, loaded, rows, where);
+  };
   if (on.is_cpu()) {
-    const SlottedViews slotted = slotted_ids(kOp, leaves, arrives, rows, on, nullptr);
+    const SlottedViews slotted = views_of(leaves, arrives, on, nullptr);
     all.mark_written();
     return swap_on_cpu(tables, slotted.evict, slotted.load, counted);
   }
   const CurrentStream stream(kOp, on);
   if (all_mapped(host, tables, stream)) {
-    const SlottedViews slotted = slotted_ids(kOp, leaves, arrives, rows, on, stream.get());
-    return swap_on_gpu(host, tables, slotted.evict, slotted.load, on, stream, all, counted);
+    const SlottedViews slotted = views_of(leaves, arrives, on, stream.get());
+    return swap_on_gpu(host, tables, slotted.evict, slotted.load, on, stream, all, counted,
+                       must_check);
   }
   if (counted || tables.size() > 1) {
     throw_value_error(kOp, "a host field is in pageable memory, which takes the host, and ",
@@ -424,8 +437,7 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
     return list;
   };
   const SlottedList leaves_there = on_cpu(leaves), arrives_there = on_cpu(arrives);
-  SlottedViews slotted =
-      slotted_ids(kOp, leaves_there, arrives_there, rows, leaves_there.ids, nullptr);
+  SlottedViews slotted = views_of(leaves_there, arrives_there, leaves_there.ids, nullptr);
   std::vector<int64_t> in_turn(
       static_cast<size_t>(std::max(slotted.evict.count, slotted.load.count)));
   std::iota(in_turn.begin(), in_turn.end(), int64_t{0});
@@ -444,6 +456,14 @@ void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evic
                  const Tensor& load_places) {
   swap_at_places(host, 1, leaving, evict, evict_places, std::nullopt, arriving, load, load_places,
                  std::nullopt);
+}
+
+// Of lists that plan_batch made.
+void exchange_rows(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                   const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
+                   const Tensor& load_places) {
+  swap_at_places(host, 1, leaving, evict, evict_places, std::nullopt, arriving, load, load_places,
+                 std::nullopt, false);
 }
 
 void swap_counted(const Tensors& host, const Tensors& leaving, const Tensor& evict,
@@ -483,6 +503,10 @@ const Ops kOps{
     {"optimizer_state_swap.placed(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor "
      "evict_places, Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places) -> ()",
      TORCH_BOX(&swap_placed)},
+    // For speedtorch/step/row_store.py.
+    {"exchange_rows(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor evict_places, "
+     "Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places) -> ()",
+     TORCH_BOX(&exchange_rows)},
     // For counts that only the GPU knows.
     {"optimizer_state_swap.counted(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor "
      "evict_places, Tensor evict_count, Tensor(b! -> *)[] arriving, Tensor load, Tensor "

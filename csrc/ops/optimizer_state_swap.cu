@@ -27,25 +27,64 @@ __device__ void report_bad(const Report& about, const PlanStatus& status) {
 // Entries of a list, of one that is not bad: those that count.
 __device__ int64_t count_of(const PlanView& list) { return min(list.status->distinct, list.count); }
 
-// Where an id stands in a list, or -1.
-__device__ int64_t find(const PlanView& list, int64_t id) {
-  const int64_t count = count_of(list);
+// Where an id stands among the first `count` of a list, or -1.
+__device__ int64_t find(const PlanView& list, int64_t count, int64_t id) {
   const int64_t at = lower_bound(list.unique, count, id);
   return at < count && list.unique[at] == id ? at : -1;
 }
 
-// A thread owns entries of both lists in address order, and looks each up in the other by halving.
+constexpr int64_t kFromHost = -1, kNotMoved = -2;  // of SwapScratch::arrives_from
+
+// A thread owns entries of both lists in address order, and searches each in the other list.
 __global__ void match_kernel(PlanView evict, PlanView load, bool write_through,
                              SwapScratch scratch) {
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t evict_count = count_of(evict), load_count = count_of(load);
   for (int64_t m = first; m < load_count; m += stride) {
-    const int64_t at = find(evict, load.unique[m]);
-    scratch.arrives_from[m] = at < 0 ? -1 : evict.order[at];
+    const int64_t at = find(evict, evict_count, load.unique[m]);
+    scratch.arrives_from[m] = at < 0 ? kFromHost : evict.order[at];
   }
   for (int64_t m = first; m < evict_count; m += stride) {
-    scratch.stays[m] = !write_through && find(load, evict.unique[m]) >= 0;
+    scratch.stays[m] = !write_through && find(load, load_count, evict.unique[m]) >= 0;
+  }
+}
+
+// Whether entry m of an unchecked list names a row and a place; records the error otherwise.
+__device__ bool is_good(const PlanView& list, int64_t m, int64_t side_rows, Report about) {
+  const int64_t id = list.unique[m], place = list.order[m];
+  if (is_outside(id, about.rows)) {
+    report(about, IdError::kOutOfRange, id, m, 1, list.count);
+    return false;
+  }
+  if (is_outside(place, side_rows)) {
+    about.rows = side_rows;
+    report(about, IdError::kBadPlace, place, m, 1, list.count);
+    return false;
+  }
+  return true;
+}
+
+// As match_kernel, of unchecked lists. The first thread writes their statuses.
+__global__ void match_unchecked_kernel(PlanView evict, PlanView load, UncheckedLists lists,
+                                       SwapScratch scratch) {
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  if (first == 0) {
+    *evict.status = status_of_distinct(evict.count, lists.table_rows);
+    *load.status = status_of_distinct(load.count, lists.table_rows);
+  }
+  const Report evicting{lists.record, Op::kSwap, IdList::kEvict, lists.table_rows};
+  const Report loading{lists.record, Op::kSwap, IdList::kLoad, lists.table_rows};
+  for (int64_t m = first; m < load.count; m += stride) {
+    const int64_t at = find(evict, evict.count, load.unique[m]);
+    scratch.arrives_from[m] = !is_good(load, m, lists.arriving_rows, loading) ? kNotMoved
+                              : at < 0                                        ? kFromHost
+                                                                              : evict.order[at];
+  }
+  for (int64_t m = first; m < evict.count; m += stride) {
+    scratch.stays[m] = !is_good(evict, m, lists.leaving_rows, evicting) ||
+                       find(load, load.count, evict.unique[m]) >= 0;
   }
 }
 
@@ -120,12 +159,13 @@ __global__ void __launch_bounds__(kMoverThreads)
       leaves_table[u] = leaves ? tables.table_of(leaves_to[u]) : -1;
       leaves = leaves_table[u] >= 0;
       leaves_from[u] = leaves ? evict.order[m] : -1;
-      bool arrives = m < load_count;
+      // Three loads that do not wait for each other.
+      const bool arrives = m < load_count;
       loaded[u] = arrives ? load.unique[m] : -1;
-      loaded_table[u] = arrives ? tables.table_of(loaded[u]) : -1;
-      arrives = loaded_table[u] >= 0;
       arrives_to[u] = arrives ? load.order[m] : -1;
-      arrives_from[u] = arrives ? scratch.arrives_from[m] : -1;
+      arrives_from[u] = arrives ? scratch.arrives_from[m] : kNotMoved;
+      loaded_table[u] = arrives ? tables.table_of(loaded[u]) : -1;
+      if (loaded_table[u] < 0 || arrives_from[u] == kNotMoved) arrives_to[u] = -1;
     }
     int f = 0;
     for (int64_t vec = lane; vec < vecs; vec += lanes) {
@@ -160,10 +200,15 @@ __global__ void __launch_bounds__(kMoverThreads)
 }  // namespace
 
 int launch_swap_match(const PlanView& evict, const PlanView& load, bool write_through,
-                      const SwapScratch& scratch, void* stream) {
+                      const UncheckedLists* unchecked, const SwapScratch& scratch, void* stream) {
   const int64_t longer = max(evict.count, load.count);
-  if (longer == 0) return cudaSuccess;
-  const int blocks = shares_of(longer, kMatchThreads, kDeviceBlocks);
+  if (longer == 0 && unchecked == nullptr) return cudaSuccess;
+  const int blocks = longer == 0 ? 1 : shares_of(longer, kMatchThreads, kDeviceBlocks);
+  if (unchecked != nullptr) {
+    match_unchecked_kernel<<<blocks, kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        evict, load, *unchecked, scratch);
+    return cudaGetLastError();
+  }
   match_kernel<<<blocks, kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       evict, load, write_through, scratch);
   return cudaGetLastError();

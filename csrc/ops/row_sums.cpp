@@ -111,8 +111,8 @@ Tensor summed(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64
   const NumberKind kind = float_kind_of(kSum, rows);
   const Rows shape = as_rows(kSum, "rows", rows);
   check_aligned(kSum, "rows", rows);
-  const int64_t entries = plan.empty() ? 0 : plan[0].numel();
-  check_plan(kSum, kIndex, plan, entries, rows);
+  const int64_t entries = plan.size() < 3 ? 0 : plan[2].numel();
+  check_plan(kSum, kIndex, plan, entries, rows, true);
   if (source) check_list(kSum, "source", *source, "rows", rows);
   const int64_t count = source ? source->numel() : shape.count;
   check_part(begin, count, entries);
@@ -123,12 +123,14 @@ Tensor summed(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64
                       named ? "" : ", the ids of the plan", ", got ", distinct);
   }
   all.check_memory();
-  const PlanView view = view_plan(kSum, kIndex, plan, entries, table_rows);
   int64_t sums = distinct;  // that the CPU computes
-  if (rows.is_cpu()) {
+  if (named && rows.is_cpu()) sums = check_count(kSum, "named", *data_of(*named), distinct);
+  // The plan of bad ids has no sums.
+  const bool has_sums = !(named && rows.is_cpu() && sums == 0);
+  const PlanView view = has_sums ? view_plan(kSum, kIndex, plan, entries, table_rows) : PlanView{};
+  if (rows.is_cpu() && has_sums) {
     check_offsets(kSum, kIndex, view);
-    if (named) sums = check_count(kSum, "named", *data_of(*named), distinct);
-    if (view.status->distinct != sums && !(named && sums == 0)) {
+    if (view.status->distinct != sums) {
       throw_bad_ids({.kind = IdError::kOtherDistinct,
                      .op = kSum,
                      .list = kIndex,

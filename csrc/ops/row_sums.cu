@@ -170,12 +170,12 @@ struct Part {
 
 // The part that an entry is in. A plan that is none (which plan_rows did not write) reads nothing
 // out of bounds.
-__device__ Part part_at(const SumRows& work, const PlanView& plan, int64_t entry) {
+__device__ Part part_at(const SumRows& work, const PlanView& plan, int64_t entries, int64_t entry) {
   const int64_t position = plan.order[entry];
   int64_t id = is_outside(position, plan.count) ? 0 : plan.inverse[position];
   if (is_outside(id, work.distinct)) id = 0;
   const int64_t run_begin = min(max(plan.offsets[id], int64_t{0}), entry);
-  const int64_t run_end = min(max(plan.offsets[id + 1], entry + 1), plan.count);
+  const int64_t run_end = min(max(plan.offsets[id + 1], entry + 1), entries);
   return {id, run_begin, run_end, entry - (entry - run_begin) % kEntriesPerPart};
 }
 
@@ -194,11 +194,13 @@ __global__ void __launch_bounds__(kSumThreads)
   } else if (refuses<T>(work, *plan.status, about)) {
     return;
   }
+  // The entries behind those of the distinct ids are the padding's, which gets no gradient.
+  const int64_t summed = clamped(plan.offsets[work.distinct], plan.count);
   const Seat<kVec> seat(lanes);
   const int64_t first = seat.group * kEntriesPerPart;
-  if (first >= plan.count || seat.column >= work.columns) return;
-  Part part = part_at(work, plan, first);
-  const Part last = part_at(work, plan, min(first + kEntriesPerPart, plan.count) - 1);
+  if (first >= summed || seat.column >= work.columns) return;
+  Part part = part_at(work, plan, summed, first);
+  const Part last = part_at(work, plan, summed, min(first + kEntriesPerPart, summed) - 1);
   if (seat.column == 0 && last.run_begin >= first && !(last.is_first() && last.is_last())) {
     const int64_t entries = last.run_end - last.run_begin;
     kept.long_runs[atomicAdd(kept.long_count, 1ull)] = {

@@ -120,7 +120,7 @@ std::vector<Tensor> split_plan(const Tensors& plan, const Tensor& offsets, const
   return made;
 }
 
-// For speedtorch/ops/joint_batch.py.
+// For speedtorch/plan/joint_batch.py.
 const Ops kOps{
     {"split_plan(Tensor[] plan, Tensor offsets, Tensor ranges, int table_rows) -> Tensor[]",
      TORCH_BOX(&split_plan)},

@@ -2,7 +2,6 @@
 
 #include "plan/plan.h"
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/registration.h"
 
 namespace speedtorch {
 namespace {
@@ -21,24 +21,27 @@ namespace {
 enum PlanPart : size_t { kUnique, kInverse, kOrder, kOffsets, kStatus, kParts };
 constexpr const char* kPartNames[kParts] = {"unique", "inverse", "order", "offsets", "status"};
 
-int64_t part_length(size_t part, int64_t count) {
-  return part == kStatus ? kPlanStatusFields : count + (part == kOffsets ? 1 : 0);
-}
-
-// Positions 0..n-1 sorted by id, equal ids in position order. Least significant digit first; ids
-// lie below `rows`.
-void sort_positions(const Ids& ids, int64_t rows, int64_t* order) {
+// Positions 0..n-1 sorted by key, equal ids in position order. Least significant digit first.
+void sort_positions(const Ids& ids, const PlanOf& of, int64_t* order) {
   constexpr int kDigitBits = 11;  // 2,048 counters of 8 bytes stay in the first-level cache
   constexpr size_t kBuckets = size_t{1} << kDigitBits;
+  constexpr int64_t kFew = 512;  // are compared in less time than the counters take to clear
   const int64_t n = ids.count;
+  for (int64_t i = 0; i < n; ++i) order[i] = i;
+  if (n <= kFew) {
+    std::array<std::pair<int64_t, int64_t>, kFew> keyed;
+    for (int64_t i = 0; i < n; ++i) keyed[static_cast<size_t>(i)] = {of.key_of(ids.at(i)), i};
+    std::sort(keyed.begin(), keyed.begin() + n);
+    for (int64_t i = 0; i < n; ++i) order[i] = keyed[static_cast<size_t>(i)].second;
+    return;
+  }
   auto other = std::make_unique<int64_t[]>(static_cast<size_t>(n));
   int64_t* from = order;
   int64_t* to = other.get();
-  for (int64_t i = 0; i < n; ++i) from[i] = i;
-  const int bits = std::bit_width(static_cast<uint64_t>(std::max<int64_t>(rows - 1, 0)));
+  const int bits = std::bit_width(static_cast<uint64_t>(std::max<int64_t>(of.last_key(), 0)));
   for (int shift = 0; shift < bits; shift += kDigitBits) {
     auto digit = [&](int64_t i) {
-      return (static_cast<uint64_t>(ids.at(i)) >> shift) & (kBuckets - 1);
+      return (static_cast<uint64_t>(of.key_of(ids.at(i))) >> shift) & (kBuckets - 1);
     };
     std::array<int64_t, kBuckets> next{};
     for (int64_t i = 0; i < n; ++i) ++next[digit(i)];
@@ -56,30 +59,39 @@ PlanView view_of(const Tensors& plan, int64_t count) {
           .order = data_of(plan[kOrder]),
           .offsets = data_of(plan[kOffsets]),
           .status = reinterpret_cast<PlanStatus*>(data_of(plan[kStatus])),
-          .count = count};
+          .count = count,
+          .has_padding = plan[kUnique].numel() > count};
 }
 
-void fill_plan_on_cpu(const Ids& ids, int64_t rows, const PlanView& plan) {
+void fill_plan_on_cpu(const Ids& ids, const PlanOf& of, const PlanView& plan) {
   const int64_t n = ids.count;
-  if (n > 0) sort_positions(ids, rows, plan.order);
-  int64_t distinct = 0, repeat = n;
+  if (n > 0) sort_positions(ids, of, plan.order);
+  int64_t distinct = 0, repeat = n, trained = n;  // entries before those of the padding
   for (int64_t i = 0; i < n; ++i) {
     const int64_t position = plan.order[i], id = ids.at(position);
+    if (of.padding >= 0 && id == of.padding) {
+      trained = std::min(trained, i);
+      plan.inverse[position] = of.place_of(distinct, true);
+      continue;
+    }
     if (distinct == 0 || id != plan.unique[distinct - 1]) {
       plan.unique[distinct] = id;
       plan.offsets[distinct++] = i;
     } else {
       repeat = std::min(repeat, position);
     }
-    plan.inverse[position] = distinct - 1;
+    plan.inverse[position] = of.place_of(distinct - 1, false);
   }
-  std::fill(plan.unique + distinct, plan.unique + n, -1);
-  std::fill(plan.offsets + distinct, plan.offsets + n + 1, n);
+  const bool has_padding = of.padding >= 0;
+  std::fill(plan.unique + distinct, plan.unique + n + has_padding, -1);
+  if (has_padding) plan.unique[distinct] = of.padding;
+  plan.offsets[distinct] = trained;
+  std::fill(plan.offsets + distinct + 1, plan.offsets + n + 1, n);
   *plan.status = {.bad_count = 0,
                   .bad_position = n,
                   .bad_id = 0,
                   .distinct = distinct,
-                  .rows = rows,
+                  .rows = of.rows,
                   .count = n,
                   .repeat_position = repeat,
                   .repeat_id = repeat < n ? ids.at(repeat) : 0};
@@ -93,24 +105,24 @@ void throw_not_made_by_plan_rows(const char* op, const char* list) {
                     ", rows) and leave it as it is");
 }
 
-Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream,
-                  const Tensor* status) {
+Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, const Tensor& on, void* stream,
+                  int64_t status_fields) {
+  const int64_t n = ids.count;
+  const int64_t lengths[kParts] = {n + (of.padding >= 0), n, n, n + 1, status_fields};
   Tensors plan;
-  for (size_t part = 0; part < kParts; ++part) {
-    const bool given = part == kStatus && status != nullptr;
-    plan.push_back(given ? *status
-                         : new_tensor(op, {part_length(part, ids.count)}, ScalarType::Long, on));
+  for (const int64_t length : lengths) {
+    plan.push_back(new_tensor(op, {length}, ScalarType::Long, on));
   }
-  const PlanView view = view_of(plan, ids.count);
+  const PlanView view = view_of(plan, n);
   if (on.is_cpu()) {
-    fill_plan_on_cpu(ids, rows, view);
+    fill_plan_on_cpu(ids, of, view);
     return plan;
   }
   if constexpr (kWithCuda) {
-    const int64_t scratch_bytes = plan_scratch_bytes(ids.count, rows);
+    const int64_t scratch_bytes = plan_scratch_bytes(n, of);
     const Tensor scratch = new_tensor(op, {scratch_bytes}, ScalarType::Byte, on);
-    check_cuda(
-        launch_plan(ids.data, ids.wide, rows, scratch.data_ptr(), scratch_bytes, view, stream), op);
+    check_cuda(launch_plan(ids.data, ids.wide, of, scratch.data_ptr(), scratch_bytes, view, stream),
+               op);
   }
   return plan;
 }
@@ -120,15 +132,20 @@ void check_plannable(const char* op, const Tensor& index, int64_t rows) {
   check_ids_kind(op, "index", index);
 }
 
-Tensors plan_index(const char* op, const Tensor& index, int64_t rows, void* stream,
-                   const Tensor* status) {
+Tensors plan_index(const char* op, const Tensor& index, const PlanOf& of, void* stream,
+                   int64_t status_fields) {
   const Ids ids = as_ids(index);
-  if (ids.on_cpu) check_ids_on_cpu(op, "index", ids, rows);
-  return make_plan(op, ids, rows, ids.keep, stream, status);
+  if (ids.on_cpu) check_ids_on_cpu(op, "index", ids, of.rows);
+  return make_plan(op, ids, of, ids.keep, stream, status_fields);
+}
+
+void check_status(const char* op, const char* name, const Tensor& status) {
+  const bool was_compared = status.numel() > kPlanStatusFields;
+  check_shape(op, name, status, {kPlanStatusFields + (was_compared ? kChangeCounts : 0)});
 }
 
 void check_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
-                const Tensor& on) {
+                const Tensor& on, bool may_have_padding) {
   const std::string name = "the plan of " + std::string(list);
   if (plan.size() != kParts) {
     throw_value_error(op, name, " has ", plan.size(),
@@ -140,7 +157,13 @@ void check_plan(const char* op, const char* list, const Tensors& plan, int64_t c
       throw_value_error(op, part_name,
                         " must be a contiguous int64 tensor as plan_rows returns it");
     }
-    check_shape(op, part_name.c_str(), plan[part], {part_length(part, count)});
+    if (part == kStatus) {
+      check_status(op, part_name.c_str(), plan[part]);
+    } else {
+      const bool is_padded = may_have_padding && part == kUnique && plan[part].numel() > count;
+      const bool one_more = part == kOffsets || is_padded;
+      check_shape(op, part_name.c_str(), plan[part], {count + one_more});
+    }
     check_aligned(op, part_name.c_str(), plan[part]);
     check_same_device(op, part_name.c_str(), plan[part], "this op's GPU side", on);
   }
@@ -163,7 +186,9 @@ PlanView view_plan(const char* op, const char* list, const Tensors& plan, int64_
 
 void check_offsets(const char* op, const char* list, const PlanView& view) {
   const int64_t distinct = view.status->distinct;
-  bool good = view.offsets[0] == 0 && view.offsets[distinct] == view.count;
+  // The entries behind those of the distinct ids are the padding's.
+  const bool is_padded = view.has_padding && view.offsets[distinct] < view.count;
+  bool good = view.offsets[0] == 0 && (is_padded || view.offsets[distinct] == view.count);
   for (int64_t k = 0; good && k < distinct; ++k) good = view.offsets[k] < view.offsets[k + 1];
   if (!good) throw_not_made_by_plan_rows(op, list);
 }
@@ -211,13 +236,7 @@ Tensors plan_rows(const Tensor& index, int64_t rows) {
   return plan_index(kOp, index, rows, stream ? stream->get() : nullptr);
 }
 
+const Ops kOps{{"plan_rows(Tensor index, int rows) -> Tensor[]", TORCH_BOX(&plan_rows)}};
+
 }  // namespace
 }  // namespace speedtorch
-
-STABLE_TORCH_LIBRARY_FRAGMENT(speedtorch, m) {
-  m.def("plan_rows(Tensor index, int rows) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(speedtorch, CompositeExplicitAutograd, m) {
-  m.impl("plan_rows", TORCH_BOX(&speedtorch::plan_rows));
-}

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
+#include <utility>
 
 // Ids are integers, and nobody profiles CUB here: a fifth of this file's compiling.
 #define CCCL_DISABLE_BF16_SUPPORT
@@ -27,38 +29,87 @@ constexpr int kFewThreads = 512;
 constexpr int kFewPerThread = 4;
 constexpr int64_t kFewIds = kFewThreads * kFewPerThread;
 
+// What the kernels find before the status can be written; zeros: nothing.
+struct Found {
+  int64_t bad_count;
+  int64_t bad_from_end;     // ids from the first bad one to the end of the batch
+  int64_t repeat_from_end;  // the same of the first repeated one
+  int64_t blocks_done;
+};
+
+template <typename Key>
 struct Scratch {
-  uint64_t* keys;
-  uint64_t* sorted_keys;
+  Found* found;
+  Key* keys;
+  Key* sorted_keys;
   int32_t* positions;
   int32_t* sorted_positions;
-  int32_t* heads;
   int32_t* ranks;
   void* cub;
   int64_t cub_bytes;
 };
 
-int end_bit(int64_t rows) {
-  return std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(rows - 1))));
+int end_bit(const PlanOf& of) {
+  return std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(of.last_key()))));
 }
 
+// Whether half the bytes hold every key.
+bool has_short_keys(const PlanOf& of) { return of.last_key() <= int64_t{UINT32_MAX}; }
+
+// Marks of sorted entries, as the scan reads them: 1 where an id differs from the one before it.
+template <typename Key>
+struct Heads {
+  using iterator_category = std::random_access_iterator_tag;
+  using value_type = int32_t;
+  using difference_type = int64_t;
+  using pointer = const int32_t*;
+  using reference = int32_t;
+
+  const Key* keys;
+  int64_t at;
+
+  __host__ __device__ int32_t operator[](int64_t i) const {
+    return at + i == 0 || keys[at + i] != keys[at + i - 1];
+  }
+  __host__ __device__ int32_t operator*() const { return (*this)[0]; }
+  __host__ __device__ Heads operator+(int64_t i) const { return {keys, at + i}; }
+};
+
 // Sorts (key, position) by key, or says how many bytes of scratch.cub that takes where it is null.
-cudaError_t sort(const Scratch& scratch, size_t& bytes, int64_t n, int64_t rows,
+template <typename Key>
+cudaError_t sort(const Scratch<Key>& scratch, size_t& bytes, int64_t n, const PlanOf& of,
                  cudaStream_t stream) {
   return cub::DeviceRadixSort::SortPairs(scratch.cub, bytes, scratch.keys, scratch.sorted_keys,
                                          scratch.positions, scratch.sorted_positions,
-                                         static_cast<int>(n), 0, end_bit(rows), stream);
+                                         static_cast<int>(n), 0, end_bit(of), stream);
 }
 
-Scratch carve(void* memory, int64_t bytes, int64_t n) {
+// The number of heads up to each entry; bytes as above.
+template <typename Key>
+cudaError_t rank_heads(const Scratch<Key>& scratch, size_t& bytes, int64_t n, cudaStream_t stream) {
+  return cub::DeviceScan::InclusiveSum(scratch.cub, bytes, Heads<Key>{scratch.sorted_keys, 0},
+                                       scratch.ranks, static_cast<int>(n), stream);
+}
+
+template <typename Key>
+int64_t scratch_bytes_of(int64_t n, const PlanOf& of) {
+  size_t sort_bytes = 0, scan_bytes = 0;
+  sort(Scratch<Key>{}, sort_bytes, n, of, nullptr);
+  rank_heads(Scratch<Key>{}, scan_bytes, n, nullptr);
+  return padded(sizeof(Found)) + 2 * padded(n * sizeof(Key)) + 3 * padded(n * 4) +
+         static_cast<int64_t>(std::max(sort_bytes, scan_bytes));
+}
+
+template <typename Key>
+Scratch<Key> carve(void* memory, int64_t bytes, int64_t n) {
   char* next = static_cast<char*>(memory);
   auto take = [&](int64_t size) { return std::exchange(next, next + padded(size)); };
-  Scratch scratch{};
-  scratch.keys = reinterpret_cast<uint64_t*>(take(n * 8));
-  scratch.sorted_keys = reinterpret_cast<uint64_t*>(take(n * 8));
+  Scratch<Key> scratch{};
+  scratch.found = reinterpret_cast<Found*>(take(sizeof(Found)));
+  scratch.keys = reinterpret_cast<Key*>(take(n * sizeof(Key)));
+  scratch.sorted_keys = reinterpret_cast<Key*>(take(n * sizeof(Key)));
   scratch.positions = reinterpret_cast<int32_t*>(take(n * 4));
   scratch.sorted_positions = reinterpret_cast<int32_t*>(take(n * 4));
-  scratch.heads = reinterpret_cast<int32_t*>(take(n * 4));
   scratch.ranks = reinterpret_cast<int32_t*>(take(n * 4));
   scratch.cub = next;
   scratch.cub_bytes = static_cast<char*>(memory) + bytes - next;
@@ -68,89 +119,112 @@ Scratch carve(void* memory, int64_t bytes, int64_t n) {
 // ------------------------------------------------------------------------------------------------
 // kernels
 
-// By one thread: a status of a batch in which nothing is wrong yet.
-__device__ void reset(PlanStatus* status, int64_t rows, int64_t n) {
-  *status = {0, n, 0, 0, rows, n, n, 0};
+__device__ void note_last(int64_t* from_end, int64_t count) {
+  atomicMax(reinterpret_cast<unsigned long long*>(from_end),
+            static_cast<unsigned long long>(count));
 }
 
-__global__ void reset_status_kernel(PlanStatus* status, int64_t rows, int64_t n) {
-  reset(status, rows, n);
+// By one thread, of a batch whose ids have all been looked at.
+__device__ void write_status(const void* ids, bool wide, const PlanOf& of,
+                             const volatile Found& found, int64_t distinct, const PlanView& out) {
+  const int64_t n = out.count, bad = n - found.bad_from_end, repeat = n - found.repeat_from_end;
+  *out.status = {found.bad_count,
+                 bad,
+                 bad < n ? id_at(ids, wide, bad) : 0,
+                 distinct,
+                 of.rows,
+                 n,
+                 repeat,
+                 repeat < n ? id_at(ids, wide, repeat) : 0};
 }
 
 // A thread owns ids i, i + threads, ...: finds those out of range and prepares the sort.
-__global__ void mark_ids_kernel(const void* ids, bool wide, int64_t n, int64_t rows, uint64_t* keys,
-                                int32_t* positions, PlanStatus* status) {
+template <typename Key>
+__global__ void mark_ids_kernel(const void* ids, bool wide, int64_t n, PlanOf of, Key* keys,
+                                int32_t* positions, Found* found) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
     const int64_t id = id_at(ids, wide, i);
-    if (is_outside(id, rows)) {
-      count_one(&status->bad_count);
-      note_first(&status->bad_position, i);
+    if (is_outside(id, of.rows)) {
+      count_one(&found->bad_count);
+      note_last(&found->bad_from_end, n - i);
     }
-    keys[i] = static_cast<uint64_t>(id);
+    keys[i] = static_cast<Key>(of.key_of(id));
     positions[i] = static_cast<int32_t>(i);
   }
 }
 
-// A thread owns sorted entries: 1 where an id differs from the one before it.
-__global__ void mark_heads_kernel(const uint64_t* sorted_keys, int64_t n, int32_t* heads) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
-    heads[i] = i == 0 || sorted_keys[i] != sorted_keys[i - 1];
+// Writes what sorted entry i says of the plan. `rank` is the number of distinct ids up to it, the
+// padding's included, and `all` that of the batch. Returns whether the id stands in an entry
+// before.
+__device__ bool write_entry(int64_t i, int64_t key, int64_t position, int64_t rank, bool head,
+                            int64_t all, const PlanOf& of, const PlanView& out) {
+  const int64_t n = out.count;
+  const bool is_padding = of.padding >= 0 && key == of.rows;
+  out.order[i] = position;
+  out.inverse[position] = of.place_of(rank - 1, is_padding);
+  if (head) {
+    out.unique[rank - 1] = is_padding ? of.padding : key;
+    out.offsets[rank - 1] = i;
   }
+  if (i >= all) {
+    out.unique[i] = -1;
+    out.offsets[i] = n;
+  }
+  return !head && !is_padding;
 }
 
-// A thread owns sorted entries: writes its share of the plan. ranks[i] is the number of distinct
-// ids up to entry i.
-__global__ void write_plan_kernel(const uint64_t* sorted_keys, const int32_t* sorted_positions,
-                                  const int32_t* ranks, PlanView out) {
+// By one thread, which has the last sorted entry: what no entry has written. Returns the number of
+// distinct ids without the padding.
+__device__ int64_t write_ends(int64_t last_key, int64_t all, const PlanOf& of,
+                              const PlanView& out) {
+  const int64_t n = out.count;
+  const bool names_padding = n > 0 && of.padding >= 0 && last_key == of.rows;
+  out.offsets[n] = n;
+  if (of.padding >= 0) {
+    if (all < n || names_padding) out.unique[n] = -1;
+    if (!names_padding) out.unique[all] = of.padding;
+  }
+  return all - names_padding;
+}
+
+// A thread owns sorted entries: writes its share of the plan. The last block writes the status.
+template <typename Key>
+__global__ void write_plan_kernel(const void* ids, bool wide, PlanOf of, const Key* sorted_keys,
+                                  const int32_t* sorted_positions, const int32_t* ranks,
+                                  Found* found, PlanView out) {
   const int64_t n = out.count;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  const int64_t distinct = ranks[n - 1];
-  unsigned long long first_repeat = static_cast<unsigned long long>(n);
+  const int64_t all = ranks[n - 1];
+  unsigned long long from_end = 0;  // of the first repeated id
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
-    const int64_t mine = ranks[i] - 1;
     const int64_t position = sorted_positions[i];
     const bool head = i == 0 || ranks[i - 1] != ranks[i];
-    out.order[i] = position;
-    out.inverse[position] = mine;
-    if (head) {
-      out.unique[mine] = static_cast<int64_t>(sorted_keys[i]);
-      out.offsets[mine] = i;
-    } else {
-      first_repeat = min(first_repeat, static_cast<unsigned long long>(position));
-    }
-    if (i >= distinct) {
-      out.unique[i] = -1;
-      out.offsets[i] = n;
-    }
-    if (i == n - 1) {
-      out.offsets[n] = n;
-      out.status->distinct = distinct;
+    const auto key = static_cast<int64_t>(sorted_keys[i]);
+    if (write_entry(i, key, position, ranks[i], head, all, of, out)) {
+      from_end = max(from_end, static_cast<unsigned long long>(n - position));
     }
   }
   // Once for each warp, and rarely: one atomic for each repeated id took longer than the sort.
   for (int apart = 16; apart > 0; apart /= 2) {
-    first_repeat = min(first_repeat, __shfl_xor_sync(~0u, first_repeat, apart));
+    from_end = max(from_end, __shfl_xor_sync(~0u, from_end, apart));
   }
-  auto* found = reinterpret_cast<unsigned long long*>(&out.status->repeat_position);
-  if (threadIdx.x % 32 == 0 && first_repeat < *found) atomicMin(found, first_repeat);
-}
-
-// By one thread: the ids at the first bad and the first repeated position.
-__device__ void name_ids(const void* ids, bool wide, int64_t n, volatile PlanStatus* status) {
-  if (status->bad_count > 0) status->bad_id = id_at(ids, wide, status->bad_position);
-  if (status->repeat_position < n) status->repeat_id = id_at(ids, wide, status->repeat_position);
-}
-
-__global__ void name_ids_kernel(const void* ids, bool wide, int64_t n, PlanStatus* status) {
-  name_ids(ids, wide, n, status);
+  auto* known = reinterpret_cast<unsigned long long*>(&found->repeat_from_end);
+  if (threadIdx.x % 32 == 0 && from_end > *known) atomicMax(known, from_end);
+  __threadfence();  // before this block counts as done
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  auto* done = reinterpret_cast<unsigned long long*>(&found->blocks_done);
+  if (atomicAdd(done, 1ull) + 1 < gridDim.x) return;
+  __threadfence();
+  const int64_t distinct = write_ends(static_cast<int64_t>(sorted_keys[n - 1]), all, of, out);
+  write_status(ids, wide, of, *found, distinct, out);
 }
 
 // One block: all of the above, for batches so small that a dozen launches take longer. A thread
 // owns kFewPerThread neighbours, before and after the sort.
 __global__ void __launch_bounds__(kFewThreads)
-    plan_few_kernel(const void* ids, bool wide, int64_t rows, int last_bit, PlanView out) {
+    plan_few_kernel(const void* ids, bool wide, PlanOf of, int last_bit, PlanView out) {
   using Sort = cub::BlockRadixSort<uint64_t, kFewThreads, kFewPerThread, int32_t>;
   using Scan = cub::BlockScan<int32_t, kFewThreads>;
   __shared__ union {
@@ -158,9 +232,10 @@ __global__ void __launch_bounds__(kFewThreads)
     typename Scan::TempStorage scan;
     uint64_t last_key[kFewThreads];  // of each thread's neighbours
   } shared;
-  PlanStatus* status = out.status;
+  __shared__ Found found;
+  __shared__ int64_t final_key;  // of the last sorted entry
   const int64_t n = out.count;
-  if (threadIdx.x == 0) reset(status, rows, n);
+  if (threadIdx.x == 0) found = {};
   __syncthreads();
   const int64_t first = int64_t{threadIdx.x} * kFewPerThread;
   uint64_t key[kFewPerThread];
@@ -168,11 +243,12 @@ __global__ void __launch_bounds__(kFewThreads)
 #pragma unroll
   for (int k = 0; k < kFewPerThread; ++k) {
     const int64_t i = first + k;
-    key[k] = i < n ? static_cast<uint64_t>(id_at(ids, wide, i)) : ~uint64_t{0};
+    const int64_t id = i < n ? id_at(ids, wide, i) : 0;
+    key[k] = i < n ? static_cast<uint64_t>(of.key_of(id)) : ~uint64_t{0};
     position[k] = static_cast<int32_t>(i);
-    if (i < n && key[k] >= static_cast<uint64_t>(rows)) {
-      count_one(&status->bad_count);
-      note_first(&status->bad_position, i);
+    if (i < n && is_outside(id, of.rows)) {
+      count_one(&found.bad_count);
+      note_last(&found.bad_from_end, n - i);
     }
   }
   // Stable, so that what is behind the last id stays there.
@@ -185,38 +261,25 @@ __global__ void __launch_bounds__(kFewThreads)
     const int64_t i = first + k;
     const uint64_t before = k > 0 ? key[k - 1] : i > 0 ? shared.last_key[threadIdx.x - 1] : 0;
     rank[k] = i < n && (i == 0 || key[k] != before);
+    if (i == n - 1) final_key = static_cast<int64_t>(key[k]);
   }
   bool head[kFewPerThread];
 #pragma unroll
   for (int k = 0; k < kFewPerThread; ++k) head[k] = rank[k] != 0;
   __syncthreads();
-  int32_t distinct = 0;
-  Scan(shared.scan).InclusiveSum(rank, rank, distinct);
-  int64_t repeat = n;
+  int32_t all = 0;
+  Scan(shared.scan).InclusiveSum(rank, rank, all);
 #pragma unroll
   for (int k = 0; k < kFewPerThread; ++k) {
-    const int64_t i = first + k, mine = rank[k] - 1;
+    const int64_t i = first + k;
     if (i >= n) continue;
-    out.order[i] = position[k];
-    out.inverse[position[k]] = mine;
-    if (head[k]) {
-      out.unique[mine] = static_cast<int64_t>(key[k]);
-      out.offsets[mine] = i;
-    } else {
-      repeat = min(repeat, int64_t{position[k]});
-    }
-    if (i >= distinct) {
-      out.unique[i] = -1;
-      out.offsets[i] = n;
+    if (write_entry(i, static_cast<int64_t>(key[k]), position[k], rank[k], head[k], all, of, out)) {
+      note_last(&found.repeat_from_end, n - position[k]);
     }
   }
-  if (repeat < n) note_first(&status->repeat_position, repeat);
-  __threadfence();
   __syncthreads();
   if (threadIdx.x != 0) return;
-  out.offsets[n] = n;
-  status->distinct = distinct;
-  name_ids(ids, wide, n, status);
+  write_status(ids, wide, of, found, write_ends(final_key, all, of, out), out);
 }
 
 }  // namespace
@@ -238,37 +301,44 @@ int count_marks(const int32_t* marks, int64_t n, int32_t* counts, void* scratch,
                                        static_cast<cudaStream_t>(stream));
 }
 
-int64_t plan_scratch_bytes(int64_t n, int64_t rows) {
+int64_t plan_scratch_bytes(int64_t n, const PlanOf& of) {
   if (n <= kFewIds) return 0;
-  size_t sort_bytes = 0;
-  sort(Scratch{}, sort_bytes, n, rows, nullptr);
-  return 2 * padded(n * 8) + 4 * padded(n * 4) +
-         std::max(static_cast<int64_t>(sort_bytes), count_scratch_bytes(n));
+  return has_short_keys(of) ? scratch_bytes_of<uint32_t>(n, of) : scratch_bytes_of<uint64_t>(n, of);
 }
 
-int launch_plan(const void* ids, bool wide, int64_t rows, void* memory, int64_t scratch_bytes,
+namespace {
+
+template <typename Key>
+int plan_many(const void* ids, bool wide, const PlanOf& of, void* memory, int64_t scratch_bytes,
+              const PlanView& out, cudaStream_t stream) {
+  const int64_t n = out.count;
+  const Scratch<Key> scratch = carve<Key>(memory, scratch_bytes, n);
+  const int blocks = blocks_for_ids(n);
+  int error = cudaMemsetAsync(scratch.found, 0, sizeof(Found), stream);
+  if (error != cudaSuccess) return error;
+  mark_ids_kernel<Key><<<blocks, kIdThreads, 0, stream>>>(ids, wide, n, of, scratch.keys,
+                                                          scratch.positions, scratch.found);
+  size_t cub_bytes = static_cast<size_t>(scratch.cub_bytes);
+  if ((error = sort(scratch, cub_bytes, n, of, stream)) != cudaSuccess) return error;
+  cub_bytes = static_cast<size_t>(scratch.cub_bytes);
+  if ((error = rank_heads(scratch, cub_bytes, n, stream)) != cudaSuccess) return error;
+  write_plan_kernel<Key><<<blocks, kIdThreads, 0, stream>>>(ids, wide, of, scratch.sorted_keys,
+                                                            scratch.sorted_positions, scratch.ranks,
+                                                            scratch.found, out);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int launch_plan(const void* ids, bool wide, const PlanOf& of, void* memory, int64_t scratch_bytes,
                 const PlanView& out, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
-  const int64_t n = out.count;
-  if (n <= kFewIds) {
-    plan_few_kernel<<<1, kFewThreads, 0, on>>>(ids, wide, rows, end_bit(rows), out);
+  if (out.count <= kFewIds) {
+    plan_few_kernel<<<1, kFewThreads, 0, on>>>(ids, wide, of, end_bit(of), out);
     return cudaGetLastError();
   }
-  const Scratch scratch = carve(memory, scratch_bytes, n);
-  const int blocks = blocks_for_ids(n);
-  reset_status_kernel<<<1, 1, 0, on>>>(out.status, rows, n);
-  mark_ids_kernel<<<blocks, kIdThreads, 0, on>>>(ids, wide, n, rows, scratch.keys,
-                                                 scratch.positions, out.status);
-  size_t cub_bytes = static_cast<size_t>(scratch.cub_bytes);
-  if (const int error = sort(scratch, cub_bytes, n, rows, on); error != cudaSuccess) return error;
-  mark_heads_kernel<<<blocks, kIdThreads, 0, on>>>(scratch.sorted_keys, n, scratch.heads);
-  const int error =
-      count_marks(scratch.heads, n, scratch.ranks, scratch.cub, scratch.cub_bytes, stream);
-  if (error != cudaSuccess) return error;
-  write_plan_kernel<<<blocks, kIdThreads, 0, on>>>(scratch.sorted_keys, scratch.sorted_positions,
-                                                   scratch.ranks, out);
-  name_ids_kernel<<<1, 1, 0, on>>>(ids, wide, n, out.status);
-  return cudaGetLastError();
+  return has_short_keys(of) ? plan_many<uint32_t>(ids, wide, of, memory, scratch_bytes, out, on)
+                            : plan_many<uint64_t>(ids, wide, of, memory, scratch_bytes, out, on);
 }
 
 }  // namespace speedtorch

@@ -3,6 +3,10 @@
 // A plan is a list of tensors on one device: unique [n], inverse [n], order [n], offsets [n + 1],
 // status [8], all int64; with u distinct ids the first u of `unique` are valid, ascending, and
 // positions order[offsets[k]] up to order[offsets[k + 1]] name unique[k], in index order.
+//
+// With a padding `unique` is [n + 1]. It is no distinct id: it stands at unique[u], its positions
+// from order[offsets[u]] on, and its place is u, whether the batch names it or not. With a capacity
+// its place is the capacity.
 #pragma once
 
 #include <cstdint>
@@ -19,17 +23,18 @@ using Plan = std::optional<Tensors>;
 [[noreturn]] void throw_not_made_by_plan_rows(const char* op, const char* list);
 
 // A plan of ids on their own device, without the checks that plan_rows makes of bad ids on the CPU.
-// `status` may be a longer list, of which the plan has the first entries; null: it gets one.
-Tensors make_plan(const char* op, const Ids& ids, int64_t rows, const Tensor& on, void* stream,
-                  const Tensor* status = nullptr);
+Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, const Tensor& on, void* stream,
+                  int64_t status_fields = kPlanStatusFields);
 // What plan_rows refuses of `index` and `rows` before it reads an id.
 void check_plannable(const char* op, const Tensor& index, int64_t rows);
 // A plan of an `index` so checked, as plan_rows makes it: bad ids on the CPU are refused.
-Tensors plan_index(const char* op, const Tensor& index, int64_t rows, void* stream,
-                   const Tensor* status = nullptr);
+Tensors plan_index(const char* op, const Tensor& index, const PlanOf& of, void* stream,
+                   int64_t status_fields = kPlanStatusFields);
+// Refuses a status of neither length.
+void check_status(const char* op, const char* name, const Tensor& status);
 // Checks a plan that the user passed: number, shapes, dtypes, devices. Reads no byte of it.
 void check_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
-                const Tensor& on);
+                const Tensor& on, bool may_have_padding = false);
 // A checked plan; on the CPU its status is checked here. (On a GPU the kernels look at it.)
 PlanView view_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
                    int64_t rows);

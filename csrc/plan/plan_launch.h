@@ -10,18 +10,20 @@
 
 namespace speedtorch {
 
-// Fields of a plan's status, in order.
+// Fields of a plan's status, in order. A plan that was compared with held rows has kChangeCounts
+// more.
 struct PlanStatus {
   int64_t bad_count;        // ids out of range
   int64_t bad_position;     // the first of them, or the number of ids
   int64_t bad_id;           // the id there
-  int64_t distinct;         // valid entries of `unique`
+  int64_t distinct;         // valid entries of `unique`, without the padding's
   int64_t rows;             // of the table that the plan was made for
   int64_t count;            // ids in all
   int64_t repeat_position;  // first position whose id stands earlier too, or the number of ids
   int64_t repeat_id;        // the id there
 };
 constexpr int64_t kPlanStatusFields = 8;
+constexpr int64_t kChangeCounts = 4;
 static_assert(sizeof(PlanStatus) == kPlanStatusFields * sizeof(int64_t));
 
 // The status of `count` ids of a table of `rows` rows, all of them good and distinct.
@@ -29,13 +31,33 @@ constexpr PlanStatus status_of_distinct(int64_t count, int64_t rows) {
   return {0, count, 0, count, rows, count, count, 0};
 }
 
+// What a plan is made for: the rows of a table, and how a step holds them.
+struct PlanOf {
+  int64_t rows;
+  int64_t padding;   // the id of a row that is not trained, or -1
+  int64_t capacity;  // rows of the block that holds those of the batch, or -1: as many as named
+
+  constexpr PlanOf(int64_t rows, int64_t padding = -1, int64_t capacity = -1)
+      : rows(rows), padding(padding), capacity(capacity) {}
+
+  // By this ids are sorted: the padding comes last.
+  constexpr int64_t key_of(int64_t id) const { return padding >= 0 && id == padding ? rows : id; }
+  constexpr int64_t last_key() const { return padding >= 0 ? rows : rows - 1; }
+  // The place of a distinct id in the block. Ids beyond the capacity share the last place.
+  constexpr int64_t place_of(int64_t entry, bool is_padding) const {
+    if (capacity < 0) return entry;
+    return is_padding ? capacity : entry < capacity ? entry : capacity - 1;
+  }
+};
+
 struct PlanView {
-  int64_t* unique = nullptr;   // [n]
+  int64_t* unique = nullptr;   // [n], or [n + 1] where there is a padding
   int64_t* inverse = nullptr;  // [n]
   int64_t* order = nullptr;    // [n]
   int64_t* offsets = nullptr;  // [n + 1]
   PlanStatus* status = nullptr;
   int64_t count = 0;  // n
+  bool has_padding = false;
 };
 
 // Zeros: nothing is wrong.
@@ -72,10 +94,10 @@ struct RowIdsView {
 // ------------------------------------------------------------------------------------------------
 // plan.cu, dedup.cu and slotted_ids.cu; pointers are GPU memory
 
-// Bytes of scratch that launch_plan needs for n ids of a table of `rows` rows.
-int64_t plan_scratch_bytes(int64_t n, int64_t rows);
+// Bytes of scratch that launch_plan needs for n ids.
+int64_t plan_scratch_bytes(int64_t n, const PlanOf& of);
 // Fills the plan of out.count ids.
-int launch_plan(const void* ids, bool wide, int64_t rows, void* scratch, int64_t scratch_bytes,
+int launch_plan(const void* ids, bool wide, const PlanOf& of, void* scratch, int64_t scratch_bytes,
                 const PlanView& out, void* stream);
 
 // The number of marks up to each entry, in GPU memory; the compiler needs seconds for its headers.

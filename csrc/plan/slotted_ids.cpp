@@ -20,7 +20,8 @@ SlottedCheck check_of(const SlottedList& list, PlanStatus* status) {
           .side_rows = list.side_rows};
 }
 
-void check_on_cpu(const char* op, const SlottedList& list, PlanView& view, int64_t table_rows) {
+void check_on_cpu(const char* op, const SlottedList& list, PlanView& view, int64_t table_rows,
+                  bool must_ascend = true) {
   const std::string name = name_of(list.list);
   if (list.count) {
     view.count = check_count(op, (name + "_count").c_str(), *data_of(*list.count), view.count);
@@ -30,7 +31,7 @@ void check_on_cpu(const char* op, const SlottedList& list, PlanView& view, int64
   check_ids_on_cpu(op, name.c_str(), ids, table_rows);
   for (int64_t i = 0; i < view.count; ++i) {
     const int64_t id = view.unique[i], place = view.order[i];
-    const bool unordered = i > 0 && id <= view.unique[i - 1];
+    const bool unordered = must_ascend && i > 0 && id <= view.unique[i - 1];
     if (!unordered && place >= 0 && place < list.side_rows) continue;
     throw_bad_ids({.kind = unordered ? IdError::kUnordered : IdError::kBadPlace,
                    .op = op,
@@ -50,6 +51,19 @@ void check_slotted_kinds(const char* op, const SlottedList& list, const Tensor& 
   check_list(op, name.c_str(), list.ids, "arriving[0]", on);
   check_list(op, (name + "_places").c_str(), list.places, "arriving[0]", on, list.ids.numel());
   if (list.count) check_list(op, (name + "_count").c_str(), *list.count, "arriving[0]", on, 1);
+}
+
+SlottedViews planned_slots(const char* op, const SlottedList& evict, const SlottedList& load,
+                           int64_t table_rows, const Tensor& on) {
+  const Tensor keep = new_tensor(op, {2 * kPlanStatusFields}, ScalarType::Long, on);
+  auto* status = static_cast<PlanStatus*>(keep.data_ptr());
+  SlottedViews made{
+      .evict = check_of(evict, status).view, .load = check_of(load, status + 1).view, .keep = keep};
+  if (on.is_cpu()) {
+    check_on_cpu(op, evict, made.evict, table_rows, false);
+    check_on_cpu(op, load, made.load, table_rows, false);
+  }
+  return made;
 }
 
 SlottedViews slotted_ids(const char* op, const SlottedList& evict, const SlottedList& load,

@@ -36,5 +36,10 @@ void check_slotted_kinds(const char* op, const SlottedList& list, const Tensor& 
 // kernels; a count out of range means no valid entry, without an error record.
 SlottedViews slotted_ids(const char* op, const SlottedList& evict, const SlottedList& load,
                          int64_t table_rows, const Tensor& on, void* stream);
+// The same of lists that the library made, without counts: distinct ids, of which the last to load
+// may be out of order. On the CPU ids and places are checked. On a GPU the caller's kernel checks
+// them and writes the statuses.
+SlottedViews planned_slots(const char* op, const SlottedList& evict, const SlottedList& load,
+                           int64_t table_rows, const Tensor& on);
 
 }  // namespace speedtorch

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from speedtorch.layers.access_predictor import AccessPredictor
 from speedtorch.layers.access_tracker import on_device
-from speedtorch.layers.call_order import CallOrder
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.room import Room, Use
+from speedtorch.layers.residency import Residency, Use
 from speedtorch.layers.unit import Unit
 from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.torch_internals import calls_under_way, current_backward, never_compiled
@@ -82,7 +82,7 @@ class Auto:
 
     def __init__(
         self,
-        room: Room,
+        room: Residency,
         units: list[Unit],
         steps: Sequence[UnitSteps],
         *,
@@ -98,7 +98,7 @@ class Auto:
         """What a backward has reached: a unit, and then those that were called within its call."""
         self._graphs: list[int] = []
         """Backwards that are under way, one within another."""
-        self._order: CallOrder[_Reached, tuple[Unit, bool]] = CallOrder(self._parts_of)
+        self._order: AccessPredictor[_Reached, tuple[Unit, bool]] = AccessPredictor(self._parts_of)
         self._hooks: list[RemovableHandle] = []
         for unit in units:  # whose hooks keep this alive for as long as the model
             begins, ends = partial(self._begins, unit), partial(self._ends, unit)

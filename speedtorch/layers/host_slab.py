@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory import host_memory
-from speedtorch.step.side_stream import end_of_current
+from speedtorch.memory.side_stream import end_of_current
 
 __all__ = ["copy_spans", "host_bytes", "is_pinned"]
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.layers.slab import Memory, Slab, check_packable
-from speedtorch.layers.traffic import Traffic
+from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.torch_internals import set_versions, version_of
 
 __all__ = ["Members", "Pack"]
@@ -70,7 +70,7 @@ class Pack:
         traffic: counts what is copied.
     """
 
-    def __init__(self, device: torch.device, traffic: Traffic | None = None) -> None:
+    def __init__(self, device: torch.device, traffic: TransferStats | None = None) -> None:
         self.memory: Memory | None = Memory.HOST
         """Where they are; None after an error within a move, until another completes it."""
         self._held: dict[weakref.ref[Tensor], str] = {}

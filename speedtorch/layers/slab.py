@@ -20,8 +20,8 @@ from torch import Tensor
 
 from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.layers.host_slab import copy_spans, host_bytes, is_pinned
-from speedtorch.layers.traffic import Traffic
-from speedtorch.step.side_stream import SharedSideStream
+from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import current_stream, storage_uses
 
 __all__ = ["Memory", "Slab", "check_packable"]
@@ -167,9 +167,9 @@ class Slab:
         tensors: Mapping[str, Tensor],
         device: torch.device,
         before: Slab | None = None,
-        traffic: Traffic | None = None,
+        traffic: TransferStats | None = None,
     ) -> None:
-        self.traffic = traffic or Traffic()
+        self.traffic = traffic or TransferStats()
         self._places: dict[str, _Place] = {} if before is None else dict(before._places)
         self._slots: list[tuple[int, int]] = [] if before is None else list(before._slots)
         end = self._slots[-1][1] if self._slots else 0

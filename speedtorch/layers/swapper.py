@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.auto import Auto
 from speedtorch.layers.first_state import FirstState
-from speedtorch.layers.room import Room
+from speedtorch.layers.residency import Residency
 from speedtorch.layers.swap_report import Freed, SwapReport
-from speedtorch.layers.traffic import Traffic
+from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import Unit, exact_device
 from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.memory.byte_count import bytes_of
@@ -86,10 +86,10 @@ class Swapper:
             raise ValueError("optimizer: one of them is given twice")
         self.device = exact_device(device)
         self.budget = None if budget is None else bytes_of("budget", budget)
-        self._traffic = Traffic()
+        self._traffic = TransferStats()
         self._units: dict[nn.Module, Unit] = {}
         first_state = {each: FirstState(each).nbytes for each in stepped}
-        self._room = Room(self.device, self.budget, self._traffic, first_state)
+        self._room = Residency(self.device, self.budget, self._traffic, first_state)
         self._steps: list[UnitSteps] = []
         self._auto: Auto | None = None
         self._is_closed = False

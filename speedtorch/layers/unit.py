@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from speedtorch.layers.access_tracker import AccessTracker
 from speedtorch.layers.data_parallel import Averaging
 from speedtorch.layers.pack import Members, Pack
-from speedtorch.layers.roster import Roster
 from speedtorch.layers.slab import Memory
-from speedtorch.layers.traffic import Traffic
+from speedtorch.layers.tensor_index import TensorIndex
+from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
     as_plain,
@@ -276,7 +276,7 @@ class Unit:
         *optimizers: Optimizer,
         device: torch.device | str,
         name: str = "unit",
-        traffic: Traffic | None = None,
+        traffic: TransferStats | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
@@ -296,7 +296,7 @@ class Unit:
         self._before_gradients: Callable[[Unit], None] = _nothing
         # All that it has may have been changed before.
         self._is_touched = self._is_stepped = self._is_used = self._is_state_new = True
-        self._roster: Roster | None = None
+        self._index: TensorIndex | None = None
         self._stepped: set[str] = set()
         """Parameters that a step may have changed."""
         self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
@@ -651,7 +651,7 @@ class Unit:
         Changes of gradients and of the optimizer's state count outside of a use, by track(). What
         moves the unit counts, too.
         """
-        own = () if self._roster is None else self._roster.own.values()
+        own = () if self._index is None else self._index.own.values()
         with as_plain():
             return self._uses + sum(map(version_of, own))
 
@@ -797,20 +797,20 @@ class Unit:
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
-        if self._roster is not None and self._roster.is_current():
-            return self._roster.parameters
+        if self._index is not None and self._index.is_current():
+            return self._index.parameters
         return dict(self.module.named_parameters())
 
     @property
-    def _found(self) -> Roster:
+    def _found(self) -> TensorIndex:
         """Its tensors as they are now."""
-        if self._roster is None or not self._roster.is_current():
-            self._roster = Roster(self.module, self.optimizers, self._is_of_state)
-            for tensor in self._roster.own.values():
+        if self._index is None or not self._index.is_current():
+            self._index = TensorIndex(self.module, self.optimizers, self._is_of_state)
+            for tensor in self._index.own.values():
                 _owners[tensor] = weakref.ref(self)
             self._watch()
             self._averaging.forget_replaced()
-        return self._roster
+        return self._index
 
     def _watch(self) -> None:
         """Lets those modules say that they run whose buffers that may change."""

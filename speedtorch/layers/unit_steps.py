@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.room import Room
+from speedtorch.layers.residency import Residency
 from speedtorch.layers.unit import Unit, is_of_unit
 from speedtorch.torch_internals import LENT_BY_GRAD_SCALER, stepping_grad_scaler, version_of
 
@@ -30,7 +30,9 @@ class UnitSteps:
         room: brings them.
     """
 
-    def __init__(self, optimizer: Optimizer, units: Mapping[nn.Module, Unit], room: Room) -> None:
+    def __init__(
+        self, optimizer: Optimizer, units: Mapping[nn.Module, Unit], room: Residency
+    ) -> None:
         self.optimizer, self._units, self._room = optimizer, units, room
         self._are_in_backward = False
         self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}

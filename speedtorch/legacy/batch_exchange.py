@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from speedtorch.legacy.batch_ids import Indexes, all_within, flat_index
+from speedtorch.legacy.plan_memo import Plan, plans_of
 from speedtorch.legacy.switcher import Switcher, gathered
-from speedtorch.ops.batch_ids import Indexes, all_within, flat_index
 from speedtorch.ops.functions import pinned_scatter
 from speedtorch.table.host_table import HostTable
-from speedtorch.table.plan_memo import Plan
 
 __all__ = ["BatchExchange", "RowShape", "Rows", "check_rows"]
 
@@ -108,7 +108,7 @@ class BatchExchange(Switcher):
         self._finish()
         if self._stored is None or self._stored.table is None:
             return flat_index(positives, negatives, device), None
-        return self._stored.table.plans.find(positives, negatives, device, id(self), step)
+        return plans_of(self._stored.table).find(positives, negatives, device, id(self), step)
 
     def _write(self, index: Tensor, rows: Rows, plan: Plan | None) -> None:
         fields = self._open_fields()

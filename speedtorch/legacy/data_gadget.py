@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speedtorch.files.table_files import StoredField, open_fields
 from speedtorch.legacy import families
+from speedtorch.legacy.batch_ids import Indexes, flat_index
 from speedtorch.legacy.numpy_index import Index, parts_of, put_parts, row_ids
 from speedtorch.legacy.switcher import OneField, Stored, gathered
 from speedtorch.legacy.switcher_files import (
@@ -23,7 +24,6 @@ from speedtorch.legacy.switcher_files import (
     file_name,
     read_tensors,
 )
-from speedtorch.ops.batch_ids import Indexes, flat_index
 from speedtorch.ops.functions import pinned_scatter
 
 __all__ = [

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from speedtorch.legacy import families
 from speedtorch.legacy.batch_exchange import BatchExchange, Rows, RowShape, check_rows
 from speedtorch.legacy.families import Datatype
+from speedtorch.legacy.plan_memo import Plan
 from speedtorch.legacy.switcher import OneField, gathered
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
 from speedtorch.ops.functions import pinned_gather, pinned_scatter, plan_rows
 from speedtorch.ops.shapes import row_shape
 from speedtorch.step.exchange import replace_rows
 from speedtorch.table.host_table import HostTable
-from speedtorch.table.plan_memo import Plan
 
 __all__ = [
     "CPUPytorchModelFactory",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.ops.batch_ids import Indexes, all_within, flat_index
+from speedtorch.legacy.batch_ids import Indexes, all_within, flat_index
 from speedtorch.ops.functions import pinned_gather, pinned_scatter
 
 __all__ = ["Index", "parts_of", "put_parts", "row_ids", "rows_around"]

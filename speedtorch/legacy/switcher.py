@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from speedtorch.legacy.families import Fields, TablePlace
+from speedtorch.legacy.plan_memo import Plan
 from speedtorch.ops.functions import pinned_gather, synchronize
 from speedtorch.table.host_table import HostTable
-from speedtorch.table.plan_memo import Plan
 
 __all__ = ["OneField", "Stored", "Switcher", "gathered"]
 

@@ -116,10 +116,10 @@ class Embedding(RowModule, nn.Embedding):
             if not trains and self.max_norm is None:
                 return rows.read(input)
             by_freq = self.scale_grad_by_freq
-            if trains and not (by_freq or self.sparse or self.trained_rows.adds_in_order()):
-                plain = padding is None and self.max_norm is None
-                if plain and self.trained_rows.store.dtype in _SUMMED:
-                    return rows.summed(input)
+            is_plain = trains and self.max_norm is None and not (by_freq or self.sparse)
+            trained = self.trained_rows
+            if is_plain and trained.store.dtype in _SUMMED and not trained.adds_in_order():
+                return rows.summed(input)
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)
             place = -1 if padding is None else len(held) - 1

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from speedtorch.ops.planned_batch import ID_DTYPES, check_ids
+from speedtorch.plan.planned_batch import ID_DTYPES, check_ids
 
 __all__ = [
     "Features",

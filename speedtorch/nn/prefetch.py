@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from speedtorch.nn.collection import TableCollection
 from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.table_group import TableGroup
-from speedtorch.ops.joint_batch import JointBatch
+from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.exchange import Batch
 from speedtorch.step.joint_exchange import JointExchange, joined

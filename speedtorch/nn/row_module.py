@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.files.table_files import open_fields
-from speedtorch.ops.planned_batch import check_ids
 from speedtorch.optim.step_hooks import watch_steps
+from speedtorch.plan.planned_batch import check_ids
 from speedtorch.step.row_store import Draw, Portion, RowStore
 from speedtorch.step.row_weight import show_rows
 from speedtorch.step.trained_rows import Bags, TrainedRows, random_seed

@@ -14,7 +14,7 @@ from torch import Tensor
 from speedtorch.nn.jagged import Jagged, Source
 from speedtorch.nn.table_config import Table
 from speedtorch.ops.functions import table_ids
-from speedtorch.ops.planned_batch import SeenIds
+from speedtorch.plan.planned_batch import SeenIds
 from speedtorch.step.trained_rows import Bags
 
 __all__ = ["TableIds", "TableRanges"]
@@ -121,6 +121,8 @@ class TableRanges:
         return error
 
     def _bad_id(self, ids: TableIds) -> IndexError | None:
+        if ids.rows.is_cpu and ids.rows.numpy().min(initial=0) >= 0:  # every lookup asks this
+            return None
         bad = ids.rows < 0
         if not bool(bad.any()):
             return None

@@ -136,24 +136,21 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
     return plan
 
 
-plan_ids: Callable[[Tensor, int], list[Tensor]] = _ops.plan_rows
-"""plan_rows for who makes its arguments itself."""
+plan_batch: Callable[..., list[Tensor]] = _ops.plan_batch
+"""Plans a batch for a step: `(index, rows, padding, capacity, held, held_status)`.
 
+Gives the five of plan_rows. The row `padding` (-1: none) is not trained: it is no distinct id, but
+stands behind those in `unique` `[n + 1]`, and its place is their number. With a `capacity` (-1:
+none) that is the place of the padding, and of ids beyond it the capacity less one.
 
-def compare_rows(
-    index: Tensor, rows: int, held: Tensor, held_status: Tensor, padding: int
-) -> list[Tensor]:
-    """Plans a batch, and says what changes when its rows follow on held ones, ids ascending.
+With ids of held rows, ascending, it says which rows change when the batch follows on those: of
+`held` the first entries count, as many as the status of a plan says; an empty status: all. Three
+pairs follow the plan: ids and places of the rows to load, the padding's included; places now and
+before of those to keep; ids and places before of those to evict. The status is `[12]` then, its
+last entries the numbers of rows named, kept, loaded and evicted.
 
-    Of `held` the first entries count, as many as the status of a plan says; an empty status: all.
-    Gives the five of plan_rows; ids and places of the rows that arrive, places now and before of
-    those that stay, ids and places before of those that leave; and the counts `[12]`: the plan's
-    status, then all rows, those that stay, arrive and leave. The row `padding` is none; -1: each
-    is one.
-    """
-    made = _ops.compare_rows(index, rows, held, held_status, padding)
-    counts = made[4]
-    return [*made[:4], counts[:8], *made[5:], counts]
+Of ids on the CPU the last tensor is a copy.
+"""
 
 
 def pinned_gather(
@@ -299,6 +296,10 @@ These are host, leaving, evict, evict_places, arriving, load and load_places.
 """
 
 
+exchange_rows: Callable[..., None] = _ops.exchange_rows
+"""As swap_placed for lists of plan_batch: the last id to load may be out of order."""
+
+
 swap_tables: Callable[..., None] = _ops.optimizer_state_swap.tables
 """As swap_placed for several tables: host lists the fields of one after another, as ids count.
 
@@ -321,7 +322,7 @@ def carry_rows(
         rows[0].index_copy_(0, places, others[0].index_select(0, other_places))
         return
     nothing, none = [each[:0] for each in rows], places[:0]
-    swap_placed(rows, others, places, other_places, nothing, none, none)
+    exchange_rows(rows, others, places, other_places, nothing, none, none)
 
 
 def optimizer_state_swap(
@@ -602,23 +603,31 @@ def _pool_rows_fake(
     return rows.new_empty((offsets.shape[0] - 1, rows.shape[1]))
 
 
-def _compare_rows_fake(
-    index: Tensor, rows: int, held: Tensor, held_status: Tensor, padding: int
+def _plan_batch_fake(
+    index: Tensor,
+    rows: int,
+    padding: int,
+    capacity: int,
+    held: Tensor | None = None,
+    held_status: Tensor | None = None,
 ) -> list[Tensor]:
     _refuse_meta_mix(index, held, held_status)
     count = index.numel()
-    lengths = (count, count, count, count + 1, 12, *[count] * 4, *[held.numel()] * 2)
-    return [index.new_empty(length, dtype=torch.int64) for length in lengths]
+    named = count + 1 if padding >= 0 else count
+    lengths = [named, count, count, count + 1, 8]
+    if held is not None:
+        lengths = [*lengths[:4], 12, *[named] * 4, *[held.numel()] * 2]
+    made = [index.new_empty(length, dtype=torch.int64) for length in lengths]
+    return [*made, torch.empty_like(index)] if index.device.type == "cpu" else made
 
 
-def _compare_rows_fitting_fake(
+def _diff_ids_fake(
     named: Tensor,
     named_status: Tensor,
     held: Tensor,
     held_status: Tensor,
-    padding: int,
     capacity: int,
-    *others: object,
+    *_: object,
 ) -> tuple[Tensor, ...]:
     return tuple(named.new_empty(length) for length in [capacity] * 6 + [4])
 
@@ -652,14 +661,15 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "table_ids": _table_ids_fake,
     "pool_rows": _pool_rows_fake,
     "split_plan": _split_plan_fake,
-    "compare_rows": _compare_rows_fake,
-    "compare_rows.fitting": _compare_rows_fitting_fake,
+    "plan_batch": _plan_batch_fake,
+    "diff_ids": _diff_ids_fake,
     "pinned_copy": _refuse_meta_mix,
     "pinned_scatter": _refuse_meta_mix,
     "pinned_scatter.planned": _refuse_meta_mix,
     "optimizer_state_swap": _refuse_meta_mix,
     "optimizer_state_swap.planned": _refuse_meta_mix,
     "optimizer_state_swap.placed": _refuse_meta_mix,
+    "exchange_rows": _refuse_meta_mix,
     "optimizer_state_swap.tables": _refuse_meta_mix,
     "optimizer_state_swap.counted": _refuse_meta_mix,
     "hold_rows": _refuse_meta_mix,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speedtorch.ops.fitted_batch import raises_at_once
-from speedtorch.ops.planned_batch import Numbers
 from speedtorch.parallel.calls import Call
 from speedtorch.parallel.ranks import Ranks
+from speedtorch.plan.fitted_batch import raises_at_once
+from speedtorch.plan.planned_batch import Numbers
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import of_ranks

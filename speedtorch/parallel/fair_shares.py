@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedtorch.ops.fitted_batch import BAD_IDS
 from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.plan.fitted_batch import BAD_IDS
 from speedtorch.step.fixed_blocks import OVER_SHARE
 
 __all__ = ["FairShares", "fair_share"]

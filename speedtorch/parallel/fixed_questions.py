@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speedtorch.ops.fitted_batch import BAD_IDS, FittedBatch, raises_at_once
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Asked, Ranks, out_of_range
+from speedtorch.plan.fitted_batch import BAD_IDS, FittedBatch, raises_at_once
 from speedtorch.step.fixed_blocks import OTHER_MODULE, of_ranks
 from speedtorch.step.trained_rows import Bags, summed
 

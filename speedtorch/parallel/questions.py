@@ -15,8 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from speedtorch.ops.fitted_batch import BAD_IDS
-from speedtorch.ops.planned_batch import PlannedBatch
+from speedtorch.memory.side_stream import SideStream
 from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.dealt_rows import DealtRows
@@ -24,10 +23,11 @@ from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fixed_questions import FixedQuestion
 from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Asked, Ranks, Told, out_of_range
+from speedtorch.plan.fitted_batch import BAD_IDS
+from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step.announcements import Announced
 from speedtorch.step.exchange import Batch, Exchange
 from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
-from speedtorch.step.side_stream import SideStream
 from speedtorch.step.trained_rows import Bags, summed
 
 __all__ = ["PlannedQuestions", "Question", "Questions"]

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from speedtorch.ops.planned_batch import Numbers
+from speedtorch.memory.side_stream import SideStream
 from speedtorch.parallel.board import Board
 from speedtorch.parallel.calls import Call, Kind, differing
-from speedtorch.step.side_stream import SideStream
+from speedtorch.plan.planned_batch import Numbers
 from speedtorch.torch_internals import group_like, timeout_of
 
 __all__ = ["Asked", "Ranks", "Told", "out_of_range"]

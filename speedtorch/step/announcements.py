@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from speedtorch.ops.fitted_batch import FittedBatch
-from speedtorch.ops.planned_batch import PlannedBatch
+from speedtorch.plan.fitted_batch import FittedBatch
+from speedtorch.plan.planned_batch import PlannedBatch
 
 __all__ = ["Announced", "Announcements"]
 

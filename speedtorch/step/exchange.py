@@ -22,15 +22,15 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from speedtorch.ops.fitted_batch import FittedBatch, raises_at_once
+from speedtorch.memory.side_stream import MemoryStream, SideStream
 from speedtorch.ops.functions import carry_rows, raises_later
-from speedtorch.ops.joint_batch import JointBatch
-from speedtorch.ops.planned_batch import PlannedBatch
+from speedtorch.plan.fitted_batch import FittedBatch, raises_at_once
+from speedtorch.plan.joint_batch import JointBatch
+from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step.announcements import Announced, Announcements
 from speedtorch.step.fixed_blocks import REFUSED, FixedBlocks, of_ranks
 from speedtorch.step.gradient_sums import among_more, sparse_of_all
 from speedtorch.step.row_store import Block, Fields, RowStore
-from speedtorch.step.side_stream import MemoryStream, SideStream
 from speedtorch.step.turn import Turn, alone
 from speedtorch.torch_internals import (
     TensorWeakRef,
@@ -71,7 +71,6 @@ class Coming(NamedTuple):
     batch: Batch
     rows: Rows
     """Those that left the step before while they arrived are newer than the table's."""
-    padded: Tensor
 
 
 class Placed(NamedTuple):
@@ -82,7 +81,7 @@ class Placed(NamedTuple):
     """Of the batch, among the step's."""
     part: int
     positions: Tensor
-    """Which held rows the ids name, in their shape; the padding is one after the last."""
+    """Which held rows the ids name, in their shape."""
     has_moved: bool
     """Whether its rows may have had other positions when it was looked up first."""
 
@@ -93,10 +92,9 @@ class Step(NamedTuple):
     number: int
     """Counts steps: rows that a graph of an earlier one looked up have left."""
     ids: Tensor
-    """Of the rows, ascending."""
+    """Of the rows, ascending, without the padding's."""
     rows: Rows
-    padded: Tensor
-    """Their weights' memory, with the padding's row after the last."""
+    """The padding's is the last: it is loaded for each step and never written back."""
     places: dict[int, Tensor]
     """Where rows of batches are that were looked up after others, once somebody has asked."""
     seen: set[tuple[int, int]]
@@ -450,7 +448,7 @@ class Exchange:
         self._store = store
         self._shown = shown
         self._padding = padding
-        self._padding_ids = torch.tensor([] if padding is None else [padding], dtype=torch.int64)
+        self._padding_rows = int(padding is not None)
         self._named_rows = store.rows + (padding == store.rows)
         """What ids may name: with a padding behind the last row that, too."""
         self._joint: Joint | None = None
@@ -492,29 +490,26 @@ class Exchange:
         if self._fixed is not None:
             self._fixed.forget()
         ids = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.now = Step(number, ids, *self._memory(0), {}, set(), since=number, over=True)
+        self.now = Step(number, ids, self._memory(0), {}, set(), since=number, over=True)
 
-    def _memory(self, count: int) -> tuple[Rows, Tensor]:
-        """Memory for rows of every field, and that of the weights with the padding's place."""
+    def _memory(self, count: int) -> Rows:
+        """Memory for rows of every field."""
         rows: Rows = []
         for shape, dtype in self._shown.kept.fields.values():
-            places = count + 1 if self._padding is not None and not rows else count
-            rows.append(torch.empty((places, *shape), dtype=dtype, device=self.device))
-        padded = rows[0]
-        if self._padding is not None:
-            rows[0] = padded[:count]
-        return rows, padded
+            rows.append(torch.empty((count, *shape), dtype=dtype, device=self.device))
+        return rows
 
-    def _fetch_padding(self, padded: Tensor) -> None:
-        self._store.read(self._padding_ids, padded[-1:])
-
-    def _loaded(self, ids: Tensor, leaving: Block | None) -> tuple[Rows, Tensor]:
+    def _loaded(self, ids: Tensor, leaving: Block | None) -> Rows:
         """Rows as they are in the table, in new memory; others leave for it meanwhile."""
-        rows, padded = self._memory(ids.shape[0])
+        rows = self._memory(ids.shape[0])
         self._store.exchange(self._shown.kept.fields, leaving, Block(rows, ids))
-        if self._padding is not None:
-            self._fetch_padding(padded)
-        return rows, padded
+        return rows
+
+    def _loaded_again(self, step: Step) -> Rows:
+        """The rows of a step as they are in the table."""
+        if self._padding is None:
+            return self._loaded(step.ids, None)
+        return self._loaded(torch.cat([step.ids, step.ids.new_tensor([self._padding])]), None)
 
     def complete(self, *, ahead: bool = True) -> None:
         """Finishes what belongs to the step of now.
@@ -541,11 +536,11 @@ class Exchange:
     def _held_tensors(self) -> Iterator[Tensor]:
         """Memory of now that another stream than its own may come to use."""
         now = self.now
-        yield from (now.ids, now.padded, *now.rows, *now.places.values())
+        yield from (now.ids, *now.rows, *now.places.values())
         if now.owed is not None:
             yield from (*now.owed.rows, now.owed.ids)
         if now.coming is not None:
-            yield from (now.coming.padded, *now.coming.rows, *now.coming.batch.tensors())
+            yield from (*now.coming.rows, *now.coming.batch.tensors())
         for batch in () if now.captured else now.batches:  # a graph keeps its own memory
             yield from batch.tensors()
         if self._fixed is not None:
@@ -556,13 +551,13 @@ class Exchange:
         now, gradient = self.now, self._shown.parameter.grad
         ids = now.ids
         if self._fixed is not None and now.batches:
-            rows, padded, ids = self._fixed_again()
+            rows, ids = self._fixed_again()
         else:
-            rows, padded = self._loaded(now.ids, None) if now.batches else self._memory(0)
-        self.now = now._replace(ids=ids, rows=rows, padded=padded, stale=False, gradient=gradient)
+            rows = self._loaded_again(now) if now.batches else self._memory(0)
+        self.now = now._replace(ids=ids, rows=rows, stale=False, gradient=gradient)
         self.complete()
 
-    def _fixed_again(self) -> tuple[Rows, Tensor, Tensor]:
+    def _fixed_again(self) -> tuple[Rows, Tensor]:
         """Blocks for the fields of now with the rows that are held, read again."""
         blocks, fields = self._fixed, self._shown.kept.fields
         assert blocks is not None
@@ -570,7 +565,7 @@ class Exchange:
             blocks = blocks.with_fields(fields)
         blocks.read_again()
         self._fixed = blocks
-        return list(blocks.rows), blocks.padded, blocks.ids
+        return list(blocks.rows), blocks.ids
 
     def _settle(self) -> bool:
         """Takes note of what an optimizer, or somebody else, did to the held rows.
@@ -694,7 +689,7 @@ class Exchange:
                     self._fixed.send(foreseen, foreseen=True)
                 else:
                     self._fixed.send(following)
-            coming = None if following is None else Coming(following, [], now.padded)
+            coming = None if following is None else Coming(following, [])
         self.now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
 
     def _sent(self, following: PlannedBatch | None, owed: Block | None) -> Coming | None:
@@ -710,7 +705,7 @@ class Exchange:
                 self._travel.uses(owed.rows)
             with self._travel.after_current(self.device):
                 if following is not None:  # in memory that only this stream is given again
-                    coming = Coming(following, *self._memory(following.held))
+                    coming = Coming(following, self._memory(following.held + self._padding_rows))
                     arriving = Block(coming.rows, *load)
                 self._store.exchange(self._shown.kept.fields, owed, arriving)
         return coming
@@ -923,7 +918,7 @@ class Exchange:
         if announced is None or self._captures():
             return None
         asked = self.planned([ids], announced.batch)
-        return announced if len(asked.arriving[0]) == 0 < asked.held else None
+        return announced if asked.brings == 0 < asked.held else None
 
     def holds(self, number: int) -> bool:
         """Whether rows that a step of this number has looked up are held, or can be again.
@@ -1181,18 +1176,17 @@ class Exchange:
             return told, announced
         coming, owed, newer = self.now.coming, None, True
         if coming is not None and coming.batch is begun:
-            _, rows, padded = coming
+            rows = coming.rows
             owed = self._completed(coming)
         else:
             self._drop_coming()
             newer = self.now.newer  # rows that stay have not been in the table in between
             leaving = Block(self._shown.rows_of(self.now), self.now.ids) if newer else None
-            rows, padded = self._loaded(begun.ids, leaving)
+            rows = self._loaded(begun.loaded, leaving)
         self.now = Step(
             self.now.number + 1,
             begun.ids,
             rows,
-            padded,
             {},
             seen,
             (begun,),
@@ -1264,12 +1258,11 @@ class Exchange:
         before = None
         if not asked:
             gradient = self._shown.parameter.grad
-            before = self.now._replace(rows=nothing, padded=nothing[0], gradient=gradient)
+            before = self.now._replace(rows=nothing, gradient=gradient)
         return Step(
             self.now.number + 1,
             batch.ids,
             rows,
-            rows[0],
             {},
             {(0, 0)} if len(batch.parts) == 1 else set(),
             (batch,),
@@ -1316,12 +1309,10 @@ class Exchange:
             self._shown.put_back(now)  # or they would be taken again, if this is interrupted
         blocks.begin(batch, come=come)
         owed = None if come is False else Block((), blocks.ids)
-        rows, padded = list(blocks.rows), blocks.padded
         self.now = Step(
             now.number + 1,
             blocks.ids,
-            rows,
-            padded,
+            list(blocks.rows),
             {},
             seen,
             (batch,),
@@ -1364,20 +1355,18 @@ class Exchange:
                 return None
             asked = self.planned(parts, batch.ids)
             asked.count()
-            if asked.held != batch.held or len(asked.arriving[0]):
+            if asked.held != batch.held or asked.brings:
                 return None  # a step holds the rows that its lookups name, and no others
         return batch
 
     def _completed(self, coming: Coming) -> Block | None:
         """Puts those that stay beside rows that have arrived; gives the others, which leave."""
-        now, (batch, rows, padded) = self.now, coming
+        now, (batch, rows) = self.now, coming
         assert isinstance(batch, PlannedBatch)
         self._travel.join()
         old = self._shown.rows_of(now)
         places, taken_from = batch.staying
         carry_rows(rows, places, old, taken_from)
-        if self._padding is not None:
-            self._fetch_padding(padded)
         leaving = Block(old, *batch.leaving)
         return leaving if now.newer and len(leaving.ids) > 0 else None
 
@@ -1389,29 +1378,27 @@ class Exchange:
         if self._fixed is not None:
             return self._extend_fixed(parts, are_planned=are_planned)
         batch = self.planned(parts, self.now.ids)
-        load, _ = batch.arriving
-        if len(load) == 0:
+        if batch.brings == 0:
             self.now = self._beside(batch, are_planned=are_planned)
             return
         self._drop_coming()
-        now = self.now
+        now, load = self.now, batch.arriving[0][: batch.brings]
         ids, _ = torch.sort(torch.cat([now.ids, load]))
         count, before = len(ids), torch.searchsorted(ids, now.ids)
-        rows, padded = self._memory(count)
+        if self._padding_rows:  # the last row before and now
+            before = torch.cat([before, before.new_tensor([count])])
+        rows = self._memory(count + self._padding_rows)
         for new, each in zip(rows, self._shown.rows_of(now), strict=True):
             new.index_copy_(0, before, each)
         arriving = Block(rows, load, torch.searchsorted(ids, load))
         self._store.exchange(self._shown.kept.fields, None, arriving)
-        if self._padding is not None:
-            self._fetch_padding(padded)
         gradient = self._shown.parameter.grad if self._shown.has_gradient() else None
         self.now = self._beside(batch, are_planned=are_planned)._replace(
             ids=ids,
             rows=rows,
-            padded=padded,
             places={},
             moved=len(now.batches),
-            gradient=None if gradient is None else among_more(gradient, before, count),
+            gradient=None if gradient is None else among_more(gradient, before, len(rows[0])),
         )
         self.complete()
 
@@ -1435,7 +1422,7 @@ class Exchange:
         if self._captures():
             raise RuntimeError(f"{remedy} was not, and a CUDA graph cannot look what it names")
         batch = self.planned(parts, self.now.batches[0])
-        if more := len(batch.arriving[0]):
+        if more := batch.brings:
             raise RuntimeError(f"{remedy} brings {more} new rows; nothing has changed")
         self.now = self._beside(batch, are_planned=are_planned)
 
@@ -1503,7 +1490,9 @@ class Exchange:
             gradient = parameter.grad
         state = self._shown.kept.state
         if state is not None and state.sparse and gradient is not None:
-            gradient = parameter.grad = sparse_of_all(gradient, self._store.numbers(self.now.ids))
+            gradient = parameter.grad = sparse_of_all(
+                gradient, self._store.numbers(self.now.rows[0])
+            )
         self._shown.note_lent(gradient)
         self._call = (call, self.now.number)
 
@@ -1511,7 +1500,7 @@ class Exchange:
         """Called after it, within a turn."""
         if self._settle():
             # A backward through what used these rows would compute with other ones.
-            torch.autograd.graph.increment_version(self.now.padded)
+            torch.autograd.graph.increment_version(self.now.rows[0])
 
     @alone
     def plan_ahead(self, parts: Sequence[Tensor], after: Batch | None) -> Batch:
@@ -1574,7 +1563,6 @@ class Exchange:
         before = self.now.awaited
         if before is None:
             return
-        rows, padded = self._loaded(before.ids, None)
-        number = self.now.number + 1
-        self.now = before._replace(number=number, rows=rows, padded=padded, newer=False)
+        rows, number = self._loaded_again(before), self.now.number + 1
+        self.now = before._replace(number=number, rows=rows, newer=False)
         self.complete()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory import empty
-from speedtorch.ops.fitted_batch import BAD_IDS, TOO_MANY, Changes, FittedBatch, too_many
 from speedtorch.ops.functions import _ops
+from speedtorch.plan.fitted_batch import BAD_IDS, TOO_MANY, Changes, FittedBatch, too_many
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
 __all__ = ["OTHER_MODULE", "OVER_SHARE", "REFUSED", "FixedBlocks", "of_ranks"]
@@ -50,7 +50,7 @@ class FixedBlocks:
     """Blocks of `capacity` rows for those that are held, that arrive and that leave.
 
     `rows` are the held ones of every field, always in the same memory: those that a batch names in
-    their order, then zeros. `padded` are the weights with the padding's row behind them.
+    their order, then zeros, and the padding's as the last.
 
     Args:
         name: what errors call it.
@@ -85,19 +85,19 @@ class FixedBlocks:
         size = self.capacity
         with torch.inference_mode(False):
 
-            def block(more: int = 0) -> list[Tensor]:
+            def block(rows: int) -> list[Tensor]:
                 return [
-                    torch.zeros((size + more * (not k), *shape), dtype=dtype, device=device)
-                    for k, (shape, dtype) in enumerate(fields.values())
+                    torch.zeros((rows, *shape), dtype=dtype, device=device)
+                    for shape, dtype in fields.values()
                 ]
 
             def numbers(count: int) -> Tensor:
                 return torch.zeros(count, dtype=torch.int64, device=device)
 
-            rows = block(self._padding is not None)
-            self.padded = rows[0]
-            rows[0] = self.padded[:size]
-            self._coming, self._left = block(), block()
+            rows = block(size + (self._padding is not None))
+            self._trained = rows if self._padding is None else [each[:size] for each in rows]
+            """The rows without the padding's."""
+            self._coming, self._left = block(size), block(size)
             self.ids, self._status = numbers(size), numbers(8)
             self._number = self._status[3:4]
             """How many rows are held."""
@@ -122,7 +122,7 @@ class FixedBlocks:
     def tensors(self) -> Iterator[Tensor]:
         """All memory of the blocks on their device."""
         if self._made is not None:
-            yield from (self.padded, *self.rows, *self._coming, *self._left)
+            yield from (*self.rows, *self._coming, *self._left)
             yield from (self.ids, self._status, self._left_ids, self._left_count)
             yield from (self._halt, self._none, self._came, self._every)
 
@@ -183,7 +183,7 @@ class FixedBlocks:
         put_aside = come is not False
         self._left_some, self.hold_some = put_aside, True
         _ops.hold_rows(
-            self.rows,
+            self._trained,
             self._coming,
             self._left if put_aside else [],
             changes.stay_places,
@@ -216,7 +216,7 @@ class FixedBlocks:
     def fetch_padding(self) -> None:
         """Reads the padding's row."""
         if self._padding is not None and self._padding < self._store.rows:
-            self._store.read(self._padding_id, self.padded[-1:])
+            self._store.read(self._padding_id, self.rows[0][-1:])
 
     def send(self, following: FittedBatch | None, *, foreseen: bool = False) -> None:
         """Rows that were put aside go home, those of the next batch arrive, but do not yet stay.
@@ -298,7 +298,7 @@ class FixedBlocks:
     def clear_others(self) -> None:
         """Makes what lies beyond the held rows zeros again, whatever an optimizer made of it."""
         if self.rows:  # a step before the first lookup finds none made
-            _ops.clear_rows(self.rows, self._number)
+            _ops.clear_rows(self._trained, self._number)
 
     def halt(self) -> None:
         """Lets no row move."""

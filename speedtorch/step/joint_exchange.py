@@ -15,12 +15,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import carry_rows, plan_ids, swap_tables
-from speedtorch.ops.joint_batch import JointBatch
-from speedtorch.ops.planned_batch import Parts
+from speedtorch.memory.side_stream import MemoryStream, SideStream
+from speedtorch.ops.functions import carry_rows, swap_tables
+from speedtorch.plan.joint_batch import JointBatch
+from speedtorch.plan.planned_batch import Parts
 from speedtorch.step.exchange import Exchange, Step
 from speedtorch.step.row_store import Block
-from speedtorch.step.side_stream import MemoryStream, SideStream
 from speedtorch.step.turn import Turns, unite
 from speedtorch.torch_internals import split_apart
 
@@ -86,7 +86,7 @@ class JointExchange:
                 batch = JointBatch(apart, self._device, after)
             except IndexError:
                 for each in apart:
-                    each.plan_by(plan_ids)  # says which ids are bad, and whose
+                    each.plan_by_itself(-1, -1)  # says which ids are bad, and whose
                 raise
         batch.planned_until(self._planning.end)
         return batch

@@ -15,11 +15,11 @@ from torch.utils.dlpack import from_dlpack
 from speedtorch.memory import host_memory
 from speedtorch.memory.placement import check_kind
 from speedtorch.ops.functions import (
+    exchange_rows,
     pinned_copy,
     pinned_gather,
     pinned_scatter,
     swap_counted,
-    swap_placed,
     wait_for_rows,
 )
 from speedtorch.ops.shapes import row_shape
@@ -510,7 +510,7 @@ class RowStore:
         if of_arriving is None:
             of_arriving = self.numbers(arriving.ids)
         lists = (leaving.ids, of_leaving)
-        swap_placed(
+        exchange_rows(
             self.reach(names), leaving.rows, *lists, arriving.rows, arriving.ids, of_arriving
         )
 

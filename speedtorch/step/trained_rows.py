@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
 class Bags(NamedTuple):
     """How the rows of ids are added up, bag by bag: feature after feature, sample after sample."""
 
@@ -118,10 +121,10 @@ class TrainedRows:
     ) -> tuple[Tensor, Tensor]:
         """The rows that ids name, held from now until the optimizer's next step is done.
 
-        Gives positions of the shape of ids, and the held rows `[n, ...]`, or `[n + 1, ...]` with
-        the padding's as the last, both on the device; gradients of the rows go to the parameter.
-        With `max_norm` rows of a larger norm are shortened, as torch.embedding_renorm_ does. Bad
-        ids raise IndexError, and what is held did not change.
+        Gives positions of the shape of ids, and the held rows `[n, ...]`, of which the last is the
+        padding's, both on the device; gradients of the rows go to the parameter. With `max_norm`
+        rows of a larger norm are shortened, as torch.embedding_renorm_ does. Bad ids raise
+        IndexError, and what is held did not change.
         """
         with self.turn:
             self.claim()
@@ -132,7 +135,7 @@ class TrainedRows:
                     " joined the step; announce() all ids of the step before its first lookup"
                 )
             # These count their own changes: rows that join the step are no change of these.
-            rows = self.exchange.now.padded.detach()
+            rows = self.exchange.now.rows[0].detach()
             if max_norm is not None:
                 self.exchange.change()
                 torch.embedding_renorm_(rows, found.positions, max_norm, norm_type)
@@ -267,8 +270,8 @@ class TrainedRows:
     ) -> None:
         """Adds the gradient of the rows `ids`, held in the step of this number, to the parameter's.
 
-        It may have the padding's row after them. `places` are those among them that the lookup
-        names. Called within a turn. Raises RuntimeError if the rows have left.
+        The padding's row is the last. `places` are those among them that the lookup names. Called
+        within a turn. Raises RuntimeError if the rows have left.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -283,13 +286,11 @@ class TrainedRows:
                 self.exchange.rejoin(ids)
             step = self.exchange.now
             self.shown.show(step)
-            added, held = gradient, step.ids.shape[0]
+            added, held = gradient, step.rows[0].shape[0]
             if ids is not step.ids:
                 added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
             elif gradient.is_sparse:
                 added = of_rows(gradient, sparse_indices(gradient), held)
-            elif gradient.shape[0] != held:  # that of the padding is none
-                added = gradient[:held]
             added = self.shown.summand(added)
             more_to_come = self.exchange.expects_gradient()
             summed = self._sums.add(self.parameter.grad, added, more_to_come=more_to_come)
@@ -318,8 +319,13 @@ class TrainedRows:
             self.shown.divide()
 
     def adds_in_order(self) -> bool:
-        """Whether gradients must be added up in torch's order."""
-        return self.parameter.is_cpu or torch.are_deterministic_algorithms_enabled()
+        """Whether gradients must be added up by torch, whose sums have other bits than ours."""
+        if self.parameter.is_cpu:
+            # Ours are torch's, but for half precision, which torch rounds after each row, and
+            # sparse gradients, of which torch adds all lookups' rows of an id one by one.
+            state = self.shown.kept.state
+            return self.store.dtype in _HALF or (state is not None and state.sparse)
+        return torch.are_deterministic_algorithms_enabled()
 
     def gives_sparse(self, *, asked: bool) -> bool:
         """Whether autograd makes a sparse gradient, as it is asked to or as the optimizer wants."""
@@ -412,9 +418,7 @@ class _SummedLookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.asker, ctx.batch, ctx.part, ctx.bags = asker, found.batch, found.part, bags
         ctx.number, ctx.token = asker.exchange.now.number, asker.exchange.token()
-        held, padded = parameter.detach(), asker.exchange.now.padded
-        if len(padded) > len(held):  # ids may name the padding's row
-            held = padded.detach()
+        held = parameter.detach()
         if bags is None:
             return rows_at(held, found.positions)
         return bags.pool(held, found.positions)

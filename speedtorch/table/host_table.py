@@ -20,7 +20,6 @@ from speedtorch.memory.placement import Placement
 from speedtorch.ops.functions import pinned_gather, pinned_scatter
 from speedtorch.ops.shapes import check_span, row_shape
 from speedtorch.table import row_blocks
-from speedtorch.table.plan_memo import PlanMemo
 from speedtorch.table.record_layout import Fields, lay_out, weight_and_state
 
 __all__ = ["HostTable", "RowHolder"]
@@ -94,7 +93,6 @@ class HostTable:
         device: Of its tensors: the CPU, or a GPU with memory="cuda".
         fields: Name to (row shape, dtype).
         record_bytes, nbytes: Bytes from one record to the next, and of all of them.
-        plans: The plans of the last batches, for all SpeedTorch classes that share the table.
 
     Raises:
         TypeError, ValueError: Arguments of the wrong type or beyond what is allowed.
@@ -205,7 +203,6 @@ class HostTable:
         self.device = data.device
         self._views = {name: layout.rows_of(data, self.rows, name) for name in self.fields}
         self._record = layout.records_of(data, self.rows)
-        self.plans = PlanMemo(self.rows, self.memory)
 
     holder: weakref.ref[RowHolder] | None = None
 
@@ -604,7 +601,6 @@ class HostTable:
             holder.before_close()
         self.bring_home()
         placement, self._placement = self._placement, None
-        self.plans.close()
         self._views.clear()
         del self._record
         try:

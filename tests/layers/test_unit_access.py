@@ -15,7 +15,7 @@ from conftest import NEEDS_GPU
 from interrupts import EVERY, PACKAGE, Lines
 from torch import Tensor, nn, optim
 
-from speedtorch.layers import Swapper, room, slab
+from speedtorch.layers import Swapper, residency, slab
 
 WIDTH = 16
 NBYTES = 4 * WIDTH * WIDTH
@@ -53,7 +53,7 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> Marks:
         found.waits.append((stream._purpose, found.work if after is None else after.number))
         return nullcontext()
 
-    monkeypatch.setattr(room, "end_of_current", lambda _: Mark(found.work))
+    monkeypatch.setattr(residency, "end_of_current", lambda _: Mark(found.work))
     monkeypatch.setattr(slab.Slab, "_beside", beside)
     return found
 
@@ -306,7 +306,7 @@ def test_a_compiled_function_of_a_weight_is_an_access(marks: Marks) -> None:
 
 @EVERY
 def test_an_error_at_a_line_of_a_use_loses_no_unit(every: int) -> None:
-    files = [each for each in PACKAGE if each.endswith(("layers/room.py", "layers/unit.py"))]
+    files = [each for each in PACKAGE if each.endswith(("layers/residency.py", "layers/unit.py"))]
     with Lines(files) as lines:
         use(Training(), 0)
     for at in range(1, len(lines.seen or ()) + 1, every):

@@ -20,6 +20,7 @@ from test_training_exact import (
 )
 
 from speedtorch import DataGadget, ModelFactory
+from speedtorch.legacy.plan_memo import plans_of
 
 __all__ = ["made", "planning", "plans"]
 
@@ -74,7 +75,7 @@ def test_repeated_ids_go_back_as_without_a_plan(sum_duplicates: bool) -> None:
         switcher = ModelFactory(embedding, ROWS, WIDTH, sumDuplicates=sum_duplicates)
         filled(switcher)
         switcher.table["weight"].copy_(torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH))
-        switcher.table.plans.wanted = wanted
+        plans_of(switcher.table).wanted = wanted
         switcher.beforeForwardPass([3, 8, 3], [0, 3])
         change = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(4)) * 1e3
         embedding.weight.data.add_(change)

@@ -19,6 +19,7 @@ from torch import Tensor, nn, optim
 
 from speedtorch import HostTable, ModelFactory, OptimizerFactory
 from speedtorch.legacy import optimizer_factory
+from speedtorch.legacy.plan_memo import plans_of
 from speedtorch.optim.probe import probe_optimizer
 
 pytestmark = [
@@ -123,7 +124,7 @@ class Factories(Training):
         tables = [HostTable(ROWS, WIDTH, state=STATE, memory="plain") for _ in range(2 - shared)]
         for table in tables:
             table["weight"].copy_(first_rows())
-            table.plans.wanted = always if shared else table.plans.wanted
+            plans_of(table).wanted = always if shared else plans_of(table).wanted
             table.was_read = True  # so that the state needs no optInit
         row = (ROWS, WIDTH)
         self.weights = ModelFactory(self.model.rows, *row, sumDuplicates=sums, table=tables[0])
@@ -203,7 +204,7 @@ def at_call(make: Callable[[], Factories], call: str) -> Factories:
     return training
 
 
-SWITCH = source_files("legacy/*.py", "table/plan_memo.py", "ops/functions.py")
+SWITCH = source_files("legacy/*.py", "legacy/plan_memo.py", "ops/functions.py")
 
 
 def interrupts(

@@ -23,8 +23,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import speedtorch
-from speedtorch.ops.fitted_batch import FittedBatch
-from speedtorch.ops.planned_batch import PlannedBatch
+from speedtorch.plan.fitted_batch import FittedBatch
+from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.torch_internals import as_plain
 
 pytestmark = pytest.mark.usefixtures("deterministic")

@@ -237,7 +237,7 @@ def test_what_is_read_as_numbers_begins_at_one() -> None:
     rows, message = torch.ones(2, 3), "no multiple of . bytes.*clone it"
     refused(lambda: speedtorch.sum_rows(at_an_odd_address(rows), plan, ROWS), message)
     refused(lambda: ops.sum_rows(rows, odd, ROWS, 0, 2), message)
-    refused(lambda: ops.compare_rows(index, ROWS, odd[0], plan[4], -1), message)
+    refused(lambda: ops.plan_batch(index, ROWS, -1, -1, odd[0], plan[4]), message)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -318,10 +318,10 @@ def test_lists_are_compared_only_as_far_as_they_go(distinct: int) -> None:
     wrong = status.clone()
     wrong[3] = distinct
     halt, fault = (torch.zeros(size, dtype=torch.int64) for size in (2, 8))
-    others, message = (-1, 4, ROWS, halt, fault), f"says {distinct} distinct ids, of 4"
-    refused(lambda: ops.compare_rows(ids, ROWS, ids, wrong, -1), f"held_status {message}")
+    others, message = (4, ROWS, halt, fault), f"says {distinct} distinct ids, of 4"
+    refused(lambda: ops.plan_batch(ids, ROWS, -1, -1, ids, wrong), f"held_status {message}")
     for lists in ((ids, wrong, ids, status), (ids, status, ids, wrong)):
-        refused(lambda lists=lists: ops.compare_rows.fitting(*lists, *others), message)  # type: ignore[misc]
+        refused(lambda lists=lists: ops.diff_ids(*lists, *others), message)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("begin", [-1, 2, 2**31, 2**63 - 1, -(2**63)])

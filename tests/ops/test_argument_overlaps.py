@@ -36,11 +36,11 @@ def attempt(op: Any, arguments: tuple[Any, ...]) -> tuple[Exception | None, list
         speedtorch.synchronize()
     except (ValueError, IndexError) as error:
         return error, []
-    if op in (ops.compare_rows.default, ops.compare_rows.fitting):
-        *plan, counts = result[:5] if op == ops.compare_rows.default else result[-1:]
+    if op in (ops.plan_batch.default, ops.diff_ids.default) and len(result) > 6:
+        *plan, counts = result[:5] if op == ops.plan_batch.default else result[-1:]
         _, stay, arriving, leaving = counts[-4:].tolist()
         sizes = (arriving, arriving, stay, stay, leaving, leaving)
-        lists = result[5:] if plan else result[:-1]
+        lists = result[5:11] if plan else result[:-1]
         lists = [part[:size] for part, size in zip(lists, sizes, strict=True)]
         result = [*plan, counts, *lists]
     return None, [] if result is None else tensors_of((result,))

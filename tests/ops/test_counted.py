@@ -14,7 +14,7 @@ from reference import assert_same_bytes, random_rows
 from torch import Tensor
 
 import speedtorch
-from speedtorch.ops.functions import compare_rows
+from speedtorch.ops.functions import plan_batch
 
 ops = torch.ops.speedtorch
 ROWS = 50
@@ -57,20 +57,18 @@ class Block:
         self.halt = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.fault = torch.zeros(8, dtype=torch.int64, device=self.device)
 
-    def compared(
-        self, plan: list[Tensor], *, padding: int = -1, table_rows: int = ROWS
-    ) -> list[Tensor]:
-        lists: tuple[Tensor, ...] = ops.compare_rows.fitting(
+    def compared(self, plan: list[Tensor], *, table_rows: int = ROWS) -> list[Tensor]:
+        lists: tuple[Tensor, ...] = ops.diff_ids(
             *(plan[0], plan[4], self.ids, self.status),
-            *(padding, self.capacity, table_rows, self.halt, self.fault),
+            *(self.capacity, table_rows, self.halt, self.fault),
         )
         assert [len(each) for each in lists] == [*[self.capacity] * 6, 4]
         return list(lists)
 
 
-def plan_of(ids: list[int] | Tensor, device: str) -> list[Tensor]:
+def plan_of(ids: list[int] | Tensor, device: str, padding: int = -1) -> list[Tensor]:
     index = torch.as_tensor(ids, dtype=torch.int64)
-    return speedtorch.plan_rows(index.to(device), ROWS)
+    return plan_batch(index.to(device), ROWS, padding, -1)[:5]
 
 
 def listed(lists: list[Tensor]) -> list[list[int]]:
@@ -81,7 +79,7 @@ def listed(lists: list[Tensor]) -> list[list[int]]:
 
 
 # ------------------------------------------------------------------------------------------------
-# compare_rows.fitting
+# diff_ids
 # ------------------------------------------------------------------------------------------------
 
 
@@ -91,12 +89,19 @@ def listed(lists: list[Tensor]) -> list[list[int]]:
     [
         ([7, 2, 7, 9], [2, 5], -1, [3, 1, 2, 1], [[7, 9], [1, 2], [0], [0], [5], [1]]),
         ([7, 2, 7, 9], [2, 5], 7, [2, 1, 1, 1], [[9], [1], [0], [0], [5], [1]]),
-        ([2, 5], [1, 2, 5], 2, [1, 1, 0, 1], [[], [], [0], [1], [1], [0]]),
+        ([2, 5], [1, 5], 2, [1, 1, 0, 1], [[], [], [0], [1], [1], [0]]),
         ([], [1, 2], -1, [0, 0, 0, 2], [[], [], [], [], [1, 2], [0, 1]]),
         ([1, 2, 3, 4], [], -1, [4, 0, 4, 0], [[1, 2, 3, 4], [0, 1, 2, 3], [], [], [], []]),
         ([1, 2, 3, 4, 5], [], 3, [4, 0, 4, 0], [[1, 2, 4, 5], [0, 1, 2, 3], [], [], [], []]),
     ],
-    ids=["both", "padding named", "padding in both", "nothing named", "full", "full and padding"],
+    ids=[
+        "both",
+        "padding named",
+        "padding between held rows",
+        "nothing named",
+        "full",
+        "full and padding",
+    ],
 )
 def test_a_batch_that_fits_is_compared(
     device: str,
@@ -107,7 +112,7 @@ def test_a_batch_that_fits_is_compared(
     lists: list[list[int]],
 ) -> None:
     block = Block(4, device, held)
-    compared = block.compared(plan_of(named, device), padding=padding)
+    compared = block.compared(plan_of(named, device, padding))
     assert compared[-1].tolist() == counts
     assert listed(compared) == lists
     assert not block.halt.any() and not block.fault.any()
@@ -123,16 +128,17 @@ def test_what_fits_is_compared_as_without_a_capacity(device: str, more: int, pad
         distinct = len(set(index.tolist()) - {padding})
         capacity = max(distinct + more, 0)
         held = some(capacity * 2 // 3, ROWS, seed)
-        plan, block = plan_of(index, device), Block(capacity, device, held.tolist())
-        compared = block.compared(plan, padding=padding)
+        leaving = [id for id in held.tolist() if id != padding]
+        plan, block = plan_of(index, device, padding), Block(capacity, device, leaving)
+        compared = block.compared(plan)
         if distinct <= capacity:
-            given = (index.to(device), ROWS, block.ids, block.status, padding)
-            *expected, counts = compare_rows(*given)
-            assert compared[-1].tolist() == counts[8:].tolist()
-            assert listed(compared) == listed([*expected[5:], counts[8:]])
+            rows = index[index != padding].to(device)
+            expected = plan_batch(rows, ROWS, -1, -1, block.ids, block.status)
+            counts = expected[4][8:]
+            assert compared[-1].tolist() == counts.tolist()
+            assert listed(compared) == listed([*expected[5:11], counts])
             assert block.halt.tolist() == [0, 0]
         else:
-            leaving = [id for id in held.tolist() if id != padding]
             assert compared[-1].tolist() == [0, 0, 0, len(leaving)]
             assert listed(compared)[4:] == [leaving, list(range(len(leaving)))]
             assert block.halt.tolist() == [1, 0]
@@ -173,7 +179,7 @@ def test_a_batch_of_no_ids_and_a_block_of_no_rows(device: str) -> None:
     assert block.compared(plan_of([], device), table_rows=7)[-1].tolist() == [0, 0, 0, 0]
     assert block.halt.tolist() == [1, 0] and block.fault[0] == FOREIGN
     block.halt.zero_()
-    assert block.compared(plan_of([3, 3], device), padding=3)[-1].tolist() == [0, 0, 0, 0]
+    assert block.compared(plan_of([3, 3], device, 3))[-1].tolist() == [0, 0, 0, 0]
     assert block.halt.tolist() == [0, 0]
 
 
@@ -545,8 +551,8 @@ def test_comparisons_that_do_not_fit_are_errors() -> None:
         ("held_status", status_of(-1, "cpu"), "held_status says -1 distinct ids, of 2 entries"),
     ):
         *plans, halt, fault = (given | {name: value}).values()
-        with pytest.raises(ValueError, match=f"compare_rows: {message}"):
-            ops.compare_rows.fitting(*plans, -1, 2, ROWS, halt, fault)
+        with pytest.raises(ValueError, match=f"diff_ids: {message}"):
+            ops.diff_ids(*plans, 2, ROWS, halt, fault)
         assert not given["halt"].any() and not given["fault"].any()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
@@ -111,3 +112,26 @@ def test_every_error_message_that_is_explained_is_one() -> None:
     for message in messages:
         pieces = [piece.strip(" :,'") for piece in message.split("…")]
         assert [piece for piece in pieces if piece not in known] == [], message
+
+
+def defined_in(file: Path) -> set[str]:
+    """The functions of a file, and the methods as `Class.method`."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            parts = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            found |= {f"{node.name}.{each.name}" for each in parts}
+    return found
+
+
+def test_the_ways_of_an_id_pass_functions_that_are_there() -> None:
+    section = (DOCS / "journeys.md").read_text().split("## Six ways of an id")[1]
+    ways = section.split("```")[1].strip().splitlines()
+    names = [line for line in ways if not line.startswith(" ")]
+    assert names == ["plain", "prefetched", "capacity", "collection", "shard", "graph"]
+    passed = [line.split() for line in ways if line.startswith(" ")]
+    package = DOCS.parent / "speedtorch"
+    missing = [each for each in passed if each[1] not in defined_in(package / each[0])]
+    assert len(passed) > 20 and missing == []

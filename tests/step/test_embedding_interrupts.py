@@ -716,10 +716,10 @@ class FailingSwap:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *, after: bool) -> None:
         self.left, self.after, self.failed = number, after, False
-        self.real = speedtorch.ops.functions.swap_placed
+        self.real = speedtorch.ops.functions.exchange_rows
         for name, module in list(sys.modules.items()):
-            if name.split(".")[0] == "speedtorch" and hasattr(module, "swap_placed"):
-                monkeypatch.setattr(module, "swap_placed", self)
+            if name.split(".")[0] == "speedtorch" and hasattr(module, "exchange_rows"):
+                monkeypatch.setattr(module, "exchange_rows", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.left -= 1

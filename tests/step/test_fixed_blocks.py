@@ -11,7 +11,7 @@ from conftest import NEEDS_GPU
 from torch import Tensor
 
 import speedtorch
-from speedtorch.ops.fitted_batch import FittedBatch
+from speedtorch.plan.fitted_batch import FittedBatch
 from speedtorch.step.fixed_blocks import FixedBlocks
 from speedtorch.step.row_store import RowStore
 

@@ -15,8 +15,8 @@ from embedding_reference import random_ids
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.ops.joint_batch import JointBatch
-from speedtorch.ops.planned_batch import PlannedBatch
+from speedtorch.plan.joint_batch import JointBatch
+from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step import joint_exchange, row_store
 
 ROWS, WIDTH, TABLES = (30, 7, 50), 4, 3
@@ -357,7 +357,7 @@ class Swaps:
         self.joint = self.alone = 0
 
     def __enter__(self) -> Swaps:
-        swap_tables, swap_placed = joint_exchange.swap_tables, row_store.swap_placed
+        swap_tables, exchange_rows = joint_exchange.swap_tables, row_store.exchange_rows
 
         def of_several(*arguments: Any) -> None:
             self.joint += 1
@@ -365,11 +365,11 @@ class Swaps:
 
         def of_one(*arguments: Any) -> None:
             self.alone += 1
-            swap_placed(*arguments)
+            exchange_rows(*arguments)
 
         self._patches = [
             patch.object(joint_exchange, "swap_tables", of_several),
-            patch.object(row_store, "swap_placed", of_one),
+            patch.object(row_store, "exchange_rows", of_one),
         ]
         for each in self._patches:
             each.start()

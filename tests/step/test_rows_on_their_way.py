@@ -9,7 +9,7 @@ import torch
 from conftest import NEEDS_GPU
 
 import speedtorch
-from speedtorch.step.side_stream import SideStream
+from speedtorch.memory.side_stream import SideStream
 
 Reads = Callable[[speedtorch.Embedding], object]
 IDS = torch.tensor([1, 2])

@@ -17,7 +17,7 @@ from conftest import NEEDS_GPU
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.step.side_stream import SharedSideStream, SideStream
+from speedtorch.memory.side_stream import SharedSideStream, SideStream
 
 pytestmark = NEEDS_GPU
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import speedtorch
 from speedtorch import HostTable, ModelFactory
+from speedtorch.legacy.plan_memo import plans_of
 
 __all__ = ["made", "plans"]
 
@@ -87,7 +88,7 @@ def test_on_a_gpu_ids_of_both_devices_may_be_mixed(memory: str, made: Made) -> N
             switcher.afterOptimizerStep(*parts)
     assert_same_bytes(embedding.weight, before[IDS, :WIDTH])
     assert made == [IDS] * 8
-    assert len(table.plans) == 0
+    assert len(plans_of(table)) == 0
 
 
 @MAPPED
@@ -111,15 +112,15 @@ def test_a_captured_graph_neither_uses_nor_fills_the_memo(memory: str, made: Mad
     table = HostTable(ROWS, WIDTH, memory=memory)
     ids = torch.tensor(IDS, device="cuda")
     device = ids.device
-    table.plans.find(ids, None, device, "a", 0)
+    plans_of(table).find(ids, None, device, "a", 0)
     found: list[tuple[Tensor, Any]] = []
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found.append(table.plans.find(ids, None, device, "a", 1))
-        found.append(table.plans.find(ids, ids, device, "a", 1))
+        found.append(plans_of(table).find(ids, None, device, "a", 1))
+        found.append(plans_of(table).find(ids, ids, device, "a", 1))
     assert [plan for _, plan in found] == [None, None]
     assert len(made) == 1
-    assert len(table.plans) == 1
+    assert len(plans_of(table)) == 1
 
 
 @MAPPED

@@ -1,4 +1,4 @@
-"""CallOrder: what comes next, and when something is used next."""
+"""AccessPredictor: what comes next, and when something is used next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedtorch.layers.call_order import HORIZON, CallOrder
+from speedtorch.layers.access_predictor import HORIZON, AccessPredictor
 
 
 def keys(call: str) -> Iterator[str]:
@@ -17,8 +17,8 @@ def keys(call: str) -> Iterator[str]:
         yield call
 
 
-def noted(calls: str) -> CallOrder[str, str]:
-    order: CallOrder[str, str] = CallOrder(keys)
+def noted(calls: str) -> AccessPredictor[str, str]:
+    order: AccessPredictor[str, str] = AccessPredictor(keys)
     for call in calls:
         order.note(call)
     return order

@@ -1,4 +1,4 @@
-"""Roster: the tensors of a module and of what optimizers keep of it, looked up once.
+"""TensorIndex: the tensors of a module and of what optimizers keep of it, looked up once.
 
 Going through a module's names takes longer than everything else that a move does for a tensor. So
 what was found is kept for as long as each of it is where it was found.
@@ -14,10 +14,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Roster"]
+__all__ = ["TensorIndex"]
 
 
-class Roster:
+class TensorIndex:
     """The tensors by name, as they are when it is made.
 
     Args:
@@ -46,7 +46,7 @@ class Roster:
         self._gradients: dict[str, Tensor] = {}
         """The parameters that have one, by its name."""
         self.state: dict[str, Tensor] = {}
-        # Weak references to gradients: the roster must not keep a dropped gradient alive.
+        # Weak references to gradients: the index must not keep a dropped gradient alive.
         self._of_parameters: list[tuple[Tensor, bool, weakref.ref[Tensor] | None]] = []
         self._of_state: list[tuple[Optimizer, Mapping[Tensor, Any], list[Any]]] = []
         """What each optimizer keeps of each parameter; None: nothing."""

@@ -1,4 +1,4 @@
-"""CallOrder: which calls come next, as they came before."""
+"""AccessPredictor: which calls come next, as they came before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 from math import inf
 from typing import Generic, TypeVar
 
-__all__ = ["CallOrder"]
+__all__ = ["AccessPredictor"]
 
 Call = TypeVar("Call", bound=Hashable)
 Key = TypeVar("Key", bound=Hashable)
@@ -16,7 +16,7 @@ Key = TypeVar("Key", bound=Hashable)
 HORIZON = 256  # calls ahead that are told apart
 
 
-class CallOrder(Generic[Call, Key]):
+class AccessPredictor(Generic[Call, Key]):
     """What follows two successive calls is taken to be what followed them last.
 
     A call that was expected costs a few steps, any other as many as are looked ahead.

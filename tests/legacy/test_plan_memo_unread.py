@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedtorch.ops import batch_ids
-from speedtorch.table import plan_memo
-from speedtorch.table.plan_memo import PlanMemo
+from speedtorch.legacy import batch_ids, plan_memo
+from speedtorch.legacy.plan_memo import PlanMemo
 
 __all__ = ["made", "memo"]
 

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import compare_rows, not_ids, plan_ids, sum_rows
+from speedtorch.ops.functions import _ops, not_ids, plan_batch, sum_rows
 from speedtorch.torch_internals import version_of
 
 __all__ = ["ID_DTYPES", "Numbers", "Parts", "PlannedBatch", "SeenIds", "check_ids"]
@@ -24,7 +24,7 @@ __all__ = ["ID_DTYPES", "Numbers", "Parts", "PlannedBatch", "SeenIds", "check_id
 _Made = TypeVar("_Made")
 
 # Places among the counts, of which those of the plan's status come first.
-_DISTINCT, _STATUS_FIELDS, _HELD, _ARRIVING, _LEAVING = 3, 8, 8, 10, 11
+_DISTINCT, _STATUS_FIELDS, _ARRIVING, _LEAVING = 3, 8, 10, 11
 
 _SOON = 1e-3  # seconds
 
@@ -146,7 +146,7 @@ class Parts:
     """The ids of a batch, of any shape on either device, one part for each of its lookups.
 
     Whoever plans all `ids`, `[count]`, by themselves or with those of other tables, gives the
-    `plan`, as plan_rows makes it, on the device of the rows.
+    `plan`, as plan_batch makes it, on the device of the rows.
     """
 
     plan: Sequence[Tensor]
@@ -157,6 +157,14 @@ class Parts:
         self._planned: torch.cuda.Event | None = None
         self._seen: list[SeenIds] = []
         self._begins = [0]
+        self._uncopied: torch.Size | None = None
+        """The shape of a part of which the plan makes the copy, `_seen`."""
+        if len(parts) == 1 and device.type == "cpu" and parts[0].is_cpu:
+            self._uncopied = parts[0].shape
+            self._begins.append(parts[0].numel())
+            ids = parts[0].detach()
+            self.ids: Tensor | None = ids if ids.dim() == 1 else ids.reshape(-1)
+            return
         flat = []
         for part in parts or [torch.empty(0, dtype=torch.int64)]:
             seen = SeenIds(part, device, unread=part.is_cuda)
@@ -166,10 +174,10 @@ class Parts:
             self._seen.append(seen)
             self._begins.append(self._begins[-1] + ids.shape[0])
             flat.append(ids)
-        self.ids: Tensor | None = flat[0] if len(flat) == 1 else torch.cat(flat)
+        self.ids = flat[0] if len(flat) == 1 else torch.cat(flat)
 
-    def plan_by(self, op: Callable[..., list[Tensor]], *others: object) -> list[Tensor]:
-        """Plans the ids by an op of them, the rows of the table and others; gives what it makes.
+    def plan_by_itself(self, *others: object) -> list[Tensor]:
+        """Plans the ids; gives what plan_batch makes of them and others.
 
         The plan comes first in that. It has as many entries as the batch has ids, as nobody has
         counted them yet: -1 follows the distinct ids.
@@ -177,19 +185,23 @@ class Parts:
         Raises IndexError if rows are held on the CPU and an id is out of range.
         """
         try:
-            made = op(self.ids, self.rows, *others)
+            made = plan_batch(self.ids, self.rows, *others)
         except IndexError as error:
             raise IndexError(f"{self.name}: {str(error).partition(': ')[2]}") from None
+        if self._uncopied is not None:
+            self._seen.append(SeenIds.of_copy(made[-1], self._uncopied))
         self.plan, self.ids = made[:5], None  # ids nobody needs after that
         return made
 
     def planned_as(self, plan: Sequence[Tensor]) -> None:
-        """Gives the plan of the ids, which somebody has planned with others."""
+        """Gives the plan of the ids, which were planned with those of other tables."""
+        if self._uncopied is not None and self.ids is not None:
+            self._seen.append(SeenIds.of_copy(self.ids.clone(), self._uncopied))
         self.plan, self.ids = plan, None
 
     def __len__(self) -> int:
         """How many parts there are."""
-        return len(self._seen)
+        return len(self._begins) - 1
 
     @property
     def count(self) -> int:
@@ -257,10 +269,8 @@ class Parts:
         )
 
 
-def _held_before(after: Planned | Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+def _held_before(after: Planned | Tensor) -> tuple[Tensor, Tensor]:
     """The ids of held rows, ascending, and the status that counts them; empty: all count."""
-    if after is None:
-        after = torch.empty(0, dtype=torch.int64, device=device)
     if isinstance(after, Tensor):
         return after, after[:0]
     return after.parts.plan[0], after.parts.plan[4]
@@ -285,16 +295,16 @@ class Joint(Protocol):
 class PlannedBatch:
     """The distinct rows of a batch, in address order: the order in which a step holds them.
 
-    The ids of all `parts` are the batch. The padding's row is no row of it; it stands after the
-    last one. `following()` is the batch that was planned after this one. Known after count() are
-    `distinct`, the number of ids with that of the padding, `held`, that of the rows, and `ids`,
-    theirs, ascending: `[held]`, always the same tensor.
+    The ids of all `parts` are the batch. The row of the padding follows those, whether it is named
+    or not. `following()` is the batch that was planned after this one. Known after count() are
+    `held`, the number of distinct rows without the padding's, `ids`, theirs, ascending: `[held]`,
+    always the same tensor, and `loaded`, the ids with that of the padding behind them.
 
     Args:
         after: the batch whose rows are held before this one's, or ids of held rows, ascending.
-        name: what errors call who looks them up.
+        name: what errors call the module.
         joint: what `parts` are planned in, with those of other tables, and which alone has the
-            lists of rows that arrive, stay and leave; who counts the rows has counted those of all
+            lists of rows that arrive, stay and leave. The caller has counted the rows of all
             before, and no ids are bad.
         number: of the table in it.
 
@@ -319,45 +329,18 @@ class PlannedBatch:
         self._padding = padding
         self.parts = parts if isinstance(parts, Parts) else Parts(parts, rows, device, name)
         self.following: Callable[[], PlannedBatch | None] = lambda: None
-        self._place: Tensor | None = None
-        """Of each distinct id, or None where that is its place in the order."""
         self.joint, self._number = joint, number
         self._is_counted = False
         if joint is None:
-            if after is None and padding is None:
-                made = self.parts.plan_by(plan_ids)
-            else:
-                others = (*_held_before(after, device), -1 if padding is None else padding)
-                made = self.parts.plan_by(compare_rows, *others)
-            self._uncounted, self._changes = Numbers(made[-1]), made[5:-1]
-        self._ids = self.parts.plan[0]
-        if padding is not None:
-            self._place_padding(padding, made[-1])
-            # Ids without that of the padding, ascending, are there where all of them arrive.
-            self._ids = self._without(padding, made[-1]) if after is not None else made[5]
+            others = () if after is None else _held_before(after)
+            made = self.parts.plan_by_itself(-1 if padding is None else padding, -1, *others)
+            self._uncounted, self._changes = Numbers(made[4]), made[5:11]
         if isinstance(after, PlannedBatch):
             after.following = weakref.ref(self)
-
-    def _place_padding(self, padding: int, counts: Tensor) -> None:
-        """The padding's row is none of the rows, and stands after the last."""
-        unique, held = self._ids, counts[_HELD]
-        entries = torch.arange(self.parts.count, device=self.device)
-        entries -= (unique > padding) * (counts[_DISTINCT] - held)
-        self._place = torch.where(unique == padding, held, entries)
-
-    def _without(self, padding: int, counts: Tensor) -> Tensor:
-        """The distinct ids but the padding's, in as many entries."""
-        unique, last = self._ids, self.parts.count - 1
-        entries = torch.arange(self.parts.count, device=self.device)
-        entries += (unique >= padding) * (counts[_DISTINCT] - counts[_HELD])
-        return unique[entries.clamp_(max=last)]
 
     def tensors(self) -> Iterator[Tensor]:
         """All that is kept on the device of the rows."""
         yield from self.parts.tensors()
-        yield self._ids
-        if self._place is not None:
-            yield self._place
         if self.joint is None:
             yield from self._changes
 
@@ -367,21 +350,29 @@ class PlannedBatch:
             return
         if self.joint is not None:
             first, end = self.joint.bounds[self._number : self._number + 2]
-            self.distinct = self.held = end - first
+            self.held = end - first
         else:
             counts = self._uncounted.read()
-            bad, position, bad_id, self.distinct, *_ = counts
+            bad, position, bad_id, self.held, *_ = counts
             if bad:
                 raise self.parts.error(bad, position, bad_id)
-            self.held = counts[_DISTINCT if self._padding is None else _HELD]
             if len(counts) > _STATUS_FIELDS:
                 self._arriving, self._leaving = counts[_ARRIVING], counts[_LEAVING]
-        self.ids = self._ids[: self.held]
+        unique = self.parts.plan[0]
+        self.ids = self.loaded = unique[: self.held]
+        if self._padding is not None:
+            self.loaded = unique[: self.held + 1]
         self._is_counted = True
 
     @property
+    def brings(self) -> int:
+        """How many rows were not held before, without the padding's."""
+        self.count()
+        return self._arriving - (self._padding is not None)
+
+    @property
     def arriving(self) -> tuple[Tensor, Tensor]:
-        """Ids and places of the rows that were not held before."""
+        """Ids and places of the rows that were not held before, then those of the padding."""
         return self._listed(0)
 
     @property
@@ -396,7 +387,7 @@ class PlannedBatch:
 
     def _listed(self, change: int) -> tuple[Tensor, Tensor]:
         self.count()
-        count = (self._arriving, self.held - self._arriving, self._leaving)[change]
+        count = (self._arriving, self.held - self.brings, self._leaving)[change]
         ids, places = self._changes[2 * change : 2 * change + 2]
         return ids[:count], places[:count]
 
@@ -413,18 +404,18 @@ class PlannedBatch:
 
         `places` are those of the distinct rows; by default those of the batch alone.
         """
-        return self.parts.local(part, self._place if places is None else places)
+        return self.parts.local(part, places)
 
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
-        """The gradients of the rows that a part looked up, added up for each distinct id.
+        """The gradients of the rows that a part looked up, added up for each row of the batch.
 
-        `rows` are those of its ids, or with `source` those that it names for each id.
+        `rows` are those of its ids, or with `source` those that it names for each id. The padding's
+        gradient is zeros.
         """
-        return sum_rows(
-            rows,
-            self.parts.plan,
-            self.parts.rows,
-            begin=self.parts.begin(part),
-            distinct=self.distinct,
-            source=source,
+        parts, plan, begin = self.parts, self.parts.plan, self.parts.begin(part)
+        if self._padding is None:
+            return sum_rows(rows, plan, parts.rows, begin=begin, distinct=self.held, source=source)
+        summed: Tensor = _ops.sum_rows.counted(
+            rows, list(plan), plan[4][3:4], parts.rows, begin, self.held + 1, source
         )
+        return summed

@@ -18,8 +18,8 @@ from reference import assert_same_bytes, random_rows
 
 import speedtorch
 from speedtorch import HostTable, ModelFactory
-from speedtorch.table import plan_memo
-from speedtorch.table.plan_memo import PlanMemo, plans_pay
+from speedtorch.legacy import plan_memo
+from speedtorch.legacy.plan_memo import PlanMemo, plans_of, plans_pay
 
 __all__ = ["made", "memo"]
 
@@ -136,19 +136,19 @@ def test_two_batches_are_remembered_and_no_more(memo: PlanMemo, made: Made) -> N
 
 def test_a_closed_table_remembers_nothing(made: Made) -> None:
     table = HostTable(ROWS, WIDTH, memory="plain")
-    table.plans.wanted = always
-    ids = [weakref.ref(table.plans.find([row], None, CPU)[0]) for row in (1, 2)]
+    plans_of(table).wanted = always
+    ids = [weakref.ref(plans_of(table).find([row], None, CPU)[0]) for row in (1, 2)]
     table.close()
+    assert plans_of(table).find([1], None, CPU)[1] is None
     assert [ref() for ref in ids] == [None, None]
-    assert table.plans.find([1], None, CPU)[1] is None
-    assert len(table.plans) == 0
+    assert len(plans_of(table)) == 0
     assert len(made) == 2
 
 
 def test_a_table_goes_without_the_garbage_collector() -> None:
     table = HostTable(ROWS, WIDTH, memory="plain")
-    table.plans.wanted = always
-    table.plans.find([1], None, CPU)
+    plans_of(table).wanted = always
+    plans_of(table).find([1], None, CPU)
     gone = weakref.ref(table)
     del table
     assert gone() is None
@@ -181,7 +181,7 @@ def test_no_plan_is_made_for_a_model_on_the_cpu(made: Made) -> None:
     switcher.beforeForwardPass([1, 2])
     switcher.afterOptimizerStep([1, 2])
     assert not made
-    assert len(switcher.table.plans) == 0
+    assert len(plans_of(switcher.table)) == 0
 
 
 def test_the_next_call_asks_again_whether_plans_are_wanted(memo: PlanMemo, made: Made) -> None:
@@ -197,7 +197,7 @@ def test_rows_go_where_ids_say_that_were_written_to_between() -> None:
     embedding = layer()
     switcher = ModelFactory(embedding, ROWS, WIDTH)
     expected = filled(switcher)
-    switcher.table.plans.wanted = always
+    plans_of(switcher.table).wanted = always
     ids = np.array([4, 2, 9])
     switcher.beforeForwardPass(ids)
     ids[:] = [0, 4, 0]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import _ops, plan_ids
-from speedtorch.ops.planned_batch import Parts
+from speedtorch.ops.functions import _ops
+from speedtorch.plan.planned_batch import Parts
 
 __all__ = ["BAD_IDS", "TOO_MANY", "Changes", "FittedBatch", "raises_at_once", "too_many"]
 
@@ -70,34 +70,25 @@ class FittedBatch:
         self.device = device
         self.capacity = capacity
         self.parts = Parts(parts, rows, device, name)
-        self.parts.plan_by(plan_ids)
+        self._has_padding = padding is not None
+        self.parts.plan_by_itself(-1 if padding is None else padding, capacity)
         self.following: Callable[[], FittedBatch | None] = lambda: None
-        self._padding = -1 if padding is None else padding
-        self._place: Tensor | None = None
-        """Of each distinct id, or None where that is its place in the order."""
-        unique, many = self.parts.plan[0], self.parts.count > capacity
-        self.named = unique
-        """Its rows, ascending, before entries that are none."""
-        if padding is not None:
-            is_padding = unique == padding
-            follows = is_padding.cumsum(0) > 0
-            order = torch.arange(self.parts.count, device=device)
-            place = (order - follows.long()).clamp(max=capacity - 1)
-            self._place = torch.where(is_padding, capacity, place)
-            self.named = torch.where(follows, unique.roll(-1), unique)
-        elif many:  # what does not fit is looked up as zeros, which then all of the block are
-            self._place = torch.arange(self.parts.count, device=device).clamp_(max=capacity - 1)
         self._is_counted = False
         if after is not None:
             after.following = weakref.ref(self)
 
+    @property
+    def named(self) -> Tensor:
+        """Its rows, ascending, before entries that are none."""
+        return self.parts.plan[0]
+
     def compared(self, held: Tensor, held_status: Tensor, halt: Tensor, fault: Tensor) -> Changes:
-        """What changes when its rows follow on held ones; see compare_rows.fitting."""
-        unique, _, _, _, status = self.parts.plan
-        compare, rows = _ops.compare_rows.fitting, self.parts.rows
-        padding, size = self._padding, self.capacity
-        lists = compare(unique, status, held, held_status, padding, size, rows, halt, fault)
-        return Changes(*lists)
+        """What changes when its rows follow on held ones; see csrc/ops/diff_ids.cpp."""
+        unique, status, parts = self.parts.plan[0], self.parts.plan[4], self.parts
+        compare = _ops.diff_ids
+        return Changes(
+            *compare(unique, status, held, held_status, self.capacity, parts.rows, halt, fault)
+        )
 
     def held(self, ids: Tensor, number: Tensor) -> None:
         """Says that a block holds the rows."""
@@ -106,9 +97,6 @@ class FittedBatch:
     def tensors(self) -> Iterator[Tensor]:
         """All that is kept on the device of the rows."""
         yield from self.parts.tensors()
-        yield self.named
-        if self._place is not None:
-            yield self._place
 
     def count(self) -> None:
         """Raises RuntimeError if the CPU holds the rows and too many are named; nobody waits."""
@@ -119,10 +107,7 @@ class FittedBatch:
 
     def _named(self) -> Tensor:
         """How many rows it names."""
-        unique, _, _, _, status = self.parts.plan
-        if self._padding < 0:  # -1 stands behind the distinct ids
-            return status[3]
-        return status[3] - (unique == self._padding).any().long()
+        return self.parts.plan[4][3]
 
     def fault(self) -> Tensor:
         """Why no step can hold the batch, or 0: `[1]`, on the device."""
@@ -142,23 +127,17 @@ class FittedBatch:
 
     def local(self, part: int, places: Tensor | None = None) -> Tensor:
         """The places of the rows that a part names, in the part's shape."""
-        return self.parts.local(part, self._place if places is None else places)
+        return self.parts.local(part, places)
 
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
-        """The gradients of a part's rows, added up: `[capacity, ...]`; see PlannedBatch.summed.
-
-        A padding stands behind the last row of the table here, and its gradients are zeros.
-        """
-        size, named = self.capacity, self.number
-        if self._padding >= 0:  # the sum that follows those of the rows
-            size, named = size + 1, self.parts.plan[4][3:4].where(named > 0, 0)
+        """The gradients of a part's rows, added up: those of the block and the padding's."""
         summed: Tensor = _ops.sum_rows.counted(
             rows,
-            self.parts.plan,
-            named,
+            list(self.parts.plan),
+            self.number,
             self.parts.rows,
             self.parts.begin(part),
-            size,
+            self.capacity + self._has_padding,
             source,
         )
-        return summed[: self.capacity]
+        return summed

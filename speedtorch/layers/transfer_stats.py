@@ -1,4 +1,4 @@
-"""Traffic: how much is copied between host and device, and how fast."""
+"""TransferStats: how much is copied between host and device, and how fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["Traffic"]
+__all__ = ["TransferStats"]
 
 _KEPT = 64  # events of so many copies, before anybody looks whether they are done
 
@@ -15,7 +15,7 @@ _KEPT = 64  # events of so many copies, before anybody looks whether they are do
 Begun: TypeAlias = float | torch.cuda.Event
 
 
-class Traffic:
+class TransferStats:
     """Bytes copied each way, and the seconds that the copies have taken.
 
     Attributes:

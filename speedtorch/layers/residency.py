@@ -1,4 +1,4 @@
-"""Room: the device memory of units: which of them are there, who comes, and who leaves for it."""
+"""Residency: which units have device memory, within a budget, and which are evicted for others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtorch.layers.traffic import Traffic
+from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import Unit
 from speedtorch.memory.byte_count import text_of
-from speedtorch.step.side_stream import end_of_current
+from speedtorch.memory.side_stream import end_of_current
 from speedtorch.torch_internals import current_stream
 
-__all__ = ["Room", "Use"]
+__all__ = ["Residency", "Use"]
 
 
 class Use:
@@ -117,7 +117,7 @@ class LastUse(NamedTuple):
     changes: int
 
 
-class Room:
+class Residency:
     """Brings units to the device, within a budget, for which others leave.
 
     Who leaves is what is used last in the order seen before, and where nobody knows that, what was
@@ -139,7 +139,7 @@ class Room:
         self,
         device: torch.device,
         budget: int | None,
-        traffic: Traffic,
+        traffic: TransferStats,
         first_state: Mapping[Optimizer, Callable[[Tensor], int]],
     ) -> None:
         self._device, self._budget, self._traffic = device, budget, traffic

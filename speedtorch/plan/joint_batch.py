@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import _ops, compare_rows, table_ids
-from speedtorch.ops.planned_batch import Numbers, Parts, PlannedBatch
+from speedtorch.ops.functions import _ops, plan_batch, table_ids
+from speedtorch.plan.planned_batch import Numbers, Parts, PlannedBatch
 from speedtorch.torch_internals import current_stream
 
 __all__ = ["JointBatch"]
@@ -82,8 +82,9 @@ class JointBatch:
         numbers, _ = table_ids(ids, offsets, ranges, 1)
         held = numbers[:0] if after is None else after.numbers
         held_status = held if after is None else after._status
-        *made, counts = compare_rows(numbers, sum(rows), held, held_status, -1)
-        plan, self._lists = made[:5], made[5:]
+        made = plan_batch(numbers, sum(rows), -1, -1, held, held_status)
+        counts, plan = made[4], [*made[:4], made[4][:8]]
+        self._lists = made[5:11]
         *split, status, bounds = _ops.split_plan(plan, offsets, ranges, sum(rows))
         lengths = [sizes, sizes, sizes, tuple(size + 1 for size in sizes)]
         pieces = [each.split(size) for each, size in zip(split, lengths, strict=True)]

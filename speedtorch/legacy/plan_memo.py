@@ -1,7 +1,8 @@
 """One plan per batch: the address order of its ids, kept for the ops that follow on the same ids.
 
 A batch is gathered and scattered once for the weight and once for each field of the optimizer's
-state, all by the same plan: a table holds the memo, so that whoever shares it shares the plans.
+state, all by the same plan. Each table has one memo, so that classes which share it share the
+plans.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from speedtorch.ops import batch_ids
-from speedtorch.ops.batch_ids import Indexes, all_within, flat_index
+from speedtorch.legacy import batch_ids
+from speedtorch.legacy.batch_ids import Indexes, all_within, flat_index
 from speedtorch.ops.functions import plan_rows
-from speedtorch.ops.planned_batch import SeenIds
+from speedtorch.plan.planned_batch import SeenIds
+from speedtorch.table.host_table import HostTable
 
-__all__ = ["Plan", "PlanMemo", "plans_pay"]
+__all__ = ["Plan", "PlanMemo", "plans_of", "plans_pay"]
 
 Plan = list[Tensor]
 
@@ -131,3 +134,15 @@ class PlanMemo:
     def close(self) -> None:
         """Forgets all plans and makes no more."""
         self._memory, self._batches = None, ()
+
+
+_memos: WeakKeyDictionary[HostTable, PlanMemo] = WeakKeyDictionary()
+
+
+def plans_of(table: HostTable) -> PlanMemo:
+    """The memo of a table; that of a closed table is empty."""
+    if (memo := _memos.get(table)) is None:
+        memo = _memos[table] = PlanMemo(table.rows, table.memory)
+    if table.closed:
+        memo.close()
+    return memo

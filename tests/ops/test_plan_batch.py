@@ -1,0 +1,113 @@
+"""A step's plan: the padding behind the other rows, places within a capacity, copies of ids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from torch import Tensor
+
+from speedtorch.ops.functions import plan_batch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+ROWS = 60
+# Few ids are planned by one block of a GPU, and compared on the CPU; keys have 32 bits or 64.
+SIZES = {"none": 0, "one": 1, "few": 40, "some": 700, "many": 5000, "a million": 1_000_000}
+TABLES = {"small": ROWS, "bits of the keys full": 63, "large": 1 << 20, "past 32 bits": 1 << 40}
+
+
+def expected_plan(
+    index: list[int], rows: int, padding: int, capacity: int
+) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    """Unique, inverse, order, offsets and status, as plan_batch documents them."""
+    count = len(index)
+    order = sorted(range(count), key=lambda at: (index[at] == padding, index[at], at))
+    distinct = sorted(set(index) - {padding})
+    places = {id: place for place, id in enumerate(distinct)}
+    if capacity >= 0:
+        places = {id: min(place, capacity - 1) for id, place in places.items()}
+    places[padding] = capacity if capacity >= 0 else len(distinct)
+    offsets, seen, repeat = [], set(), count
+    for at, position in enumerate(order):
+        if index[position] != padding and index[position] not in seen:
+            offsets.append(at)
+            seen.add(index[position])
+        elif index[position] != padding:
+            repeat = min(repeat, position)
+    offsets.append(sum(id != padding for id in index))
+    unique = [*distinct, *[padding] * (padding >= 0)]
+    unique += [-1] * (count + (padding >= 0) - len(unique))
+    offsets += [count] * (count + 1 - len(offsets))
+    status = [0, count, 0, len(distinct), rows, count, repeat]
+    status.append(index[repeat] if repeat < count else 0)
+    return unique, [places[id] for id in index], order, offsets, status
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=["int64", "int32"])
+@pytest.mark.parametrize("rows", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("count", list(SIZES.values())[:-1], ids=list(SIZES)[:-1])
+def test_a_plan_is_that_of_its_ids(count: int, rows: int, dtype: torch.dtype, device: str) -> None:
+    if dtype == torch.int32 and rows > 1 << 31:
+        rows = (1 << 31) - 1
+    random = torch.Generator().manual_seed(count)
+    spread = min(rows, max(8, count // 3))  # so that ids repeat
+    index = torch.randint(spread, (count,), generator=random)
+    index = torch.where(index % 2 == 0, index, rows - 1 - index)
+    named = index[0].item() if count else 3
+    for padding in (-1, int(named), rows - 1, 0):
+        for capacity in (-1, 7, 1 << 21):
+            made = plan_batch(index.to(device, dtype), rows, padding, capacity)
+            plan = expected_plan(index.tolist(), rows, padding, capacity)
+            for name, part, numbers in zip("uiofs", made[:5], plan, strict=True):
+                assert part.tolist() == numbers, (name, padding, capacity)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_plan_of_a_million_ids_has_them_all(device: str) -> None:
+    index = torch.randint(
+        300_000, (SIZES["a million"],), generator=torch.Generator().manual_seed(1)
+    )
+    unique, inverse, order, offsets, status = (
+        each.cpu() for each in plan_batch(index.to(device), 300_000, 17, -1)[:5]
+    )
+    distinct = int(status[3])
+    trained = index[index != 17].unique()
+    assert torch.equal(unique[:distinct], trained) and unique[distinct] == 17
+    assert torch.equal(unique[inverse], index)
+    assert torch.equal(order[: offsets[distinct]].sort().values, (index != 17).nonzero().flatten())
+    sorted_ids = index[order]
+    assert torch.equal(sorted_ids[offsets[:distinct]], trained)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [5, 5000])
+def test_bad_ids_are_counted_and_the_first_is_named(count: int, device: str) -> None:
+    index = torch.arange(count) % ROWS
+    index[3], index[4] = ROWS + 2, -5
+    if device == "cpu":
+        with pytest.raises(IndexError, match=r"plan_batch: id 62 at position 3.*2 of"):
+            plan_batch(index, ROWS, 1, -1)
+    else:
+        status = plan_batch(index.to(device), ROWS, 1, -1)[4]
+        assert status[:3].tolist() == [2, 3, ROWS + 2]
+
+
+def test_ids_on_the_cpu_are_copied() -> None:
+    for index in (torch.tensor([[3, 1], [2, 2]]), torch.tensor([5, 4], dtype=torch.int32)):
+        copy = plan_batch(index, ROWS, -1, -1)[-1]
+        assert torch.equal(copy, index) and copy.dtype == index.dtype
+        before = copy.clone()
+        index += 1
+        assert torch.equal(copy, before)
+
+
+def test_arguments_that_are_none_are_errors() -> None:
+    index: Tensor = torch.tensor([1, 2])
+    for padding in (-2, ROWS):
+        with pytest.raises(ValueError, match=rf"padding must be a row of {ROWS}, or -1, got"):
+            plan_batch(index, ROWS, padding, -1)
+    with pytest.raises(ValueError, match="held and held_status go together"):
+        plan_batch(index, ROWS, -1, -1, index)
+    with pytest.raises(ValueError, match="rows must not be negative"):
+        plan_batch(index, -1, -1, -1)
