@@ -29,11 +29,11 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.nn.row_module import RowModule
-from speedtorch.ops import fitted_batch
 from speedtorch.parallel import agreement, fixed_questions
 from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.fair_shares import fair_share
 from speedtorch.parallel.shard import shard
+from speedtorch.plan import fitted_batch
 from speedtorch.step import exchange
 from speedtorch.table.row_blocks import rows_of_a_block
 
