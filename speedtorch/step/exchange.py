@@ -718,7 +718,8 @@ class Exchange:
         if self._travel.end is not None:
             self._travel.join()
         if coming is not None and isinstance(coming.batch, PlannedBatch):
-            arrived = Block(coming.rows, *coming.batch.arriving)
+            brings = coming.batch.brings  # the padding's row is never written back
+            arrived = Block(coming.rows, *(each[:brings] for each in coming.batch.arriving))
             self._store.exchange(self._shown.kept.fields, arrived, None)
         if coming is not None or now.ahead:
             self.now = now._replace(coming=None, ahead=False)

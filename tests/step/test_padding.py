@@ -1,0 +1,75 @@
+"""The padding's row is held as the others are, gets no gradient and is never written back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from torch import Tensor, optim
+
+import speedtorch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+ROWS, PADDING, ROW = 20, 4, (1.0, 2.0, 3.0)
+BATCHES = ([4, 1, 4, 2], [4, 2, 5], [7, 8], [4, 4], [], [4, 7, 1])
+# With weight decay an optimizer changes a row whose gradient is zeros.
+DECAYS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "SGD": lambda rows: optim.SGD(rows, 0.1, momentum=0.9, weight_decay=0.5),
+    "Adam": lambda rows: optim.Adam(rows, 0.1, weight_decay=0.3),
+    "AdamW": lambda rows: optim.AdamW(rows, 0.1),
+}
+
+
+def trained(decays: str, device: str, capacity: int | None, *, ahead: bool) -> Tensor:
+    """All rows after a loop in which each lookup of the padding gives its row."""
+    torch.manual_seed(0)
+    row = torch.tensor(ROW)
+    embedding = speedtorch.Embedding(
+        ROWS, len(ROW), padding_idx=PADDING, device=device, capacity=capacity
+    )
+    embedding.table["weight"][PADDING] = row
+    optimizer = DECAYS[decays](embedding.parameters())
+    speedtorch.attach(optimizer, embedding)
+    batches: Any = [torch.tensor(ids, dtype=torch.int64, device=device) for ids in BATCHES]
+    if ahead:
+        batches = speedtorch.prefetch(batches, embedding, ids=lambda ids: ids)
+    for ids in batches:
+        optimizer.zero_grad()
+        looked_up = embedding(ids)
+        assert (looked_up[ids == PADDING].cpu() == row).all()
+        looked_up.square().sum().backward()
+        gradient = embedding.weight.grad
+        assert gradient is not None and not gradient[-1].any()
+        optimizer.step()
+        assert (embedding(ids)[ids == PADDING].cpu() == row).all()
+    assert torch.equal(embedding.weight[PADDING].cpu(), row)
+    rows: Tensor = embedding.state_dict()["weight"]
+    assert torch.equal(rows[PADDING], row)
+    return rows.clone()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("decays", DECAYS)
+def test_a_step_that_decays_rows_leaves_the_padding(decays: str, device: str) -> None:
+    plain = trained(decays, device, None, ahead=False)
+    for capacity, ahead in ((None, True), (6, False), (6, True)):
+        assert torch.equal(trained(decays, device, capacity, ahead=ahead), plain)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_were_prefetched_in_vain_leave_the_padding(device: str) -> None:
+    embedding = speedtorch.Embedding(ROWS, 1, padding_idx=PADDING, device=device)
+    optimizer = optim.SGD(embedding.parameters(), 0.1)
+    batches = [torch.tensor([PADDING, k], device=device) for k in range(5, 9)]
+    loop = iter(speedtorch.prefetch(batches, embedding, ids=lambda ids: ids))
+    embedding(next(loop)).sum().backward()
+    optimizer.step()
+    embedding(next(loop)).sum().backward()  # the rows of the third batch are sent for
+    view = embedding.table["weight"]
+    view[PADDING] = 7.0
+    del loop
+    embedding.flush()
+    assert embedding.table["weight"][PADDING].item() == 7.0
