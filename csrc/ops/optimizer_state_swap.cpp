@@ -91,7 +91,7 @@ std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Te
   return tables;
 }
 
-// A list's ids from `begin` to `end`.
+// A list's ids from `begin` to `end`: of one table all of them, also if the last is out of order.
 PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
   int64_t* last = list.unique + list.count;
   const int64_t first = std::lower_bound(list.unique, last, begin) - list.unique;

@@ -35,56 +35,50 @@ __device__ int64_t find(const PlanView& list, int64_t count, int64_t id) {
 
 constexpr int64_t kFromHost = -1, kNotMoved = -2;  // of SwapScratch::arrives_from
 
-// A thread owns entries of both lists in address order, and searches each in the other list.
+__device__ bool is_good(const PlanView& list, int64_t m, int64_t rows, int64_t side_rows) {
+  return !is_outside(list.unique[m], rows) && !is_outside(list.order[m], side_rows);
+}
+
+// Whether entry m names a row and a place. Records the error otherwise.
+__device__ bool check(const PlanView& list, int64_t m, int64_t side_rows, Report about) {
+  if (is_good(list, m, about.rows, side_rows)) return true;
+  const bool is_id = is_outside(list.unique[m], about.rows);
+  if (!is_id) about.rows = side_rows;
+  report(about, is_id ? IdError::kOutOfRange : IdError::kBadPlace,
+         is_id ? list.unique[m] : list.order[m], m, 1, list.count);
+  return false;
+}
+
+// A thread owns entries of both lists in address order, and searches each in the other list. Of
+// unchecked lists it checks its entries as well, and the first thread writes the statuses: a bad
+// entry is not moved, and a row whose other entry is bad is not copied from it.
+template <bool kChecked>
 __global__ void match_kernel(PlanView evict, PlanView load, bool write_through,
-                             SwapScratch scratch) {
+                             UncheckedLists lists, SwapScratch scratch) {
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  const int64_t evict_count = count_of(evict), load_count = count_of(load);
+  const int64_t rows = lists.table_rows;
+  if (!kChecked && first == 0) {
+    *evict.status = status_of_distinct(evict.count, rows);
+    *load.status = status_of_distinct(load.count, rows);
+  }
+  const int64_t evict_count = kChecked ? count_of(evict) : evict.count;
+  const int64_t load_count = kChecked ? count_of(load) : load.count;
+  const Report evicting{lists.record, Op::kSwap, IdList::kEvict, rows};
+  const Report loading{lists.record, Op::kSwap, IdList::kLoad, rows};
   for (int64_t m = first; m < load_count; m += stride) {
     const int64_t at = find(evict, evict_count, load.unique[m]);
-    scratch.arrives_from[m] = at < 0 ? kFromHost : evict.order[at];
+    int64_t from = at < 0 ? kFromHost : evict.order[at];
+    if (!kChecked && !check(load, m, lists.arriving_rows, loading)) from = kNotMoved;
+    if (!kChecked && at >= 0 && !is_good(evict, at, rows, lists.leaving_rows)) from = kNotMoved;
+    scratch.arrives_from[m] = from;
   }
   for (int64_t m = first; m < evict_count; m += stride) {
-    scratch.stays[m] = !write_through && find(load, load_count, evict.unique[m]) >= 0;
-  }
-}
-
-// Whether entry m of an unchecked list names a row and a place; records the error otherwise.
-__device__ bool is_good(const PlanView& list, int64_t m, int64_t side_rows, Report about) {
-  const int64_t id = list.unique[m], place = list.order[m];
-  if (is_outside(id, about.rows)) {
-    report(about, IdError::kOutOfRange, id, m, 1, list.count);
-    return false;
-  }
-  if (is_outside(place, side_rows)) {
-    about.rows = side_rows;
-    report(about, IdError::kBadPlace, place, m, 1, list.count);
-    return false;
-  }
-  return true;
-}
-
-// As match_kernel, of unchecked lists. The first thread writes their statuses.
-__global__ void match_unchecked_kernel(PlanView evict, PlanView load, UncheckedLists lists,
-                                       SwapScratch scratch) {
-  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  if (first == 0) {
-    *evict.status = status_of_distinct(evict.count, lists.table_rows);
-    *load.status = status_of_distinct(load.count, lists.table_rows);
-  }
-  const Report evicting{lists.record, Op::kSwap, IdList::kEvict, lists.table_rows};
-  const Report loading{lists.record, Op::kSwap, IdList::kLoad, lists.table_rows};
-  for (int64_t m = first; m < load.count; m += stride) {
-    const int64_t at = find(evict, evict.count, load.unique[m]);
-    scratch.arrives_from[m] = !is_good(load, m, lists.arriving_rows, loading) ? kNotMoved
-                              : at < 0                                        ? kFromHost
-                                                                              : evict.order[at];
-  }
-  for (int64_t m = first; m < evict.count; m += stride) {
-    scratch.stays[m] = !is_good(evict, m, lists.leaving_rows, evicting) ||
-                       find(load, load.count, evict.unique[m]) >= 0;
+    const int64_t at = find(load, load_count, evict.unique[m]);
+    bool stays = !write_through && at >= 0;
+    if (!kChecked && stays) stays = is_good(load, at, rows, lists.arriving_rows);
+    if (!kChecked && !check(evict, m, lists.leaving_rows, evicting)) stays = true;
+    scratch.stays[m] = stays;
   }
 }
 
@@ -204,13 +198,9 @@ int launch_swap_match(const PlanView& evict, const PlanView& load, bool write_th
   const int64_t longer = max(evict.count, load.count);
   if (longer == 0 && unchecked == nullptr) return cudaSuccess;
   const int blocks = longer == 0 ? 1 : shares_of(longer, kMatchThreads, kDeviceBlocks);
-  if (unchecked != nullptr) {
-    match_unchecked_kernel<<<blocks, kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        evict, load, *unchecked, scratch);
-    return cudaGetLastError();
-  }
-  match_kernel<<<blocks, kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      evict, load, write_through, scratch);
+  auto* kernel = unchecked == nullptr ? match_kernel<true> : match_kernel<false>;
+  kernel<<<blocks, kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      evict, load, write_through, unchecked == nullptr ? UncheckedLists{} : *unchecked, scratch);
   return cudaGetLastError();
 }
 

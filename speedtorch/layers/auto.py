@@ -74,7 +74,7 @@ class Auto:
     """Brings a Swapper's units as they are called; `remove()` ends that.
 
     Args:
-        room: brings them.
+        residency: brings them.
         units: of it.
         steps: step each unit in backward, once its gradients are complete, which are dropped then.
         ahead: units that are brought ahead.
@@ -82,13 +82,13 @@ class Auto:
 
     def __init__(
         self,
-        room: Residency,
+        residency: Residency,
         units: list[Unit],
         steps: Sequence[UnitSteps],
         *,
         ahead: int,
     ) -> None:
-        self._room, self._units, self._steps = room, units, steps
+        self._residency, self._units, self._steps = residency, units, steps
         self._ahead = min(ahead, len(units) - 1)
         self._parts: list[PartialStep] = []
         """The steps of the backward of now."""
@@ -110,12 +110,12 @@ class Auto:
             unit.follow(self)
         for each in steps:
             each.note_backward(steps=True)
-        room.follow(self)
+        residency.follow(self)
 
     def remove(self) -> None:
         """Brings units no longer by itself."""
         if self._hooks:  # and no other has come since
-            self._room.follow(None)
+            self._residency.follow(None)
             for steps in self._steps:
                 steps.note_backward(steps=False)
         for each in self._hooks:
@@ -143,9 +143,9 @@ class Auto:
         self._enter(unit)
         depth, thread = calls_under_way()[unit.module], threading.get_ident()
         self._end_calls(unit, thread, depth - 1)
-        use = self._room.begin_use([unit])
+        use = self._residency.begin_use([unit])
         self._forward.setdefault(unit, []).append(_Call(use, thread, depth))
-        self._room.fill_use(use)
+        self._residency.fill_use(use)
         self._note(_Reached(unit, backward=False))
         if unit.device.type == "cpu":
             return None
@@ -156,7 +156,7 @@ class Auto:
     def using(self, unit: Unit) -> Iterator[None]:
         """See Caller."""
         self._enter(unit)
-        with self._room.using([unit], state=False):
+        with self._residency.using([unit], state=False):
             self._note(_Reached(unit, backward=False))
             yield
 
@@ -180,7 +180,7 @@ class Auto:
             use = calls.pop().use
             if not calls:
                 del self._forward[unit]
-            self._room.end_use(use)
+            self._residency.end_use(use)
 
     def _end_interrupted(self) -> None:
         """Ends forwards that are on the stack no longer: torch calls no hook after Ctrl-C."""
@@ -222,9 +222,9 @@ class Auto:
             return
         if not nested:
             self._leave_backward()
-        use = self._room.begin_use([unit], gradients=True)
+        use = self._residency.begin_use([unit], gradients=True)
         self._backward[unit] = use
-        self._room.fill_use(use)
+        self._residency.fill_use(use)
         self._note(_Reached(unit, backward=True))
 
     def _leave_backward(self) -> None:
@@ -234,7 +234,7 @@ class Auto:
             # A backward within another knows nothing of what that will reach.
             if len(self._graphs) == 1 and unit.open_results <= 0:
                 self._step(unit)
-            self._room.end_use(use)
+            self._residency.end_use(use)
 
     def _through(self) -> None:
         """A backward has ended."""
@@ -279,7 +279,7 @@ class Auto:
                 wanted.setdefault(each.unit, self._takes_state(each))
         if self._takes_state(reached):  # at its end, before the others are used
             wanted = {reached.unit: True, **wanted}
-        self._room.plan(wanted)
+        self._residency.plan(wanted)
 
     def next_use(self, unit: Unit, *, state: bool) -> float:
         """In how many calls a unit is used next, or its state; inf: nobody knows."""

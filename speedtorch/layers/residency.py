@@ -1,4 +1,4 @@
-"""Residency: which units have device memory, within a budget, and which are evicted for others."""
+"""Residency: which units have device memory, within a budget, and which are evicted for them."""
 
 from __future__ import annotations
 

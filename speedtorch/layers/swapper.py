@@ -89,7 +89,7 @@ class Swapper:
         self._traffic = TransferStats()
         self._units: dict[nn.Module, Unit] = {}
         first_state = {each: FirstState(each).nbytes for each in stepped}
-        self._room = Residency(self.device, self.budget, self._traffic, first_state)
+        self._residency = Residency(self.device, self.budget, self._traffic, first_state)
         self._steps: list[UnitSteps] = []
         self._auto: Auto | None = None
         self._is_closed = False
@@ -97,9 +97,9 @@ class Swapper:
             for name, module in named:
                 unit = Unit(module, *stepped, device=self.device, name=name, traffic=self._traffic)
                 self._units[module] = unit
-                unit.call_before_gradients(self._room.expect_gradients)
+                unit.call_before_gradients(self._residency.expect_gradients)
             for each in stepped:
-                self._steps.append(UnitSteps(each, self._units, self._room))
+                self._steps.append(UnitSteps(each, self._units, self._residency))
         except BaseException:
             self.close()
             raise
@@ -116,7 +116,7 @@ class Swapper:
             RuntimeError: the budget, or the device's memory (torch.OutOfMemoryError), is too small
                 for all that is in use; nothing has changed but which units are there.
         """
-        with self._room.using(self._named_units(modules), state=False):
+        with self._residency.using(self._named_units(modules), state=False):
             yield
 
     @property
@@ -137,8 +137,8 @@ class Swapper:
                 there last.
         """
         for unit in self._named_units(modules):
-            self._room.ask(unit, state=unit.was_stepped if state is None else state)
-        self._room.advance()
+            self._residency.ask(unit, state=unit.was_stepped if state is None else state)
+        self._residency.advance()
 
     def evict(self, *modules: nn.Module) -> Freed:
         """Lets units leave the device, and waits until they have.
@@ -154,13 +154,13 @@ class Swapper:
             TypeError, ValueError: as of `use`.
             RuntimeError: one of them is in use; nothing has changed.
         """
-        self._room.look()
+        self._residency.look()
         units = self._named_units(modules) if modules else list(self._units.values())
-        if modules and (used := [each.name for each in units if self._room.is_used(each)]):
+        if modules and (used := [each.name for each in units if self._residency.is_used(each)]):
             raise RuntimeError(f"units {used} are in use; evict them after `use`")
         freed, held = 0, []
-        for unit in [each for each in units if not self._room.is_used(each)]:
-            freed += self._room.send_home(unit)
+        for unit in [each for each in units if not self._residency.is_used(each)]:
+            freed += self._residency.send_home(unit)
             held += [f"{unit.name}: {each}" for each in unit.held_by()]
         return Freed(freed, held)
 
@@ -169,9 +169,9 @@ class Swapper:
 
         Gradients stay on the device alone until their unit leaves.
         """
-        for unit in self._room.there:
-            unit.write_back(self._room.end_of_use(unit))
-        for unit in self._room.there:
+        for unit in self._residency.there:
+            unit.write_back(self._residency.end_of_use(unit))
+        for unit in self._residency.there:
             unit.wait()
 
     def touch(self, *modules: nn.Module) -> None:
@@ -195,7 +195,7 @@ class Swapper:
         for unit in self._units.values():
             unit.close()
         self._units.clear()
-        self._room.clear()
+        self._residency.clear()
         self._is_closed = True
 
     def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
@@ -266,24 +266,24 @@ class Swapper:
         if self._auto is not None:
             self._auto.remove()
         steps = self._steps if step else []
-        self._auto = Auto(self._room, list(self._units.values()), steps, ahead=ahead)
+        self._auto = Auto(self._residency, list(self._units.values()), steps, ahead=ahead)
         return self._auto
 
     def report(self) -> SwapReport:
         """What is where, and what has travelled so far; waits for copies that are on their way."""
-        room, units = self._room, self._units.values()
-        room.look()
+        residency, units = self._residency, self._units.values()
+        residency.look()
         return SwapReport(
             units=len(units),
-            resident=tuple(unit.name for unit in room.there),
-            in_use=tuple(unit.name for unit in room.there if room.is_used(unit)),
-            resident_bytes=room.taken(),
+            resident=tuple(unit.name for unit in residency.there),
+            in_use=tuple(unit.name for unit in residency.there if residency.is_used(unit)),
+            resident_bytes=residency.taken(),
             budget_bytes=self.budget,
             host_bytes=sum(unit.nbytes for unit in units),
-            new_bytes=sum(unit.new_bytes() for unit in room.there),
-            hits=room.hits,
-            misses=room.misses,
-            seconds_waited=room.seconds_waited,
+            new_bytes=sum(unit.new_bytes() for unit in residency.there),
+            hits=residency.hits,
+            misses=residency.misses,
+            seconds_waited=residency.seconds_waited,
             bytes_in=self._traffic.bytes_in,
             bytes_out=self._traffic.bytes_out,
             gbps_in=self._traffic.gbps(comes=True),

@@ -27,13 +27,13 @@ class UnitSteps:
     Args:
         optimizer: whose step that is, and whose state_dict() gives what the host has.
         units: by their modules.
-        room: brings them.
+        residency: brings them.
     """
 
     def __init__(
-        self, optimizer: Optimizer, units: Mapping[nn.Module, Unit], room: Residency
+        self, optimizer: Optimizer, units: Mapping[nn.Module, Unit], residency: Residency
     ) -> None:
-        self.optimizer, self._units, self._room = optimizer, units, room
+        self.optimizer, self._units, self._residency = optimizer, units, residency
         self._are_in_backward = False
         self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         """What a backward has left to optimizer.step(): gradients, with their versions."""
@@ -88,15 +88,15 @@ class UnitSteps:
         ]
         self._check_scaler(is_asked=bool(waiting))
         self._check_left(others or ())
-        self._room.check_room_to_step(waiting)
-        with closing(self._room.each(waiting, state=True, ahead=1)) as units:
+        self._residency.check_room_to_step(waiting)
+        with closing(self._residency.each(waiting, state=True, ahead=1)) as units:
             for unit in units:
                 self._step(unit, step, parts[unit])
         return (step.twin(others), *args[1:]), kwargs, step.settle
 
     def step_unit(self, unit: Unit, step: PartialStep) -> None:
         """Steps a unit alone, without the hooks of the optimizer's step."""
-        with self._room.using([unit], state=True):
+        with self._residency.using([unit], state=True):
             self._step(unit, step, list(unit.module.parameters()))
 
     def _check_scaler(self, *, is_asked: bool) -> None:
@@ -144,7 +144,7 @@ class UnitSteps:
     def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Gives state_dict() what the host has, which stays readable when units leave."""
         on_host: dict[int, torch.Tensor] = {}
-        for unit in self._room.there:
+        for unit in self._residency.there:
             on_host |= unit.state_on_host()
 
         def found(value: Any) -> Any:

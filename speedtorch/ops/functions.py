@@ -141,7 +141,7 @@ plan_batch: Callable[..., list[Tensor]] = _ops.plan_batch
 
 Gives the five of plan_rows. The row `padding` (-1: none) is not trained: it is no distinct id, but
 stands behind those in `unique` `[n + 1]`, and its place is their number. With a `capacity` (-1:
-none) that is the place of the padding, and of ids beyond it the capacity less one.
+none) the place of the padding is the capacity, and ids that do not fit share the last place.
 
 With ids of held rows, ascending, it says which rows change when the batch follows on those: of
 `held` the first entries count, as many as the status of a plan says; an empty status: all. Three

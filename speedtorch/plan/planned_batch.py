@@ -145,8 +145,8 @@ def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
 class Parts:
     """The ids of a batch, of any shape on either device, one part for each of its lookups.
 
-    Whoever plans all `ids`, `[count]`, by themselves or with those of other tables, gives the
-    `plan`, as plan_batch makes it, on the device of the rows.
+    `ids` are all of them, `[count]`, until they are planned: by plan_by_itself(), or together with
+    those of other tables. `plan` is on the device of the rows, as plan_batch makes it.
     """
 
     plan: Sequence[Tensor]
@@ -177,10 +177,10 @@ class Parts:
         self.ids = flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def plan_by_itself(self, *others: object) -> list[Tensor]:
-        """Plans the ids; gives what plan_batch makes of them and others.
+        """Plans the ids; gives what plan_batch makes of them and of these arguments.
 
-        The plan comes first in that. It has as many entries as the batch has ids, as nobody has
-        counted them yet: -1 follows the distinct ids.
+        The plan comes first in that. It has as many entries as the batch has ids, because the
+        number of distinct ids is still on the device: -1 follows them.
 
         Raises IndexError if rows are held on the CPU and an id is out of range.
         """
@@ -190,7 +190,7 @@ class Parts:
             raise IndexError(f"{self.name}: {str(error).partition(': ')[2]}") from None
         if self._uncopied is not None:
             self._seen.append(SeenIds.of_copy(made[-1], self._uncopied))
-        self.plan, self.ids = made[:5], None  # ids nobody needs after that
+        self.plan, self.ids = made[:5], None
         return made
 
     def planned_as(self, plan: Sequence[Tensor]) -> None:

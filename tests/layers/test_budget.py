@@ -219,12 +219,12 @@ def test_a_unit_that_could_not_leave_waits_for_all_that_is_queued(
     with swapper.use(model[0]):
         pass
     unit = swapper._units[model[0]]
-    assert unit in swapper._room._left
+    assert unit in swapper._residency._left
     with monkeypatch.context() as patch:
         patch.setattr(type(unit._own), "evict", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             swapper.evict(model[0])
-    assert unit.device_bytes and unit not in swapper._room._left
+    assert unit.device_bytes and unit not in swapper._residency._left
 
 
 @pytest.mark.parametrize(("optimizer", "kept"), zip(OPTIMIZERS, range(4), strict=True))

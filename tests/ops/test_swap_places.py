@@ -9,7 +9,7 @@ from reference import assert_same_bytes
 from torch import Tensor
 
 import speedtorch
-from speedtorch.ops.functions import swap_placed, swap_tables
+from speedtorch.ops.functions import exchange_rows, swap_placed, swap_tables
 
 ROWS = 50
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -226,3 +226,21 @@ def test_several_tables_in_pageable_memory_are_refused() -> None:
     hosts = [torch.zeros(4, 2), torch.zeros(4, 2)]
     with pytest.raises(ValueError, match="pageable memory, .* each table by itself; pin it"):
         swap_tables(hosts, 2, [side], ids, ids, [side.clone()], ids, ids)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bad_place_of_a_planned_list_loses_no_row(device: str) -> None:
+    # Row 2 is in both lists, and its place among the loaded rows is none.
+    table = speedtorch.HostTable(5, 2)["weight"]
+    held = torch.tensor([[1.0, 1.0], [2.0, 2.0]], device=device)
+    loaded = torch.full((2, 2), 9.0, device=device)
+    ids = torch.tensor([1, 2], device=device), torch.tensor([2, 4], device=device)
+    places = torch.tensor([0, 1], device=device), torch.tensor([7, 1], device=device)
+    with pytest.raises(IndexError, match="place 7"):
+        exchange_rows([table], [held], ids[0], places[0], [loaded], ids[1], places[1])
+        speedtorch.synchronize()
+    if device == "cuda":  # the other entries are moved, and what was to stay is written home
+        assert table[1:3].tolist() == [[1.0, 1.0], [2.0, 2.0]]
+        assert loaded.tolist() == [[9.0, 9.0], [0.0, 0.0]]
+    else:
+        assert not table.any() and (loaded == 9).all()
