@@ -57,6 +57,7 @@ __all__ = [
     "ignored_by_data_parallel",
     "is_batched",
     "is_forward_mode",
+    "is_profiling",
     "is_tracing",
     "is_transformed",
     "members_of",
@@ -159,6 +160,9 @@ number_of_node: Callable[[Node], int] = operator.methodcaller("_sequence_nr")
 
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """The innermost saved_tensors_hooks, or None; True as argument finds them while tracing as well."""
+
+is_profiling = torch._C._autograd._profiler_enabled
+"""Whether a profiler records what this thread does."""
 
 is_tracing = torch._C._is_tracing
 """Whether torch.jit.trace, or an export that is made of it, records calls."""

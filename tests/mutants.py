@@ -58,58 +58,54 @@ MUTANTS = [
     # ---- exchange.py: rows that leave, stay and arrive
     Mutant(
         "rows that join a step make the others clean",
-        "step/exchange.py",
+        "step/counted_exchange.py",
         "            moved=len(now.batches),\n",
-        "            moved=len(now.batches),\n            newer=False,\n",
+        "            moved=len(now.batches),\n            copy=Copy.CLEAN,\n",
     ),
     Mutant(
         "a flush forgets that the step is over",
-        "step/exchange.py",
-        "not now.stale):\n"
-        "            self.now = now._replace(newer=False, stale=now.stale or changes)",
-        "not now.stale):\n            self.now = now._replace(newer=False, over=False,"
-        " stale=now.stale or changes)",
+        "step/counted_exchange.py",
+        "_replace(copy=Copy.STALE if changes else Copy.CLEAN)",
+        "_replace(copy=Copy.STALE if changes else Copy.CLEAN, stepped=False)",
     ),
     Mutant(
         "a flush leaves the table stale in silence",
-        "step/exchange.py",
-        "not now.stale):\n"
-        "            self.now = now._replace(newer=False, stale=now.stale or changes)",
-        "not now.stale):\n            self.now = now._replace(newer=False, stale=now.stale)",
+        "step/counted_exchange.py",
+        "now._replace(copy=Copy.STALE if changes else Copy.CLEAN)",
+        "now._replace(copy=Copy.CLEAN)",
     ),
     Mutant(
         "rows that became others in the table are not read again",
         "step/exchange.py",
-        "        if self.now.stale:\n            self.show_anew()\n",
+        "        if self.now.copy is Copy.STALE:\n            self.show_anew()\n",
         "",
     ),
     Mutant(
         "rows that are read again lose their gradient",
         "step/exchange.py",
-        "padded=padded, stale=False, gradient=gradient)",
-        "padded=padded, stale=False, gradient=None)",
+        "copy=Copy.CLEAN, gradient=gradient)",
+        "copy=Copy.CLEAN, gradient=None)",
     ),
     Mutant(
         "rows that stay in the next step count as the table's",
-        "step/exchange.py",
-        "newer = self.now.newer  # rows that stay",
-        "newer = False  # rows that stay",
+        "step/counted_exchange.py",
+        "copy, held = Copy.DIRTY, Block(",
+        "copy, held = Copy.CLEAN, Block(",
     ),
     Mutant(
         "rows that an interrupted step wrote to count as the table's",
         "step/exchange.py",
-        "        if is_moved and not self.now.newer:\n"
-        "            self.now = self.now._replace(newer=True, stale=False)\n"
-        "        if written:\n",
-        "        if written:\n",
+        "        if is_changed and self.now.copy is not Copy.DIRTY:\n"
+        "            self.now = self.now._replace(copy=Copy.DIRTY)\n",
+        "",
         "tests/step/test_embedding_interrupts.py"
         "::test_an_interrupt_within_torchs_step_leaves_what_it_leaves_of_plain_rows",
     ),
     Mutant(
         "rows that an optimizer stepped are not over",
         "step/exchange.py",
-        "now._replace(newer=is_moved, over=True, stale=not is_moved)",
-        "now._replace(newer=is_moved, stale=not is_moved)",
+        "now._replace(copy=copy, stepped=True)",
+        "now._replace(copy=copy)",
     ),
     Mutant(
         "a step with no gradient is over all the same",
@@ -121,76 +117,76 @@ MUTANTS = [
     ),
     Mutant(
         "state of the rows that others join is lost",
-        "step/exchange.py",
-        "zip(rows, self._shown.rows_of(now), strict=True)",
-        "zip(rows[:1], self._shown.rows_of(now), strict=False)",
+        "step/counted_exchange.py",
+        "zip(rows, self._view.rows_of(now), strict=True)",
+        "zip(rows[:1], self._view.rows_of(now), strict=False)",
     ),
     Mutant(
         "a gradient is lost while rows join",
-        "step/exchange.py",
-        "gradient=None if gradient is None else among_more(gradient, before, count),",
+        "step/counted_exchange.py",
+        "gradient=None if gradient is None else among_more(gradient, before, len(rows[0])),",
         "gradient=None,",
     ),
     Mutant(
         "the padding's row is not fetched behind rows that joined",
-        "step/exchange.py",
-        "None, arriving)\n        if self._padding is not None:\n",
-        "None, arriving)\n        if False:\n",
+        "step/counted_exchange.py",
+        "        if self._padding is not None:  # the last row before and now\n",
+        "        if False:\n",
     ),
     # ---- exchange.py: batches that are planned ahead
     Mutant(
         "rows that arrived ahead count as the table's",
-        "step/exchange.py",
-        "coming, owed, newer = self.now.coming, None, True",
-        "coming, owed, newer = self.now.coming, None, False",
+        "step/counted_exchange.py",
+        "transfer, leaving, copy = self.now.transfer, None, Copy.DIRTY",
+        "transfer, leaving, copy = self.now.transfer, None, Copy.CLEAN",
     ),
     Mutant(
         "rows that arrived ahead are dropped, not written",
-        "step/exchange.py",
-        "            self._store.exchange(self._shown.kept.fields, arrived, None)\n",
+        "step/counted_exchange.py",
+        "        self._store.exchange(self._view.kept.fields, arrived, None)\n",
         "",
     ),
     Mutant(
         "a flush leaves what arrived ahead",
         "step/exchange.py",
-        "        self.complete(ahead=False)\n        self._drop_coming()\n        now = self.now\n",
-        "        self.complete(ahead=False)\n        now = self.now\n",
+        "        self._drop_prefetched()\n        self.now = self._written_back(",
+        "        self.now = self._written_back(",
     ),
     Mutant(
         "rows that stay beside those that arrived ahead are taken from other places",
-        "step/exchange.py",
+        "step/counted_exchange.py",
         "carry_rows(rows, places, old, taken_from)",
         "carry_rows(rows, places, old, taken_from.flip(0))",
     ),
     Mutant(
         "state of rows that stay beside those that arrived ahead is lost",
-        "step/exchange.py",
+        "step/counted_exchange.py",
         "carry_rows(rows, places, old, taken_from)",
         "carry_rows(rows[:1], places, old[:1], taken_from)",
     ),
     Mutant(
         "rows that are owed to the table are not written",
-        "step/exchange.py",
-        "self._store.exchange(self._shown.kept.fields, owed, arriving)",
-        "self._store.exchange(self._shown.kept.fields, None, arriving)",
+        "step/counted_exchange.py",
+        "self._store.exchange(self._view.kept.fields, leaving, arriving)",
+        "self._store.exchange(self._view.kept.fields, None, arriving)",
     ),
     Mutant(
         "rows that are owed are written from the first places",
-        "step/exchange.py",
+        "step/counted_exchange.py",
         "Block(old, *batch.leaving)",
         "Block(old, batch.leaving[0])",
     ),
     Mutant(
         "a planned batch is taken for lookups of other ids",
         "step/exchange.py",
-        "            if asked.held != batch.held or len(asked.arriving[0]):\n",
+        "            if asked.held != batch.held or asked.brings:\n",
         "            if False:\n",
     ),
     # ---- exchange.py: announcements and gradients
     Mutant(
         "announced rows do not join a planned batch",
         "step/exchange.py",
-        "self._extend(parts, are_planned=True)\n            self._announced.forget()\n",
+        "self._extend(parts, is_planned=True)\n            self._announced.forget()\n",
         "pass\n            self._announced.forget()\n",
     ),
     Mutant(
@@ -203,7 +199,7 @@ MUTANTS = [
     Mutant(
         "zeros of zero_grad move rows",
         "step/exchange.py",
-        "if gradient is not None and not self._shown.has_gradient():",
+        "if gradient is not None and not view.has_gradient():",
         "if False:",
     ),
     Mutant(
@@ -223,14 +219,15 @@ MUTANTS = [
     Mutant(
         "a gradient that follows a zero_grad counts as its zeros",
         "step/trained_rows.py",
-        "            self.parameter.grad = summed\n            self.shown.note_gradient()\n",
+        "            self.parameter.grad = summed\n"
+        "            self.parameter_view.note_gradient()\n",
         "            self.parameter.grad = summed\n",
         "tests/step/test_embedding_steps.py"
         "::test_a_gradient_of_zeros_that_follows_a_zero_grad_is_stepped",
     ),
     Mutant(
         "rows in other memory are no change",
-        "step/exchange.py",
+        "step/parameter_view.py",
         "return version_of(parameter) != self.version or parameter.data_ptr() != self._pointer",
         "return version_of(parameter) != self.version",
         "tests/step/test_embedding_steps.py"
@@ -239,7 +236,7 @@ MUTANTS = [
     Mutant(
         "state that is attached in a step takes rows from before it",
         "step/trained_rows.py",
-        "        self.exchange.bring_home()\n        has_values",
+        "        self.exchange.write_back()\n        has_values",
         "        has_values",
         "tests/step/test_embedding_steps.py::test_rows_of_a_step_outlive_an_attach",
     ),
@@ -259,7 +256,7 @@ MUTANTS = [
     Mutant(
         "evaluation shortens rows of the table, not those of the step",
         "step/trained_rows.py",
-        "            self.exchange.bring_home()\n            self.store.write(",
+        "            self.exchange.write_back()\n            self.store.write(",
         "            self.store.write(",
     ),
     Mutant(
@@ -271,7 +268,7 @@ MUTANTS = [
     Mutant(
         "a read does not see the step",
         "step/trained_rows.py",
-        "        self.exchange.bring_home(changes=False)\n",
+        "        self.exchange.write_back(changes=False)\n",
         "",
     ),
     Mutant(
@@ -310,14 +307,14 @@ MUTANTS = [
     # ---- exchange.py and fixed_blocks.py: blocks of one size
     Mutant(
         "rows beyond the count stay what an optimizer made of them",
-        "step/exchange.py",
-        "                self._shown.put_back(self.now)\n            self._fixed.clear_others()\n",
-        "                self._shown.put_back(self.now)\n",
+        "step/fixed_exchange.py",
+        "            self._view.put_back(self.now)\n        self._blocks.clear_others()\n",
+        "            self._view.put_back(self.now)\n",
         "tests/nn/test_capacity.py::test_rows_beyond_the_count_are_zeros_before_and_after_a_step",
     ),
     Mutant(
         "rows of a capacity that are stale leave for the table",
-        "step/exchange.py",
+        "step/fixed_exchange.py",
         "                blocks.hold_none()  # the table has them, and perhaps newer ones\n",
         "                pass\n",
     ),
@@ -329,7 +326,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows of a capacity are not read again",
-        "step/exchange.py",
+        "step/fixed_exchange.py",
         "        blocks.read_again()\n",
         "",
     ),
@@ -350,8 +347,8 @@ MUTANTS = [
     Mutant(
         "rows that were announced and not looked up are stepped in silence",
         "step/exchange.py",
-        "        if now.over or now.awaited is not None or not self._checks_lookups",
-        "        if True",
+        "        if now.stepped or now.before is not None or not self._checks_lookups:\n",
+        "        if True:\n",
         "tests/step/test_announcements.py::test_a_step_that_leaves_an_announced_tensor_out_raises",
     ),
     Mutant(

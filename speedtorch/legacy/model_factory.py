@@ -19,7 +19,7 @@ from speedtorch.legacy.switcher import OneField, gathered
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
 from speedtorch.ops.functions import pinned_gather, pinned_scatter, plan_rows
 from speedtorch.ops.shapes import row_shape
-from speedtorch.step.exchange import replace_rows
+from speedtorch.step.parameter_view import replace_rows
 from speedtorch.table.host_table import HostTable
 
 __all__ = [

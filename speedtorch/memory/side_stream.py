@@ -143,6 +143,10 @@ class SideStream:
             self.end.synchronize()
             self.end = None
 
+    def forget(self) -> None:
+        """Says that nothing is to wait for its last work."""
+        self.end = None
+
     def join(self) -> None:
         """What the current stream gets from now on begins when the side stream is done."""
         if self.end is not None:

@@ -14,6 +14,7 @@ from speedtorch.nn.prefetch import ids_of_modules, modules_with_ids
 from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.optimizer_copy import settings_of, snapshot
 from speedtorch.optim.probe import learn_state
+from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.torch_internals import as_plain, tree_leaves, tree_map
 
@@ -35,15 +36,15 @@ class GraphedStep:
     ) -> None:
         self._step = step
         self._optimizers = optimizers
-        self._rows = _rows_of(modules)
-        self._device = self._rows[0].exchange.device
+        self._exchanges = _exchanges_of(modules)
+        self._device = next(iter(self._exchanges.values())).device
         self._inputs = tree_map(self._own, example)
         self._asked = modules_with_ids(modules)
         named = {} if next_ids is None else ids_of_modules(next_ids, self._asked)
         self._next = {
             module: [self._own(each) for each in parts] for module, parts in named.items()
         }
-        with _kept(modules, optimizers, self._rows):
+        with _kept(modules, optimizers, self._exchanges):
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             # The warm-ups read what the current stream has written, which reads what they write.
             side.wait_stream(torch.cuda.current_stream(self._device))
@@ -56,7 +57,7 @@ class GraphedStep:
         # On one stream with the warm-ups, as nodes of autograd that are still alive belong to it.
         with torch.cuda.graph(self._graph, stream=side), ExitStack() as foreseen:
             for module, parts in self._next.items():
-                exchange = module.trained_rows.exchange
+                exchange = self._exchanges[module.trained_rows]
                 foreseen.enter_context(exchange.foreseeing(parts))
             result = step(*self._inputs)
         # Without the nodes of autograd, which belong to the stream of the capture for good.
@@ -101,8 +102,8 @@ class GraphedStep:
         if not self._fits(batch):
             return self._step(*batch)
         with as_plain():
-            for rows in self._rows:
-                rows.exchange.before_replay()
+            for exchange in self._exchanges.values():
+                exchange.before_replay()
         for own, given in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
             if _is_tensor(own):
                 _send(given, own)
@@ -152,11 +153,12 @@ def _changed(before: list[list[dict[str, Any]]], now: list[list[dict[str, Any]]]
     return ", ".join(f"{name} was {old}, is {new}" for name, old, new in pairs if old != new)
 
 
-def _rows_of(modules: Iterable[nn.Module]) -> list[TrainedRows]:
+def _exchanges_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedExchange]:
+    exchanges: dict[TrainedRows, FixedExchange] = {}
     found = [each for module in modules for each in module.modules() if isinstance(each, RowModule)]
     for each in found:
-        name = each.trained_rows.name
-        if each.capacity is None:
+        name, exchange = each.trained_rows.name, each.trained_rows.exchange
+        if not isinstance(exchange, FixedExchange):
             raise ValueError(f"graphed: build {name} with capacity=, the most rows of a step")
         if each.lookups is not each.trained_rows:
             raise NotImplementedError(
@@ -165,20 +167,23 @@ def _rows_of(modules: Iterable[nn.Module]) -> list[TrainedRows]:
             )
         if not each.trained_rows.parameter.is_cuda:
             raise ValueError(f"graphed: {name} holds its rows on the CPU, which has no CUDA graphs")
+        exchanges[each.trained_rows] = exchange
     if not found:
         raise ValueError(
             "graphed: modules have no speedtorch.Embedding, EmbeddingBag or collection"
         )
-    return [each.trained_rows for each in found]
+    return exchanges
 
 
 @contextmanager
 def _kept(
-    modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], rows: Sequence[TrainedRows]
+    modules: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    exchanges: Mapping[TrainedRows, FixedExchange],
 ) -> Iterator[None]:
     """What is trained within leaves rows, parameters, states and random numbers as they were."""
-    device = rows[0].exchange.device
-    held = {id(each.parameter) for each in rows}
+    device = next(iter(exchanges.values())).device
+    held = {id(each.parameter) for each in exchanges}
     others = [p for each in modules for p in (*each.parameters(), *each.buffers())]
     others += [p for each in optimizers for group in each.param_groups for p in group["params"]]
     tensors = {id(p): p for p in others if id(p) not in held}
@@ -189,14 +194,14 @@ def _kept(
     ]
     random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
     with as_plain():
-        for each in rows:
-            each.exchange.stand_still()
+        for exchange in exchanges.values():
+            exchange.stand_still()
     try:
         yield
     finally:
         with as_plain():
-            for each in rows:
-                each.exchange.move_again()
+            for exchange in exchanges.values():
+                exchange.move_again()
         torch.set_rng_state(random[0])
         torch.cuda.set_rng_state(random[1], device)
         with torch.no_grad(), as_plain():

@@ -16,8 +16,8 @@ from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.step.disagreement import DisagreementError
-from speedtorch.step.exchange import Batch
 from speedtorch.step.joint_exchange import JointExchange, joined
+from speedtorch.step.step import Batch
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["Prefetch", "ids_of_modules", "modules_with_ids", "prefetch"]

@@ -69,14 +69,15 @@ class AttachedState:
         return rows
 
     def entries(self) -> dict[str, Any]:
-        """The optimizer's own state of the parameter; the last one if the optimizer is gone."""
-        if (optimizer := self.optimizer()) is not None:
-            self._entries = optimizer.state.get(self.table_rows.parameter, {})
+        """The optimizer's own state of the parameter; the last one if either is gone."""
+        optimizer, rows = self.optimizer(), self._rows_reference()
+        if optimizer is not None and rows is not None:
+            self._entries = optimizer.state.get(rows.parameter, {})
         return self._entries
 
     def rows(self) -> list[Tensor]:
         """See HeldState."""
-        if not self._has_stepped:
+        if not (self.names and self._has_stepped):
             return list(self._held)
         entries, rows = self.entries(), []
         for name in self.names:
@@ -91,7 +92,7 @@ class AttachedState:
     def hold(self, rows: Sequence[Tensor]) -> None:
         """See HeldState."""
         self._held = list(rows)
-        if self._has_stepped:
+        if self.names and self._has_stepped:
             self._lend()
 
     def _lend(self) -> None:

@@ -22,6 +22,7 @@ from speedtorch.optim.optimizer_copy import group_of, settings_of
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.optim.wrappers import is_wrapper
 from speedtorch.step.row_weight import hide_rows, show_rows
+from speedtorch.step.timeline import in_timeline
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.step.turn import Turns
 from speedtorch.torch_internals import FOUND_INF, as_plain, can_skip, not_compiled
@@ -150,6 +151,7 @@ _steps = _Steps()
 
 
 @not_compiled
+@in_timeline("speedtorch::before_step")
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -174,6 +176,7 @@ def _before_step(
 
 
 @not_compiled
+@in_timeline("speedtorch::after_step")
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (step := _steps.of.pop(optimizer, None)) is not None:
         step.finish()

@@ -15,8 +15,8 @@ from speedtorch.parallel.ranks import Ranks
 from speedtorch.plan.fitted_batch import raises_at_once
 from speedtorch.plan.planned_batch import Numbers
 from speedtorch.step.disagreement import DisagreementError
-from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import of_ranks
+from speedtorch.step.fixed_exchange import FixedExchange
 
 __all__ = ["Agreement"]
 
@@ -29,7 +29,7 @@ class Agreement:
         ranks: all who own some.
     """
 
-    def __init__(self, exchange: Exchange, ranks: Ranks) -> None:
+    def __init__(self, exchange: FixedExchange, ranks: Ranks) -> None:
         self._exchange, self._ranks = exchange, ranks
         self._last: list[Numbers] = []
         """What nobody has looked at."""
@@ -48,7 +48,7 @@ class Agreement:
         return (codes != call.code).any().long().view(1)
 
     def check(self) -> None:
-        """As Others.check."""
+        """As FaultAllReduce.check."""
         while self._calls:
             self._ranks.refuse_if_differing(self._exchange.name, self._calls[0])
             del self._calls[0]
@@ -62,12 +62,17 @@ class Agreement:
             self._exchange.resume()
             raise
 
+    def stop(self, fault: Tensor) -> None:
+        """As FixedExchange.stop."""
+        with self._exchange.turn:
+            self._exchange.stop(fault)
+
     def expect(self, fault: Tensor | None) -> None:
         """Says what is wrong with the ids of the next lookup, `[1]` on the device, if anything."""
         self._known = fault
 
     def agree(self, fault: Tensor) -> Tensor:
-        """As Others.agree."""
+        """As FaultAllReduce.agree."""
         if self._known is not None:
             fault = torch.maximum(fault, self._known)
         agreed = self._ranks.most(fault)

@@ -102,7 +102,7 @@ class FixedQuestion:
     def places(self) -> Tensor:
         """As Question.places."""
         owners = self._numbers.div(self._room, rounding_mode="floor")
-        places = self._batch.local(0) + (self._shares.begins - self._begins)[owners]
+        places = self._batch.parts.local(0) + (self._shares.begins - self._begins)[owners]
         return places.clamp_(0, self._shares.dealt.ranks * self._shares.rows - 1)  # of wrong ids
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:

@@ -26,8 +26,10 @@ from speedtorch.parallel.ranks import Asked, Ranks, Told, out_of_range
 from speedtorch.plan.fitted_batch import BAD_IDS
 from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step.announcements import Announced
-from speedtorch.step.exchange import Batch, Exchange
+from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
+from speedtorch.step.fixed_exchange import FixedExchange
+from speedtorch.step.step import Batch
 from speedtorch.step.trained_rows import Bags, summed
 
 __all__ = ["PlannedQuestions", "Question", "Questions"]
@@ -70,7 +72,7 @@ class Question:
     @property
     def places(self) -> Tensor:
         """Where the rows of the ids are among those that come."""
-        return self.batch.local(0)
+        return self.batch.parts.local(0)
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
         """The gradient of a lookup's result, added up for each of the rows that come."""
@@ -193,10 +195,10 @@ class Questions:
         exchange.leave_lookups_unchecked()
         self._agreement: Agreement | None = None
         self._shares: FairShares | None = None
-        if exchange.capacity is not None:
+        if isinstance(exchange, FixedExchange):
             self._shares = FairShares.of(exchange.capacity, dealt, padded=padded)
             self._agreement = Agreement(exchange, ranks)
-            exchange.begin_with(self._agreement)
+            exchange.agree_with(self._agreement)
 
     def of(self, ids: Tensor) -> AnyQuestion:
         """The question of a lookup of a step, which is asked now unless it was before.
@@ -260,9 +262,9 @@ class Questions:
 
     def before_gradients(self, lookup: int) -> None:
         """Called before gradients of a lookup's rows go to their owners; as meet()."""
-        if (fault := self.meet(Kind.GRADIENTS, lookup)) is not None:
-            with self._exchange.turn:
-                self._exchange.stop(fault)
+        fault = self.meet(Kind.GRADIENTS, lookup)
+        if fault is not None and self._agreement is not None:
+            self._agreement.stop(fault)
 
     def of_no_step(self, ids: Tensor) -> AnyQuestion:
         """The question of a lookup that trains nothing; of any number of rows.

@@ -65,7 +65,7 @@ class ShardedRows:
         self._dealt, self._number = dealt, number
         self._owns_padding = own_padding is not None
         self._padding = None if padding is None else int(dealt.numbers(torch.tensor(padding)))
-        rows.shown.divide_by(ranks.size if average else 1)
+        rows.parameter_view.divide_by(ranks.size if average else 1)
         self._sparse = sparse
         _ranks[rows] = ranks
         padded = padding is not None

@@ -125,10 +125,6 @@ class FittedBatch:
         status[:1].masked_fill_(is_anothers, 1)
         status[1:2].copy_(torch.where(is_anothers, -fault, status[1:2]))
 
-    def local(self, part: int, places: Tensor | None = None) -> Tensor:
-        """The places of the rows that a part names, in the part's shape."""
-        return self.parts.local(part, places)
-
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
         """The gradients of a part's rows, added up: those of the block and the padding's."""
         summed: Tensor = _ops.sum_rows.counted(

@@ -235,7 +235,7 @@ class Parts:
         """The ids of a part, if the CPU has them."""
         return self._seen[part].copied
 
-    def local(self, part: int, places: Tensor | None) -> Tensor:
+    def local(self, part: int, places: Tensor | None = None) -> Tensor:
         """The places of the rows that a part names, in the part's shape.
 
         `places` are those of the distinct rows; by default their order.
@@ -398,13 +398,6 @@ class PlannedBatch:
         if self._padding is not None:
             places = torch.where(unique == self._padding, len(ids), places)
         return places
-
-    def local(self, part: int, places: Tensor | None = None) -> Tensor:
-        """The places of the rows that a part names, in the part's shape.
-
-        `places` are those of the distinct rows; by default those of the batch alone.
-        """
-        return self.parts.local(part, places)
 
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
         """The gradients of the rows that a part looked up, added up for each row of the batch.

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from speedtorch.plan.fitted_batch import FittedBatch
-from speedtorch.plan.planned_batch import PlannedBatch
+from speedtorch.step.step import Batch, Step
 
-__all__ = ["Announced", "Announcements"]
+__all__ = ["Announced", "Announcements", "refuse_partial_step"]
 
-
-Plan: TypeAlias = Callable[[Sequence[Tensor]], PlannedBatch | FittedBatch]
+Plan: TypeAlias = Callable[[Sequence[Tensor]], Batch]
 """Plans the ids of a step, part by part."""
 
 
@@ -24,7 +23,7 @@ class Announced(NamedTuple):
     parts: tuple[Tensor, ...]
     begins: tuple[int, ...]
     """Which part is the first of each announce()."""
-    batch: PlannedBatch | FittedBatch
+    batch: Batch
     """The plan of all parts."""
 
 
@@ -116,3 +115,38 @@ def _planned(parts: Sequence[Tensor], begins: tuple[int, ...], plan: Plan) -> An
     if isinstance(batch, FittedBatch):
         batch.count()
     return Announced(tuple(parts), begins, batch)
+
+
+def refuse_partial_step(name: str, now: Step, unseen: Sequence[tuple[int, int]]) -> None:
+    """Raises RuntimeError if lookups of a step have named some announced tensors and others not.
+
+    Its optimizer would change rows that were announced in vain. `unseen` are those of
+    Step.unseen(). A lookup of other tensors, as of a slice or of a copy on another device, may have
+    named any: ids on the CPU are compared then, and those of a GPU, for which the host would wait,
+    raise nothing.
+    """
+    looked_up = [
+        (batch.parts.values(part), number in now.planned)
+        for number, batch in enumerate(now.batches)
+        for part in range(len(batch.parts))
+        if (number, part) not in unseen
+    ]
+    if any(values is None and not is_planned for values, is_planned in looked_up):
+        return
+    named = [each.reshape(-1).long() for each, _ in looked_up if each is not None]
+    has_others = len(now.batches) > len(now.planned)
+    for number, part in unseen:
+        parts = now.batches[number].parts
+        if (ids := parts.values(part)) is None and has_others:
+            continue
+        if ids is not None and named and bool(torch.isin(ids, torch.cat(named)).all()):
+            continue
+        if parts.shape(part).numel():
+            raise RuntimeError(
+                f"{name}: a step looks up all tensors of ids that announce() or prefetch's"
+                f" ids names for it, or none: of {len(parts)} that were named, number {part}"
+                f" (counted from 0), of shape {list(parts.shape(part))}, was not looked up, and"
+                " the step would change its rows without a gradient. Name no other tensors"
+                " (ids=lambda batch: batch[0] where a loader gives (ids, labels)), or give the"
+                " step up by zero_grad(); nothing was stepped"
+            )

@@ -127,6 +127,11 @@ class FixedBlocks:
             yield from (self._halt, self._none, self._came, self._every)
 
     @property
+    def put_aside(self) -> Counted:
+        """The rows that have left for the table and are still here."""
+        return Counted(self._left, self._left_ids, self._every, self._left_count)
+
+    @property
     def is_settled(self) -> bool:
         """Whether no rows are on their way that were put aside."""
         return not self._left_some
@@ -214,16 +219,16 @@ class FixedBlocks:
             self._came[-1:].fill_(-1)
 
     def fetch_padding(self) -> None:
-        """Reads the padding's row."""
+        """Reads the padding's row, all fields of it."""
         if self._padding is not None and self._padding < self._store.rows:
-            self._store.read(self._padding_id, self.rows[0][-1:])
+            for name, rows in zip(self._fields, self.rows, strict=True):
+                self._store.read(self._padding_id, rows[-1:], name)
 
     def send(self, following: FittedBatch | None, *, foreseen: bool = False) -> None:
         """Rows that were put aside go home, those of the next batch arrive, but do not yet stay.
 
         With `foreseen` within a CUDA graph, whose next replay looks whether they are of its batch.
         """
-        leaving = Counted(self._left, self._left_ids, self._every, self._left_count)
         arriving = self._nowhere(self._coming)
         if following is not None:
             # What is wrong with it is told when it begins.
@@ -236,7 +241,7 @@ class FixedBlocks:
                 self._foresees = True
         if not foreseen:
             self._forget_foreseen()
-        self._store.exchange_counted(self._fields, leaving, arriving)
+        self._store.exchange_counted(self._fields, self.put_aside, arriving)
         self._left_count.zero_()
         self._left_some = False
 

@@ -19,8 +19,10 @@ from speedtorch.memory.side_stream import MemoryStream, SideStream
 from speedtorch.ops.functions import carry_rows, swap_tables
 from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.plan.planned_batch import Parts
-from speedtorch.step.exchange import Exchange, Step
+from speedtorch.step.counted_exchange import CountedExchange
+from speedtorch.step.exchange import Exchange
 from speedtorch.step.row_store import Block
+from speedtorch.step.step import Copy, Step
 from speedtorch.step.turn import Turns, unite
 from speedtorch.torch_internals import split_apart
 
@@ -66,7 +68,7 @@ class JointExchange:
         exchanges: Those of the tables, of one layout().
     """
 
-    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+    def __init__(self, exchanges: Sequence[CountedExchange]) -> None:
         self._exchanges = exchanges
         self._fields = [each.fields for each in exchanges]
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
@@ -105,7 +107,7 @@ class JointExchange:
                     each.take(step)
             now = self._now = now._replace(taken=True)
         if now.owed is not None or (ahead and now.ahead):
-            if torch.is_inference_mode_enabled():  # who holds rows next could not train them
+            if torch.is_inference_mode_enabled():  # rows that are held next could not be trained
                 with torch.inference_mode(False):
                     return self.complete(ahead=ahead)
             self._send(now, ahead)
@@ -133,7 +135,7 @@ class JointExchange:
         if not batch.count() or not all(
             each.may_begin(part, fields, asked=each is asker) for each, part, fields in pairs
         ):
-            self.drop_coming()
+            self.drop_prefetched()
             batch.let_go()
             return False
         now, coming = self._now, self._now.coming
@@ -146,18 +148,18 @@ class JointExchange:
             carry_rows(rows, places, before, taken_from)
             owed = Block(before, *batch.leaving)
         else:  # from where the tables have them all
-            self.drop_coming()
+            self.drop_prefetched()
             for each in self._exchanges:
-                each.bring_home(changes=False)
+                each.write_back(changes=False)
             rows = self._memory(batch.bounds[-1])
             numbers = batch.numbers[: batch.bounds[-1]]
             self._exchange(None, Block(rows, numbers))
         # As of memory of their own: what changes the rows of one table is no change of another's.
         held = [end - first for first, end in pairwise(batch.bounds)]
         apart = zip(*(split_apart(field, held) for field in rows), strict=True)
-        newer = owed is not None
+        copy = Copy.CLEAN if owed is None else Copy.DIRTY
         steps = tuple(
-            each.begun_with_others(part, list(own), self._nothing, asked=each is asker, newer=newer)
+            each.begun_jointly(part, list(own), self._nothing, asked=each is asker, copy=copy)
             for (each, part, _), own in zip(pairs, apart, strict=True)
         )
         ahead = batch.following() is not None
@@ -169,12 +171,12 @@ class JointExchange:
     def _hold_all(self, now: Moves) -> bool:
         """Whether every table holds what it took, and what the table itself has is older."""
         return all(
-            each.now.rows is step.rows and each.now.newer and not each.now.stale
+            each.now.rows is step.rows and each.now.copy is Copy.DIRTY
             for each, step in zip(self._exchanges, now.steps, strict=True)
         )
 
     def _rows_now(self, now: Moves) -> Sequence[Tensor]:
-        """The rows of all tables, as who trains them has them now."""
+        """The rows of all tables, as the optimizers have them now."""
         for each, step in zip(self._exchanges, now.steps, strict=True):
             for own, trained in zip(step.rows, each.trained(), strict=True):
                 if own.data_ptr() != trained.data_ptr():
@@ -190,7 +192,7 @@ class JointExchange:
         following, coming, arriving = None, None, None
         if ahead and now.ahead and now.batch is not None:
             following = now.batch.following()
-        good = following is not None and following.count()  # else who looks them up is told
+        good = following is not None and following.count()  # else a lookup of them raises
         if good or now.owed is not None:
             if now.owed is not None:
                 self._travel.uses(now.owed.rows)
@@ -221,7 +223,7 @@ class JointExchange:
         ]
         swap_tables(homes, len(self._exchanges), *sides)
 
-    def drop_coming(self) -> None:
+    def drop_prefetched(self) -> None:
         """Rows that arrived for the next batch go back, if some are nowhere else."""
         self.complete(ahead=False)
         self._travel.join()
@@ -234,18 +236,18 @@ class JointExchange:
 
 def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointExchange]]:
     """Joins exchanges whose rows are of one layout, two or more; gives their keys with each."""
-    alike: dict[Hashable, list[_Key]] = {}
+    alike: dict[Hashable, dict[_Key, CountedExchange]] = {}
     for key, each in exchanges.items():
-        if (layout := each.layout()) is not None:
-            alike.setdefault(layout, []).append(key)
+        if isinstance(each, CountedExchange) and (layout := each.layout()) is not None:
+            alike.setdefault(layout, {})[key] = each
     made = []
-    for layout, keys in alike.items():
-        if len(keys) == 1:
+    for layout, of_keys in alike.items():
+        if len(of_keys) == 1:
             continue
-        group = [exchanges[key] for key in keys]
+        group = list(of_keys.values())
         turns = [each.turn for each in group]
         with Turns(*turns):
             if all(each.layout() == layout for each in group):
                 unite(turns)  # each of them changes what the others hold
-                made.append((keys, JointExchange(group)))
+                made.append((list(of_keys), JointExchange(group)))
     return made

@@ -548,9 +548,9 @@ class RowStore:
             numbers = self._numbers[place] = torch.arange(2 * count, device=ids.device)
         return numbers[:count]
 
-    def read(self, ids: Tensor, out: Tensor) -> None:
-        """Weights by their ids: `out` is `[*ids.shape, ...]`, on either device."""
-        pinned_gather(self.field("weight"), ids, out=out)
+    def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
+        """Rows of a field by their ids: `out` is `[*ids.shape, ...]`, on either device."""
+        pinned_gather(self.field(name), ids, out=out)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Puts weights `[*ids.shape, ...]` in the place of those of the ids."""

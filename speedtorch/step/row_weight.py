@@ -270,7 +270,7 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
             rows.show_gradient(zeroes=zeroes)
             if len(args) > 1 and func.__name__ == "__set__":
                 func(*args)
-                return rows.shown.note_gradient()
+                return rows.parameter_view.note_gradient()
             if zeroes:
                 rows.exchange.note_zero_grad()
             gradient = func(*args)

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.ops.functions import pool_rows, rows_at
-from speedtorch.step.exchange import Batch, Exchange, HeldState, Placed, ShownRows
+from speedtorch.step.counted_exchange import CountedExchange
+from speedtorch.step.exchange import Exchange
+from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
+from speedtorch.step.parameter_view import HeldState, ParameterView
 from speedtorch.step.row_store import Draw, Fields, RowStore
+from speedtorch.step.step import Batch, LookupPlaces
 from speedtorch.step.turn import alone
 from speedtorch.torch_internals import (
     apply_of,
@@ -88,8 +92,12 @@ class TrainedRows:
         self.shape = torch.Size((store.rows, *store.row_shape))
         self._padding = None if padding == store.rows else padding
         self.parameter = parameter
-        self.shown = ShownRows(name, parameter)
-        self.exchange = Exchange(name, store, self.shown, padding, capacity)
+        self.parameter_view = ParameterView(name, parameter)
+        self.exchange: Exchange
+        if capacity is None:
+            self.exchange = CountedExchange(name, store, self.parameter_view, padding)
+        else:
+            self.exchange = FixedExchange(name, store, self.parameter_view, padding, capacity)
         self.turn = self.exchange.turn
         """Held while a thread uses the rows; see Exchange."""
         self._sums = GradientSums()
@@ -141,7 +149,7 @@ class TrainedRows:
                 torch.embedding_renorm_(rows, found.positions, max_norm, norm_type)
                 if self._padding is not None:
                     self.store.write(torch.tensor([self._padding]), rows[-1:])
-                self.shown.mark()
+                self.parameter_view.mark()
             # In lists, as autograd is to make no views of them.
             return found.positions, _rows_of_step(self.parameter, [rows], [found.positions], self)
 
@@ -160,7 +168,7 @@ class TrainedRows:
     def read(self, ids: Tensor) -> Tensor:
         """Rows by their ids as they are now, whoever holds them, outside of any step."""
         self._check_claim()
-        self.exchange.bring_home(changes=False)
+        self.exchange.write_back(changes=False)
         self.exchange.raise_faults()
         self.store.bring_others_home()
         shape = (*ids.shape, *self.store.row_shape)
@@ -175,7 +183,7 @@ class TrainedRows:
         """As `rows_of`, but of rows that no step holds."""
         batch = self.exchange.planned([ids])
         batch.count()
-        borrowed, local = batch.ids, batch.local(0)
+        borrowed, local = batch.ids, batch.parts.local(0)
         if self._padding is not None:
             borrowed = torch.cat([borrowed, borrowed.new_full((1,), self._padding)])
         rows = self.read(borrowed)
@@ -183,7 +191,7 @@ class TrainedRows:
             with torch.no_grad():
                 torch.embedding_renorm_(rows, local, max_norm, norm_type)
             # Those of them that a step holds are read again.
-            self.exchange.bring_home()
+            self.exchange.write_back()
             self.store.write(borrowed, rows)
         return local, rows
 
@@ -191,7 +199,7 @@ class TrainedRows:
     def bring_home(self) -> None:
         """See RowHolder; the CPU sees the rows, too, after this."""
         with as_plain():
-            self.exchange.bring_home()
+            self.exchange.write_back()
             self.store.settle(self.exchange.device)
             self.exchange.raise_faults()
 
@@ -212,17 +220,17 @@ class TrainedRows:
             vars(self.parameter)["_rows"] = lambda: self
             self.__class__ = _LeftRows
             vars(self).pop("parameter", None)
-            self.shown.keep_alive(None)
+            self.parameter_view.keep_alive(None)
 
     def end(self, parameter: nn.Parameter) -> None:
         """Called when the weight goes, after the module: its rows are in the table."""
         # What refers to it weakly may have lost it by now.
-        self.shown.keep_alive(parameter)
+        self.parameter_view.keep_alive(parameter)
         try:
             self.bring_home()
         finally:
             self.store.drop_holder(self)
-            self.shown.keep_alive(None)
+            self.parameter_view.keep_alive(None)
 
     def flush(self) -> None:
         """Brings the table up to date, until the CPU sees it."""
@@ -285,17 +293,17 @@ class TrainedRows:
                     return
                 self.exchange.rejoin(ids)
             step = self.exchange.now
-            self.shown.show(step)
+            self.parameter_view.show(step)
             added, held = gradient, step.rows[0].shape[0]
             if ids is not step.ids:
                 added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
             elif gradient.is_sparse:
                 added = of_rows(gradient, sparse_indices(gradient), held)
-            added = self.shown.summand(added)
+            added = self.parameter_view.summand(added)
             more_to_come = self.exchange.expects_gradient()
             summed = self._sums.add(self.parameter.grad, added, more_to_come=more_to_come)
             self.parameter.grad = summed
-            self.shown.note_gradient()
+            self.parameter_view.note_gradient()
 
     def check_held(self, number: int) -> None:
         """Raises RuntimeError if rows that a step of this number has looked up have left."""
@@ -314,16 +322,16 @@ class TrainedRows:
         self.exchange.await_step()
         if not zeroes:
             self.exchange.note_gradient_asked()
-        self.shown.show(self.exchange.now)
+        self.parameter_view.show(self.exchange.now)
         if not zeroes:
-            self.shown.divide()
+            self.parameter_view.divide()
 
     def adds_in_order(self) -> bool:
         """Whether gradients must be added up by torch, whose sums have other bits than ours."""
         if self.parameter.is_cpu:
             # Ours are torch's, but for half precision, which torch rounds after each row, and
             # sparse gradients, of which torch adds all lookups' rows of an id one by one.
-            state = self.shown.kept.state
+            state = self.parameter_view.kept.state
             return self.store.dtype in _HALF or (state is not None and state.sparse)
         return torch.are_deterministic_algorithms_enabled()
 
@@ -337,7 +345,7 @@ class TrainedRows:
     @property
     def state(self) -> HeldState | None:
         """What keeps the state of the held rows."""
-        return self.shown.kept.state
+        return self.parameter_view.kept.state
 
     @alone
     def attach(self, state: HeldState, fields: Fields) -> bool:
@@ -349,9 +357,9 @@ class TrainedRows:
         self.claim()
         self.exchange.refuse_if_captured("attaching an optimizer")
         self.exchange.raise_faults()
-        self.exchange.bring_home()
+        self.exchange.write_back()
         has_values = self.store.make_room(fields)
-        self.shown.keep(state, fields)
+        self.parameter_view.keep(state, fields)
         self.exchange.show_anew()
         return has_values
 
@@ -363,8 +371,8 @@ class TrainedRows:
         """
         self.exchange.refuse_if_captured("detaching its optimizer")
         self.exchange.raise_faults()
-        self.exchange.bring_home()
-        self.shown.keep(None, {})
+        self.exchange.write_back()
+        self.parameter_view.keep(None, {})
         self.exchange.show_anew()
         self.store.note_read(was_read)
 
@@ -378,7 +386,7 @@ class _LeftRows(TrainedRows):
     @property
     def parameter(self) -> nn.Parameter:  # type: ignore[override]
         """The weight, to which this object has only a weak reference."""
-        return self.shown.parameter
+        return self.parameter_view.parameter
 
 
 class _RowsOfStep(torch.autograd.Function):
@@ -394,14 +402,14 @@ class _RowsOfStep(torch.autograd.Function):
     ) -> Tensor:
         step = asker.exchange.now
         ctx.asker, ctx.ids, ctx.number, ctx.places = asker, step.ids, step.number, places
-        ctx.token = asker.exchange.token()
+        ctx.pending = asker.exchange.pending.made(step.number)
         return rows[0]  # in a list, or autograd would take the result for a view of an input
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         check_once(gradient)
         with ctx.asker.turn:  # or another thread would find that no gradient is to come
-            ctx.token = None
+            ctx.pending = None
             ctx.asker.add_gradient(gradient, ctx.ids, ctx.number, lambda: ctx.places[0])
         return None, None, None, None
 
@@ -414,10 +422,11 @@ class _SummedLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, found: Placed, bags: Bags | None, asker: TrainedRows
+        ctx: Any, parameter: Tensor, found: LookupPlaces, bags: Bags | None, asker: TrainedRows
     ) -> Tensor:
         ctx.asker, ctx.batch, ctx.part, ctx.bags = asker, found.batch, found.part, bags
-        ctx.number, ctx.token = asker.exchange.now.number, asker.exchange.token()
+        ctx.number = number = asker.exchange.now.number
+        ctx.pending = asker.exchange.pending.made(number)
         held = parameter.detach()
         if bags is None:
             return rows_at(held, found.positions)
@@ -428,13 +437,13 @@ class _SummedLookup(torch.autograd.Function):
         check_once(gradient)
         asker, batch, part = ctx.asker, ctx.batch, ctx.part
         with asker.turn:  # or another thread would find that no gradient is to come
-            ctx.token = None
+            ctx.pending = None
             if ctx.number != asker.exchange.now.number:
                 if gradient.numel() == 0:
                     return None, None, None, None
                 asker.check_held(ctx.number)
             added = summed(gradient, batch, part, ctx.bags)
-            asker.add_gradient(added, batch.ids, ctx.number, lambda: batch.local(part))
+            asker.add_gradient(added, batch.ids, ctx.number, lambda: batch.parts.local(part))
         return None, None, None, None
 
 

@@ -15,14 +15,14 @@ from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.step.exchange import Coming
+from speedtorch.step.step import Prefetched
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead(device: str) -> None:
     def ahead() -> int:
-        return sum(type(each) is Coming for each in gc.get_objects())
+        return sum(type(each) is Prefetched for each in gc.get_objects())
 
     training, before = Training(WAYS["prefetch"], device=device), ahead()
     for ids in training.loop(training.batches()):

@@ -60,7 +60,7 @@ def bad_ids_of_an_earlier_op(
 def control_c_while_the_host_waits(
     rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]
 ) -> None:
-    following = rows.exchange._due.following()
+    following = rows.exchange._expected.following()
     count = following.count
     patch.setattr(following, "count", lambda: _raise(KeyboardInterrupt()) if fails() else count())
 

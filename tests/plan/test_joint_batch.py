@@ -48,8 +48,8 @@ def test_the_batch_of_each_table_is_that_of_its_own_ids(device: str, given: str)
         assert batch.ids.tolist() == alone.ids.tolist() and batch.ids is batch.ids
         for part, each in enumerate(of_table):
             assert batch.parts.part_of(each) == part
-            assert batch.local(part).tolist() == alone.local(part).tolist()
-            assert batch.local(part).shape == each.shape
+            assert batch.parts.local(part).tolist() == alone.parts.local(part).tolist()
+            assert batch.parts.local(part).shape == each.shape
             rows_of = torch.rand(each.numel(), 3, device=device)
             summed = [which.summed(rows_of, part, None) for which in (batch, alone)]
             assert torch.equal(*summed)

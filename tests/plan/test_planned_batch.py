@@ -34,7 +34,7 @@ def test_rows_are_held_in_address_order(device: str) -> None:
     made = batch(device, [7, 2, 7], [9, 2])
     assert made.held == 3
     assert made.ids.tolist() == [2, 7, 9]
-    assert made.local(0).tolist() == [1, 0, 1] and made.local(1).tolist() == [2, 0]
+    assert made.parts.local(0).tolist() == [1, 0, 1] and made.parts.local(1).tolist() == [2, 0]
     assert made.parts.begin(1) == 3
 
 
@@ -45,10 +45,10 @@ def test_the_padding_stands_after_the_rows(device: str, padding: int) -> None:
     ids = sorted({7, 2, 9, 0} - {padding})
     assert made.held == len(ids) and made.ids.tolist() == ids
     expected = [ids.index(id) if id != padding else len(ids) for id in (7, 2, 7, 9, 0)]
-    assert made.local(0).tolist() == expected
+    assert made.parts.local(0).tolist() == expected
     among = [0, 2, 3, 7, 9]
     places = made.places_among(torch.tensor(among, device=device))
-    assert made.local(0, places).tolist() == [
+    assert made.parts.local(0, places).tolist() == [
         5 if id == padding else among.index(id) for id in (7, 2, 7, 9, 0)
     ]
 

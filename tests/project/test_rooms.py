@@ -131,7 +131,7 @@ def test_an_object_alone_writes_to_its_fields(file: Path) -> None:
         assert file.name == "row_weight.py" or others == set()
 
 
-def test_the_fields_of_an_object_are_written_from_one_file() -> None:
+def test_each_field_of_an_object_is_written_from_one_file() -> None:
     written: dict[str, dict[Path, set[str]]] = {}
     bases: dict[str, list[str]] = {}
     for file in FILES:
@@ -149,9 +149,5 @@ def test_the_fields_of_an_object_are_written_from_one_file() -> None:
         return found
 
     for name in written:
-        files = writers(name)
-        if any("legacy" in file.parts for file in files):  # its families share fields of their own
-            fields = [field for own in files.values() for field in own]
-            assert len(fields) == len(set(fields)), name
-        else:
-            assert len(files) <= 1, name
+        fields = [field for own in writers(name).values() for field in own]
+        assert len(fields) == len(set(fields)), name

@@ -270,6 +270,13 @@ def test_is_transformed_and_is_batched() -> None:
     assert found == [(False, False), (True, True), (True, False)]
 
 
+def test_is_profiling() -> None:
+    assert not torch_internals.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_internals.is_profiling()
+    assert not torch_internals.is_profiling()
+
+
 def test_is_forward_mode() -> None:
     assert not torch_internals.is_forward_mode()
     with forward_ad.dual_level():
