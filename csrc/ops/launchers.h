@@ -61,23 +61,42 @@ struct SwapTables {
   HostPlace places[kPlacesPerLaunch];    // table by table, field by field
 };
 
+// Lists of ascending ids with a place of each (`order`), which no kernel has checked. The last id
+// to load may be out of order.
+struct PlacedLists {
+  int64_t leaving_rows, arriving_rows;  // places must be below
+  // Valid entries, or null: all. With them, rows in both lists are written to the host as well, so
+  // that the caller may discard the loaded rows. A count out of range means no valid entry.
+  const int64_t* evict_count;
+  const int64_t* load_count;
+  // Whether one bad entry stops all others; ids that do not ascend are bad as well then.
+  bool all_or_none;
+};
+
+// Bad entries of a list; zeros: none.
+struct BadEntries {
+  int64_t bad_count;    // ids out of range
+  int64_t from_end[6];  // for each IdError: entries from the first such one to the end
+};
+
+// What is written of lists with places.
+struct CheckedLists {
+  PlanStatus evict, load;
+  BadEntries bad_evict, bad_load;
+  int64_t blocks_done;
+};
+
 // Scratch memory that the caller allocates.
 struct SwapScratch {
+  CheckedLists* checked;
   int64_t* arrives_from;  // [load]: place in `leaving` of a row that is in both lists, or -1
   uint8_t* stays;         // [evict]: the row is in both lists and is not written to the host
 };
 
-// Lists that the library made, which no kernel has checked.
-struct UncheckedLists {
-  int64_t table_rows, leaving_rows, arriving_rows;
-  ErrorRecord* record;
-};
-
-// Fills the scratch. `write_through`: rows in both lists are written to the host as well.
-// Unchecked lists: writes their statuses too; an entry whose id or place is out of range is
-// recorded as an error and not moved.
-int launch_swap_match(const PlanView& evict, const PlanView& load, bool write_through,
-                      const UncheckedLists* unchecked, const SwapScratch& scratch, void* stream);
+// Fills the scratch. With `placed`: writes the lists' statuses too; an entry whose id or place is
+// out of range is recorded as an error and not moved.
+int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedLists* placed,
+                      int64_t rows, const SwapScratch& scratch, ErrorRecord* record, void* stream);
 // Takes at most kFieldsPerLaunch fields; `host` is that of the first table. With `tables`, moves
 // rows of these tables only; `rows` counts the rows of all tables. A bad id in either list: moves
 // nothing.

@@ -92,7 +92,7 @@ struct RowIdsView {
 };
 
 // ------------------------------------------------------------------------------------------------
-// plan.cu, dedup.cu and slotted_ids.cu; pointers are GPU memory
+// plan.cu and dedup.cu; pointers are GPU memory
 
 // Bytes of scratch that launch_plan needs for n ids.
 int64_t plan_scratch_bytes(int64_t n, const PlanOf& of);
@@ -107,17 +107,5 @@ int count_marks(const int32_t* marks, int64_t n, int32_t* counts, void* scratch,
 
 // Checks the ids' range and finds the occurrences that move rows.
 int launch_dedup(const DedupView& dedup, Keep keep, int64_t rows, void* stream);
-
-// A list of ascending ids (`unique`) and places (`order`).
-struct SlottedCheck {
-  PlanView view;
-  const int64_t* count;  // valid entries, 0 if it is out of range; null: all entries are valid
-  IdList list;
-  int64_t side_rows;  // places must be below
-};
-// Writes the status of both views: `distinct` and `count` are the valid entries. If an entry is
-// wrong, writes an error record and sets `distinct` to -1.
-int launch_check_slotted(const SlottedCheck& evict, const SlottedCheck& load, int64_t table_rows,
-                         ErrorRecord* record, void* stream);
 
 }  // namespace speedtorch

@@ -297,18 +297,13 @@ These are host, leaving, evict, evict_places, arriving, load and load_places.
 
 
 exchange_rows: Callable[..., None] = _ops.exchange_rows
-"""As swap_placed for lists of plan_batch: the last id to load may be out of order."""
+"""As swap_placed for lists that the library made, of which the last id to load may be out of order.
 
-
-swap_tables: Callable[..., None] = _ops.optimizer_state_swap.tables
-"""As swap_placed for several tables: host lists the fields of one after another, as ids count.
-
-Their number follows host.
+On a GPU an entry that is out of range alone is not moved. Two things may follow. `tables`: host
+lists the fields of so many tables, one after another, as ids count. `evict_count` and `load_count`,
+`[1]` on the device: the first entries of each list alone are moved, and a row in both lists is
+written to host as well.
 """
-
-
-swap_counted: Callable[..., None] = _ops.optimizer_state_swap.counted
-"""As swap_placed for the first entries of each list: its number of them, `[1]`, follows it."""
 
 
 def carry_rows(
@@ -670,8 +665,6 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "optimizer_state_swap.planned": _refuse_meta_mix,
     "optimizer_state_swap.placed": _refuse_meta_mix,
     "exchange_rows": _refuse_meta_mix,
-    "optimizer_state_swap.tables": _refuse_meta_mix,
-    "optimizer_state_swap.counted": _refuse_meta_mix,
     "hold_rows": _refuse_meta_mix,
     "clear_rows": _refuse_meta_mix,
     "check_owner": _refuse_meta_mix,
