@@ -78,7 +78,7 @@ def op_arguments(
         "pinned_copy": (ops.pinned_copy.default, (hosted(rows(COUNT, 1)), block)),
         "sum_rows": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3)),
         "sum_rows, of bags": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3, ids(1, 1, 0, 3))),
-        "sum_rows.counted": (ops.sum_rows.counted, (sums, plan, ids(3), ROWS, 0, 5)),
+        "sum_rows, counted": (ops.sum_rows.default, (sums, plan, ROWS, 0, 5, None, ids(3))),
         "table_ids": (
             ops.table_ids.default,
             (index, ids(0, 1, 1, 3, 4), ids(0, 9, 9, 3).view(2, 2), 2),
@@ -91,7 +91,7 @@ def op_arguments(
         ),
         "diff_ids": (
             ops.diff_ids.default,
-            (load, load_plan[4], up, up_plan[4], COUNT, ROWS, ids(0, 0), word),
+            (load, load_plan[4], up, up_plan[4], ROWS, ids(0, 0), word),
         ),
         "hold_rows": (
             ops.hold_rows.default,

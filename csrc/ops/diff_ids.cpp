@@ -50,20 +50,6 @@ void diff_on_cpu(const SortedIds& named, int64_t named_count, const SortedIds& h
   out.counts[3] = evicted;
 }
 
-// Whether the batch fits; records why not.
-bool fits_on_cpu(const Fitting& fitting) {
-  if (fitting.halt[0] != 0) {
-    ++fitting.halt[1];
-    return false;
-  }
-  const Misfit why = fitting.misfit();
-  if (why == Misfit::kNone) return true;
-  fitting.halt[0] = 1;
-  *fitting.fault = fitting.fault_of();
-  fitting.fault->kind = static_cast<int64_t>(why);
-  return false;
-}
-
 }  // namespace
 
 SortedIds check_sorted_ids(const char* op, const char* name, const Tensor& ids,
@@ -106,7 +92,11 @@ Tensors diff(const char* op, const SortedIds& named, const SortedIds& held, int6
                    .padding = padding};
   if (!stream) {
     all.mark_written();
-    if (fitting != nullptr && !fits_on_cpu(*fitting)) named_count = 0;
+    if (fitting != nullptr) {
+      if (!fitting->fits()) named_count = 0;
+      const Misfit why = fitting->record();
+      if (why != Misfit::kNone) fitting->fault->kind = static_cast<int64_t>(why);
+    }
     diff_on_cpu(named, named_count, held, held_count, out);
   } else if constexpr (kWithCuda) {
     const int64_t bytes = diff_scratch_bytes(named.size, held.size);
@@ -125,7 +115,7 @@ namespace {
 using Diff = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Diff diff_ids(const Tensor& named, const Tensor& named_status, const Tensor& held,
-              const Tensor& held_status, int64_t capacity, int64_t table_rows, const Tensor& halt,
+              const Tensor& held_status, int64_t table_rows, const Tensor& halt,
               const Tensor& fault) {
   const Arguments all(
       kOp, {read("named", named), read("named_status", named_status), read("held", held),
@@ -136,13 +126,8 @@ Diff diff_ids(const Tensor& named, const Tensor& named_status, const Tensor& hel
   const SortedIds before =
       check_sorted_ids(kOp, "held", held, "held_status", held_status, "named", named);
   check_status(kOp, "held_status", held_status);
-  if (held.numel() != capacity) {
-    throw_value_error(kOp, "held has ", held.numel(), " entries, the capacity is ", capacity);
-  }
-  check_list(kOp, "halt", halt, "named", named);
-  check_shape(kOp, "halt", halt, {2});
-  check_list(kOp, "fault", fault, "named", fault.is_cpu() ? fault : named);
-  check_shape(kOp, "fault", fault, {kFaultFields});
+  check_list(kOp, "halt", halt, "named", named, 2);
+  check_list(kOp, "fault", fault, "named", fault.is_cpu() ? fault : named, kFaultFields);
   all.check_memory();
   std::optional<CurrentStream> stream;
   if (!named.is_cpu()) stream.emplace(kOp, named);
@@ -153,7 +138,7 @@ Diff diff_ids(const Tensor& named, const Tensor& named_status, const Tensor& hel
                       "speedtorch.pin_memory_(fault)");
   }
   const Fitting fitting{.status = reinterpret_cast<PlanStatus*>(data_of(named_status)),
-                        .capacity = capacity,
+                        .capacity = held.numel(),
                         .table_rows = table_rows,
                         .halt = data_of(halt),
                         .fault = reinterpret_cast<Fault*>(data_of(fault))};
@@ -171,8 +156,8 @@ Diff diff_ids(const Tensor& named, const Tensor& named_status, const Tensor& hel
 
 // For speedtorch/plan/fitted_batch.py.
 const Ops kOps{
-    {"diff_ids(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int capacity, "
-     "int table_rows, Tensor(a!) halt, Tensor(b!) fault) -> (Tensor, Tensor, Tensor, Tensor, "
+    {"diff_ids(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int "
+     "table_rows, Tensor(a!) halt, Tensor(b!) fault) -> (Tensor, Tensor, Tensor, Tensor, "
      "Tensor, Tensor, Tensor)",
      TORCH_BOX(&diff_ids)},
 };

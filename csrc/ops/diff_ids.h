@@ -5,7 +5,7 @@
 
 #include "call/arguments.h"
 #include "core/gpu.h"
-#include "ops/diff_ids_launch.h"
+#include "ops/launchers.h"
 
 namespace speedtorch {
 

@@ -250,7 +250,7 @@ struct CpuPlan {
 
 CpuPlan plan_on_cpu(const char* list, const Ids& ids, const Plan& plan, int64_t rows) {
   check_ids_on_cpu(kOp, list, ids, rows);
-  CpuPlan result{.made = plan ? *plan : make_plan(kOp, ids, rows, ids.keep, nullptr), .view = {}};
+  CpuPlan result{.made = plan ? *plan : make_plan(kOp, ids, {rows}, nullptr), .view = {}};
   result.view = view_plan(kOp, list, result.made, ids.count, rows);
   if (plan) check_plan_of(kOp, list, result.view, ids);
   const PlanStatus& status = *result.view.status;
@@ -336,8 +336,7 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
   if (load_ids.on_cpu) plan_on_cpu("load", load_ids, std::nullopt, rows);
   auto plan_on_gpu = [&](const char* list, Ids& ids, const Plan& plan) {
     if (ids.on_cpu) ids = as_ids(ids_to_device(kOp, ids, on, stream));
-    return find_row_ids(kOp, list, ids, Path::kOrdered, plan, Keep::kAll, rows, ids.keep,
-                        stream.get());
+    return find_row_ids(kOp, list, ids, Path::kOrdered, plan, Keep::kAll, rows, stream.get());
   };
   const RowIds leaves = plan_on_gpu("evict", evict_ids, evict_plan);
   const RowIds arrives = plan_on_gpu("load", load_ids, load_plan);
@@ -394,15 +393,11 @@ PlanView view_placed_on_cpu(const PlacedList& list, int64_t table_rows, bool mus
   return view;
 }
 
-void check_side_rows(const std::vector<SwapField>& fields) {
-  for (size_t k = 1; k < fields.size(); ++k) {
-    auto check_rows = [&](const char* side, const Rows& field, const Rows& first) {
-      if (field.count == first.count) return;
-      throw_value_error(kOp, side, "[", k, "] has ", field.count, " rows, ", side, "[0] has ",
-                        first.count, "; places are those of all fields");
-    };
-    check_rows("leaving", fields[k].leaving, fields[0].leaving);
-    check_rows("arriving", fields[k].arriving, fields[0].arriving);
+void check_side_rows(const char* name, const Tensors& side) {
+  for (size_t k = 1; k < side.size(); ++k) {
+    if (side[k].size(0) == side[0].size(0)) continue;
+    throw_value_error(kOp, item(name, k), " has ", side[k].size(0), " rows, ", item(name, 0),
+                      " has ", side[0].size(0), "; places are those of all fields");
   }
 }
 
@@ -416,7 +411,7 @@ Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& st
     const Rows from = as_rows(kOp, "leaving", side), to = as_rows(kOp, "leaving", rows);
     const Report about{error_record(stream.device()), Op::kGather, IdList::kIndex, from.count};
     const RowIds found = find_row_ids(kOp, "evict_places", as_ids(places), Path::kDirect, {},
-                                      Keep::kAll, from.count, side, stream.get());
+                                      Keep::kAll, from.count, stream.get());
     check_cuda(launch_gather(from, to, found.view, gpu_copy_kernel(), about, stream.get()), kOp);
   }
   return rows;
@@ -431,7 +426,7 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
     const Rows from = as_rows(kOp, "arriving", rows), to = as_rows(kOp, "arriving", side);
     const Report about{error_record(stream.device()), Op::kScatter, IdList::kIndex, to.count};
     const RowIds found = find_row_ids(kOp, "load_places", as_ids(places), Path::kDistinct, {},
-                                      Keep::kLast, to.count, side, stream.get());
+                                      Keep::kLast, to.count, stream.get());
     check_cuda(launch_scatter(to, from, found.view, gpu_copy_kernel(), about, stream.get()), kOp);
   }
 }
@@ -449,7 +444,8 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
             read("load", load), read("load_places", load_places), read("load_count", load_count)});
   const std::vector<SwapTable> tables = check_tables(host, count, leaving, arriving);
   const std::vector<SwapField>& fields = tables[0].fields;
-  check_side_rows(fields);
+  check_side_rows("leaving", leaving);
+  check_side_rows("arriving", arriving);
   const Tensor& on = arriving[0];
   PlacedList leaves{"evict", evict, evict_places, evict_count, fields[0].leaving.count};
   PlacedList arrives{"load", load, load_places, load_count, fields[0].arriving.count};

@@ -34,11 +34,9 @@ constexpr PlanStatus status_of_distinct(int64_t count, int64_t rows) {
 // What a plan is made for: the rows of a table, and how a step holds them.
 struct PlanOf {
   int64_t rows;
-  int64_t padding;   // the id of a row that is not trained, or -1
-  int64_t capacity;  // rows of the block that holds those of the batch, or -1: as many as named
-
-  constexpr PlanOf(int64_t rows, int64_t padding = -1, int64_t capacity = -1)
-      : rows(rows), padding(padding), capacity(capacity) {}
+  int64_t padding = -1;  // the id of a row that is not trained, or -1
+  int64_t capacity =
+      -1;  // rows of the block that holds those of the batch, or -1: as many as named
 
   // By this ids are sorted: the padding comes last.
   constexpr int64_t key_of(int64_t id) const { return padding >= 0 && id == padding ? rows : id; }

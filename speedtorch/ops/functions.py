@@ -572,8 +572,9 @@ def _sum_rows_fake(
     begin: int,
     distinct: int,
     source: Tensor | None = None,
+    named: Tensor | None = None,
 ) -> Tensor:
-    _refuse_meta_mix(rows, plan, source)
+    _refuse_meta_mix(rows, plan, source, named)
     return rows.new_empty((distinct, *rows.shape[1:]))
 
 
@@ -617,27 +618,9 @@ def _plan_batch_fake(
 
 
 def _diff_ids_fake(
-    named: Tensor,
-    named_status: Tensor,
-    held: Tensor,
-    held_status: Tensor,
-    capacity: int,
-    *_: object,
+    named: Tensor, named_status: Tensor, held: Tensor, *_: object
 ) -> tuple[Tensor, ...]:
-    return tuple(named.new_empty(length) for length in [capacity] * 6 + [4])
-
-
-def _sum_rows_counted_fake(
-    rows: Tensor,
-    plan: list[Tensor],
-    named: Tensor,
-    table_rows: int,
-    begin: int,
-    capacity: int,
-    source: Tensor | None = None,
-) -> Tensor:
-    _refuse_meta_mix(rows, plan, named, source)
-    return rows.new_empty((capacity, *rows.shape[1:]))
+    return tuple(named.new_empty(length) for length in [*[held.shape[0]] * 6, 4])
 
 
 def _explain_move_fake(table: Tensor, ids: int, direction: int, accumulate: bool) -> Tensor:
@@ -652,7 +635,6 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_gather.planned": _pinned_gather_fake,
     "pinned_gather.planned_out": _refuse_meta_mix,
     "sum_rows": _sum_rows_fake,
-    "sum_rows.counted": _sum_rows_counted_fake,
     "table_ids": _table_ids_fake,
     "pool_rows": _pool_rows_fake,
     "split_plan": _split_plan_fake,
