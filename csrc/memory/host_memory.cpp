@@ -682,17 +682,14 @@ std::vector<int64_t> registration_seams(const Tensor& tensor) {
 }
 
 // Bytes in use: {plain, registered, managed, held by captured graphs}.
-Tensor memory_stats() {
-  std::array<int64_t, 1> sizes{4};
-  Tensor stats = torch::stable::empty(sizes, ScalarType::Long);
-  int64_t* bytes = data_of(stats);
-  std::fill_n(bytes, 4, 0);
+std::vector<int64_t> memory_stats() {
+  std::vector<int64_t> bytes(4);
   OpenRegistry all;
   for (const auto& [base, block] : all->blocks) {
-    bytes[block->tensor_gone ? 3 : static_cast<int64_t>(block->kind)] += block->bytes;
+    bytes[block->tensor_gone ? 3 : static_cast<size_t>(block->kind)] += block->bytes;
   }
   for (const std::unique_ptr<Block>& block : all->left) bytes[3] += block->bytes;
-  return stats;
+  return bytes;
 }
 
 // From here on captured graphs do not keep this tensor's memory any more; waits for replays.
@@ -782,7 +779,7 @@ const Ops kOps{
     {"available_bytes() -> int", TORCH_BOX(&available_bytes)},
     {"memory_kind(Tensor tensor) -> int", TORCH_BOX(&memory_kind)},
     {"registration_seams(Tensor tensor) -> int[]", TORCH_BOX(&registration_seams)},
-    {"memory_stats() -> Tensor", TORCH_BOX(&memory_stats)},
+    {"memory_stats() -> int[]", TORCH_BOX(&memory_stats)},
     {"let_captured_go(Tensor tensor) -> ()", TORCH_BOX(&let_captured_go)},
     {"let_orphans_go() -> ()", TORCH_BOX(&let_orphans_go)},
     {"check_owner(Tensor tensor) -> ()", TORCH_BOX(&check_owner)},
