@@ -71,23 +71,14 @@ def op_arguments(
             swap.planned,
             (host, leaving, up, up_plan, arriving, load, load_plan),
         ),
-        "optimizer_state_swap.placed": (
-            swap.placed,
-            (host, *moved),
-        ),
+        "optimizer_state_swap.placed": (swap.placed, (host, *moved)),
         "exchange_rows": (ops.exchange_rows.default, (host, *moved)),
-        "optimizer_state_swap.tables": (
-            swap.tables,
-            ([*host, *second], 2, *moved),
-        ),
-        "optimizer_state_swap.counted": (
-            swap.counted,
-            (host, leaving, up, places, ids(3), arriving, load, load_places, ids(2)),
-        ),
+        "exchange_rows, of tables": (ops.exchange_rows.default, ([*host, *second], *moved, 2)),
+        "exchange_rows, counted": (ops.exchange_rows.default, (host, *moved, 1, ids(3), ids(2))),
         "pinned_copy": (ops.pinned_copy.default, (hosted(rows(COUNT, 1)), block)),
         "sum_rows": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3)),
         "sum_rows, of bags": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3, ids(1, 1, 0, 3))),
-        "sum_rows.counted": (ops.sum_rows.counted, (sums, plan, ids(3), ROWS, 0, 5)),
+        "sum_rows, counted": (ops.sum_rows.default, (sums, plan, ROWS, 0, 5, None, ids(3))),
         "table_ids": (
             ops.table_ids.default,
             (index, ids(0, 1, 1, 3, 4), ids(0, 9, 9, 3).view(2, 2), 2),
@@ -100,7 +91,7 @@ def op_arguments(
         ),
         "diff_ids": (
             ops.diff_ids.default,
-            (load, load_plan[4], up, up_plan[4], COUNT, ROWS, ids(0, 0), word),
+            (load, load_plan[4], up, up_plan[4], ROWS, ids(0, 0), word),
         ),
         "hold_rows": (
             ops.hold_rows.default,

@@ -32,27 +32,20 @@ constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimize
 
 constexpr int kKnownGpus = 64;  // GPUs whose answers are kept, and that have an error record
 
-// What a GPU answers to a question, asked for once.
-class Answers {
- public:
-  explicit Answers(const char* question) : question_(question) {}
-  int of(int device, int (*ask)(int device, int* answer)) {
-    if (device >= kKnownGpus) return asked(device, ask);
-    std::atomic<int>& known = known_[static_cast<size_t>(device)];
-    if (known == 0) known = asked(device, ask) + 1;
-    return known - 1;
-  }
+// What each GPU answers to a question, asked for once.
+struct Answers {
+  const char* question;
+  std::array<std::atomic<int>, kKnownGpus> known{};  // 0: not asked, or the answer and 1
 
- private:
-  int asked(int device, int (*ask)(int device, int* answer)) const {
+  int of(int device, int (*ask)(int device, int* answer)) {
+    auto* kept = device < kKnownGpus ? &known[static_cast<size_t>(device)] : nullptr;
+    if (kept != nullptr && *kept != 0) return *kept - 1;
     const RelaxedCapture while_capturing;  // a kernel may have to be loaded first
     int answer = 0;
-    check_cuda(ask(device, &answer), question_);
+    check_cuda(ask(device, &answer), question);
+    if (kept != nullptr) *kept = answer + 1;
     return answer;
   }
-
-  const char* question_;
-  std::array<std::atomic<int>, kKnownGpus> known_{};  // 0: not asked, or the answer and 1
 };
 
 void refuse_if_capturing(void* stream, const char* op, const std::string& why) {
@@ -90,12 +83,12 @@ CurrentStream::CurrentStream(const char* op, const Tensor& tensor) {
 }
 
 bool CurrentStream::has_bulk_copies() const {
-  static Answers answers("bulk copies");
+  static Answers answers{"bulk copies"};
   return answers.of(device_, cuda_calls().bulk_copies) != 0;
 }
 
 int CurrentStream::multiprocessors() const {
-  static Answers answers("number of multiprocessors");
+  static Answers answers{"number of multiprocessors"};
   return answers.of(device_, cuda_calls().multiprocessors);
 }
 

@@ -257,11 +257,11 @@ void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t 
   throw_bad_ids(bad);
 }
 
-void check_places_on_cpu(const char* op, const char* name, const Tensor& places, int64_t rows) {
-  const int64_t* all = data_of(places);
-  for (int64_t i = 0; i < places.numel(); ++i) {
-    if (all[i] >= 0 && all[i] < rows) continue;
-    throw_value_error(op, name, " has ", all[i], " at position ", i, ", which is none of the ",
+void check_places_on_cpu(const char* op, const char* name, const int64_t* places, int64_t count,
+                         int64_t rows) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (places[i] >= 0 && places[i] < rows) continue;
+    throw_value_error(op, name, " has ", places[i], " at position ", i, ", which is none of the ",
                       rows, " rows");
   }
 }

@@ -103,8 +103,9 @@ struct BadIds {
 [[noreturn]] void throw_bad_ids(const BadIds& bad);
 // Checks ids that lie on the CPU.
 void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t rows);
-// Checks on the CPU that each number of a list is one of `rows` rows.
-void check_places_on_cpu(const char* op, const char* name, const Tensor& places, int64_t rows);
+// Checks on the CPU that each of `count` numbers is one of `rows` rows.
+void check_places_on_cpu(const char* op, const char* name, const int64_t* places, int64_t count,
+                         int64_t rows);
 // Checks on the CPU that offsets of bags, at least one of them, share out `entries` entries.
 void check_offsets_on_cpu(const char* op, const char* name, const Tensor& offsets, int64_t entries);
 

@@ -386,34 +386,6 @@ int map_managed(void* base, int64_t bytes, int device) {
   return cuda_calls().advise_accessed_by(base, static_cast<size_t>(bytes), device);
 }
 
-Access find_access(const char* op, const Tensor& table, const Rows& rows,
-                   std::optional<int> used_by) {
-  if (table.is_cuda()) return Access::kOnGpu;
-  if (rows.base == nullptr) return Access::kManaged;  // there is nothing to reach
-  std::optional<MemoryKind> kind;
-  char* base = nullptr;
-  int64_t bytes = 0;
-  {
-    OpenRegistry all;
-    if (const Block* block = all.find(rows.base)) {
-      kind = block->kind;
-      base = block->base;
-      bytes = block->bytes;
-      const bool is_mapped = !used_by || block->mapped_on.contains(*used_by);
-      if (kind == MemoryKind::kManaged && is_mapped) used_by.reset();
-    }
-  }
-  if (!kind) return access_to_foreign(op, rows);
-  if (kind == MemoryKind::kPlain) return access_to_pageable();
-  if (rows.end() > base + bytes) return Access::kNot;
-  if (kind != MemoryKind::kManaged) return Access::kMapped;
-  if (!used_by) return Access::kManaged;
-  check_cuda(map_managed(base, bytes, *used_by), op);
-  OpenRegistry all;
-  if (Block* block = all.find(rows.base)) block->mapped_on.insert(*used_by);
-  return Access::kManaged;
-}
-
 // Lets go of tensors of others that were kept only until the GPU was done with them. They are taken
 // out meanwhile: no lock is held while the driver is asked, and a use that another thread notes now
 // is noted anew.
@@ -445,19 +417,33 @@ void drop_finished() {
   all->foreign.splice(all->foreign.end(), unfinished);
 }
 
-int make_event(void** event) {
-  const RelaxedCapture while_capturing;  // of another thread
-  return cuda_calls().event_create(event);
-}
-
 }  // namespace
 
-Access access_of(const char* op, const Tensor& table, const Rows& rows) {
-  return find_access(op, table, rows, std::nullopt);
-}
-
-Access reach(const char* op, const Tensor& table, const Rows& rows, int device) {
-  return find_access(op, table, rows, device);
+Access reach(const char* op, const Tensor& table, const Rows& rows, std::optional<int> used_by) {
+  if (table.is_cuda()) return Access::kOnGpu;
+  if (rows.base == nullptr) return Access::kManaged;  // there is nothing to reach
+  std::optional<MemoryKind> kind;
+  char* base = nullptr;
+  int64_t bytes = 0;
+  {
+    OpenRegistry all;
+    if (const Block* block = all.find(rows.base)) {
+      kind = block->kind;
+      base = block->base;
+      bytes = block->bytes;
+      const bool is_mapped = !used_by || block->mapped_on.contains(*used_by);
+      if (kind == MemoryKind::kManaged && is_mapped) used_by.reset();
+    }
+  }
+  if (!kind) return access_to_foreign(op, rows);
+  if (kind == MemoryKind::kPlain) return access_to_pageable();
+  if (rows.end() > base + bytes) return Access::kNot;
+  if (kind != MemoryKind::kManaged) return Access::kMapped;
+  if (!used_by) return Access::kManaged;
+  check_cuda(map_managed(base, bytes, *used_by), op);
+  OpenRegistry all;
+  if (Block* block = all.find(rows.base)) block->mapped_on.insert(*used_by);
+  return Access::kManaged;
 }
 
 void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
@@ -485,7 +471,11 @@ void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
     event = uses->queued.event_of(name);
   }
   const bool is_new = event == nullptr;
-  int error = is_new ? make_event(&event) : 0;
+  int error = 0;
+  if (is_new) {
+    const RelaxedCapture while_capturing;  // of another thread
+    error = cuda_calls().event_create(&event);
+  }
   const char* what = error != 0 ? "host memory: cudaEventCreate" : "host memory: cudaEventRecord";
   if (error == 0) error = cuda_calls().event_record(event, stream.handle);
   {
@@ -692,17 +682,14 @@ std::vector<int64_t> registration_seams(const Tensor& tensor) {
 }
 
 // Bytes in use: {plain, registered, managed, held by captured graphs}.
-Tensor memory_stats() {
-  std::array<int64_t, 1> sizes{4};
-  Tensor stats = torch::stable::empty(sizes, ScalarType::Long);
-  int64_t* bytes = data_of(stats);
-  std::fill_n(bytes, 4, 0);
+std::vector<int64_t> memory_stats() {
+  std::vector<int64_t> bytes(4);
   OpenRegistry all;
   for (const auto& [base, block] : all->blocks) {
-    bytes[block->tensor_gone ? 3 : static_cast<int64_t>(block->kind)] += block->bytes;
+    bytes[block->tensor_gone ? 3 : static_cast<size_t>(block->kind)] += block->bytes;
   }
   for (const std::unique_ptr<Block>& block : all->left) bytes[3] += block->bytes;
-  return stats;
+  return bytes;
 }
 
 // From here on captured graphs do not keep this tensor's memory any more; waits for replays.
@@ -792,7 +779,7 @@ const Ops kOps{
     {"available_bytes() -> int", TORCH_BOX(&available_bytes)},
     {"memory_kind(Tensor tensor) -> int", TORCH_BOX(&memory_kind)},
     {"registration_seams(Tensor tensor) -> int[]", TORCH_BOX(&registration_seams)},
-    {"memory_stats() -> Tensor", TORCH_BOX(&memory_stats)},
+    {"memory_stats() -> int[]", TORCH_BOX(&memory_stats)},
     {"let_captured_go(Tensor tensor) -> ()", TORCH_BOX(&let_captured_go)},
     {"let_orphans_go() -> ()", TORCH_BOX(&let_orphans_go)},
     {"check_owner(Tensor tensor) -> ()", TORCH_BOX(&check_owner)},

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "core/gpu.h"
@@ -41,10 +42,9 @@ bool registry_has_rules();
 void check_access(const char* op, const std::function<std::string()>& name, const void* address,
                   bool is_written);
 
-// How the current GPU reaches these rows.
-Access access_of(const char* op, const Tensor& table, const Rows& rows);
-// The same before work on that GPU: its first use of a managed table maps the table there.
-Access reach(const char* op, const Tensor& table, const Rows& rows, int device);
+// How the current GPU reaches these rows. Before work on it (`used_by`): its first use of a managed
+// table maps the table there.
+Access reach(const char* op, const Tensor& table, const Rows& rows, std::optional<int> used_by);
 // Notes that work just queued on `stream` uses the table: its memory stays until that work is done.
 void note_use(const Tensor& table, const Rows& rows, const Stream& stream);
 // Work that is being queued on `stream`: note() says that all of it is. Where a part fails, what

@@ -103,7 +103,7 @@ Costs costs() {
   return stored_costs;
 }
 
-// Slots of dedup_ids are counted in 31 bits, two for each id.
+// Slots of a hash table (dedup.h) are counted in 31 bits, two for each id.
 constexpr int64_t kMostHashed = int64_t{1} << 29;
 
 std::atomic<int64_t> forced_path{-1};
@@ -176,6 +176,13 @@ CopyKernel link_copy_kernel(const Batch& batch, uint64_t other_bits, bool bulk, 
   return {true, static_cast<int>(std::min<int64_t>(sms, enough))};
 }
 
+// How many multiprocessors kernels over the link may fill, at least 1: what the user has set, or as
+// many as the calibrated link takes.
+int64_t num_sms() {
+  const int64_t chosen = chosen_sms;
+  return chosen > 0 ? chosen : for_link(kDefaultSms);
+}
+
 }  // namespace
 
 Path path_for(const char* op, const Batch& batch) { return choose_path(op, batch, costs()).path; }
@@ -185,11 +192,6 @@ CopyKernel copy_kernel_for(const Batch& batch, const Rows& other, const CurrentS
   // Measured: over small pages bulk copies in address order are a fifth to a half slower.
   const bool bulk = batch.access == Access::kManaged && stream.has_bulk_copies();
   return link_copy_kernel(batch, other.bits(), bulk, link_sms(stream));
-}
-
-int64_t num_sms() {
-  const int64_t chosen = chosen_sms;
-  return chosen > 0 ? chosen : for_link(kDefaultSms);
 }
 
 int link_sms(const CurrentStream& stream) {
@@ -246,7 +248,7 @@ Tensor explain_move(const Tensor& table, int64_t ids, int64_t direction, bool ac
   const Direction way = direction_of(kOp, direction);
   if (ids < 0) throw_value_error(kOp, "ids must not be negative, got ", ids);
   all.check_memory();
-  const Access access = access_of(kOp, table, rows);
+  const Access access = reach(kOp, table, rows, std::nullopt);
   const Costs now = costs();
   const Choice choice = choose_path(kOp, batch_of(way, access, rows, ids, accumulate), now);
   const double values[] = {static_cast<double>(choice.path),

@@ -49,10 +49,7 @@ Path path_for(const char* op, const Batch& batch);
 // The kernel for rows between a table and `other` rows, on the GPU.
 CopyKernel copy_kernel_for(const Batch& batch, const Rows& other, const CurrentStream& stream);
 constexpr CopyKernel gpu_copy_kernel() { return {false, kDeviceBlocks}; }
-// How many multiprocessors kernels over the link may fill, at least 1: what the user has set, or as
-// many as the calibrated link takes.
-int64_t num_sms();
-// As many of them as this GPU has, and blocks of a swap there.
+// How many multiprocessors of this GPU kernels over the link may fill, and blocks of a swap there.
 int link_sms(const CurrentStream& stream);
 int swap_sms(const CurrentStream& stream);
 

@@ -42,8 +42,8 @@ void clear_rows(const Tensors& rows, const Tensor& count) {
   const CurrentStream stream(kOp, count);
   all.mark_written();
   if constexpr (kWithCuda) {
-    for (size_t first = 0; first < fields.size(); first += kClearedPerLaunch) {
-      const auto some = std::min<size_t>(fields.size() - first, kClearedPerLaunch);
+    for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
+      const auto some = std::min<size_t>(fields.size() - first, kFieldsPerLaunch);
       check_cuda(
           launch_clear_rows(&fields[first], static_cast<int>(some), data_of(count), stream.get()),
           kOp);

@@ -8,8 +8,8 @@ namespace speedtorch {
 namespace {
 
 struct Cleared {
-  Rows rows[kClearedPerLaunch];
-  int vec_bytes[kClearedPerLaunch];
+  Rows rows[kFieldsPerLaunch];
+  int vec_bytes[kFieldsPerLaunch];
 };
 
 // The blocks of a column of the grid own a field.

@@ -1,44 +1,22 @@
 // diff_ids: which rows to load, to keep and to evict when a batch with a capacity follows on held
 // rows. Where the batch does not fit, the op records that on the device, so that nothing waits.
-// plan_batch: plans a batch for a step, and compares it with held rows if there are any.
 // Checks and the CPU loops; GPU kernels: .cu.
 
-#include <algorithm>
-#include <cstring>
 #include <limits>
 #include <optional>
 #include <tuple>
-#include <vector>
 
-#include "call/arguments.h"
 #include "call/torch_calls.h"
-#include "core/gpu.h"
 #include "core/registration.h"
-#include "core/tensor_checks.h"
 #include "memory/host_memory.h"
-#include "ops/diff_ids_launch.h"
+#include "ops/diff_ids.h"
 #include "plan/plan.h"
 
 namespace speedtorch {
 namespace {
 
-constexpr const char* kDiff = "diff_ids";
-constexpr const char* kPlan = "plan_batch";
+constexpr const char* kOp = "diff_ids";
 constexpr size_t kNamedLists = 4, kLists = 6;  // those that are as long as `named` come first
-
-// The count stands in the status of a plan; without one every entry counts.
-SortedIds sorted_ids(const Tensor& ids, const Tensor& status) {
-  SortedIds list{.ids = data_of(ids), .size = ids.numel(), .count = nullptr};
-  if (status.numel() > 0) list.count = &reinterpret_cast<PlanStatus*>(data_of(status))->distinct;
-  return list;
-}
-
-void check_sorted_ids(const char* op, const char* name, const Tensor& ids, const char* status_name,
-                      const Tensor& status, const char* on_name, const Tensor& on) {
-  check_list(op, name, ids, on_name, on);
-  check_list(op, status_name, status, on_name, on);
-  if (status.numel() > 0) check_status(op, status_name, status);
-}
 
 int64_t checked_count(const char* op, const char* name, const SortedIds& list) {
   if (list.count == nullptr) return list.size;
@@ -72,21 +50,20 @@ void diff_on_cpu(const SortedIds& named, int64_t named_count, const SortedIds& h
   out.counts[3] = evicted;
 }
 
-// Whether the batch fits; records why not.
-bool fits_on_cpu(const Fitting& fitting) {
-  if (fitting.halt[0] != 0) {
-    ++fitting.halt[1];
-    return false;
-  }
-  const Misfit why = fitting.misfit();
-  if (why == Misfit::kNone) return true;
-  fitting.halt[0] = 1;
-  *fitting.fault = fitting.fault_of();
-  fitting.fault->kind = static_cast<int64_t>(why);
-  return false;
+}  // namespace
+
+SortedIds check_sorted_ids(const char* op, const char* name, const Tensor& ids,
+                           const char* status_name, const Tensor& status, const char* on_name,
+                           const Tensor& on) {
+  check_list(op, name, ids, on_name, on);
+  check_list(op, status_name, status, on_name, on);
+  if (status.numel() == 0) return {.ids = data_of(ids), .size = ids.numel(), .count = nullptr};
+  check_status(op, status_name, status);
+  return {.ids = data_of(ids),
+          .size = ids.numel(),
+          .count = &reinterpret_cast<PlanStatus*>(data_of(status))->distinct};
 }
 
-// Of checked arguments; how many rows there are of each kind goes to `counts`.
 Tensors diff(const char* op, const SortedIds& named, const SortedIds& held, int64_t padding,
              const Fitting* fitting, int64_t* counts, const Tensor& on,
              const std::optional<CurrentStream>& stream, const Arguments& all) {
@@ -115,7 +92,11 @@ Tensors diff(const char* op, const SortedIds& named, const SortedIds& held, int6
                    .padding = padding};
   if (!stream) {
     all.mark_written();
-    if (fitting != nullptr && !fits_on_cpu(*fitting)) named_count = 0;
+    if (fitting != nullptr) {
+      if (!fitting->fits()) named_count = 0;
+      const Misfit why = fitting->record();
+      if (why != Misfit::kNone) fitting->fault->kind = static_cast<int64_t>(why);
+    }
     diff_on_cpu(named, named_count, held, held_count, out);
   } else if constexpr (kWithCuda) {
     const int64_t bytes = diff_scratch_bytes(named.size, held.size);
@@ -127,84 +108,43 @@ Tensors diff(const char* op, const SortedIds& named, const SortedIds& held, int6
   return made;
 }
 
-// The plan; with held rows the lists of IdDiff and, behind the plan's status, the counts; of ids on
-// the CPU a copy that nothing else writes to.
-Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t capacity,
-                   const std::optional<Tensor>& held, const std::optional<Tensor>& held_status) {
-  const Arguments all(kPlan,
-                      {read("index", index), read("held", held), read("held_status", held_status)});
-  check_plannable(kPlan, index, rows);
-  if (padding < -1 || padding >= std::max<int64_t>(rows, 1)) {
-    throw_value_error(kPlan, "padding must be a row of ", rows, ", or -1, got ", padding);
-  }
-  if (held.has_value() != held_status.has_value()) {
-    throw_value_error(kPlan, "held and held_status go together");
-  }
-  if (held) {
-    check_sorted_ids(kPlan, "held", *held, "held_status", *held_status, "index", index);
-  }
-  all.check_memory();
-  std::optional<CurrentStream> stream;
-  if (!index.is_cpu()) stream.emplace(kPlan, index);
-  const int64_t fields = kPlanStatusFields + (held ? kChangeCounts : 0);
-  Tensors made =
-      plan_index(kPlan, index, {rows, padding, capacity}, stream ? stream->get() : nullptr, fields);
-  if (held) {
-    const Tensor status = made.back();
-    for (Tensor& list :
-         diff(kPlan, sorted_ids(made[0], status), sorted_ids(*held, *held_status), padding, nullptr,
-              data_of(status) + kPlanStatusFields, index, stream, all)) {
-      made.push_back(std::move(list));
-    }
-  }
-  if (index.is_cpu()) {
-    made.push_back(new_tensor(kPlan, shape_of(index), index.scalar_type(), index));
-    const Ids ids = as_ids(index);
-    const size_t bytes = static_cast<size_t>(ids.count) * (ids.wide ? 8 : 4);
-    if (bytes > 0) std::memcpy(made.back().mutable_data_ptr(), ids.data, bytes);
-  }
-  return made;
-}
+namespace {
 
 // The lists of IdDiff and its counts. No Tensor[]: torch.compile takes none from an op that writes
 // to its arguments.
 using Diff = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Diff diff_ids(const Tensor& named, const Tensor& named_status, const Tensor& held,
-              const Tensor& held_status, int64_t capacity, int64_t table_rows, const Tensor& halt,
+              const Tensor& held_status, int64_t table_rows, const Tensor& halt,
               const Tensor& fault) {
   const Arguments all(
-      kDiff, {read("named", named), read("named_status", named_status), read("held", held),
-              read("held_status", held_status), written("halt", halt), written("fault", fault)});
-  check_sorted_ids(kDiff, "named", named, "named_status", named_status, "named", named);
-  check_status(kDiff, "named_status", named_status);
-  check_sorted_ids(kDiff, "held", held, "held_status", held_status, "named", named);
-  check_status(kDiff, "held_status", held_status);
-  if (held.numel() != capacity) {
-    throw_value_error(kDiff, "held has ", held.numel(), " entries, the capacity is ", capacity);
-  }
-  check_list(kDiff, "halt", halt, "named", named);
-  check_shape(kDiff, "halt", halt, {2});
-  check_list(kDiff, "fault", fault, "named", fault.is_cpu() ? fault : named);
-  check_shape(kDiff, "fault", fault, {kFaultFields});
+      kOp, {read("named", named), read("named_status", named_status), read("held", held),
+            read("held_status", held_status), written("halt", halt), written("fault", fault)});
+  const SortedIds now =
+      check_sorted_ids(kOp, "named", named, "named_status", named_status, "named", named);
+  check_status(kOp, "named_status", named_status);
+  const SortedIds before =
+      check_sorted_ids(kOp, "held", held, "held_status", held_status, "named", named);
+  check_status(kOp, "held_status", held_status);
+  check_list(kOp, "halt", halt, "named", named, 2);
+  check_list(kOp, "fault", fault, "named", fault.is_cpu() ? fault : named, kFaultFields);
   all.check_memory();
   std::optional<CurrentStream> stream;
-  if (!named.is_cpu()) stream.emplace(kDiff, named);
-  const Rows word = as_rows(kDiff, "fault", fault);
-  if (stream && reach(kDiff, fault, word, stream->device()) == Access::kNot) {
-    throw_value_error(kDiff,
+  if (!named.is_cpu()) stream.emplace(kOp, named);
+  const Rows word = as_rows(kOp, "fault", fault);
+  if (stream && reach(kOp, fault, word, stream->device()) == Access::kNot) {
+    throw_value_error(kOp,
                       "fault is in pageable memory, which the GPU cannot write to; pin it with "
                       "speedtorch.pin_memory_(fault)");
   }
   const Fitting fitting{.status = reinterpret_cast<PlanStatus*>(data_of(named_status)),
-                        .capacity = capacity,
+                        .capacity = held.numel(),
                         .table_rows = table_rows,
                         .halt = data_of(halt),
                         .fault = reinterpret_cast<Fault*>(data_of(fault))};
-  const SortedIds now = sorted_ids(named, named_status), before = sorted_ids(held, held_status);
-  const Tensor counts = new_tensor(kDiff, {kChangeCounts}, ScalarType::Long, named);
+  const Tensor counts = new_tensor(kOp, {kChangeCounts}, ScalarType::Long, named);
   auto made_of = [&] {
-    Tensors made = diff(kDiff, now, before, -1, &fitting, data_of(counts), named, stream, all);
+    Tensors made = diff(kOp, now, before, -1, &fitting, data_of(counts), named, stream, all);
     return Diff{made[0], made[1], made[2], made[3], made[4], made[5], counts};
   };
   if (!stream) return made_of();
@@ -214,13 +154,10 @@ Diff diff_ids(const Tensor& named, const Tensor& named_status, const Tensor& hel
   return made;
 }
 
-// For speedtorch/plan/planned_batch.py and fitted_batch.py.
+// For speedtorch/plan/fitted_batch.py.
 const Ops kOps{
-    {"plan_batch(Tensor index, int rows, int padding, int capacity, Tensor? held=None, Tensor? "
-     "held_status=None) -> Tensor[]",
-     TORCH_BOX(&plan_batch)},
-    {"diff_ids(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int capacity, "
-     "int table_rows, Tensor(a!) halt, Tensor(b!) fault) -> (Tensor, Tensor, Tensor, Tensor, "
+    {"diff_ids(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int "
+     "table_rows, Tensor(a!) halt, Tensor(b!) fault) -> (Tensor, Tensor, Tensor, Tensor, "
      "Tensor, Tensor, Tensor)",
      TORCH_BOX(&diff_ids)},
 };

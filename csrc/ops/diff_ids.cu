@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "ops/diff_ids_launch.h"
+#include "ops/launchers.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {
@@ -25,8 +25,7 @@ __global__ void mark_apart_kernel(SortedIds named, SortedIds held, Fitting fitti
                                   int64_t* compared) {
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  const bool fits =
-      fitting.status == nullptr || (fitting.halt[0] == 0 && fitting.misfit() == Misfit::kNone);
+  const bool fits = fitting.status == nullptr || fitting.fits();
   const int64_t named_count = fits ? count_of(named) : 0, held_count = count_of(held);
   if (first == 0) *compared = named_count;
   const int64_t entries = named.size + held.size;
@@ -42,14 +41,8 @@ __global__ void mark_apart_kernel(SortedIds named, SortedIds held, Fitting fitti
 
 // By one thread, after every other has read what it writes.
 __device__ void record_misfit(const Fitting& fitting) {
-  if (fitting.halt[0] != 0) {
-    ++fitting.halt[1];
-    return;
-  }
-  const Misfit why = fitting.misfit();
+  const Misfit why = fitting.record();
   if (why == Misfit::kNone) return;
-  fitting.halt[0] = 1;
-  *fitting.fault = fitting.fault_of();
   __threadfence_system();
   *static_cast<volatile int64_t*>(&fitting.fault->kind) = static_cast<int64_t>(why);
 }

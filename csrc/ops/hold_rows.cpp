@@ -14,7 +14,7 @@
 #include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "move/cpu_mover.h"
-#include "ops/hold_rows_launch.h"
+#include "ops/launchers.h"
 
 namespace speedtorch {
 namespace {
@@ -45,22 +45,14 @@ std::vector<HeldField> check_held(const Tensors& held, const Tensors& coming, co
   return fields;
 }
 
-void check_places(const char* name, const int64_t* places, int64_t count, int64_t rows) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (places[i] >= 0 && places[i] < rows) continue;
-    throw_value_error(kOp, item(name, static_cast<size_t>(i)), " is ", places[i],
-                      ", out of range for ", rows, " rows");
-  }
-}
-
 void hold_on_cpu(const std::vector<HeldField>& fields, const HeldChanges& changes,
                  const HeldIds& ids, const Arguments& all) {
   const int64_t named = check_count(kOp, "counts[0]", changes.counts[0], changes.most_named);
   const int64_t staying = check_count(kOp, "counts[1]", changes.counts[1], ids.size);
   const int64_t leaving = check_count(kOp, "counts[3]", changes.counts[3], ids.size);
-  check_places("stay_places", changes.stay_places, staying, ids.size);
-  check_places("stay_from", changes.stay_from, staying, ids.size);
-  check_places("leaving_places", changes.leaving_places, leaving, ids.size);
+  check_places_on_cpu(kOp, "stay_places", changes.stay_places, staying, ids.size);
+  check_places_on_cpu(kOp, "stay_from", changes.stay_from, staying, ids.size);
+  check_places_on_cpu(kOp, "leaving_places", changes.leaving_places, leaving, ids.size);
   all.mark_written();
   for (const HeldField& field : fields) {
     const Rows &held = field.held, &coming = field.coming, &left = field.left;
@@ -78,14 +70,7 @@ void hold_on_cpu(const std::vector<HeldField>& fields, const HeldChanges& change
     std::copy(ids.leaving, ids.leaving + ids.size, ids.left_ids);
     *ids.left_count = leaving;
   }
-  *ids.status = {.bad_count = 0,
-                 .bad_position = named,
-                 .bad_id = 0,
-                 .distinct = named,
-                 .rows = ids.status->rows,
-                 .count = named,
-                 .repeat_position = named,
-                 .repeat_id = 0};
+  *ids.status = status_of_distinct(named, ids.status->rows);
 }
 
 void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
@@ -101,8 +86,7 @@ void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
        written("held_ids", held_ids), written("held_status", held_status),
        written("left_ids", left_ids), written("left_count", left_count)});
   auto check_as_list = [&](const char* name, const Tensor& list, int64_t size) {
-    check_list(kOp, name, list, "held_ids", held_ids);
-    check_shape(kOp, name, list, {size});
+    check_list(kOp, name, list, "held_ids", held_ids, size);
   };
   const int64_t rows = held_ids.numel();
   check_as_list("held_ids", held_ids, rows);
@@ -134,8 +118,8 @@ void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
   all.mark_written();
   if constexpr (kWithCuda) {
     auto for_some = [&](auto launch) {
-      for (size_t first = 0; first < fields.size(); first += kHeldPerLaunch) {
-        const auto some = std::min<size_t>(fields.size() - first, kHeldPerLaunch);
+      for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
+        const auto some = std::min<size_t>(fields.size() - first, kFieldsPerLaunch);
         check_cuda(launch(first, static_cast<int>(some)), kOp);
       }
     };

@@ -2,15 +2,15 @@
 // by hold_rows.cpp. Everything is in GPU memory; a row that stays is read twice and written twice.
 
 #include "move/row_mover.cuh"
-#include "ops/hold_rows_launch.h"
+#include "ops/launchers.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {
 namespace {
 
 struct Fields {
-  HeldField field[kHeldPerLaunch];
-  MoveShape shape[kHeldPerLaunch];
+  HeldField field[kFieldsPerLaunch];
+  MoveShape shape[kFieldsPerLaunch];
 };
 
 // Rows between listed places. A move from or to a place that is none is no move.
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
     if (ids.left_ids != nullptr) ids.left_ids[i] = ids.leaving[i];
   }
   if (first != 0) return;
-  *ids.status = {0, named, 0, named, ids.status->rows, named, named, 0};
+  *ids.status = status_of_distinct(named, ids.status->rows);
   if (ids.left_ids != nullptr) *ids.left_count = clamped(changes.counts[3], ids.size);
 }
 

@@ -12,6 +12,9 @@
 
 namespace speedtorch {
 
+// Fields of one launch, where an op takes any number of them.
+constexpr int kFieldsPerLaunch = 16;
+
 // ------------------------------------------------------------------------------------------------
 // pinned_copy.cu, pinned_gather.cu, pinned_scatter.cu. `out` and `src` have one row per id; rows of
 // `out` are contiguous. If an id is out of range, kernels write an error record, leave the table
@@ -42,8 +45,6 @@ struct SwapField {
   Rows host, leaving, arriving;
 };
 
-constexpr int kFieldsPerLaunch = 16;
-
 // Tables whose rows are numbered consecutively. Limits of tables and of fields of all tables per
 // launch.
 constexpr int kTablesPerLaunch = 64;
@@ -61,23 +62,42 @@ struct SwapTables {
   HostPlace places[kPlacesPerLaunch];    // table by table, field by field
 };
 
+// Lists of ascending ids with a place of each (`order`), which no kernel has checked. The last id
+// to load may be out of order.
+struct PlacedLists {
+  int64_t leaving_rows, arriving_rows;  // places must be below
+  // Valid entries, or null: all. With them, rows in both lists are written to the host as well, so
+  // that the caller may discard the loaded rows. A count out of range means no valid entry.
+  const int64_t* evict_count;
+  const int64_t* load_count;
+  // Whether one bad entry stops all others; ids that do not ascend are bad as well then.
+  bool all_or_none;
+};
+
+// Bad entries of a list; zeros: none.
+struct BadEntries {
+  int64_t bad_count;    // ids out of range
+  int64_t from_end[6];  // for each IdError: entries from the first such one to the end
+};
+
+// What is written of lists with places.
+struct CheckedLists {
+  PlanStatus evict, load;
+  BadEntries bad_evict, bad_load;
+  int64_t blocks_done;
+};
+
 // Scratch memory that the caller allocates.
 struct SwapScratch {
+  CheckedLists* checked;
   int64_t* arrives_from;  // [load]: place in `leaving` of a row that is in both lists, or -1
   uint8_t* stays;         // [evict]: the row is in both lists and is not written to the host
 };
 
-// Lists that the library made, which no kernel has checked.
-struct UncheckedLists {
-  int64_t table_rows, leaving_rows, arriving_rows;
-  ErrorRecord* record;
-};
-
-// Fills the scratch. `write_through`: rows in both lists are written to the host as well.
-// Unchecked lists: writes their statuses too; an entry whose id or place is out of range is
-// recorded as an error and not moved.
-int launch_swap_match(const PlanView& evict, const PlanView& load, bool write_through,
-                      const UncheckedLists* unchecked, const SwapScratch& scratch, void* stream);
+// Fills the scratch. With `placed`: writes the lists' statuses too; an entry whose id or place is
+// out of range is recorded as an error and not moved.
+int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedLists* placed,
+                      int64_t rows, const SwapScratch& scratch, ErrorRecord* record, void* stream);
 // Takes at most kFieldsPerLaunch fields; `host` is that of the first table. With `tables`, moves
 // rows of these tables only; `rows` counts the rows of all tables. A bad id in either list: moves
 // nothing.
@@ -151,9 +171,154 @@ int launch_table_ids(const TableIds& work, void* stream);
 // ------------------------------------------------------------------------------------------------
 // clear_rows.cu
 
-constexpr int kClearedPerLaunch = 16;
-
-// Fills rows `*count` and beyond of at most kClearedPerLaunch contiguous fields with zeros.
+// Fills rows `*count` and beyond of at most kFieldsPerLaunch contiguous fields with zeros.
 int launch_clear_rows(const Rows* fields, int field_count, const int64_t* count, void* stream);
+
+// ------------------------------------------------------------------------------------------------
+// diff_ids.cu
+
+// A list of distinct ids, ascending; of `size` entries the first `*count` are ids.
+struct SortedIds {
+  const int64_t* ids;
+  int64_t size;
+  const int64_t* count;  // null: all of them
+};
+
+// The rows to load, to keep and to evict when a batch follows on held rows.
+struct IdDiff {
+  int64_t* load_ids;  // [named.size], as the next three; [capacity] of a batch with a capacity
+  int64_t* load_places;
+  int64_t* keep_places;
+  int64_t* keep_from;
+  int64_t* evict_ids;     // [held.size]
+  int64_t* evict_places;  // [held.size]
+  int64_t* counts;        // [kChangeCounts]: rows named, kept, loaded, evicted
+  // The id of a row that is loaded by every batch and never kept or evicted, or -1. It follows the
+  // other ids to load, which then have one entry more.
+  int64_t padding;
+};
+
+// Why a batch does not fit its capacity. Values are part of the contract with readers of a Fault.
+enum class Misfit : int64_t { kNone = 0, kBadIds = 1, kTooMany = 2, kForeignPlan = 3 };
+
+// Why the first batch did not fit. `kind` is a Misfit, written last.
+struct Fault {
+  int64_t kind;
+  int64_t distinct;  // rows that the batch names, without the padding's
+  int64_t capacity;
+  int64_t bad_count;  // this and the next three: of the plan's status
+  int64_t bad_position;
+  int64_t bad_id;
+  int64_t count;
+  int64_t table_rows;
+};
+constexpr int64_t kFaultFields = 8;
+static_assert(sizeof(Fault) == kFaultFields * sizeof(int64_t));
+
+// What a batch must fit, and where the kernel records the first that does not. After that none
+// fits.
+struct Fitting {
+  const PlanStatus* status;  // of the plan whose ids are `named`
+  int64_t capacity;          // at most so many rows
+  int64_t table_rows;        // that the plan was made for
+  int64_t* halt;             // [2]: whether a batch did not fit, how many were skipped since
+  Fault* fault;
+
+  constexpr bool fits() const { return halt[0] == 0 && misfit() == Misfit::kNone; }
+  constexpr Misfit misfit() const {
+    if (status->bad_count != 0) return Misfit::kBadIds;
+    if (status->rows != table_rows) return Misfit::kForeignPlan;
+    return status->distinct > capacity ? Misfit::kTooMany : Misfit::kNone;
+  }
+  // Records a batch that does not fit, all but the kind of the fault, and returns that where it is
+  // the first such batch.
+  constexpr Misfit record() const {
+    if (halt[0] != 0) {
+      ++halt[1];
+      return Misfit::kNone;
+    }
+    const Misfit why = misfit();
+    if (why == Misfit::kNone) return why;
+    halt[0] = 1;
+    *fault = {0,
+              status->distinct,
+              capacity,
+              status->bad_count,
+              status->bad_position,
+              status->bad_id,
+              status->count,
+              table_rows};
+    return why;
+  }
+};
+
+// Bytes of scratch that the launcher needs.
+int64_t diff_scratch_bytes(int64_t named_size, int64_t held_size);
+// A batch that must fit (`fitting` is not null) and does not names no id: all held rows are
+// evicted.
+int launch_diff_ids(const SortedIds& named, const SortedIds& held, const Fitting* fitting,
+                    const IdDiff& out, void* scratch, int64_t scratch_bytes, void* stream);
+
+// ------------------------------------------------------------------------------------------------
+// hold_rows.cu
+
+// One field: contiguous rows, equally many of each.
+struct HeldField {
+  Rows held;
+  Rows coming;
+  Rows left;  // without rows: what leaves is not put aside
+};
+
+// Which rows stay and leave; every list has as many entries as there are rows.
+struct HeldChanges {
+  const int64_t* stay_places;
+  const int64_t* stay_from;
+  const int64_t* leaving_places;
+  const int64_t* counts;  // [4]: rows named, staying, arriving, leaving
+  int64_t most_named;
+};
+
+// What says which rows are held.
+struct HeldIds {
+  const int64_t* ids;  // [most_named] of HeldChanges: of the rows named
+  int64_t* held_ids;   // [size]; kNoId after those that are held, so that all ascend
+  PlanStatus* status;
+  int64_t size;
+  // Of the rows put aside, null where none are: their ids, [size], go to `left_ids`, and how many
+  // they are to `left_count`.
+  const int64_t* leaving;
+  int64_t* left_ids;
+  int64_t* left_count;
+};
+constexpr int64_t kNoId = INT64_MAX;
+
+// Both of at most kFieldsPerLaunch fields. Rows that stay go from `held` to `coming`, those that
+// leave to `left`, and rows of `coming` beyond those named become zeros.
+int launch_complete_coming(const HeldField* fields, int field_count, const HeldChanges& changes,
+                           void* stream);
+// What has come is held; `ids` are written by one launch, null for the others.
+int launch_take_over(const HeldField* fields, int field_count, const HeldChanges& changes,
+                     const HeldIds* ids, void* stream);
+
+// ------------------------------------------------------------------------------------------------
+// split_plan.cu
+
+// The plan of ids of several tables, whose rows are ranges of one, as a plan of each table. The ids
+// of a table come one after another, those of the next follow; so do the parts of its plan.
+struct SplitPlan {
+  PlanView plan;           // of all: what is split
+  int64_t table_rows;      // of all
+  const int64_t* offsets;  // [tables + 1]: where the ids of each begin, and the last ones end
+  const int64_t* ranges;   // [tables, 2]: first row, number of rows; ascending
+  int64_t tables;
+  int64_t* unique;     // [n]
+  int64_t* inverse;    // [n]
+  int64_t* order;      // [n]
+  int64_t* begins;     // [n + tables]: the `offsets` of each plan
+  PlanStatus* status;  // [tables]
+  int64_t* bounds;     // [tables + 1]: where the distinct rows of each begin among those of all
+};
+
+int launch_split_plan(const SplitPlan& work, void* stream);
 
 }  // namespace speedtorch

@@ -21,7 +21,6 @@
 #include "ops/launchers.h"
 #include "plan/dedup.h"
 #include "plan/plan.h"
-#include "plan/slotted_ids.h"
 
 namespace speedtorch {
 namespace {
@@ -179,21 +178,27 @@ SwapTables places_of(const std::vector<SwapTable>& tables, size_t table, size_t 
   return some;
 }
 
-void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, const PlanView& evict,
-                 const PlanView& load, const Tensor& on, const CurrentStream& stream,
-                 const Arguments& all, bool write_through = false, bool is_checked = true) {
+// Lists with places (`placed` is not null) have no status yet.
+void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, PlanView evict,
+                 PlanView load, const PlacedLists* placed, const Tensor& on,
+                 const CurrentStream& stream, const Arguments& all) {
   if constexpr (kWithCuda) {
     const std::vector<SwapField>& fields = tables[0].fields;
+    const int64_t rows = tables.back().end();
     const int64_t load_bytes = load.count * static_cast<int64_t>(sizeof(int64_t));
-    const Tensor matched = new_tensor(kOp, {load_bytes + evict.count}, ScalarType::Byte, on);
-    auto* memory = static_cast<char*>(matched.data_ptr());
-    const SwapScratch scratch{.arrives_from = reinterpret_cast<int64_t*>(memory),
-                              .stays = reinterpret_cast<uint8_t*>(memory + load_bytes)};
-    const UncheckedLists lists{.table_rows = tables.back().end(),
-                               .leaving_rows = fields[0].leaving.count,
-                               .arriving_rows = fields[0].arriving.count,
-                               .record = error_record(stream.device())};
-    check_cuda(launch_swap_match(evict, load, write_through, is_checked ? nullptr : &lists, scratch,
+    const Tensor memory =
+        new_tensor(kOp, {static_cast<int64_t>(sizeof(CheckedLists)) + load_bytes + evict.count},
+                   ScalarType::Byte, on);
+    auto* checked = static_cast<CheckedLists*>(memory.data_ptr());
+    auto* arrives_from = reinterpret_cast<int64_t*>(checked + 1);
+    const SwapScratch scratch{.checked = checked,
+                              .arrives_from = arrives_from,
+                              .stays = reinterpret_cast<uint8_t*>(arrives_from + load.count)};
+    if (placed != nullptr) {
+      evict.status = &checked->evict;
+      load.status = &checked->load;
+    }
+    check_cuda(launch_swap_match(evict, load, placed, rows, scratch, error_record(stream.device()),
                                  stream.get()),
                kOp);
     all.mark_written();
@@ -205,8 +210,8 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, cons
         const SwapTables some = places_of(tables, table, first, last);
         check_cuda(
             launch_swap(&fields[first], static_cast<int>(last - first),
-                        tables.size() > 1 ? &some : nullptr, tables.back().end(), evict, load,
-                        scratch, crosses_link ? swap_sms(stream) : kDeviceBlocks,
+                        tables.size() > 1 ? &some : nullptr, rows, evict, load, scratch,
+                        crosses_link ? swap_sms(stream) : kDeviceBlocks,
                         first + table == 0 ? error_record(stream.device()) : nullptr, stream.get()),
             kOp);
         for (const size_t end = table + static_cast<size_t>(some.count); table < end; ++table) {
@@ -245,7 +250,7 @@ struct CpuPlan {
 
 CpuPlan plan_on_cpu(const char* list, const Ids& ids, const Plan& plan, int64_t rows) {
   check_ids_on_cpu(kOp, list, ids, rows);
-  CpuPlan result{.made = plan ? *plan : make_plan(kOp, ids, rows, ids.keep, nullptr), .view = {}};
+  CpuPlan result{.made = plan ? *plan : make_plan(kOp, ids, {rows}, nullptr), .view = {}};
   result.view = view_plan(kOp, list, result.made, ids.count, rows);
   if (plan) check_plan_of(kOp, list, result.view, ids);
   const PlanStatus& status = *result.view.status;
@@ -331,26 +336,68 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
   if (load_ids.on_cpu) plan_on_cpu("load", load_ids, std::nullopt, rows);
   auto plan_on_gpu = [&](const char* list, Ids& ids, const Plan& plan) {
     if (ids.on_cpu) ids = as_ids(ids_to_device(kOp, ids, on, stream));
-    return find_row_ids(kOp, list, ids, Path::kOrdered, plan, Keep::kAll, rows, ids.keep,
-                        stream.get());
+    return find_row_ids(kOp, list, ids, Path::kOrdered, plan, Keep::kAll, rows, stream.get());
   };
   const RowIds leaves = plan_on_gpu("evict", evict_ids, evict_plan);
   const RowIds arrives = plan_on_gpu("load", load_ids, load_plan);
-  swap_on_gpu(host, tables, leaves.view.plan, arrives.view.plan, on, stream, all);
+  swap_on_gpu(host, tables, leaves.view.plan, arrives.view.plan, nullptr, on, stream, all);
 }
 
 // ------------------------------------------------------------------------------------------------
 // With places
 
-void check_side_rows(const std::vector<SwapField>& fields) {
-  for (size_t k = 1; k < fields.size(); ++k) {
-    auto check_rows = [&](const char* side, const Rows& field, const Rows& first) {
-      if (field.count == first.count) return;
-      throw_value_error(kOp, side, "[", k, "] has ", field.count, " rows, ", side, "[0] has ",
-                        first.count, "; places are those of all fields");
-    };
-    check_rows("leaving", fields[k].leaving, fields[0].leaving);
-    check_rows("arriving", fields[k].arriving, fields[0].arriving);
+// A list of distinct ids in ascending order, each with the place of its row on the other side,
+// which replaces a plan without sorting. Messages name its tensors after the list.
+struct PlacedList {
+  std::string name;
+  Tensor ids, places;
+  std::optional<Tensor> count;  // number of valid entries; none: all entries are valid
+  int64_t side_rows;            // places must be below
+
+  PlanView view() const {
+    return {.unique = data_of(ids), .order = data_of(places), .count = ids.numel()};
+  }
+};
+
+void check_placed(const PlacedList& list, const Tensor& on) {
+  check_list(kOp, list.name.c_str(), list.ids, "arriving[0]", on);
+  check_list(kOp, (list.name + "_places").c_str(), list.places, "arriving[0]", on,
+             list.ids.numel());
+  if (list.count)
+    check_list(kOp, (list.name + "_count").c_str(), *list.count, "arriving[0]", on, 1);
+}
+
+// The valid entries of a list on the CPU. Throws for an id or a place out of range, and for ids
+// that do not ascend where they must.
+PlanView view_placed_on_cpu(const PlacedList& list, int64_t table_rows, bool must_ascend) {
+  PlanView view = list.view();
+  if (list.count) {
+    view.count =
+        check_count(kOp, (list.name + "_count").c_str(), *data_of(*list.count), view.count);
+  }
+  Ids ids = as_ids(list.ids);
+  ids.count = view.count;
+  check_ids_on_cpu(kOp, list.name.c_str(), ids, table_rows);
+  for (int64_t i = 0; i < view.count; ++i) {
+    const int64_t id = view.unique[i], place = view.order[i];
+    const bool unordered = must_ascend && i > 0 && id <= view.unique[i - 1];
+    if (!unordered && place >= 0 && place < list.side_rows) continue;
+    throw_bad_ids({.kind = unordered ? IdError::kUnordered : IdError::kBadPlace,
+                   .op = kOp,
+                   .list = list.name.c_str(),
+                   .rows = list.side_rows,
+                   .id = unordered ? id : place,
+                   .position = i,
+                   .count = view.count});
+  }
+  return view;
+}
+
+void check_side_rows(const char* name, const Tensors& side) {
+  for (size_t k = 1; k < side.size(); ++k) {
+    if (side[k].size(0) == side[0].size(0)) continue;
+    throw_value_error(kOp, item(name, k), " has ", side[k].size(0), " rows, ", item(name, 0),
+                      " has ", side[0].size(0), "; places are those of all fields");
   }
 }
 
@@ -364,7 +411,7 @@ Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& st
     const Rows from = as_rows(kOp, "leaving", side), to = as_rows(kOp, "leaving", rows);
     const Report about{error_record(stream.device()), Op::kGather, IdList::kIndex, from.count};
     const RowIds found = find_row_ids(kOp, "evict_places", as_ids(places), Path::kDirect, {},
-                                      Keep::kAll, from.count, side, stream.get());
+                                      Keep::kAll, from.count, stream.get());
     check_cuda(launch_gather(from, to, found.view, gpu_copy_kernel(), about, stream.get()), kOp);
   }
   return rows;
@@ -379,19 +426,17 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
     const Rows from = as_rows(kOp, "arriving", rows), to = as_rows(kOp, "arriving", side);
     const Report about{error_record(stream.device()), Op::kScatter, IdList::kIndex, to.count};
     const RowIds found = find_row_ids(kOp, "load_places", as_ids(places), Path::kDistinct, {},
-                                      Keep::kLast, to.count, side, stream.get());
+                                      Keep::kLast, to.count, stream.get());
     check_cuda(launch_scatter(to, from, found.view, gpu_copy_kernel(), about, stream.get()), kOp);
   }
 }
 
-// The number of valid entries of a list; without it all entries are valid. With counts, rows in
-// both lists are written to the host as well, so that the caller may discard the loaded rows.
-using Count = std::optional<Tensor>;
-
+// With counts, rows in both lists are written to the host as well, so that the caller may discard
+// the loaded rows. On a GPU a bad entry stops all others, or alone is not moved.
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
-                    const Tensor& evict_places, const Count& evict_count, const Tensors& arriving,
-                    const Tensor& load, const Tensor& load_places, const Count& load_count,
-                    bool must_check = true) {
+                    const Tensor& evict_places, const std::optional<Tensor>& evict_count,
+                    const Tensors& arriving, const Tensor& load, const Tensor& load_places,
+                    const std::optional<Tensor>& load_count, bool all_or_none) {
   const Arguments all(
       kOp, {written("host", host, evict.numel() > 0), read("leaving", leaving),
             read("evict", evict), read("evict_places", evict_places),
@@ -399,31 +444,33 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
             read("load", load), read("load_places", load_places), read("load_count", load_count)});
   const std::vector<SwapTable> tables = check_tables(host, count, leaving, arriving);
   const std::vector<SwapField>& fields = tables[0].fields;
-  check_side_rows(fields);
+  check_side_rows("leaving", leaving);
+  check_side_rows("arriving", arriving);
   const Tensor& on = arriving[0];
-  const SlottedList leaves{IdList::kEvict, evict, evict_places, evict_count,
-                           fields[0].leaving.count};
-  const SlottedList arrives{IdList::kLoad, load, load_places, load_count, fields[0].arriving.count};
-  check_slotted_kinds(kOp, leaves, on);
-  check_slotted_kinds(kOp, arrives, on);
-  all.check_memory();
+  PlacedList leaves{"evict", evict, evict_places, evict_count, fields[0].leaving.count};
+  PlacedList arrives{"load", load, load_places, load_count, fields[0].arriving.count};
+  check_placed(leaves, on);
+  check_placed(arrives, on);
   const bool counted = evict_count.has_value();
+  if (counted != load_count.has_value()) {
+    throw_value_error(kOp, "evict_count and load_count go together");
+  }
+  all.check_memory();
   const int64_t rows = tables.back().end();
-  auto views_of = [&](const SlottedList& evicted, const SlottedList& loaded, const Tensor& where,
-                      void* stream) {
-    return must_check ? slotted_ids(kOp, evicted, loaded, rows, where, stream)
-                      : planned_slots(kOp, evicted, loaded, rows, where);
-  };
   if (on.is_cpu()) {
-    const SlottedViews slotted = views_of(leaves, arrives, on, nullptr);
+    const PlanView evicted = view_placed_on_cpu(leaves, rows, all_or_none);
+    const PlanView loaded = view_placed_on_cpu(arrives, rows, all_or_none);
     all.mark_written();
-    return swap_on_cpu(tables, slotted.evict, slotted.load, counted);
+    return swap_on_cpu(tables, evicted, loaded, counted);
   }
   const CurrentStream stream(kOp, on);
   if (all_mapped(host, tables, stream)) {
-    const SlottedViews slotted = views_of(leaves, arrives, on, stream.get());
-    return swap_on_gpu(host, tables, slotted.evict, slotted.load, on, stream, all, counted,
-                       must_check);
+    const PlacedLists placed{.leaving_rows = leaves.side_rows,
+                             .arriving_rows = arrives.side_rows,
+                             .evict_count = counted ? data_of(*evict_count) : nullptr,
+                             .load_count = counted ? data_of(*load_count) : nullptr,
+                             .all_or_none = all_or_none};
+    return swap_on_gpu(host, tables, leaves.view(), arrives.view(), &placed, on, stream, all);
   }
   if (counted || tables.size() > 1) {
     throw_value_error(kOp, "a host field is in pageable memory, which takes the host, and ",
@@ -431,19 +478,17 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
                       "; pin it with speedtorch.pin_memory_(field) or keep it in a HostTable");
   }
   stream.refuse_capture_of_pageable(kOp, "a host field", "field");
-  auto on_cpu = [](SlottedList list) {
-    list.ids = copy_to_cpu(kOp, list.ids);
-    list.places = copy_to_cpu(kOp, list.places);
-    return list;
-  };
-  const SlottedList leaves_there = on_cpu(leaves), arrives_there = on_cpu(arrives);
-  SlottedViews slotted = views_of(leaves_there, arrives_there, leaves_there.ids, nullptr);
-  std::vector<int64_t> in_turn(
-      static_cast<size_t>(std::max(slotted.evict.count, slotted.load.count)));
+  for (PlacedList* list : {&leaves, &arrives}) {
+    list->ids = copy_to_cpu(kOp, list->ids);
+    list->places = copy_to_cpu(kOp, list->places);
+  }
+  PlanView evicted = view_placed_on_cpu(leaves, rows, all_or_none);
+  PlanView loaded = view_placed_on_cpu(arrives, rows, all_or_none);
+  std::vector<int64_t> in_turn(static_cast<size_t>(std::max(evicted.count, loaded.count)));
   std::iota(in_turn.begin(), in_turn.end(), int64_t{0});
-  slotted.evict.order = slotted.load.order = in_turn.data();
+  evicted.order = loaded.order = in_turn.data();
   swap_staged(
-      host, leaving, slotted.evict, arriving, slotted.load,
+      host, leaving, evicted, arriving, loaded,
       [&](const Tensor& side) { return rows_at(side, evict_places, stream); },
       [&](const Tensor& side, const Tensor& staged) {
         put_rows_at(side, load_places, staged, stream);
@@ -455,29 +500,16 @@ void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evic
                  const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
                  const Tensor& load_places) {
   swap_at_places(host, 1, leaving, evict, evict_places, std::nullopt, arriving, load, load_places,
-                 std::nullopt);
+                 std::nullopt, true);
 }
 
-// Of lists that plan_batch made.
 void exchange_rows(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                    const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
-                   const Tensor& load_places) {
-  swap_at_places(host, 1, leaving, evict, evict_places, std::nullopt, arriving, load, load_places,
-                 std::nullopt, false);
-}
-
-void swap_counted(const Tensors& host, const Tensors& leaving, const Tensor& evict,
-                  const Tensor& evict_places, const Tensor& evict_count, const Tensors& arriving,
-                  const Tensor& load, const Tensor& load_places, const Tensor& load_count) {
-  swap_at_places(host, 1, leaving, evict, evict_places, evict_count, arriving, load, load_places,
-                 load_count);
-}
-
-void swap_tables(const Tensors& host, int64_t tables, const Tensors& leaving, const Tensor& evict,
-                 const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
-                 const Tensor& load_places) {
-  swap_at_places(host, tables, leaving, evict, evict_places, std::nullopt, arriving, load,
-                 load_places, std::nullopt);
+                   const Tensor& load_places, int64_t tables,
+                   const std::optional<Tensor>& evict_count,
+                   const std::optional<Tensor>& load_count) {
+  swap_at_places(host, tables, leaving, evict, evict_places, evict_count, arriving, load,
+                 load_places, load_count, false);
 }
 
 void optimizer_state_swap(const Tensors& host, const Tensors& leaving, const Tensor& evict,
@@ -503,20 +535,12 @@ const Ops kOps{
     {"optimizer_state_swap.placed(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor "
      "evict_places, Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places) -> ()",
      TORCH_BOX(&swap_placed)},
-    // For speedtorch/step/row_store.py.
+    // For speedtorch/step: lists that the library made. Rows of several tables are numbered one
+    // after another, and `host` lists the tables' fields in that order. Counts are on the device.
     {"exchange_rows(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor evict_places, "
-     "Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places) -> ()",
+     "Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places, int tables=1, Tensor? "
+     "evict_count=None, Tensor? load_count=None) -> ()",
      TORCH_BOX(&exchange_rows)},
-    // For counts that only the GPU knows.
-    {"optimizer_state_swap.counted(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor "
-     "evict_places, Tensor evict_count, Tensor(b! -> *)[] arriving, Tensor load, Tensor "
-     "load_places, Tensor load_count) -> ()",
-     TORCH_BOX(&swap_counted)},
-    // Of tables whose rows are numbered one after another, and their fields listed so.
-    {"optimizer_state_swap.tables(Tensor(a! -> *)[] host, int tables, Tensor[] leaving, Tensor "
-     "evict, Tensor evict_places, Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places) -> "
-     "()",
-     TORCH_BOX(&swap_tables)},
 };
 
 }  // namespace

@@ -18,7 +18,7 @@ __device__ bool is_bad(const PlanStatus& status, int64_t rows) {
 __device__ void report_bad(const Report& about, const PlanStatus& status) {
   if (is_blocked(status, about.rows)) {
     report_blocked(about, status);
-  } else if (status.distinct >= 0) {  // else slotted_ids.cu has reported the error
+  } else if (status.distinct >= 0) {  // else match_kernel has reported the error
     report(about, IdError::kRepeated, status.repeat_id, status.repeat_position,
            status.count - status.distinct, status.count);
   }
@@ -27,10 +27,16 @@ __device__ void report_bad(const Report& about, const PlanStatus& status) {
 // Entries of a list, of one that is not bad: those that count.
 __device__ int64_t count_of(const PlanView& list) { return min(list.status->distinct, list.count); }
 
-// Where an id stands among the first `count` of a list, or -1.
-__device__ int64_t find(const PlanView& list, int64_t count, int64_t id) {
-  const int64_t at = lower_bound(list.unique, count, id);
-  return at < count && list.unique[at] == id ? at : -1;
+// The same of a list with places. A count that is none stands for no entry.
+__device__ int64_t count_of(const PlanView& list, const int64_t* count) {
+  if (count == nullptr) return list.count;
+  return is_outside(*count, list.count + 1) ? 0 : *count;
+}
+
+// Where an id stands in a list, or -1.
+__device__ int64_t find(const PlanView& list, int64_t id) {
+  const int64_t at = lower_bound(list.unique, list.count, id);
+  return at < list.count && list.unique[at] == id ? at : -1;
 }
 
 constexpr int64_t kFromHost = -1, kNotMoved = -2;  // of SwapScratch::arrives_from
@@ -39,47 +45,87 @@ __device__ bool is_good(const PlanView& list, int64_t m, int64_t rows, int64_t s
   return !is_outside(list.unique[m], rows) && !is_outside(list.order[m], side_rows);
 }
 
-// Whether entry m names a row and a place. Records the error otherwise.
-__device__ bool check(const PlanView& list, int64_t m, int64_t side_rows, Report about) {
-  if (is_good(list, m, about.rows, side_rows)) return true;
-  const bool is_id = is_outside(list.unique[m], about.rows);
-  if (!is_id) about.rows = side_rows;
-  report(about, is_id ? IdError::kOutOfRange : IdError::kBadPlace,
-         is_id ? list.unique[m] : list.order[m], m, 1, list.count);
+__device__ void report_entry(const PlanView& list, int64_t m, IdError kind, int64_t bad_count,
+                             int64_t side_rows, Report about) {
+  const bool is_place = kind == IdError::kBadPlace;
+  if (is_place) about.rows = side_rows;
+  report(about, kind, is_place ? list.order[m] : list.unique[m], m, bad_count, list.count);
+}
+
+// Whether entry m names a row and a place. Otherwise adds it to `found`, or without that records
+// the error. Ids must ascend only where errors are added.
+__device__ bool check(const PlanView& list, int64_t m, int64_t side_rows, const Report& about,
+                      BadEntries* found) {
+  const int64_t id = list.unique[m];
+  IdError kind = IdError::kOutOfRange;
+  if (!is_outside(id, about.rows)) {
+    const bool unordered = found != nullptr && m > 0 && id <= list.unique[m - 1];
+    if (!unordered && !is_outside(list.order[m], side_rows)) return true;
+    kind = unordered ? IdError::kUnordered : IdError::kBadPlace;
+  }
+  if (found == nullptr) {
+    report_entry(list, m, kind, 1, side_rows, about);
+  } else {
+    if (kind == IdError::kOutOfRange) count_one(&found->bad_count);
+    note_last(&found->from_end[static_cast<int>(kind)], list.count - m);
+  }
   return false;
 }
 
+// By one thread, when all entries have been checked: records the error, and blocks swap_kernel.
+__device__ void judge(const PlanView& list, int64_t side_rows, const Report& about,
+                      const volatile BadEntries& found) {
+  constexpr IdError kKinds[] = {IdError::kOutOfRange, IdError::kUnordered, IdError::kBadPlace};
+  for (const IdError kind : kKinds) {
+    const int64_t from_end = found.from_end[static_cast<int>(kind)];
+    if (from_end == 0) continue;
+    report_entry(list, list.count - from_end, kind, found.bad_count, side_rows, about);
+    list.status->distinct = -1;
+    return;
+  }
+}
+
 // A thread owns entries of both lists in address order, and searches each in the other list. Of
-// unchecked lists it checks its entries as well, and the first thread writes the statuses: a bad
-// entry is not moved, and a row whose other entry is bad is not copied from it.
-template <bool kChecked>
-__global__ void match_kernel(PlanView evict, PlanView load, bool write_through,
-                             UncheckedLists lists, SwapScratch scratch) {
+// lists with places it checks its entries as well, and the first thread writes the statuses: a bad
+// entry is not moved, and a row whose other entry is bad is not copied from it. Where one bad entry
+// stops all others, the last block says so.
+template <bool kPlaced>
+__global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, Report evicting,
+                             Report loading, SwapScratch scratch) {
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  const int64_t rows = lists.table_rows;
-  if (!kChecked && first == 0) {
+  const int64_t rows = evicting.rows;
+  evict.count = kPlaced ? count_of(evict, placed.evict_count) : count_of(evict);
+  load.count = kPlaced ? count_of(load, placed.load_count) : count_of(load);
+  if (kPlaced && first == 0) {
     *evict.status = status_of_distinct(evict.count, rows);
     *load.status = status_of_distinct(load.count, rows);
   }
-  const int64_t evict_count = kChecked ? count_of(evict) : evict.count;
-  const int64_t load_count = kChecked ? count_of(load) : load.count;
-  const Report evicting{lists.record, Op::kSwap, IdList::kEvict, rows};
-  const Report loading{lists.record, Op::kSwap, IdList::kLoad, rows};
-  for (int64_t m = first; m < load_count; m += stride) {
-    const int64_t at = find(evict, evict_count, load.unique[m]);
+  BadEntries* bad_evict = placed.all_or_none ? &scratch.checked->bad_evict : nullptr;
+  BadEntries* bad_load = placed.all_or_none ? &scratch.checked->bad_load : nullptr;
+  for (int64_t m = first; m < load.count; m += stride) {
+    const int64_t at = find(evict, load.unique[m]);
     int64_t from = at < 0 ? kFromHost : evict.order[at];
-    if (!kChecked && !check(load, m, lists.arriving_rows, loading)) from = kNotMoved;
-    if (!kChecked && at >= 0 && !is_good(evict, at, rows, lists.leaving_rows)) from = kNotMoved;
+    if (kPlaced && !check(load, m, placed.arriving_rows, loading, bad_load)) from = kNotMoved;
+    if (kPlaced && at >= 0 && !is_good(evict, at, rows, placed.leaving_rows)) from = kNotMoved;
     scratch.arrives_from[m] = from;
   }
-  for (int64_t m = first; m < evict_count; m += stride) {
-    const int64_t at = find(load, load_count, evict.unique[m]);
-    bool stays = !write_through && at >= 0;
-    if (!kChecked && stays) stays = is_good(load, at, rows, lists.arriving_rows);
-    if (!kChecked && !check(evict, m, lists.leaving_rows, evicting)) stays = true;
+  for (int64_t m = first; m < evict.count; m += stride) {
+    const int64_t at = find(load, evict.unique[m]);
+    bool stays = placed.evict_count == nullptr && at >= 0;
+    if (kPlaced && stays) stays = is_good(load, at, rows, placed.arriving_rows);
+    if (kPlaced && !check(evict, m, placed.leaving_rows, evicting, bad_evict)) stays = true;
     scratch.stays[m] = stays;
   }
+  if (!kPlaced || !placed.all_or_none) return;
+  __threadfence();  // before this block counts as done
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  auto* done = reinterpret_cast<unsigned long long*>(&scratch.checked->blocks_done);
+  if (atomicAdd(done, 1ull) + 1 < gridDim.x) return;
+  __threadfence();
+  judge(evict, placed.leaving_rows, evicting, *bad_evict);
+  judge(load, placed.arriving_rows, loading, *bad_load);
 }
 
 struct Fields {
@@ -193,14 +239,20 @@ __global__ void __launch_bounds__(kMoverThreads)
 
 }  // namespace
 
-int launch_swap_match(const PlanView& evict, const PlanView& load, bool write_through,
-                      const UncheckedLists* unchecked, const SwapScratch& scratch, void* stream) {
+int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedLists* placed,
+                      int64_t rows, const SwapScratch& scratch, ErrorRecord* record, void* stream) {
+  auto on = static_cast<cudaStream_t>(stream);
   const int64_t longer = max(evict.count, load.count);
-  if (longer == 0 && unchecked == nullptr) return cudaSuccess;
+  if (longer == 0 && placed == nullptr) return cudaSuccess;
+  if (placed != nullptr && placed->all_or_none) {
+    const cudaError_t error = cudaMemsetAsync(scratch.checked, 0, sizeof(CheckedLists), on);
+    if (error != cudaSuccess) return error;
+  }
   const int blocks = longer == 0 ? 1 : shares_of(longer, kMatchThreads, kDeviceBlocks);
-  auto* kernel = unchecked == nullptr ? match_kernel<true> : match_kernel<false>;
-  kernel<<<blocks, kMatchThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      evict, load, write_through, unchecked == nullptr ? UncheckedLists{} : *unchecked, scratch);
+  auto* kernel = placed == nullptr ? match_kernel<false> : match_kernel<true>;
+  kernel<<<blocks, kMatchThreads, 0, on>>>(evict, load, placed == nullptr ? PlacedLists{} : *placed,
+                                           Report{record, Op::kSwap, IdList::kEvict, rows},
+                                           Report{record, Op::kSwap, IdList::kLoad, rows}, scratch);
   return cudaGetLastError();
 }
 

@@ -67,7 +67,7 @@ void gather(const Tensor& table, const Rows& rows, const Tensor& index, const Pl
     const CopyKernel kernel = copy_kernel_for(batch, result, stream);
     const Path path = plan ? Path::kOrdered : path_for(kOp, batch);
     const RowIds found =
-        find_row_ids(kOp, kIndex, ids, path, plan, Keep::kAny, rows.count, out, stream.get());
+        find_row_ids(kOp, kIndex, ids, path, plan, Keep::kAny, rows.count, stream.get());
     const Report about{error_record(stream.device()), Op::kGather, IdList::kIndex, rows.count};
     all.mark_written();
     check_cuda(launch_gather(rows, result, found.view, kernel, about, stream.get()), kOp);

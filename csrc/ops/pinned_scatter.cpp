@@ -67,14 +67,14 @@ void scatter_staged(const Rows& table, const Ids& ids, const Tensor& src, const 
 }
 
 void scatter_on_gpu(const Rows& table, Access access, const Ids& ids, const Rows& src,
-                    const Tensor& on, const Plan& plan, const Added& added,
-                    const CurrentStream& stream, const Arguments& all) {
+                    const Plan& plan, const Added& added, const CurrentStream& stream,
+                    const Arguments& all) {
   if constexpr (kWithCuda) {
     const Batch batch = batch_of(Direction::kOut, access, table, ids.count, added.has_value());
     const CopyKernel kernel = copy_kernel_for(batch, src, stream);
     const Path path = plan ? Path::kOrdered : path_for(kOp, batch);
     const RowIds found =
-        find_row_ids(kOp, kIndex, ids, path, plan, Keep::kLast, table.count, on, stream.get());
+        find_row_ids(kOp, kIndex, ids, path, plan, Keep::kLast, table.count, stream.get());
     const Report about{error_record(stream.device()), Op::kScatter, IdList::kIndex, table.count};
     all.mark_written();
     const int add_blocks = access == Access::kOnGpu ? kDeviceBlocks : link_sms(stream);
@@ -136,7 +136,7 @@ void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const 
   } else {
     const Rows source = as_rows(kOp, "src", whole);
     TableUse use{table, rows, stream.queue()};
-    scatter_on_gpu(rows, access, ids, source, whole, plan, added, stream, all);
+    scatter_on_gpu(rows, access, ids, source, plan, added, stream, all);
     use.note();
   }
 }

@@ -103,9 +103,9 @@ void check_part(int64_t begin, int64_t count, int64_t entries) {
 }
 
 // With `named` so many of the sums are some, and `distinct` is how many there are room for.
-Tensor summed(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
-              int64_t distinct, const std::optional<Tensor>& named,
-              const std::optional<Tensor>& source) {
+Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
+                int64_t distinct, const std::optional<Tensor>& source,
+                const std::optional<Tensor>& named) {
   const Arguments all(
       kSum, {read("rows", rows), read("plan", plan), read("named", named), read("source", source)});
   const NumberKind kind = float_kind_of(kSum, rows);
@@ -137,7 +137,7 @@ Tensor summed(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64
                      .rows = sums,
                      .id = view.status->distinct});
     }
-    if (source) check_places_on_cpu(kSum, "source", *source, shape.count);
+    if (source) check_places_on_cpu(kSum, "source", data_of(*source), count, shape.count);
   }
   std::vector<int64_t> out_shape = shape_of(rows);
   out_shape[0] = distinct;
@@ -170,18 +170,6 @@ Tensor summed(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64
     check_cuda(launch_sum_rows(kind, work, view, scratch.data_ptr(), about, stream.get()), kSum);
   }
   return out;
-}
-
-Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
-                int64_t distinct, const std::optional<Tensor>& source) {
-  return summed(rows, plan, table_rows, begin, distinct, std::nullopt, source);
-}
-
-// Its third argument tells it from sum_rows, as TorchScript's archives name no overload.
-Tensor sum_rows_counted(const Tensor& rows, const Tensors& plan, const Tensor& named,
-                        int64_t table_rows, int64_t begin, int64_t capacity,
-                        const std::optional<Tensor>& source) {
-  return summed(rows, plan, table_rows, begin, capacity, named, source);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -222,7 +210,7 @@ Tensor pool_rows(const Tensor& rows, const Tensor& places, const Tensor& offsets
   all.check_memory();
   if (rows.is_cpu()) {
     check_offsets_on_cpu(kPool, "offsets", offsets, places.numel());
-    check_places_on_cpu(kPool, "places", places, rows.size(0));
+    check_places_on_cpu(kPool, "places", data_of(places), places.numel(), rows.size(0));
   }
   const Tensor out = new_tensor(kPool, {bags, rows.size(1)}, rows.scalar_type(), rows);
   if (out.numel() == 0) return out;
@@ -249,11 +237,8 @@ const Ops kOps{
     {"pool_rows(Tensor rows, Tensor places, Tensor offsets, int features, bool mean) -> Tensor",
      TORCH_BOX(&pool_rows)},
     {"sum_rows(Tensor rows, Tensor[] plan, int table_rows, int begin, int distinct, Tensor? "
-     "source=None) -> Tensor",
+     "source=None, Tensor? named=None) -> Tensor",
      TORCH_BOX(&sum_rows)},
-    {"sum_rows.counted(Tensor rows, Tensor[] plan, Tensor named, int table_rows, int begin, int "
-     "capacity, Tensor? source=None) -> Tensor",
-     TORCH_BOX(&sum_rows_counted)},
 };
 
 }  // namespace

@@ -11,7 +11,7 @@
 #include "core/gpu.h"
 #include "core/registration.h"
 #include "core/tensor_checks.h"
-#include "ops/split_plan_launch.h"
+#include "ops/launchers.h"
 #include "plan/plan.h"
 
 namespace speedtorch {
@@ -30,14 +30,8 @@ void split_on_cpu(const SplitPlan& work) {
     const int64_t* bound = std::lower_bound(plan.unique + begin, end, first_row + rows);
     const int64_t distinct = bound - plan.unique - begin;
     work.bounds[t] = begin;
-    work.status[t] = {.bad_count = 0,
-                      .bad_position = count,
-                      .bad_id = 0,
-                      .distinct = distinct,
-                      .rows = rows,
-                      .count = count,
-                      .repeat_position = count,
-                      .repeat_id = 0};
+    work.status[t] = status_of_distinct(count, rows);
+    work.status[t].distinct = distinct;
     int64_t* begins = work.begins + first + t;
     for (int64_t i = 0; i < count; ++i) {
       const bool is_row = i < distinct;

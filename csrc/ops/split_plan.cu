@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "ops/split_plan_launch.h"
+#include "ops/launchers.h"
 #include "plan/ids.cuh"
 
 namespace speedtorch {
@@ -26,15 +26,13 @@ __global__ void split_plan_kernel(SplitPlan work) {
     work.bounds[t] = begin;
     if (t == work.tables) break;
     const int64_t count = work.offsets[t + 1] - work.offsets[t];
-    const bool is_blocked_there = is_blocked(all, work.table_rows);
-    work.status[t] = {.bad_count = is_blocked_there ? max(all.bad_count, int64_t{1}) : 0,
-                      .bad_position = is_blocked_there ? 0 : count,
-                      .bad_id = 0,
-                      .distinct = begin_of(t + 1) - begin,
-                      .rows = work.ranges[2 * t + 1],
-                      .count = count,
-                      .repeat_position = count,
-                      .repeat_id = 0};
+    PlanStatus status = status_of_distinct(count, work.ranges[2 * t + 1]);
+    status.distinct = begin_of(t + 1) - begin;
+    if (is_blocked(all, work.table_rows)) {
+      status.bad_count = max(all.bad_count, int64_t{1});
+      status.bad_position = 0;
+    }
+    work.status[t] = status;
     work.begins[min(max(work.offsets[t + 1], int64_t{0}), plan.count) + t] = count;
   }
   for (int64_t i = thread; i < plan.count; i += stride) {

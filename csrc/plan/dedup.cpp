@@ -10,10 +10,10 @@
 namespace speedtorch {
 
 RowIds find_row_ids(const char* op, const char* list, const Ids& ids, Path path, const Plan& plan,
-                    Keep keep, int64_t rows, const Tensor& on, void* stream) {
+                    Keep keep, int64_t rows, void* stream) {
   RowIds found;
   if (path == Path::kOrdered) {
-    found.keep = plan ? *plan : make_plan(op, ids, rows, on, stream);
+    found.keep = plan ? *plan : make_plan(op, ids, {rows}, stream);
     found.view.plan = view_plan(op, list, found.keep, ids.count, rows);
     return found;
   }
@@ -29,7 +29,7 @@ RowIds find_row_ids(const char* op, const char* list, const Ids& ids, Path path,
   if (kept > 0) view.slot_count = std::bit_ceil(static_cast<uint64_t>(2 * kept));
   const int64_t numbers = view.slot_count + 2 * kept;
   const int64_t bytes = static_cast<int64_t>(sizeof(DedupStatus) + sizeof(int32_t) * numbers);
-  found.keep.push_back(new_tensor(op, {bytes}, ScalarType::Byte, on));
+  found.keep.push_back(new_tensor(op, {bytes}, ScalarType::Byte, ids.keep));
   view.status = static_cast<DedupStatus*>(found.keep[0].mutable_data_ptr());
   if (kept > 0) {
     view.slots = reinterpret_cast<int32_t*>(view.status + 1);

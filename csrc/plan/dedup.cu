@@ -9,12 +9,6 @@
 namespace speedtorch {
 namespace {
 
-__device__ void note_outside(DedupStatus* status, int64_t from_end) {
-  count_one(&status->bad_count);
-  atomicMax(reinterpret_cast<unsigned long long*>(&status->bad_from_end),
-            static_cast<unsigned long long>(from_end));
-}
-
 struct Taken {
   int32_t slot;
   int32_t holder;  // the position that held the slot before, or the caller's
@@ -68,7 +62,10 @@ __global__ void __launch_bounds__(kIdThreads) dedup_kernel(DedupView dedup, int6
     const int64_t m = dedup.count - 1 - t;
     const int64_t id = m >= 0 ? id_at(dedup.ids, dedup.wide, m) : -1;
     const bool outside = is_outside(id, rows);
-    if (outside && m >= 0) note_outside(dedup.status, dedup.count - m);
+    if (outside && m >= 0) {
+      count_one(&dedup.status->bad_count);
+      note_last(&dedup.status->bad_from_end, dedup.count - m);
+    }
     if (kKeep == Keep::kAll) continue;
     const unsigned same = __match_any_sync(~0u, static_cast<unsigned long long>(id));
     const int leader = __ffs(static_cast<int>(same)) - 1;  // the lowest lane has the last position

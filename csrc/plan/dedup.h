@@ -13,13 +13,13 @@ struct RowIds {
   RowIdsView view;
 };
 
-// Queues that work. `on` is a tensor on the GPU of the ids. Only kOrdered takes a batch without
+// Queues that work. Only kOrdered takes a batch without
 // ids.
 //   Path::kOrdered   uses the caller's plan, or makes one
 //   Path::kDistinct  keeps one occurrence of each id, as `keep` says
 //   Path::kDirect    keeps all occurrences; at most kIdsCheckedInBlock ids stay unchecked (a null
 //                    status), and the kernel that moves their rows checks them
 RowIds find_row_ids(const char* op, const char* list, const Ids& ids, Path path, const Plan& plan,
-                    Keep keep, int64_t rows, const Tensor& on, void* stream);
+                    Keep keep, int64_t rows, void* stream);
 
 }  // namespace speedtorch

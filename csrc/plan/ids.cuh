@@ -55,9 +55,9 @@ __device__ inline int64_t lower_bound(const int64_t* ids, int64_t count, int64_t
 __device__ inline void count_one(int64_t* count) {
   atomicAdd(reinterpret_cast<unsigned long long*>(count), 1ull);
 }
-__device__ inline void note_first(int64_t* first, int64_t position) {
-  atomicMin(reinterpret_cast<unsigned long long*>(first),
-            static_cast<unsigned long long>(position));
+__device__ inline void note_last(int64_t* from_end, int64_t count) {
+  atomicMax(reinterpret_cast<unsigned long long*>(from_end),
+            static_cast<unsigned long long>(count));
 }
 
 // ------------------------------------------------------------------------------------------------

@@ -87,14 +87,10 @@ void fill_plan_on_cpu(const Ids& ids, const PlanOf& of, const PlanView& plan) {
   if (has_padding) plan.unique[distinct] = of.padding;
   plan.offsets[distinct] = trained;
   std::fill(plan.offsets + distinct + 1, plan.offsets + n + 1, n);
-  *plan.status = {.bad_count = 0,
-                  .bad_position = n,
-                  .bad_id = 0,
-                  .distinct = distinct,
-                  .rows = of.rows,
-                  .count = n,
-                  .repeat_position = repeat,
-                  .repeat_id = repeat < n ? ids.at(repeat) : 0};
+  *plan.status = status_of_distinct(n, of.rows);
+  plan.status->distinct = distinct;
+  plan.status->repeat_position = repeat;
+  if (repeat < n) plan.status->repeat_id = ids.at(repeat);
 }
 
 }  // namespace
@@ -105,22 +101,22 @@ void throw_not_made_by_plan_rows(const char* op, const char* list) {
                     ", rows) and leave it as it is");
 }
 
-Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, const Tensor& on, void* stream,
+Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, void* stream,
                   int64_t status_fields) {
   const int64_t n = ids.count;
   const int64_t lengths[kParts] = {n + (of.padding >= 0), n, n, n + 1, status_fields};
   Tensors plan;
   for (const int64_t length : lengths) {
-    plan.push_back(new_tensor(op, {length}, ScalarType::Long, on));
+    plan.push_back(new_tensor(op, {length}, ScalarType::Long, ids.keep));
   }
   const PlanView view = view_of(plan, n);
-  if (on.is_cpu()) {
+  if (ids.on_cpu) {
     fill_plan_on_cpu(ids, of, view);
     return plan;
   }
   if constexpr (kWithCuda) {
     const int64_t scratch_bytes = plan_scratch_bytes(n, of);
-    const Tensor scratch = new_tensor(op, {scratch_bytes}, ScalarType::Byte, on);
+    const Tensor scratch = new_tensor(op, {scratch_bytes}, ScalarType::Byte, ids.keep);
     check_cuda(launch_plan(ids.data, ids.wide, of, scratch.data_ptr(), scratch_bytes, view, stream),
                op);
   }
@@ -136,7 +132,7 @@ Tensors plan_index(const char* op, const Tensor& index, const PlanOf& of, void* 
                    int64_t status_fields) {
   const Ids ids = as_ids(index);
   if (ids.on_cpu) check_ids_on_cpu(op, "index", ids, of.rows);
-  return make_plan(op, ids, of, ids.keep, stream, status_fields);
+  return make_plan(op, ids, of, stream, status_fields);
 }
 
 void check_status(const char* op, const char* name, const Tensor& status) {
@@ -233,7 +229,7 @@ Tensors plan_rows(const Tensor& index, int64_t rows) {
   all.check_memory();
   std::optional<CurrentStream> stream;
   if (!index.is_cpu()) stream.emplace(kOp, index);
-  return plan_index(kOp, index, rows, stream ? stream->get() : nullptr);
+  return plan_index(kOp, index, {rows}, stream ? stream->get() : nullptr);
 }
 
 const Ops kOps{{"plan_rows(Tensor index, int rows) -> Tensor[]", TORCH_BOX(&plan_rows)}};

@@ -119,11 +119,6 @@ Scratch<Key> carve(void* memory, int64_t bytes, int64_t n) {
 // ------------------------------------------------------------------------------------------------
 // kernels
 
-__device__ void note_last(int64_t* from_end, int64_t count) {
-  atomicMax(reinterpret_cast<unsigned long long*>(from_end),
-            static_cast<unsigned long long>(count));
-}
-
 // By one thread, of a batch whose ids have all been looked at.
 __device__ void write_status(const void* ids, bool wide, const PlanOf& of,
                              const volatile Found& found, int64_t distinct, const PlanView& out) {

@@ -23,7 +23,7 @@ using Plan = std::optional<Tensors>;
 [[noreturn]] void throw_not_made_by_plan_rows(const char* op, const char* list);
 
 // A plan of ids on their own device, without the checks that plan_rows makes of bad ids on the CPU.
-Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, const Tensor& on, void* stream,
+Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, void* stream,
                   int64_t status_fields = kPlanStatusFields);
 // What plan_rows refuses of `index` and `rows` before it reads an id.
 void check_plannable(const char* op, const Tensor& index, int64_t rows);

@@ -34,11 +34,9 @@ constexpr PlanStatus status_of_distinct(int64_t count, int64_t rows) {
 // What a plan is made for: the rows of a table, and how a step holds them.
 struct PlanOf {
   int64_t rows;
-  int64_t padding;   // the id of a row that is not trained, or -1
-  int64_t capacity;  // rows of the block that holds those of the batch, or -1: as many as named
-
-  constexpr PlanOf(int64_t rows, int64_t padding = -1, int64_t capacity = -1)
-      : rows(rows), padding(padding), capacity(capacity) {}
+  int64_t padding = -1;  // the id of a row that is not trained, or -1
+  int64_t capacity =
+      -1;  // rows of the block that holds those of the batch, or -1: as many as named
 
   // By this ids are sorted: the padding comes last.
   constexpr int64_t key_of(int64_t id) const { return padding >= 0 && id == padding ? rows : id; }
@@ -92,7 +90,7 @@ struct RowIdsView {
 };
 
 // ------------------------------------------------------------------------------------------------
-// plan.cu, dedup.cu and slotted_ids.cu; pointers are GPU memory
+// plan.cu and dedup.cu; pointers are GPU memory
 
 // Bytes of scratch that launch_plan needs for n ids.
 int64_t plan_scratch_bytes(int64_t n, const PlanOf& of);
@@ -107,17 +105,5 @@ int count_marks(const int32_t* marks, int64_t n, int32_t* counts, void* scratch,
 
 // Checks the ids' range and finds the occurrences that move rows.
 int launch_dedup(const DedupView& dedup, Keep keep, int64_t rows, void* stream);
-
-// A list of ascending ids (`unique`) and places (`order`).
-struct SlottedCheck {
-  PlanView view;
-  const int64_t* count;  // valid entries, 0 if it is out of range; null: all entries are valid
-  IdList list;
-  int64_t side_rows;  // places must be below
-};
-// Writes the status of both views: `distinct` and `count` are the valid entries. If an entry is
-// wrong, writes an error record and sets `distinct` to -1.
-int launch_check_slotted(const SlottedCheck& evict, const SlottedCheck& load, int64_t table_rows,
-                         ErrorRecord* record, void* stream);
 
 }  // namespace speedtorch

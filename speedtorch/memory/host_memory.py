@@ -189,7 +189,7 @@ def memory_stats() -> dict[str, int]:
         >>> sorted(memory_stats())
         ['captured', 'managed', 'plain', 'registered']
     """
-    return dict(zip((*KIND_NAMES[:3], "captured"), _ops.memory_stats().tolist(), strict=True))
+    return dict(zip((*KIND_NAMES[:3], "captured"), _ops.memory_stats(), strict=True))
 
 
 def registration_seams(tensor: Tensor) -> list[int]:

@@ -297,18 +297,13 @@ These are host, leaving, evict, evict_places, arriving, load and load_places.
 
 
 exchange_rows: Callable[..., None] = _ops.exchange_rows
-"""As swap_placed for lists of plan_batch: the last id to load may be out of order."""
+"""As swap_placed for lists that the library made, of which the last id to load may be out of order.
 
-
-swap_tables: Callable[..., None] = _ops.optimizer_state_swap.tables
-"""As swap_placed for several tables: host lists the fields of one after another, as ids count.
-
-Their number follows host.
+On a GPU an entry that is out of range alone is not moved. Two things may follow. `tables`: host
+lists the fields of so many tables, one after another, as ids count. `evict_count` and `load_count`,
+`[1]` on the device: the first entries of each list alone are moved, and a row in both lists is
+written to host as well.
 """
-
-
-swap_counted: Callable[..., None] = _ops.optimizer_state_swap.counted
-"""As swap_placed for the first entries of each list: its number of them, `[1]`, follows it."""
 
 
 def carry_rows(
@@ -577,8 +572,9 @@ def _sum_rows_fake(
     begin: int,
     distinct: int,
     source: Tensor | None = None,
+    named: Tensor | None = None,
 ) -> Tensor:
-    _refuse_meta_mix(rows, plan, source)
+    _refuse_meta_mix(rows, plan, source, named)
     return rows.new_empty((distinct, *rows.shape[1:]))
 
 
@@ -622,27 +618,9 @@ def _plan_batch_fake(
 
 
 def _diff_ids_fake(
-    named: Tensor,
-    named_status: Tensor,
-    held: Tensor,
-    held_status: Tensor,
-    capacity: int,
-    *_: object,
+    named: Tensor, named_status: Tensor, held: Tensor, *_: object
 ) -> tuple[Tensor, ...]:
-    return tuple(named.new_empty(length) for length in [capacity] * 6 + [4])
-
-
-def _sum_rows_counted_fake(
-    rows: Tensor,
-    plan: list[Tensor],
-    named: Tensor,
-    table_rows: int,
-    begin: int,
-    capacity: int,
-    source: Tensor | None = None,
-) -> Tensor:
-    _refuse_meta_mix(rows, plan, named, source)
-    return rows.new_empty((capacity, *rows.shape[1:]))
+    return tuple(named.new_empty(length) for length in [*[held.shape[0]] * 6, 4])
 
 
 def _explain_move_fake(table: Tensor, ids: int, direction: int, accumulate: bool) -> Tensor:
@@ -657,7 +635,6 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_gather.planned": _pinned_gather_fake,
     "pinned_gather.planned_out": _refuse_meta_mix,
     "sum_rows": _sum_rows_fake,
-    "sum_rows.counted": _sum_rows_counted_fake,
     "table_ids": _table_ids_fake,
     "pool_rows": _pool_rows_fake,
     "split_plan": _split_plan_fake,
@@ -670,8 +647,6 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "optimizer_state_swap.planned": _refuse_meta_mix,
     "optimizer_state_swap.placed": _refuse_meta_mix,
     "exchange_rows": _refuse_meta_mix,
-    "optimizer_state_swap.tables": _refuse_meta_mix,
-    "optimizer_state_swap.counted": _refuse_meta_mix,
     "hold_rows": _refuse_meta_mix,
     "clear_rows": _refuse_meta_mix,
     "check_owner": _refuse_meta_mix,

@@ -86,9 +86,7 @@ class FittedBatch:
         """What changes when its rows follow on held ones; see csrc/ops/diff_ids.cpp."""
         unique, status, parts = self.parts.plan[0], self.parts.plan[4], self.parts
         compare = _ops.diff_ids
-        return Changes(
-            *compare(unique, status, held, held_status, self.capacity, parts.rows, halt, fault)
-        )
+        return Changes(*compare(unique, status, held, held_status, parts.rows, halt, fault))
 
     def held(self, ids: Tensor, number: Tensor) -> None:
         """Says that a block holds the rows."""
@@ -127,13 +125,13 @@ class FittedBatch:
 
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
         """The gradients of a part's rows, added up: those of the block and the padding's."""
-        summed: Tensor = _ops.sum_rows.counted(
+        summed: Tensor = _ops.sum_rows(
             rows,
             list(self.parts.plan),
-            self.number,
             self.parts.rows,
             self.parts.begin(part),
             self.capacity + self._has_padding,
             source,
+            self.number,
         )
         return summed

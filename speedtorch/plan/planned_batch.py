@@ -408,7 +408,7 @@ class PlannedBatch:
         parts, plan, begin = self.parts, self.parts.plan, self.parts.begin(part)
         if self._padding is None:
             return sum_rows(rows, plan, parts.rows, begin=begin, distinct=self.held, source=source)
-        summed: Tensor = _ops.sum_rows.counted(
-            rows, list(plan), plan[4][3:4], parts.rows, begin, self.held + 1, source
+        summed: Tensor = _ops.sum_rows(
+            rows, list(plan), parts.rows, begin, self.held + 1, source, plan[4][3:4]
         )
         return summed

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory.side_stream import MemoryStream, SideStream
-from speedtorch.ops.functions import carry_rows, swap_tables
+from speedtorch.ops.functions import carry_rows, exchange_rows
 from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.plan.planned_batch import Parts
 from speedtorch.step.counted_exchange import CountedExchange
@@ -221,7 +221,7 @@ class JointExchange:
             for each, fields in zip(self._exchanges, self._fields, strict=True)
             for field in each.reach(fields)
         ]
-        swap_tables(homes, len(self._exchanges), *sides)
+        exchange_rows(homes, *sides, len(self._exchanges))
 
     def drop_prefetched(self) -> None:
         """Rows that arrived for the next batch go back, if some are nowhere else."""

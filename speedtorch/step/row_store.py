@@ -19,7 +19,6 @@ from speedtorch.ops.functions import (
     pinned_copy,
     pinned_gather,
     pinned_scatter,
-    swap_counted,
     wait_for_rows,
 )
 from speedtorch.ops.shapes import row_shape
@@ -519,9 +518,9 @@ class RowStore:
 
         A row in both lists is written to the table as well: what has arrived may be thrown away.
         """
-        lists = (leaving.ids, leaving.places, leaving.number)
-        into = (arriving.rows, arriving.ids, arriving.places, arriving.number)
-        swap_counted(self.reach(names), leaving.rows, *lists, *into)
+        lists = (leaving.ids, leaving.places, arriving.rows, arriving.ids, arriving.places)
+        numbers = (leaving.number, arriving.number)
+        exchange_rows(self.reach(names), leaving.rows, *lists, 1, *numbers)
 
     def is_mapped(self, device: torch.device) -> bool:
         """Whether work on a device reaches the rows in host memory, and needs no help."""

@@ -318,7 +318,7 @@ def test_lists_are_compared_only_as_far_as_they_go(distinct: int) -> None:
     wrong = status.clone()
     wrong[3] = distinct
     halt, fault = (torch.zeros(size, dtype=torch.int64) for size in (2, 8))
-    others, message = (4, ROWS, halt, fault), f"says {distinct} distinct ids, of 4"
+    others, message = (ROWS, halt, fault), f"says {distinct} distinct ids, of 4"
     refused(lambda: ops.plan_batch(ids, ROWS, -1, -1, ids, wrong), f"held_status {message}")
     for lists in ((ids, wrong, ids, status), (ids, status, ids, wrong)):
         refused(lambda lists=lists: ops.diff_ids(*lists, *others), message)  # type: ignore[misc]

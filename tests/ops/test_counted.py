@@ -60,7 +60,7 @@ class Block:
     def compared(self, plan: list[Tensor], *, table_rows: int = ROWS) -> list[Tensor]:
         lists: tuple[Tensor, ...] = ops.diff_ids(
             *(plan[0], plan[4], self.ids, self.status),
-            *(self.capacity, table_rows, self.halt, self.fault),
+            *(table_rows, self.halt, self.fault),
         )
         assert [len(each) for each in lists] == [*[self.capacity] * 6, 4]
         return list(lists)
@@ -199,7 +199,7 @@ def test_the_host_sees_a_fault_without_waiting(memory: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# optimizer_state_swap.counted
+# exchange_rows, of counts on the device
 # ------------------------------------------------------------------------------------------------
 
 
@@ -242,30 +242,38 @@ def test_as_many_rows_are_swapped_as_the_counts_say(
     garbage = [padded(each, 40, -7).to(device) for each in (lists[0], lists[1], *places)]
     number = [torch.tensor([count], device=device) for count in counts]
     arriving = [each.to(device) for each in arriving]
-    ops.optimizer_state_swap.counted(
-        *(host, [each.to(device) for each in leaving], garbage[0], garbage[2], number[0]),
-        *(arriving, garbage[1], garbage[3], number[1]),
+    ops.exchange_rows(
+        *(host, [each.to(device) for each in leaving], garbage[0], garbage[2]),
+        *(arriving, garbage[1], garbage[3], 1, *number),
     )
     speedtorch.synchronize()
     assert_same_fields(host, expected_host)
     assert_same_fields(arriving, expected)
 
 
-def counted_swap(device: str, **changes: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows 1 and 2 leave, 2 and 3 arrive; the host's rows and those that arrived."""
+NOTHING = ([0.0] * 6, [7.0] * 4)
+
+
+def counted_swap(
+    device: str, moved: tuple[list[float], list[float]] = NOTHING, **changes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows 1 and 2 leave, 2 and 3 arrive; the host's rows and those that arrived.
+
+    Where that raises, these are `moved`.
+    """
     host = speedtorch.empty((6,)) if device == "cuda" else torch.empty(6)
     host.zero_()
     side, arriving = (torch.full((4,), value, device=device) for value in (5.0, 7.0))
-    given = {"evict": [1, 2], "evict_places": [0, 1], "evict_count": [2]}
-    given |= {"load": [2, 3], "load_places": [3, 0], "load_count": [2]}
+    given = {"evict": [1, 2], "evict_places": [0, 1], "load": [2, 3], "load_places": [3, 0]}
+    given |= {"evict_count": [2], "load_count": [2]}
     lists = {name: torch.tensor(values) for name, values in given.items()} | changes
-    evict = [lists[name].to(device) for name in given if name.startswith("evict")]
-    load = [lists[name].to(device) for name in given if name.startswith("load")]
+    evict, places, *others = (each.to(device) for each in lists.values())
+    load, load_places, *counts = others
     try:
-        ops.optimizer_state_swap.counted([host], [side], *evict, [arriving], *load)
+        ops.exchange_rows([host], [side], evict, places, [arriving], load, load_places, 1, *counts)
         speedtorch.synchronize()
     except (IndexError, ValueError):
-        assert not host.any() and arriving.eq(7).all()
+        assert (host.tolist(), arriving.tolist()) == moved
         raise
     return host, arriving.cpu()
 
@@ -293,21 +301,31 @@ def test_a_count_that_is_none_is_an_error_on_the_cpu_and_zero_on_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "message", "others"),
     [
-        ({"evict": [1, 6]}, "id 6 at position 1 of evict is out of range.* 6 rows"),
-        ({"load": [3, 3]}, "id 3 at position 1 of load is not above"),
-        ({"load_places": [0, 4]}, "place 4 of the row at position 1 of load"),
+        (
+            {"evict": [1, 6]},
+            "id 6 at position 1 of evict is out of range.* 6 rows",
+            ([0, 5, 0, 0, 0, 0], [0, 7, 7, 0]),
+        ),
+        (
+            {"load_places": [0, 4]},
+            "place 4 of the row at position 1 of load",
+            ([0, 5, 5, 0, 0, 0], [5, 7, 7, 7]),
+        ),
     ],
-    ids=["id", "order", "place"],
+    ids=["id", "place"],
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_ids_and_places_that_count_are_checked(
-    device: str, changes: dict[str, list[int]], message: str
+    device: str,
+    changes: dict[str, list[int]],
+    message: str,
+    others: tuple[list[float], list[float]],
 ) -> None:
     lists = {name: torch.tensor(values) for name, values in changes.items()}
     with pytest.raises(IndexError, match=message):
-        counted_swap(device, **lists)
+        counted_swap(device, others if device == "cuda" else NOTHING, **lists)
     (name,) = changes
     counted_swap(device, **lists, **{f"{name.removesuffix('_places')}_count": torch.tensor([1])})
 
@@ -318,13 +336,13 @@ def test_long_lists_are_checked_as_short_ones_are() -> None:
     ids, places = (torch.arange(35_000, device="cuda") for _ in range(2))
     ids[30_000:], places[30_000:] = -7, 10**9
     side, arriving = (torch.full((35_000, 2), value, device="cuda") for value in (5.0, 7.0))
-    arguments = [table], [side], ids, places, count, [arriving], ids, places, count
-    ops.optimizer_state_swap.counted(*arguments)
+    arguments = [table], [side], ids, places, [arriving], ids, places, 1, count, count
+    ops.exchange_rows(*arguments)
     speedtorch.synchronize()
     assert table[:30_000].eq(5).all() and not table[30_000:].any()
     assert arriving[:30_000].eq(5).all() and arriving[30_000:].eq(7).all()
     ids[29_999] = 40_000
-    ops.optimizer_state_swap.counted(*arguments)
+    ops.exchange_rows(*arguments)
     with pytest.raises(IndexError, match="id 40000 at position 29999 of evict"):
         speedtorch.synchronize()
 
@@ -454,9 +472,9 @@ class Training:
         block, plan = self.block, speedtorch.plan_rows(self.index, ROWS)
         lists = block.compared(plan)
         arriving, arriving_places, stay_places, stay_from, leaving, leaving_places, counts = lists
-        ops.optimizer_state_swap.counted(
-            *([self.table], [self.held], leaving, leaving_places, counts[3:]),
-            *([self.coming], arriving, arriving_places, counts[2:3]),
+        ops.exchange_rows(
+            *([self.table], [self.held], leaving, leaving_places),
+            *([self.coming], arriving, arriving_places, 1, counts[3:], counts[2:3]),
         )
         ops.hold_rows(
             *([self.held], [self.coming], [], stay_places, stay_from, leaving, leaving_places),
@@ -543,7 +561,6 @@ def test_comparisons_that_do_not_fit_are_errors() -> None:
     for name, value, message in (
         ("named_status", status[:0], r"named_status has shape \[0\], expected \[8\]"),
         ("held_status", status[:0], r"held_status has shape \[0\], expected \[8\]"),
-        ("held", numbers(1, 2, 3), "held has 3 entries, the capacity is 2"),
         ("halt", numbers(0), r"halt has shape \[1\], expected \[2\]"),
         ("halt", torch.zeros(2), "halt must be a contiguous int64 tensor"),
         ("fault", numbers(0), r"fault has shape \[1\], expected \[8\]"),
@@ -552,7 +569,7 @@ def test_comparisons_that_do_not_fit_are_errors() -> None:
     ):
         *plans, halt, fault = (given | {name: value}).values()
         with pytest.raises(ValueError, match=f"diff_ids: {message}"):
-            ops.diff_ids(*plans, 2, ROWS, halt, fault)
+            ops.diff_ids(*plans, ROWS, halt, fault)
         assert not given["halt"].any() and not given["fault"].any()
 
 
@@ -562,6 +579,11 @@ def test_counts_of_another_kind_are_errors() -> None:
             counted_swap("cpu", **{name: numbers(1, 1)})
         with pytest.raises(ValueError, match=f"{name} must be a contiguous int64 tensor"):
             counted_swap("cpu", **{name: torch.ones(1)})
+    host, side = torch.zeros(6), torch.zeros(4)
+    with pytest.raises(ValueError, match="evict_count and load_count go together"):
+        ops.exchange_rows(
+            *([host], [side], *[numbers(1)] * 2, [side.clone()], *[numbers(1)] * 2, 1, numbers(1))
+        )
 
 
 @NEEDS_GPU
@@ -572,9 +594,7 @@ def test_pageable_memory_is_refused_with_the_remedy() -> None:
         block.compared(plan_of([1], "cuda"))
     ids, side = torch.tensor([1], device="cuda"), torch.zeros(2, device="cuda")
     with pytest.raises(ValueError, match="a host field is in pageable memory.*pin_memory_"):
-        ops.optimizer_state_swap.counted(
-            [torch.zeros(6)], [side], ids, ids, ids, [side.clone()], ids, ids, ids
-        )
+        ops.exchange_rows([torch.zeros(6)], [side], ids, ids, [side.clone()], ids, ids, 1, ids, ids)
 
 
 def test_rows_that_cannot_be_held_are_errors() -> None:
@@ -604,9 +624,13 @@ def test_rows_that_cannot_be_held_are_errors() -> None:
         ("counts", numbers(0, -1, 0, 0), r"counts\[1\] must be 0 to 2, got -1"),
         ("counts", numbers(0, 0, 0, 3), r"counts\[3\] must be 0 to 2, got 3"),
         ("ids", numbers(4), r"counts\[0\] must be 0 to 1, got 2"),
-        ("stay_places", numbers(0, 2), r"stay_places\[1\] is 2, out of range for 2 rows"),
-        ("stay_from", numbers(-1, 0), r"stay_from\[0\] is -1, out of range for 2 rows"),
-        ("leaving_places", numbers(0, 9), r"leaving_places\[1\] is 9, out of range for 2 rows"),
+        ("stay_places", numbers(0, 2), "stay_places has 2 at position 1, .* none of the 2 rows"),
+        ("stay_from", numbers(-1, 0), "stay_from has -1 at position 0, .* none of the 2 rows"),
+        (
+            "leaving_places",
+            numbers(0, 9),
+            "leaving_places has 9 at position 1, .* none of the 2 rows",
+        ),
     ):
         with pytest.raises(ValueError, match=f"hold_rows: .*{message}"):
             ops.hold_rows(*(given | {name: value}).values())

@@ -197,18 +197,24 @@ def test_so_many_sums_as_the_device_says_are_followed_by_zeros(device: str, capa
     rows = torch.randint(-5, 6, (5, 6)).float()
     plan = speedtorch.plan_rows(index.to(device), ROWS)
     named = torch.tensor([3], device=device)
-    counted = torch.ops.speedtorch.sum_rows.counted
-    actual = counted(rows.to(device), plan, named, ROWS, 0, capacity)
+
+    def counted(
+        rows: Tensor, plan: list[Tensor], named: Tensor, source: Tensor | None = None
+    ) -> Tensor:
+        made: Tensor = torch.ops.speedtorch.sum_rows(rows, plan, ROWS, 0, capacity, source, named)
+        return made
+
+    actual = counted(rows.to(device), plan, named)
     assert actual.shape == (capacity, 6)
     assert_same_bytes(actual[:3].double(), summed(rows, index))
     assert not actual[3:].any()
     bags, source = rows[:2], torch.tensor([0, 1, 1, 0, 1])
-    actual = counted(bags.to(device), plan, named, ROWS, 0, capacity, source.to(device))
+    actual = counted(bags.to(device), plan, named, source.to(device))
     assert_same_bytes(actual[:3].double(), summed(bags[source], index))
     none = torch.zeros_like(named)
-    assert not counted(rows.to(device), plan, none, ROWS, 0, capacity).any()
+    assert not counted(rows.to(device), plan, none).any()
     empty = speedtorch.plan_rows(index[:0].to(device), ROWS)
-    assert not counted(rows[:0].to(device), empty, none, ROWS, 0, capacity).any()
+    assert not counted(rows[:0].to(device), empty, none).any()
 
 
 @NEEDS_GPU
@@ -216,13 +222,12 @@ def test_counted_sums_of_a_bad_plan_are_zeros_without_a_word() -> None:
     plan = speedtorch.plan_rows(torch.tensor([7, ROWS], device="cuda"), ROWS)
     named = torch.tensor([1], device="cuda")
     rows = torch.ones(2, 3, device="cuda")
-    assert not torch.ops.speedtorch.sum_rows.counted(rows, plan, named, ROWS, 0, 4).any()
+    assert not torch.ops.speedtorch.sum_rows(rows, plan, ROWS, 0, 4, None, named).any()
     speedtorch.synchronize()
 
 
 def test_counts_that_are_none_are_errors() -> None:
     plan, rows = speedtorch.plan_rows(torch.tensor([7, 2]), ROWS), torch.ones(2, 3)
-    counted = torch.ops.speedtorch.sum_rows.counted
     for capacity, named, message in (
         (-1, torch.tensor([0]), "capacity must be 0 to"),
         (4, torch.tensor([5]), "named must be 0 to 4, got 5"),
@@ -232,7 +237,7 @@ def test_counts_that_are_none_are_errors() -> None:
         (4, torch.tensor([1]), "1"),
     ):
         with pytest.raises(ValueError, match=f"sum_rows: .*{message}"):
-            counted(rows, plan, named, ROWS, 0, capacity)
+            torch.ops.speedtorch.sum_rows(rows, plan, ROWS, 0, capacity, None, named)
 
 
 @NEEDS_GPU

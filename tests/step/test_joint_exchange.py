@@ -357,18 +357,18 @@ class Swaps:
         self.joint = self.alone = 0
 
     def __enter__(self) -> Swaps:
-        swap_tables, exchange_rows = joint_exchange.swap_tables, row_store.exchange_rows
+        exchange_rows = row_store.exchange_rows
 
         def of_several(*arguments: Any) -> None:
             self.joint += 1
-            swap_tables(*arguments)
+            exchange_rows(*arguments)
 
         def of_one(*arguments: Any) -> None:
             self.alone += 1
             exchange_rows(*arguments)
 
         self._patches = [
-            patch.object(joint_exchange, "swap_tables", of_several),
+            patch.object(joint_exchange, "exchange_rows", of_several),
             patch.object(row_store, "exchange_rows", of_one),
         ]
         for each in self._patches:
