@@ -38,7 +38,7 @@ class TableCollection(nn.Module):
 
     _kept_as = "embeddings"
     """The attribute, and the first part of every key of a state_dict, as torchrec has it."""
-    _pooled = False
+    _pooled = _is_weighted = False
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class TableCollection(nn.Module):
     # Ids
 
     def _source(self, group: TableGroup, features: Features) -> Source:
-        weighted = getattr(self, "_is_weighted", False)
-        return read_features(features, group.ranges.keys, type(self).__name__, weighted=weighted)
+        name, weighted = type(self).__name__, self._is_weighted
+        return read_features(features, group.ranges.keys, name, weighted=weighted)
 
     def _looked_up(self, features: Features) -> list[tuple[TableIds, Tensor]]:
         """The ids of each group, and what was looked up for them."""
@@ -107,7 +107,7 @@ class TableCollection(nn.Module):
         found = []
         for group, source, ids in zip(groups, sources, read, strict=True):
             weights = None
-            if getattr(self, "_is_weighted", False):
+            if self._is_weighted:
                 weights = source.weights(ids.rows.device)
             found.append((ids, group.look_up(ids, weights, pooled=self._pooled)))
         return found

@@ -61,19 +61,19 @@ class TableRanges:
         return slice(self.firsts[at], self.firsts[at] + self.tables[at].rows)
 
     def ids_of(self, source: Source, device: torch.device) -> TableIds:
-        """Ids of the features as rows, once for the tensors that they are read from.
+        """Ids of the features as rows; where a GPU takes part, once for the tensors of the ids.
 
         Nobody waits. Raises IndexError where rows are held on the CPU and an id is out of range.
         """
+        if device.type == "cpu" and not any(each.is_cuda for each in source.tensors):
+            # Ids that were announced or planned ahead are known by the values of these rows.
+            return self._checked(self._made(source.read(device), device), device)
         # A CUDA graph makes the rows itself, of what its inputs are then.
         place = (device, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         known = self._known.find(source, place)
         if known is None:
-            jagged = source.read(device)
-            seen = _seen(source, jagged, device)
-            known = self._made(jagged, device)
-            if device.type == "cpu" and (error := self._bad_id(known)) is not None:
-                raise error
+            seen = [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
+            known = self._checked(self._made(source.read(device), device), device)
             self._known.append((source.form, seen, place, lambda: known))
         return known
 
@@ -112,6 +112,12 @@ class TableRanges:
             divisors = lengths.reshape(-1, 1).to(self.tables[0].dtype)
         return TableIds(rows, Bags(offsets, bags, len(means), all(means), divisors), jagged)
 
+    def _checked(self, ids: TableIds, device: torch.device) -> TableIds:
+        """The ids, where rows are held on the CPU without bad ones, which are raised."""
+        if device.type == "cpu" and (error := self._bad_id(ids)) is not None:
+            raise error
+        return ids
+
     def explained(self, error: IndexError) -> IndexError:
         """An error about bad ids with the feature and the table, if the ids can still be found."""
         for *_, made in reversed([*self._known, *self._awaited]):
@@ -146,18 +152,6 @@ _Place = tuple[torch.device, bool]
 
 _Entry = tuple[Hashable, list[SeenIds], _Place, Callable[[], TableIds | None]]
 """The form of a source, its tensors, and what they were made, if that is still there."""
-
-
-def _seen(source: Source, jagged: Jagged, device: torch.device) -> list[SeenIds]:
-    """The tensors of a source, to be known again; `jagged` was read from them."""
-    tensors, ids = source.tensors, jagged.ids
-    # The ids of a dict lie side by side, and one copy is that of all; results may show those.
-    if source.form == (False,) * len(tensors) and all(
-        each.is_cpu and ids.is_cpu and each.dtype == ids.dtype for each in tensors
-    ):
-        copies = torch.split(ids.clone(), [each.numel() for each in tensors])
-        return [SeenIds.of_copy(c, t.shape) for c, t in zip(copies, tensors, strict=True)]
-    return [SeenIds(each, device, unread=each.is_cuda) for each in tensors]
 
 
 def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds | None:
