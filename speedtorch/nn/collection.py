@@ -127,7 +127,7 @@ class TableCollection(nn.Module):
         several = isinstance(features, list | tuple) and not hasattr(features, "keys")
         lookups = features if several else [features]
         return {
-            group: [group.ids_of(self._source(group, each)).rows for each in lookups]
+            group: [group.ids_of(self._source(group, each), planned=True).rows for each in lookups]
             for group in self._groups()
         }
 

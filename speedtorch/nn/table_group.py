@@ -69,11 +69,12 @@ class TableGroup(RowModule):
         tables = ", ".join(f"{each.name}: {each.rows}" for each in self.ranges.tables)
         return f"{tables}; columns={self.embedding_dim}"
 
-    def ids_of(self, source: Source) -> TableIds:
-        """Ids of the group's features as rows; see TableRanges."""
-        is_alone = self.lookups is self.trained_rows
-        read = self.ranges.ids_of if is_alone else self.ranges.ids_of_rank
-        return read(source, self.trained_rows.exchange.device)
+    def ids_of(self, source: Source, *, planned: bool = False) -> TableIds:
+        """Ids of the group's features as rows, looked up or `planned` for that; see TableRanges."""
+        device = self.trained_rows.exchange.device
+        if self.lookups is self.trained_rows:
+            return self.ranges.ids_of(source, device)
+        return self.ranges.ids_of_rank(source, device, planned=planned)
 
     def announcement(self, *ids: Tensor) -> Callable[[], None]:
         """As RowModule.announcement; an error about bad ids has the feature and the table."""

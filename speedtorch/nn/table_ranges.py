@@ -77,22 +77,24 @@ class TableRanges:
             self._known.append((source.form, seen, place, lambda: known))
         return known
 
-    def ids_of_rank(self, source: Source, device: torch.device) -> TableIds:
+    def ids_of_rank(self, source: Source, device: torch.device, *, planned: bool) -> TableIds:
         """As `ids_of`, where other ranks look up theirs.
 
         Ids of other tensors are never taken for these: on other ranks their values may differ. Nor
-        is what is planned ahead forgotten for others. Bad ids are found by the lookup, on all
-        ranks.
+        is what is `planned` ahead forgotten for others; a lookup's ids serve that alone. Bad ids
+        are found by the lookup, on all ranks.
         """
         place = (device, False)
         self._awaited = [each for each in self._awaited if each[-1]() is not None]
         known = _find(self._awaited, source, place)
         if known is None:
-            seen = [SeenIds(each, device, unread=True) for each in source.tensors]
+            tensors = source.tensors if planned else []
+            seen = [SeenIds(each, device, unread=True) for each in tensors]
             # And of the values that they had, which NumPy may have changed.
-            seen += [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
+            seen += [SeenIds(each, device, unread=each.is_cuda) for each in tensors]
             known = self._made(source.read(device), device)
-            self._awaited.append((source.form, seen, place, _while_kept(known)))
+            form = source.form if planned else None  # which no features have
+            self._awaited.append((form, seen, place, _while_kept(known)))
         return known
 
     def _made(self, jagged: Jagged, device: torch.device) -> TableIds:

@@ -7,6 +7,7 @@ are dealt to and fro, 0 1 2 2 1 0, give every rank as many of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -69,16 +70,13 @@ class DealtRows(NamedTuple):
     def _seat(self, turn: int, rank: int) -> int:
         return self.ranks - 1 - rank if turn % 2 else rank
 
-    def numbers(self, ids: Tensor) -> Tensor:
-        """The numbers of rows by their ids, int64 of the same shape; -1 of what is no row."""
+    def numbers(self, ids: Tensor, none: int = -1) -> Tensor:
+        """The numbers of rows by their ids, int64 of the same shape; `none` of what is no row."""
         ids = ids.to(torch.int64)
-        block = ids.div(self.block, rounding_mode="floor")
-        turn = block.div(self.ranks, rounding_mode="floor")
-        seat = torch.sub(block, turn, alpha=self.ranks)
-        rank = seat.sub_(turn & 1, alpha=self.ranks - 1).abs_()  # every other turn goes back
-        numbers = torch.sub(ids, block, alpha=self.block).add_(turn, alpha=self.block)
-        numbers.add_(rank, alpha=self.room)
-        return numbers.masked_fill_(ids.clamp(0, self.rows - 1) != ids, -1)
+        rows = ids.clamp(0, self.rows - 1)
+        block = rows.div(self.block, rounding_mode="floor")
+        numbers = rows + _distances(self, ids.device)[block]  # of one id a view: not in place
+        return numbers.masked_fill_(rows != ids, none)
 
     def ids(self, rank: int, places: range) -> Tensor:
         """The ids of rows by their places in a rank's share: int64 `[n]`."""
@@ -86,3 +84,12 @@ class DealtRows(NamedTuple):
         turn = place.div(self.block, rounding_mode="floor")
         seat = torch.where(turn % 2 == 0, self._seat(0, rank), self._seat(1, rank))
         return (turn * self.ranks + seat) * self.block + place % self.block
+
+
+@lru_cache(maxsize=64)
+def _distances(dealt: DealtRows, device: torch.device) -> Tensor:
+    """From the rows of each block to their numbers: `[blocks]`, at most 8 kB for each rank."""
+    block = torch.arange(max(1, -(-dealt.rows // dealt.block)))
+    turn, seat = block // dealt.ranks, block % dealt.ranks
+    rank = torch.where(turn % 2 == 0, seat, dealt.ranks - 1 - seat)
+    return (rank * dealt.room + (turn - block) * dealt.block).to(device)

@@ -27,7 +27,7 @@ class FixedQuestion:
     Args:
         name: of who asks, for errors.
         turn: of the lookup.
-        numbers: of the rows, `[...]` as the ids.
+        numbers: of the rows, `[...]` as the ids; of what is no row that after all rows' numbers.
         shares: the blocks of rows that each rank is asked for, on the device.
         none: what each rank calls a row that is none: an id of its own rows, never trained.
         lookup: its number among those of the table.
@@ -49,7 +49,7 @@ class FixedQuestion:
         self.turn, self.lookup = turn, lookup
         self._name, self._shares = name, shares
         self._room = max(shares.dealt.room, 1)
-        self._numbers = numbers.remainder(end + 1)  # -1, of no row, becomes the last
+        self._numbers = numbers
         self._batch = FittedBatch([self._numbers], end + 1, device, None, numbers.numel())
         unique, status = self._batch.parts.plan[0], self._batch.parts.plan[4]
         self._batch.held(unique, status[3:4])

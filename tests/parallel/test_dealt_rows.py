@@ -37,6 +37,13 @@ def test_an_id_that_is_no_row_has_no_number() -> None:
     assert dealt.numbers(ids).dtype == torch.int64
     assert (dealt.numbers(ids) < 0).tolist() == [[True, False], [True, False]]
     assert dealt.numbers(torch.tensor([-(2**63), 2**63 - 1])).tolist() == [-1, -1]
+    assert dealt.numbers(torch.tensor([10, 0]), none=99).tolist() == [99, 0]
+
+
+def test_one_id_has_the_number_that_it_has_among_others() -> None:
+    dealt = DealtRows.of(1000, 3)
+    expected = dealt.numbers(torch.arange(1000))
+    assert [int(dealt.numbers(torch.tensor(row))) for row in range(1000)] == expected.tolist()
 
 
 @pytest.mark.parametrize("unit", [1, 8192, 10_485])
