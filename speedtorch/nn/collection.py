@@ -102,8 +102,11 @@ class TableCollection(nn.Module):
         """The ids of each group, and what was looked up for them."""
         groups = self._groups()
         sources = [self._source(group, features) for group in groups]
-        # All bad input has been found before a row moves; ids of a GPU are found by the lookups.
+        # All bad input is found before a row moves; ids of a GPU are found by the lookups, and so
+        # are those of one group alone.
         read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
+        if len(groups) > 1:
+            read = [group.checked(ids) for group, ids in zip(groups, read, strict=True)]
         found = []
         for group, source, ids in zip(groups, sources, read, strict=True):
             weights = None
@@ -127,7 +130,10 @@ class TableCollection(nn.Module):
         several = isinstance(features, list | tuple) and not hasattr(features, "keys")
         lookups = features if several else [features]
         return {
-            group: [group.ids_of(self._source(group, each), planned=True).rows for each in lookups]
+            group: [
+                group.checked(group.ids_of(self._source(group, each), planned=True)).rows
+                for each in lookups
+            ]
             for group in self._groups()
         }
 

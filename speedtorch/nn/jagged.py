@@ -178,9 +178,10 @@ def _sizes_of(values: list[Any]) -> tuple[int, ...] | None:
     if {*map(type, values)} != {Tensor} or {each.layout for each in values} != {torch.strided}:
         return None
     shapes = [each.shape for each in values]
-    if not ({each.dtype for each in values} <= ID_DTYPES and {*map(len, shapes)} <= {1, 2}):
+    kinds = {*shapes}  # as a rule one
+    if not ({each.dtype for each in values} <= ID_DTYPES and {*map(len, kinds)} <= {1, 2}):
         return None
-    if len({shape[0] for shape in shapes}) > 1:
+    if len({shape[0] for shape in kinds}) > 1:
         return None
     return tuple([1 if len(shape) == 1 else shape[1] for shape in shapes])
 

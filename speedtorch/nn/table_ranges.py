@@ -49,6 +49,7 @@ class TableRanges:
         *self.firsts, self.rows = [0, *accumulate(each.rows for each in tables)]
         self.features = [(k, key) for k, each in enumerate(tables) for key in each.features]
         self.keys = [key for _, key in self.features]
+        self._are_means = [self.tables[k].mean for k, _ in self.features]
         self._ranges: dict[torch.device, Tensor] = {}
         self._means: dict[torch.device, Tensor] = {}
         self._known = _Known()
@@ -63,17 +64,17 @@ class TableRanges:
     def ids_of(self, source: Source, device: torch.device) -> TableIds:
         """Ids of the features as rows; where a GPU takes part, once for the tensors of the ids.
 
-        Nobody waits. Raises IndexError where rows are held on the CPU and an id is out of range.
+        Nobody waits. Bad ids are found by the lookup; see explained().
         """
         if device.type == "cpu" and not any(each.is_cuda for each in source.tensors):
             # Ids that were announced or planned ahead are known by the values of these rows.
-            return self._checked(self._made(source.read(device), device), device)
+            return self._made(source.read(device), device)
         # A CUDA graph makes the rows itself, of what its inputs are then.
         place = (device, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         known = self._known.find(source, place)
         if known is None:
             seen = [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
-            known = self._checked(self._made(source.read(device), device), device)
+            known = self._made(source.read(device), device)
             self._known.append((source.form, seen, place, lambda: known))
         return known
 
@@ -103,8 +104,7 @@ class TableRanges:
             self._ranges[device] = torch.tensor(ranges, device=device).reshape(-1, 2)
         ids, offsets, samples, _ = jagged
         rows, bags = table_ids(ids, offsets, self._ranges[device], samples)
-        means = [self.tables[k].mean for k, _ in self.features]
-        divisors = None
+        means, divisors = self._are_means, None
         if any(means):
             lengths = offsets.diff().view(len(means), samples).t().clamp(min=1)
             if not all(means):
@@ -114,23 +114,16 @@ class TableRanges:
             divisors = lengths.reshape(-1, 1).to(self.tables[0].dtype)
         return TableIds(rows, Bags(offsets, bags, len(means), all(means), divisors), jagged)
 
-    def _checked(self, ids: TableIds, device: torch.device) -> TableIds:
-        """The ids, where rows are held on the CPU without bad ones, which are raised."""
-        if device.type == "cpu" and (error := self._bad_id(ids)) is not None:
-            raise error
-        return ids
-
-    def explained(self, error: IndexError) -> IndexError:
+    def explained(self, error: IndexError, latest: TableIds | None = None) -> IndexError:
         """An error about bad ids with the feature and the table, if the ids can still be found."""
-        for *_, made in reversed([*self._known, *self._awaited]):
-            if (ids := made()) is not None and (named := self._bad_id(ids)) is not None:
+        before = [made() for *_, made in (*self._known, *self._awaited)]
+        for ids in reversed([*before, latest]):
+            if ids is not None and (named := self._bad_id(ids)) is not None:
                 self._known.clear()
                 return named
         return error
 
     def _bad_id(self, ids: TableIds) -> IndexError | None:
-        if ids.rows.is_cpu and ids.rows.numpy().min(initial=0) >= 0:  # every lookup asks this
-            return None
         bad = ids.rows < 0
         if not bool(bad.any()):
             return None
