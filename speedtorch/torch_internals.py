@@ -310,7 +310,7 @@ def calls_under_way() -> Counter[nn.Module]:
 # ------------------------------------------------------------------------------------------------
 # Optimizers
 
-GRADIENT_ASKED_TO_BE_ZERO = tuple(  # a code's hash takes longer than to compare it
+GRADIENT_ASKED_TO_BE_ZERO = frozenset(
     inspect.unwrap(each).__code__ for each in (Optimizer.zero_grad, nn.Module.zero_grad)
 )
 """The code that asks for a gradient in order to fill it with zeros."""
