@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate, groupby
-from typing import Any, NamedTuple, NoReturn, cast
+from itertools import accumulate, groupby, repeat
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -55,24 +55,19 @@ class Source(NamedTuple):
     """What the tensors are to the features: others of the same values are of the same ids then."""
     samples: int
     parts: Callable[[], Sequence[_Bags]]
-    """Asked for where the bags of a tensor differ in size, or have weights."""
     sizes: tuple[int, ...] | None = None
     """How many ids each bag of a tensor has, if all of its bags have as many."""
 
     def read(self, device: torch.device) -> Jagged:
         """Their bags side by side on a device, for which nobody waits."""
-        if self.sizes is None:
+        if self.sizes is None or device.type != "cpu":
             return _joined(self.parts(), self.samples, device)
-        parts, sizes, begins = self.tensors, self.sizes, None
+        parts, sizes = self.tensors, self.sizes
         if not len({*sizes}) == len({each.dim() for each in parts}) == 1:
             parts = [each.reshape(-1) for each in parts]
-        ids = _moved(parts, device).reshape(-1)
-        if device.type == "cpu":  # a tensor of its own, of whichever mode torch is in
-            offsets = torch.from_numpy(_even_offsets(sizes, self.samples))
-        else:
-            offsets = _even_offsets_there(sizes, self.samples, device)
-            begins = [0, *accumulate(self.samples * size for size in sizes)]
-        return Jagged(ids.contiguous(), offsets, self.samples, begins)
+        ids = _moved(parts, device).reshape(-1).contiguous()
+        # A tensor for each lookup, as torch may be in another mode at the next.
+        return Jagged(ids, torch.from_numpy(_even_offsets(sizes, self.samples)), self.samples, None)
 
     def weights(self, device: torch.device) -> Tensor:
         """The factor of each id, on a device."""
@@ -87,7 +82,7 @@ class _Bags(NamedTuple):
     offsets: Tensor | int
     """Where each begins, relative to the first, and the number of ids; or how many each has."""
     bags: int
-    weights: Tensor | None
+    weights: Tensor | None = None
 
 
 def read_features(given: Features, wanted: list[str], name: str, *, weighted: bool) -> Source:
@@ -159,7 +154,8 @@ def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: b
     _check_named(name, list(given.keys()), wanted)  # a TensorDict iterates over its samples
     values = [given[key] for key in wanted]
     if not weighted and (sizes := _sizes_of(values)) is not None:
-        return Source(values, (False,) * len(values), len(values[0]), list, sizes)
+        form, bags = (False,) * len(values), len(values[0])
+        return Source(values, form, bags, lambda: [*map(_Bags, values, sizes, repeat(bags))], sizes)
     parts = [
         _of_value(f"{name}: {key!r}", value, weighted)
         for key, value in zip(wanted, values, strict=True)
@@ -169,8 +165,7 @@ def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: b
         raise ValueError(f"{name}: all features must have as many samples, got {samples}")
     tensors = [each for part in parts for each in part[:2] if isinstance(each, Tensor)]
     form = tuple(isinstance(part.offsets, Tensor) for part in parts)
-    sizes = None if any(form) else tuple(cast(int, part.offsets) for part in parts)
-    return Source(tensors, form, parts[0].bags, lambda: parts, sizes)
+    return Source(tensors, form, parts[0].bags, lambda: parts)
 
 
 def _sizes_of(values: list[Any]) -> tuple[int, ...] | None:
@@ -238,22 +233,17 @@ def _even_offsets(sizes: tuple[int, ...], samples: int) -> npt.NDArray[np.int64]
     return every.cumsum(dtype=np.int64)
 
 
-def _even_offsets_there(sizes: tuple[int, ...], samples: int, device: torch.device) -> Tensor:
-    """As _even_offsets(), made by the current stream of a GPU."""
-    if len({*sizes}) == 1:
-        offsets = torch.arange(len(sizes) * samples + 1, device=device)
-        return offsets if sizes[0] == 1 else offsets * sizes[0]
-    steps = [torch.full((samples,), size, device=device) for size in sizes]
-    return torch.cat([steps[0].new_zeros(1), *steps]).cumsum(0)
-
-
 def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagged:
     """Bags side by side on a device, which nobody waits for."""
     flat = [part.ids if part.ids.dim() == 1 else part.ids.reshape(-1) for part in parts]
-    ids = _moved(flat, device)
+    ids, bags = _moved(flat, device), sum(part.bags for part in parts)
+    sizes = {part.offsets if isinstance(part.offsets, int) else None for part in parts}
     if len(parts) == 1 and isinstance(parts[0].offsets, Tensor):
         # Those on the CPU may be written to after the lookup, whose result shows these.
         offsets = _moved([parts[0].offsets], device).to(torch.int64, copy=device.type == "cpu")
+    elif len(sizes) == 1 and (per_bag := sizes.pop()) is not None:
+        offsets = torch.arange(bags + 1, device=device)
+        offsets = offsets if per_bag == 1 else offsets * per_bag
     else:
         pieces, begin = [], 0
         for part in parts:
