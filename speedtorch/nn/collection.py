@@ -38,7 +38,7 @@ class TableCollection(nn.Module):
 
     _kept_as = "embeddings"
     """The attribute, and the first part of every key of a state_dict, as torchrec has it."""
-    _pooled = False
+    _pooled = _is_weighted = False
 
     def __init__(
         self,
@@ -95,19 +95,22 @@ class TableCollection(nn.Module):
     # Ids
 
     def _source(self, group: TableGroup, features: Features) -> Source:
-        weighted = getattr(self, "_is_weighted", False)
-        return read_features(features, group.ranges.keys, type(self).__name__, weighted=weighted)
+        name, weighted = type(self).__name__, self._is_weighted
+        return read_features(features, group.ranges.keys, name, weighted=weighted)
 
     def _looked_up(self, features: Features) -> list[tuple[TableIds, Tensor]]:
         """The ids of each group, and what was looked up for them."""
         groups = self._groups()
         sources = [self._source(group, features) for group in groups]
-        # All bad input has been found before a row moves; ids of a GPU are found by the lookups.
+        # All bad input is found before a row moves; ids of a GPU are found by the lookups, and so
+        # are those of one group alone.
         read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
+        if len(groups) > 1:
+            read = [group.checked(ids) for group, ids in zip(groups, read, strict=True)]
         found = []
         for group, source, ids in zip(groups, sources, read, strict=True):
             weights = None
-            if getattr(self, "_is_weighted", False):
+            if self._is_weighted:
                 weights = source.weights(ids.rows.device)
             found.append((ids, group.look_up(ids, weights, pooled=self._pooled)))
         return found
@@ -127,7 +130,10 @@ class TableCollection(nn.Module):
         several = isinstance(features, list | tuple) and not hasattr(features, "keys")
         lookups = features if several else [features]
         return {
-            group: [group.ids_of(self._source(group, each)).rows for each in lookups]
+            group: [
+                group.checked(group.ids_of(self._source(group, each), planned=True)).rows
+                for each in lookups
+            ]
             for group in self._groups()
         }
 

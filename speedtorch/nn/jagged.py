@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import accumulate, groupby
+from functools import cache, lru_cache
+from itertools import accumulate, groupby, repeat
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,10 +37,10 @@ class Jagged(NamedTuple):
     """Where each bag begins, and the number of ids: `[features * samples + 1]`, int64."""
     samples: int
     begins: list[int] | None
-    """Where the ids of each feature begin, and their number, if the host knows."""
+    """Where the ids of each feature begin, and their number, if the host need not read offsets."""
 
     def begins_of(self, features: int) -> list[int]:
-        """Where the ids of each feature begin, and their number, read from a GPU if need be."""
+        """Where the ids of each feature begin, and their number; of a GPU read if need be."""
         if self.begins is None:
             ends: list[int] = self.offsets[:: max(1, self.samples)].tolist()
             return ends if self.samples else [0] * (features + 1)
@@ -53,10 +55,19 @@ class Source(NamedTuple):
     """What the tensors are to the features: others of the same values are of the same ids then."""
     samples: int
     parts: Callable[[], Sequence[_Bags]]
+    sizes: tuple[int, ...] | None = None
+    """How many ids each bag of a tensor has, if all of its bags have as many."""
 
     def read(self, device: torch.device) -> Jagged:
         """Their bags side by side on a device, for which nobody waits."""
-        return _joined(self.parts(), self.samples, device)
+        if self.sizes is None or device.type != "cpu":
+            return _joined(self.parts(), self.samples, device)
+        parts, sizes = self.tensors, self.sizes
+        if not len({*sizes}) == len({each.dim() for each in parts}) == 1:
+            parts = [each.reshape(-1) for each in parts]
+        ids = _moved(parts, device).reshape(-1).contiguous()
+        # A tensor for each lookup, as torch may be in another mode at the next.
+        return Jagged(ids, torch.from_numpy(_even_offsets(sizes, self.samples)), self.samples, None)
 
     def weights(self, device: torch.device) -> Tensor:
         """The factor of each id, on a device."""
@@ -71,7 +82,7 @@ class _Bags(NamedTuple):
     offsets: Tensor | int
     """Where each begins, relative to the first, and the number of ids; or how many each has."""
     bags: int
-    weights: Tensor | None
+    weights: Tensor | None = None
 
 
 def read_features(given: Features, wanted: list[str], name: str, *, weighted: bool) -> Source:
@@ -141,30 +152,33 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: bool) -> Source:
     _check_named(name, list(given.keys()), wanted)  # a TensorDict iterates over its samples
-    parts: list[_Bags] = []
-    tensors: list[Tensor] = []
-    for key in wanted:
-        part = None if weighted else _of_ids(given[key])
-        if part is None:
-            part = _of_value(f"{name}: {key!r}", given[key], weighted)
-        parts.append(part)
-        tensors.append(part.ids)
-        if isinstance(part.offsets, Tensor):
-            tensors.append(part.offsets)
+    values = [given[key] for key in wanted]
+    if not weighted and (sizes := _sizes_of(values)) is not None:
+        form, bags = (False,) * len(values), len(values[0])
+        return Source(values, form, bags, lambda: [*map(_Bags, values, sizes, repeat(bags))], sizes)
+    parts = [
+        _of_value(f"{name}: {key!r}", value, weighted)
+        for key, value in zip(wanted, values, strict=True)
+    ]
     if len({part.bags for part in parts}) > 1:
         samples = {key: part.bags for key, part in zip(wanted, parts, strict=True)}
         raise ValueError(f"{name}: all features must have as many samples, got {samples}")
+    tensors = [each for part in parts for each in part[:2] if isinstance(each, Tensor)]
     form = tuple(isinstance(part.offsets, Tensor) for part in parts)
-    return Source(tensors, form, parts[0].bags if parts else 0, lambda: parts)
+    return Source(tensors, form, parts[0].bags, lambda: parts)
 
 
-def _of_ids(value: Any) -> _Bags | None:
-    """As _of_value() of ids alone that are right; None of all else."""
-    if isinstance(value, Tensor) and value.dtype in ID_DTYPES and value.layout == torch.strided:
-        shape = value.shape
-        if len(shape) in (1, 2):
-            return _Bags(value, 1 if len(shape) == 1 else shape[1], shape[0], None)
-    return None
+def _sizes_of(values: list[Any]) -> tuple[int, ...] | None:
+    """How many ids the bags of each feature have; None unless all are ids alone that are right."""
+    if {*map(type, values)} != {Tensor} or {each.layout for each in values} != {torch.strided}:
+        return None
+    shapes = [each.shape for each in values]
+    kinds = {*shapes}  # as a rule one
+    if not ({each.dtype for each in values} <= ID_DTYPES and {*map(len, kinds)} <= {1, 2}):
+        return None
+    if len({shape[0] for shape in kinds}) > 1:
+        return None
+    return tuple([1 if len(shape) == 1 else shape[1] for shape in shapes])
 
 
 def _of_value(name: str, value: Any, weighted: bool) -> _Bags:
@@ -204,12 +218,19 @@ def _check_offsets(name: str, offsets: object, ids: Tensor, bags: int | None) ->
         raise ValueError(f"{name}: offsets must be [samples + 1], got {list(offsets.shape)}")
     if not offsets.is_cpu:
         return
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0 or last != len(ids) or bool((offsets.diff() < 0).any()):
+    values = offsets.numpy()  # every lookup asks this
+    if values[0] != 0 or values[-1] != len(ids) or (values[1:] < values[:-1]).any():
         raise ValueError(
-            f"{name}: offsets must rise from 0 to the number of ids, {len(ids)}; got {first} to"
-            f" {last}"
+            f"{name}: offsets must rise from 0 to the number of ids, {len(ids)}; got {values[0]} to"
+            f" {values[-1]}"
         )
+
+
+@lru_cache(maxsize=32)
+def _even_offsets(sizes: tuple[int, ...], samples: int) -> npt.NDArray[np.int64]:
+    """Where bags of these sizes begin, so many of each, and their end; to be read only."""
+    every = np.repeat([0, *sizes], [1, *[samples] * len(sizes)])
+    return every.cumsum(dtype=np.int64)
 
 
 def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagged:
@@ -218,7 +239,7 @@ def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagge
     ids, bags = _moved(flat, device), sum(part.bags for part in parts)
     sizes = {part.offsets if isinstance(part.offsets, int) else None for part in parts}
     if len(parts) == 1 and isinstance(parts[0].offsets, Tensor):
-        # Those on the CPU may be written to after the lookup, which is known by these.
+        # Those on the CPU may be written to after the lookup, whose result shows these.
         offsets = _moved([parts[0].offsets], device).to(torch.int64, copy=device.type == "cpu")
     elif len(sizes) == 1 and (per_bag := sizes.pop()) is not None:
         offsets = torch.arange(bags + 1, device=device)

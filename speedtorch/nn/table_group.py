@@ -69,11 +69,19 @@ class TableGroup(RowModule):
         tables = ", ".join(f"{each.name}: {each.rows}" for each in self.ranges.tables)
         return f"{tables}; columns={self.embedding_dim}"
 
-    def ids_of(self, source: Source) -> TableIds:
-        """Ids of the group's features as rows; see TableRanges."""
+    def ids_of(self, source: Source, *, planned: bool = False) -> TableIds:
+        """Ids of the group's features as rows, looked up or `planned` for that; see TableRanges."""
+        device = self.trained_rows.exchange.device
+        if self.lookups is self.trained_rows:
+            return self.ranges.ids_of(source, device)
+        return self.ranges.ids_of_rank(source, device, planned=planned)
+
+    def checked(self, ids: TableIds) -> TableIds:
+        """The ids; raises IndexError for bad ones of the CPU that no other rank must hear of."""
         is_alone = self.lookups is self.trained_rows
-        read = self.ranges.ids_of if is_alone else self.ranges.ids_of_rank
-        return read(source, self.trained_rows.exchange.device)
+        if is_alone and ids.rows.is_cpu and ids.rows.numpy().min(initial=0) < 0:
+            raise self.ranges.explained(IndexError(), ids)
+        return ids
 
     def announcement(self, *ids: Tensor) -> Callable[[], None]:
         """As RowModule.announcement; an error about bad ids has the feature and the table."""
@@ -105,7 +113,7 @@ class TableGroup(RowModule):
                     places, held = rows.borrow(ids.rows, None, 2.0)
                     found = held[places] if one_by_one else ids.bags.pool(held, places)
             except IndexError as error:
-                raise self.ranges.explained(error) from None
+                raise self.ranges.explained(error, ids) from None
             if pooled and one_by_one:
                 assert weights is not None
                 factors = weights.to(found.dtype)[:, None]

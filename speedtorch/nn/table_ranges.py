@@ -49,6 +49,7 @@ class TableRanges:
         *self.firsts, self.rows = [0, *accumulate(each.rows for each in tables)]
         self.features = [(k, key) for k, each in enumerate(tables) for key in each.features]
         self.keys = [key for _, key in self.features]
+        self._are_means = [self.tables[k].mean for k, _ in self.features]
         self._ranges: dict[torch.device, Tensor] = {}
         self._means: dict[torch.device, Tensor] = {}
         self._known = _Known()
@@ -61,38 +62,40 @@ class TableRanges:
         return slice(self.firsts[at], self.firsts[at] + self.tables[at].rows)
 
     def ids_of(self, source: Source, device: torch.device) -> TableIds:
-        """Ids of the features as rows, once for the tensors that they are read from.
+        """Ids of the features as rows; where a GPU takes part, once for the tensors of the ids.
 
-        Nobody waits. Raises IndexError where rows are held on the CPU and an id is out of range.
+        Nobody waits. Bad ids are found by the lookup; see explained().
         """
+        if device.type == "cpu" and not any(each.is_cuda for each in source.tensors):
+            # Ids that were announced or planned ahead are known by the values of these rows.
+            return self._made(source.read(device), device)
         # A CUDA graph makes the rows itself, of what its inputs are then.
         place = (device, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         known = self._known.find(source, place)
         if known is None:
-            jagged = source.read(device)
-            seen = _seen(source, jagged, device)
-            known = self._made(jagged, device)
-            if device.type == "cpu" and (error := self._bad_id(known)) is not None:
-                raise error
+            seen = [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
+            known = self._made(source.read(device), device)
             self._known.append((source.form, seen, place, lambda: known))
         return known
 
-    def ids_of_rank(self, source: Source, device: torch.device) -> TableIds:
+    def ids_of_rank(self, source: Source, device: torch.device, *, planned: bool) -> TableIds:
         """As `ids_of`, where other ranks look up theirs.
 
         Ids of other tensors are never taken for these: on other ranks their values may differ. Nor
-        is what is planned ahead forgotten for others. Bad ids are found by the lookup, on all
-        ranks.
+        is what is `planned` ahead forgotten for others; a lookup's ids serve that alone. Bad ids
+        are found by the lookup, on all ranks.
         """
         place = (device, False)
         self._awaited = [each for each in self._awaited if each[-1]() is not None]
         known = _find(self._awaited, source, place)
         if known is None:
-            seen = [SeenIds(each, device, unread=True) for each in source.tensors]
+            tensors = source.tensors if planned else []
+            seen = [SeenIds(each, device, unread=True) for each in tensors]
             # And of the values that they had, which NumPy may have changed.
-            seen += [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
+            seen += [SeenIds(each, device, unread=each.is_cuda) for each in tensors]
             known = self._made(source.read(device), device)
-            self._awaited.append((source.form, seen, place, _while_kept(known)))
+            form = source.form if planned else None  # which no features have
+            self._awaited.append((form, seen, place, _while_kept(known)))
         return known
 
     def _made(self, jagged: Jagged, device: torch.device) -> TableIds:
@@ -101,8 +104,7 @@ class TableRanges:
             self._ranges[device] = torch.tensor(ranges, device=device).reshape(-1, 2)
         ids, offsets, samples, _ = jagged
         rows, bags = table_ids(ids, offsets, self._ranges[device], samples)
-        means = [self.tables[k].mean for k, _ in self.features]
-        divisors = None
+        means, divisors = self._are_means, None
         if any(means):
             lengths = offsets.diff().view(len(means), samples).t().clamp(min=1)
             if not all(means):
@@ -112,17 +114,16 @@ class TableRanges:
             divisors = lengths.reshape(-1, 1).to(self.tables[0].dtype)
         return TableIds(rows, Bags(offsets, bags, len(means), all(means), divisors), jagged)
 
-    def explained(self, error: IndexError) -> IndexError:
+    def explained(self, error: IndexError, latest: TableIds | None = None) -> IndexError:
         """An error about bad ids with the feature and the table, if the ids can still be found."""
-        for *_, made in reversed([*self._known, *self._awaited]):
-            if (ids := made()) is not None and (named := self._bad_id(ids)) is not None:
+        before = [made() for *_, made in (*self._known, *self._awaited)]
+        for ids in reversed([*before, latest]):
+            if ids is not None and (named := self._bad_id(ids)) is not None:
                 self._known.clear()
                 return named
         return error
 
     def _bad_id(self, ids: TableIds) -> IndexError | None:
-        if ids.rows.is_cpu and ids.rows.numpy().min(initial=0) >= 0:  # every lookup asks this
-            return None
         bad = ids.rows < 0
         if not bool(bad.any()):
             return None
@@ -146,18 +147,6 @@ _Place = tuple[torch.device, bool]
 
 _Entry = tuple[Hashable, list[SeenIds], _Place, Callable[[], TableIds | None]]
 """The form of a source, its tensors, and what they were made, if that is still there."""
-
-
-def _seen(source: Source, jagged: Jagged, device: torch.device) -> list[SeenIds]:
-    """The tensors of a source, to be known again; `jagged` was read from them."""
-    tensors, ids = source.tensors, jagged.ids
-    # The ids of a dict lie side by side, and one copy is that of all; results may show those.
-    if source.form == (False,) * len(tensors) and all(
-        each.is_cpu and ids.is_cpu and each.dtype == ids.dtype for each in tensors
-    ):
-        copies = torch.split(ids.clone(), [each.numel() for each in tensors])
-        return [SeenIds.of_copy(c, t.shape) for c, t in zip(copies, tensors, strict=True)]
-    return [SeenIds(each, device, unread=each.is_cuda) for each in tensors]
 
 
 def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds | None:

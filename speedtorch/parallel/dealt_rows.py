@@ -7,12 +7,14 @@ are dealt to and fro, 0 1 2 2 1 0, give every rank as many of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 __all__ = ["DealtRows"]
+
+_Ranks = TypeVar("_Ranks", int, Tensor)
 
 _MOST_BLOCKS = 1024  # of a rank; from half of them on, if there are so many rows
 # A checkpoint has a chunk for each block, which takes 1.7 kB and 0.3 ms besides its rows: blocks of
@@ -66,19 +68,28 @@ class DealtRows(NamedTuple):
                 begin = turn * self.block
                 yield rows, range(begin, begin + len(rows))
 
-    def _seat(self, turn: int, rank: int) -> int:
+    def _seat(self, turn: int, rank: _Ranks) -> _Ranks:
         return self.ranks - 1 - rank if turn % 2 else rank
 
-    def numbers(self, ids: Tensor) -> Tensor:
-        """The numbers of rows by their ids, int64 of the same shape; -1 of what is no row."""
+    def distances(self) -> Tensor:
+        """From the ids of each block to their numbers: `[blocks]`, 8 kB for each rank at most."""
+        block = torch.arange(max(1, -(-self.rows // self.block)))
+        turn, seat = block // self.ranks, block % self.ranks
+        rank = torch.where(turn % 2 == 0, self._seat(0, seat), self._seat(1, seat))
+        return rank * self.room + (turn - block) * self.block
+
+    def numbers(self, ids: Tensor, none: int = -1, distances: Tensor | None = None) -> Tensor:
+        """The numbers of rows by their ids, int64 of the same shape; `none` of what is no row.
+
+        `distances` are those of distances() on the device of the ids, if the caller keeps them.
+        """
+        if distances is None:
+            distances = self.distances().to(ids.device)
         ids = ids.to(torch.int64)
-        block = ids.div(self.block, rounding_mode="floor")
-        turn = block.div(self.ranks, rounding_mode="floor")
-        seat = torch.sub(block, turn, alpha=self.ranks)
-        rank = seat.sub_(turn & 1, alpha=self.ranks - 1).abs_()  # every other turn goes back
-        numbers = torch.sub(ids, block, alpha=self.block).add_(turn, alpha=self.block)
-        numbers.add_(rank, alpha=self.room)
-        return numbers.masked_fill_(ids.clamp(0, self.rows - 1) != ids, -1)
+        rows = ids.clamp(0, self.rows - 1)
+        block = rows.div(self.block, rounding_mode="floor")
+        numbers = rows + distances[block]  # of one id a view, which is not to change
+        return numbers.masked_fill_(rows != ids, none)
 
     def ids(self, rank: int, places: range) -> Tensor:
         """The ids of rows by their places in a rank's share: int64 `[n]`."""

@@ -27,7 +27,7 @@ class FixedQuestion:
     Args:
         name: of who asks, for errors.
         turn: of the lookup.
-        numbers: of the rows, `[...]` as the ids.
+        numbers: of the rows, `[...]` as the ids; of what is no row that after all rows' numbers.
         shares: the blocks of rows that each rank is asked for, on the device.
         none: what each rank calls a row that is none: an id of its own rows, never trained.
         lookup: its number among those of the table.
@@ -49,7 +49,7 @@ class FixedQuestion:
         self.turn, self.lookup = turn, lookup
         self._name, self._shares = name, shares
         self._room = max(shares.dealt.room, 1)
-        self._numbers = numbers.remainder(end + 1)  # -1, of no row, becomes the last
+        self._numbers = numbers
         self._batch = FittedBatch([self._numbers], end + 1, device, None, numbers.numel())
         unique, status = self._batch.parts.plan[0], self._batch.parts.plan[4]
         self._batch.held(unique, status[3:4])
@@ -57,10 +57,10 @@ class FixedQuestion:
         ends = torch.searchsorted(unique.remainder(end + 2), shares.bounds)
         self._begins, self._counts = ends[:-1], ends.diff()
         entries = ends[:size, None] + shares.columns
-        is_some = entries < ends[1 : size + 1, None]
-        self._entries, self._is_some = entries.flatten(), is_some.flatten()
+        is_none = entries >= ends[1 : size + 1, None]
+        self._entries, self._is_none = entries.flatten(), is_none.flatten()
         fault = ((self._counts > shares.limits) * shares.faults).amax().expand(size)
-        rows = torch.where(is_some, self._of_entries(unique).view(size, -1) % self._room, -1)
+        rows = (self._of_entries(unique).view(size, -1) % self._room).masked_fill_(is_none, -1)
         others = ranks.exchanged(name, torch.cat([rows, fault[:, None]], 1))
         self._faults = others[:, -1]
         self.fault = self._faults.max().view(1)
@@ -69,7 +69,7 @@ class FixedQuestion:
             self.fault = torch.maximum(self.fault, differs * OTHER_MODULE)
         blocks = others[:, :-1]
         every = [shares.rows] * size
-        self.asked = Asked(torch.where(blocks < 0, none, blocks).flatten(), every, every)
+        self.asked = Asked(blocks.masked_fill(blocks < 0, none).flatten(), every, every)
 
     def _of_entries(self, values: Tensor) -> Tensor:
         """What the distinct rows have, `[distinct, ...]`, where they are among the blocks."""
@@ -110,7 +110,7 @@ class FixedQuestion:
         if self._batch.capacity == 0:
             return gradient.new_zeros((len(self._entries), gradient.shape[-1]))
         sums = self._of_entries(summed(gradient, self._batch, 0, bags))
-        return sums.masked_fill_(~self._is_some[:, None], 0)
+        return sums.masked_fill_(self._is_none[:, None], 0)
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """As Question.with_padding."""

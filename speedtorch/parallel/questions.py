@@ -190,6 +190,7 @@ class Questions:
         self._faults = ranks.faults
         self._planning = SideStream("planning")
         self._begins = torch.arange(dealt.ranks + 1) * dealt.room
+        self._distances = dealt.distances()
         self._latest: PlannedQuestions | None = None
         """What was looked up last."""
         exchange.leave_lookups_unchecked()
@@ -274,8 +275,8 @@ class Questions:
         if self._agreement is None:
             return self.of(ids)
         self._before_lookup()
-        turn = LookupTurn(ids, self._exchange.device)
-        question = self._counted(turn, self._numbers_of(turn), self._bounds())
+        turn, bounds = LookupTurn(ids, self._exchange.device), self._bounds()
+        question = self._counted(turn, self._numbers_of(turn), bounds)
         self._ask(PlannedQuestions([question], None))
         return question
 
@@ -320,7 +321,8 @@ class Questions:
         if self._agreement is not None:
             faults = [fault for planned in plans for fault in planned.faults]
             faults += [] if fault is None else [fault * OTHER_MODULE]
-            self._agreement.expect(torch.cat(faults).max().view(1))
+            known = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
+            self._agreement.expect(known)
 
     def plan_announced(self, parts: Sequence[Tensor]) -> PlannedQuestions:
         """As Exchange.plan_announced; a batch before that may have been given up is."""
@@ -414,25 +416,25 @@ class Questions:
     def _bounds(self) -> Tensor:
         """Where the numbers of each rank begin, and where the last ones end."""
         if (device := self._exchange.device) != self._begins.device:
-            self._begins = self._begins.to(device)
+            self._begins, self._distances = self._begins.to(device), self._distances.to(device)
             if self._shares is not None:
                 self._shares = self._shares.on(device)
         return self._begins
 
-    def _numbers_of(self, turn: LookupTurn) -> Tensor:
-        """The numbers of the rows, on the device."""
-        return self._dealt.numbers(turn.ids.to(self._exchange.device, non_blocking=True))
+    def _numbers_of(self, turn: LookupTurn, none: int = -1) -> Tensor:
+        """The numbers of the rows, on the device, where bounds are; see DealtRows.numbers."""
+        ids = turn.ids.to(self._exchange.device, non_blocking=True)
+        return self._dealt.numbers(ids, none, self._distances)
 
     def _questions(self, parts: Sequence[Tensor], bounds: Tensor) -> list[AnyQuestion]:
         return [self._question(ids, bounds) for ids in parts]
 
     def _question(self, ids: Tensor, bounds: Tensor) -> AnyQuestion:
         turn = LookupTurn(ids, self._exchange.device)
-        numbers, shares = self._numbers_of(turn), self._shares
-        if shares is None:
-            return self._counted(turn, numbers, bounds)
+        if (shares := self._shares) is None:
+            return self._counted(turn, self._numbers_of(turn), bounds)
         assert self._none is not None
-        differs = self.meet(Kind.BLOCKS)
+        numbers, differs = self._numbers_of(turn, shares.end), self.meet(Kind.BLOCKS)
         return FixedQuestion(
             self._exchange.name,
             turn,

@@ -109,6 +109,9 @@ class FittedBatch:
 
     def fault(self) -> Tensor:
         """Why no step can hold the batch, or 0: `[1]`, on the device."""
+        if raises_at_once(self.device):
+            self.count()
+            return torch.zeros(1, dtype=torch.int64)
         are_too_many = (self._named() > self.capacity) * TOO_MANY
         return torch.where(self.parts.plan[4][0] > 0, BAD_IDS, are_too_many).view(1)
 
@@ -116,8 +119,10 @@ class FittedBatch:
         """Lets no step hold the batch unless `fault`, the largest of all ranks' fault(), is 0.
 
         Unless `own`, that of this batch, is as large, the position of a bad id then says which:
-        less than 0.
+        less than 0. Where all ranks raise at once, there is nothing wrong any more.
         """
+        if raises_at_once(self.device):
+            return
         status = self.parts.plan[4]
         is_anothers = fault > own
         status[:1].masked_fill_(is_anothers, 1)

@@ -15,6 +15,7 @@ from keyed_ids import KeyedIds
 from loops import sgd_step
 from reference import FLOATS, assert_same_bytes, assert_same_content, dtype_name
 from torch import Tensor, nn, optim
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import speedtorch
 from speedtorch import (
@@ -56,8 +57,8 @@ def made(pooled: bool = True, device: str = "cpu", **settings: Any) -> Any:
     return kind(configs(pooled), device=device, **settings)
 
 
-def one(rows: int = 10, columns: int = 2, name: str = "a", **settings: Any) -> Any:
-    return EmbeddingBagCollection([EmbeddingBagConfig(rows, columns, name, **settings)])
+def one(rows: int = 10, columns: int = 2, name: str = "a", device: str = "cpu", **k: Any) -> Any:
+    return EmbeddingBagCollection([EmbeddingBagConfig(rows, columns, name, **k)], device=device)
 
 
 def names_of(collection: Any) -> list[str]:
@@ -636,17 +637,51 @@ def test_a_group_with_a_dot_is_refused() -> None:
         EmbeddingCollection([EmbeddingConfig(9, 2, "a", group="x.y")])
 
 
+@NEEDS_GPU
 def test_features_that_are_planned_ahead_are_made_rows_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also those of several lookups of a batch."""
-    tables, read = one(), []
+    """Also those of several lookups of a batch. On the CPU rows are known by their values."""
+    tables, read = one(device="cuda"), []
     make = TableRanges._made
     monkeypatch.setattr(TableRanges, "_made", lambda *given: read.append(1) or make(*given))
     batches = [[{"a": torch.tensor([k, 3 + j])} for j in range(3)] for k in range(5)]
     for batch in speedtorch.prefetch(batches, tables, ids=lambda batch: batch):
         sum(tables(each).values().sum() for each in batch).backward()
     assert len(read) == 15
+
+
+@pytest.mark.parametrize("samples", [0, 1, 3])
+@pytest.mark.parametrize("sizes", [(None, None), (None, 2), (2, 2), (1, None), (0, 3), (0, 0)])
+def test_a_dict_of_ids_alone_is_that_of_ids_and_offsets(
+    sizes: tuple[int | None, int | None], samples: int, device: str
+) -> None:
+    """Also after other batches, and where the ids were another's lookup without gradients."""
+    ours = EmbeddingCollection([EmbeddingConfig(9, 2, each) for each in "ab"], device=device)
+    shapes = {
+        key: (samples, *[size] * (size is not None)) for key, size in zip("ab", sizes, strict=True)
+    }
+    for where in ("cpu", device):
+        ids = {key: torch.randint(9, shape, device=where) for key, shape in shapes.items()}
+        ends = {
+            key: torch.arange(samples + 1) * (1 if size is None else size)
+            for key, size in zip("ab", sizes, strict=True)
+        }
+        with torch.inference_mode():
+            ours(ids)
+        found = ours(ids)
+        expected = ours({key: (ids[key].reshape(-1), ends[key].to(where)) for key in ids})
+        for key in ids:
+            assert_same_bytes(found[key].values(), expected[key].values())
+            assert_same_bytes(found[key].offsets(), expected[key].offsets())
+        found.rows().sum().backward()
+
+
+def test_offsets_that_are_kept_are_of_no_fake_mode() -> None:
+    ids = {"a": torch.tensor([[1, 2], [3, 4]])}
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError):
+        one()({"a": mode.from_tensor(ids["a"])})
+    assert one()(ids).values().shape == (2, 2)
 
 
 def test_several_lookups_of_a_step_are_prefetched_as_a_list() -> None:

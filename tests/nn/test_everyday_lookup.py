@@ -1,14 +1,17 @@
-"""An everyday lookup stays short: few calls of Python in few files, as the host's time counts."""
+"""An everyday lookup stays short: few calls of Python and of ops, as the host's time counts."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
-from torch import optim
+from torch import Tensor, nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import speedtorch
 
@@ -42,3 +45,59 @@ def test_a_lookup_of_a_plain_loop_makes_few_calls_in_few_files(
         optimizer.step()
     assert len({file for file, _ in calls}) <= MOST_FILES
     assert 20 < len(calls) <= MOST_CALLS, calls
+
+
+class Ops(TorchDispatchMode):
+    """Notes all ops but those that make a view of a tensor, or memory without values."""
+
+    FREE = frozenset({"detach", "view", "slice", "empty", "lift_fresh"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if (name := func.name().partition("::")[2].partition(".")[0]) not in self.FREE:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+KEYS = [f"t{number}" for number in range(26)]
+OPS = ["plan_batch", "exchange_rows"]
+
+
+def embedding(padding: int | None = None) -> tuple[nn.Module, Callable[[], Any]]:
+    made = speedtorch.Embedding(1000, 8, padding_idx=padding)
+    return made, lambda: torch.randint(1000, (64,))
+
+
+def bags(*shape: int) -> tuple[nn.Module, Callable[[], Any]]:
+    tables = [speedtorch.EmbeddingBagConfig(1000, 8, key) for key in KEYS]
+    made = speedtorch.EmbeddingBagCollection(tables)
+    return made, lambda: {key: torch.randint(1000, shape) for key in KEYS}
+
+
+LOOKUPS = {
+    "plain": (embedding, [*OPS, "embedding"]),
+    "padding": (lambda: embedding(3), [*OPS, "embedding"]),
+    "dict of ids": (lambda: bags(64), ["cat", "table_ids", *OPS, "pool_rows"]),
+    "dict of bags": (lambda: bags(64, 3), ["cat", "table_ids", *OPS, "pool_rows"]),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), LOOKUPS.values(), ids=LOOKUPS)
+def test_a_lookup_of_a_plain_loop_makes_few_ops(make: Any, expected: list[str]) -> None:
+    """Also after others, whose ids it is not compared with."""
+    module, batch = make()
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        ids = batch()
+        with Ops() as ops:
+            found = module(ids)
+        rows: Tensor = found if isinstance(found, Tensor) else found.values()
+        optimizer.zero_grad()
+        rows.sum().backward()
+        optimizer.step()
+    assert ops.names == expected
