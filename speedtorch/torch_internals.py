@@ -182,7 +182,7 @@ def is_forward_mode() -> bool:
 gradient_hooks: Callable[[Tensor], tuple[object, object]] = operator.attrgetter(
     "_backward_hooks", "_post_accumulate_grad_hooks"
 )
-"""Who waits for a parameter's gradient, and for its being accumulated; None or empty: nobody."""
+"""The hooks of a parameter's gradient, and of its being accumulated; None or empty: no hooks."""
 
 active_data_parallel: Callable[[], nn.parallel.DistributedDataParallel | None] = partial(
     operator.attrgetter("_active_ddp_module"), nn.parallel.DistributedDataParallel

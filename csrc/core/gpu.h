@@ -45,7 +45,7 @@ class CurrentStream {
  private:
   void* stream_ = nullptr;
   int device_ = 0;
-  // torch's own: one of CUDA's calls would open a context on a GPU that nobody uses.
+  // torch's own: one of CUDA's calls would open a context on a GPU that is not used.
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 

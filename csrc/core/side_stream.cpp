@@ -1,4 +1,4 @@
-// A stream that is nobody else's. Called by speedtorch/memory/side_stream.py: torch's own streams
+// A stream of one caller's own. Called by speedtorch/memory/side_stream.py: torch's own streams
 // come from a pool of 32 that callers draw from too, and two owners of one stream would wait for
 // each other and share the memory that torch caches for it.
 

@@ -232,7 +232,7 @@ bool was_left(const Block& block) {
 }
 
 // The registry, locked while this lives. Pieces that their storage has left are found to be so when
-// somebody asks for them; they go when this does, outside the lock.
+// they are asked for; they go when this does, outside the lock.
 class OpenRegistry {
  public:
   OpenRegistry() : all_(registry()), lock_(all_.mutex) {}
@@ -645,7 +645,7 @@ int64_t host_register(const Tensor& tensor) {
 }
 
 // Unpins what was pinned in place under this number; nothing if its memory went before. Throws if a
-// captured graph may use it, or keeps it for the graph if nobody else has the tensor any more.
+// captured graph may use it, or keeps it for the graph if no other code has the tensor any more.
 void host_unregister(int64_t pin, bool tensor_is_gone) {
   if (pin == 0) return;  // what the pieces that are ours have
   OpenRegistry all;

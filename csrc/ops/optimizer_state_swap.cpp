@@ -101,33 +101,49 @@ PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
   return part;
 }
 
+// Finds ascending ids among ascending entries, in one walk over both.
+class AscendingSearch {
+ public:
+  AscendingSearch(const PlanView& list, int64_t first_id)
+      : end_(list.unique + list.count), entry_(std::lower_bound(list.unique, end_, first_id)) {}
+
+  // The entry of an id, which is none of those before it; null if there is none.
+  const int64_t* find(int64_t id) {
+    while (entry_ != end_ && *entry_ < id) ++entry_;
+    return entry_ != end_ && *entry_ == id ? entry_ : nullptr;
+  }
+
+ private:
+  const int64_t* end_;
+  const int64_t* entry_;
+};
+
 // `write_through`: rows in both lists are written to the host as well.
 void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const PlanView& load,
                        bool write_through) {
   int64_t record_bytes = 1;
   for (const SwapField& field : table.fields) record_bytes += field.host.row_bytes;
   const int64_t entries_per_task = kBytesPerTask / record_bytes + 1;
-  int64_t* evict_end = evict.unique + evict.count;
-  int64_t* load_end = load.unique + load.count;
   auto move = [](char* to, const char* from, int64_t bytes) {
     if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
   };
   torch::stable::parallel_for(0, load.count, entries_per_task, [&](int64_t begin, int64_t end) {
+    AscendingSearch evicted(evict, load.unique[begin]);
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = load.unique[m];
-      int64_t* found = std::lower_bound(evict.unique, evict_end, id);
-      const bool stays = found != evict_end && *found == id;
+      const int64_t* found = evicted.find(id);
       for (const SwapField& field : table.fields) {
-        const char* from = stays ? field.leaving.row(evict.order[found - evict.unique])
-                                 : field.host.row(id - table.first);
+        const char* from = found != nullptr ? field.leaving.row(evict.order[found - evict.unique])
+                                            : field.host.row(id - table.first);
         move(field.arriving.row(load.order[m]), from, field.host.row_bytes);
       }
     }
   });
   torch::stable::parallel_for(0, evict.count, entries_per_task, [&](int64_t begin, int64_t end) {
+    AscendingSearch loaded(load, evict.unique[begin]);
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = evict.unique[m];
-      if (!write_through && std::binary_search(load.unique, load_end, id)) continue;
+      if (!write_through && loaded.find(id) != nullptr) continue;
       for (const SwapField& field : table.fields) {
         move(field.host.row(id - table.first), field.leaving.row(evict.order[m]),
              field.host.row_bytes);

@@ -28,7 +28,7 @@ __device__ inline bool is_outside(int64_t id, int64_t rows) {
   return static_cast<uint64_t>(id) >= static_cast<uint64_t>(rows);
 }
 
-// A count that is none (nobody checked it) stands for the nearest that is one.
+// A count that is none (it was not checked) stands for the nearest that is one.
 __device__ inline int64_t clamped(int64_t count, int64_t most) {
   return min(max(count, int64_t{0}), most);
 }

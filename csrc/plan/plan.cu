@@ -10,7 +10,7 @@
 #include <iterator>
 #include <utility>
 
-// Ids are integers, and nobody profiles CUB here: a fifth of this file's compiling.
+// Ids are integers, and CUB is not profiled here: a fifth of this file's compiling.
 #define CCCL_DISABLE_BF16_SUPPORT
 #define CCCL_DISABLE_FP16_SUPPORT
 #define CCCL_DISABLE_NVTX

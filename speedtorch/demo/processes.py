@@ -90,7 +90,7 @@ def joined(device: torch.device) -> Iterator[Processes]:
 
     If the device is a GPU, each has one of its own, which is the current one from then on. All come
     to the end before one leaves, as torchrun kills the others when one ends with another status
-    than 0; after an error nobody waits.
+    than 0; after an error no process waits.
 
     Raises ValueError if there are fewer GPUs than processes.
     """

@@ -86,7 +86,7 @@ def save_checkpoint(
     {"model": ..., "optimizer": ...} with state dicts of one process or of any number of them. A
     checkpoint that was there before cannot be read any more once this one has begun.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save  # nobody else needs it
+    from torch.distributed.checkpoint.state_dict_saver import save  # only this needs it
 
     paths = [folder / "checkpoint", folder / "report.json"]
     (paths[0] / ".metadata").unlink(missing_ok=True)  # of other shares than those written now
@@ -99,7 +99,7 @@ def save_checkpoint(
 
 
 def peak_host_bytes() -> int | None:
-    """The most host memory that this process has held so far; None where nobody counts it."""
+    """The most host memory that this process has held so far; None where none is counted."""
     try:
         import resource
     except ImportError:  # not a Unix system

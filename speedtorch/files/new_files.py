@@ -144,7 +144,7 @@ def _sweep(folder: str, descriptor: int, targets: Sequence[str]) -> None:
     """Removes what killed processes left of files so named, unless someone writes here now."""
     any_name = "|".join(re.escape(os.path.basename(target)) for target in targets)
     left = re.compile(rf"\.({any_name})\.\d+-[0-9a-f]{{8}}\.(partial|previous)")
-    # On file systems without locks nobody can tell: what is left stays.
+    # File systems without locks cannot tell: what is left stays.
     with where_supported(errno.EBADF, errno.ENOLCK):
         # Where they are in use, or another user's, saving works all the same.
         with suppress(BlockingIOError, PermissionError):

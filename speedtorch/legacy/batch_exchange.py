@@ -38,7 +38,7 @@ class BatchExchange(Switcher):
         raise NotImplementedError
 
     def _held(self, name: str) -> tuple[Tensor, str]:
-        """A field's rows that are trained, and who holds them."""
+        """A field's rows that are trained, and what holds them."""
         raise NotImplementedError
 
     def _to_put(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
@@ -103,7 +103,7 @@ class BatchExchange(Switcher):
     ) -> tuple[Tensor, Plan | None]:
         """The ids of a batch as one row of numbers, and their plan where the ops need one.
 
-        Everyone who shares the table shares the plan. `step` is 0 before a batch, 1 after it.
+        All that share the table share the plan. `step` is 0 before a batch, 1 after it.
         """
         self._finish()
         if self._stored is None or self._stored.table is None:

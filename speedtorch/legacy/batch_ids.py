@@ -62,5 +62,5 @@ def all_within(index: Tensor, rows: int) -> bool:
 
 
 def on_gpu(ids: Indexes) -> bool:
-    """Whether these lie where nobody waits to read them."""
+    """Whether these lie where reading them waits for nothing."""
     return isinstance(ids, Tensor) and ids.is_cuda

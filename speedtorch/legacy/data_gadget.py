@@ -264,7 +264,7 @@ class PytorchDataGadget(_TorchGadget):
 class DataGadgetMM(MappedFiles, _CupyGadget):
     """DataGadget whose rows stay in their file, mapped into memory: inserting changes the file.
 
-    Nobody may shorten the file while the gadget lives, neither this process nor another: there is
+    The file must not be shortened while the gadget lives, by this process or another: there is
     no memory behind rows that the file lacks, and the system ends a process that reads or writes
     them (SIGBUS), without an exception. Write a new file beside it and rename that instead.
     """

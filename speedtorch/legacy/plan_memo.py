@@ -53,8 +53,8 @@ class _Batch:
     """A plan, and how to know its ids again: one row of numbers, or unread, as given on a GPU.
 
     Not every write to a tensor makes a new version of it: a replayed CUDA graph's does not, nor one
-    through `.data` or another library. Who asks for an earlier step than the last, which `steps`
-    keeps of each, has come to another batch, which may lie in the same tensors.
+    through `.data` or another library. A caller that asks for an earlier step than the last, which
+    `steps` keeps of each, has come to another batch, which may lie in the same tensors.
     """
 
     place: tuple[torch.device, int | None, bool]

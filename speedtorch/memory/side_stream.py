@@ -58,7 +58,7 @@ class _Turn:
         try:
             torch.cuda.set_stream(stream)
             return stream
-        except BaseException:  # as Ctrl-C right after it, for which nobody calls __exit__
+        except BaseException:  # as Ctrl-C right after it, for which __exit__ is not called
             self._go_back()
             raise
 
@@ -156,7 +156,7 @@ class SideStream:
 
 
 class SharedSideStream(SideStream):
-    """As SideStream, but one for all streams of the caller, who orders the memory by events."""
+    """As SideStream, but one for all streams of the caller, which orders the memory by events."""
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream of its purpose."""

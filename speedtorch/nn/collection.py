@@ -179,7 +179,7 @@ class TableCollection(nn.Module):
             group.reset_parameters()
 
     def flush(self) -> None:
-        """Brings the tables up to date, for who keeps views of them."""
+        """Brings the tables up to date, for code that keeps views of them."""
         for group in self._groups():
             group.flush()
 

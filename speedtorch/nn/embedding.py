@@ -29,10 +29,10 @@ class Embedding(RowModule, nn.Embedding):
     another batch follow: then its rows are of the step only if its backward comes after all, which
     raises RuntimeError where they have a capacity.
 
-    The weight stands for the whole table. C++ code that is given it, and who reaches its memory by
-    data_ptr(), cannot be told so and sees the held rows: give them emb.table["weight"]. For all
-    others its shape, numel() and len() are the table's, weight[ids] is a lookup, and torch.nn.init
-    and in-place methods change all rows, those of an untouched table when they are first needed.
+    The weight stands for the whole table. C++ code that is given it, and code that reaches its
+    memory by data_ptr(), cannot be told so and sees the held rows: give them emb.table["weight"].
+    For all others its shape, numel() and len() are the table's, weight[ids] is a lookup, and
+    torch.nn.init and in-place methods change all rows, those of an untouched table at first need.
     Other functions compute with the whole table, in host memory, of which weight.cpu() is no copy.
     Where gradients are asked a backward through their result raises, and so do at once a function
     that writes in place or is given another tensor that needs a gradient, or one on a GPU. The
@@ -40,7 +40,7 @@ class Embedding(RowModule, nn.Embedding):
     optimizers need it: weight.data -= lr * weight.grad steps them. The weight keeps the table when
     the module is gone.
 
-    The table takes its memory when somebody first needs it. An exception in training (out of
+    The table takes its memory at first need. An exception in training (out of
     memory, Ctrl-C) leaves every row as before the step or as after it, and training can go on.
 
     Args:

@@ -48,7 +48,7 @@ class Jagged(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Features that can be read once somebody needs them, and the tensors of their ids."""
+    """Features that are read at first need, and the tensors of their ids."""
 
     tensors: list[Tensor]
     form: Hashable
@@ -59,7 +59,7 @@ class Source(NamedTuple):
     """How many ids each bag of a tensor has, if all of its bags have as many."""
 
     def read(self, device: torch.device) -> Jagged:
-        """Their bags side by side on a device, for which nobody waits."""
+        """Their bags side by side on a device, without a wait for it."""
         if self.sizes is None or device.type != "cpu":
             return _joined(self.parts(), self.samples, device)
         parts, sizes = self.tensors, self.sizes
@@ -88,7 +88,7 @@ class _Bags(NamedTuple):
 def read_features(given: Features, wanted: list[str], name: str, *, weighted: bool) -> Source:
     """Looks what there is of the wanted features, in their order; the values are not read.
 
-    `name` is what errors call who asks. A feature may be wanted twice.
+    `name` is what errors call the module. A feature may be wanted twice.
     """
     if isinstance(given, Mapping):
         return _of_dict(given, wanted, name, weighted)
@@ -234,7 +234,7 @@ def _even_offsets(sizes: tuple[int, ...], samples: int) -> npt.NDArray[np.int64]
 
 
 def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagged:
-    """Bags side by side on a device, which nobody waits for."""
+    """Bags side by side on a device, without a wait for it."""
     flat = [part.ids if part.ids.dim() == 1 else part.ids.reshape(-1) for part in parts]
     ids, bags = _moved(flat, device), sum(part.bags for part in parts)
     sizes = {part.offsets if isinstance(part.offsets, int) else None for part in parts}
@@ -262,7 +262,7 @@ def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagge
 
 
 def _moved(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Integers of one list, on a device that nobody waits for."""
+    """Integers of one list, on a device, without a wait for it."""
     if len({part.device for part in parts}) > 1:
         parts = [_on(part, device) for part in parts]
     whole = parts[0] if len(parts) == 1 else torch.cat([*parts]) if parts else None

@@ -40,7 +40,7 @@ _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 
 
 class Steps(Protocol):
-    """Who is told of ids before they are looked up; Exchange says what each does."""
+    """What is told of ids before they are looked up; Exchange says what each does."""
 
     @property
     def ahead(self) -> int:
@@ -69,11 +69,11 @@ class Steps(Protocol):
 
 
 class Lookups(Protocol):
-    """Who brings rows by their ids; TrainedRows says what each does."""
+    """What brings rows by their ids; TrainedRows says what each does."""
 
     @property
     def exchange(self) -> Steps:
-        """Who is told of ids before."""
+        """What is told of ids before."""
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
@@ -104,7 +104,7 @@ class RowModule(nn.Module):
     weight: Any
     sparse: bool
     _wanted: torch.dtype | None = None
-    """The dtype that somebody has asked the rows to have, which they do not take."""
+    """The dtype that a caller has asked the rows to have, which they do not take."""
 
     @torch.inference_mode(False)  # or nothing made here could ever be written to
     def __init__(
@@ -254,7 +254,7 @@ class RowModule(nn.Module):
     ) -> _Self:
         """Gives all rows first values by a function of torch.nn.init, or one like it.
 
-        Rows that nobody has used get them when somebody does, so that calling this right after the
+        Rows that were never used get them at first use, so that calling this right after the
         constructor costs nothing. The padding's row becomes zero. State stays as it is.
 
         Args:
@@ -289,7 +289,7 @@ class RowModule(nn.Module):
 
         A step of several lookups then has one exchange; without it each lookup that brings new rows
         copies those that are held already. With several Embeddings announce to all of them before
-        the first lookup: their ids are planned while nobody waits. Where lookups train nothing
+        the first lookup: their ids are planned before it waits. Where lookups train nothing
         (no_grad, frozen rows) it does nothing.
 
         Announced ids belong to one step, which looks up all of the tensors or none:
@@ -345,7 +345,7 @@ class RowModule(nn.Module):
         return {self: parts}
 
     def flush(self) -> None:
-        """Brings the table up to date, for who keeps a view of it; emb.table does so by itself.
+        """Brings the table up to date for code that keeps a view; emb.table does so by itself.
 
         Raises:
             IndexError: An id that the GPU found out of range.

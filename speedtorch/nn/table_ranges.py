@@ -54,7 +54,7 @@ class TableRanges:
         self._means: dict[torch.device, Tensor] = {}
         self._known = _Known()
         self._awaited: list[_Entry] = []
-        """Ids of this rank, for as long as somebody keeps their rows."""
+        """Ids of this rank, for as long as their rows are kept."""
 
     def range_of(self, name: str) -> slice:
         """The rows of a table."""
@@ -64,7 +64,7 @@ class TableRanges:
     def ids_of(self, source: Source, device: torch.device) -> TableIds:
         """Ids of the features as rows; where a GPU takes part, once for the tensors of the ids.
 
-        Nobody waits. Bad ids are found by the lookup; see explained().
+        Nothing waits. Bad ids are found by the lookup; see explained().
         """
         if device.type == "cpu" and not any(each.is_cuda for each in source.tensors):
             # Ids that were announced or planned ahead are known by the values of these rows.
@@ -160,7 +160,7 @@ def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds 
 
 
 def _while_kept(ids: TableIds) -> Callable[[], TableIds | None]:
-    """Gives them for as long as somebody else keeps their rows."""
+    """Gives them for as long as their rows are kept elsewhere."""
     rows, bags, jagged = weakref.ref(ids.rows), ids.bags, ids.jagged
     return lambda: None if (kept := rows()) is None else TableIds(kept, bags, jagged)
 

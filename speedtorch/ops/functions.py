@@ -267,7 +267,7 @@ def pinned_scatter(
 def pinned_copy(dst: Tensor, src: Tensor) -> None:
     """Copies a range of rows, or a whole table, between host memory and a GPU: `dst[:] = src`.
 
-    Memory of every kind that the GPU reaches moves at the link's speed, and nobody waits. All else
+    Memory of every kind that the GPU reaches moves at the link's speed, without a wait. All else
     (both tensors on the CPU, both on GPUs, pageable memory) is torch's own copy.
 
     Args:
@@ -290,7 +290,7 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
 
 
 swap_placed: Callable[..., None] = _ops.optimizer_state_swap.placed
-"""optimizer_state_swap for who makes its arguments itself, in the op's order: lists, no gradients.
+"""optimizer_state_swap for callers that make its arguments in the op's order: lists, no gradients.
 
 These are host, leaving, evict, evict_places, arriving, load and load_places.
 """
@@ -483,7 +483,7 @@ def pool_rows(
     """Adds up the rows of each bag, of several features at once: a pooled lookup.
 
     A bag's rows are added in order, as torch's embedding_bag does. Half precision is added up in
-    float32 and rounded once. Not differentiable: who calls it has a backward of its own, of which
+    float32 and rounded once. Not differentiable: its callers have a backward of their own, of which
     `sum_rows` is the work.
 
     Args:

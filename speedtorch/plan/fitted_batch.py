@@ -15,7 +15,7 @@ from speedtorch.plan.planned_batch import Parts
 __all__ = ["BAD_IDS", "TOO_MANY", "Changes", "FittedBatch", "raises_at_once", "too_many"]
 
 BAD_IDS, TOO_MANY = 1, 2
-"""Why no step can hold a batch; those who hold rows together have more reasons."""
+"""Why no step can hold a batch; ranks that hold rows together have more reasons."""
 
 
 def raises_at_once(device: torch.device) -> bool:
@@ -47,9 +47,9 @@ class Changes(NamedTuple):
 class FittedBatch:
     """The distinct rows of a batch, in address order, as a block of `capacity` rows holds them.
 
-    Nobody waits for their number. The padding's row stands after the block. `following()` is the
-    batch that was planned after this one. Known once a step holds the rows are `ids`, those of the
-    block, always the same tensor, and `number`, how many they are: `[1]`.
+    The host does not wait for their number. The padding's row stands after the block.
+    `following()` is the batch that was planned after this one. Known once a step holds the rows are
+    `ids`, those of the block, always the same tensor, and `number`, how many they are: `[1]`.
 
     Raises:
         IndexError: rows are held on the CPU and an id is out of range; a GPU's are written to the
@@ -97,7 +97,7 @@ class FittedBatch:
         yield from self.parts.tensors()
 
     def count(self) -> None:
-        """Raises RuntimeError if the CPU holds the rows and too many are named; nobody waits."""
+        """Raises RuntimeError if the CPU holds the rows and too many are named; never waits."""
         if not self._is_counted and raises_at_once(self.device):
             if (named := int(self._named())) > self.capacity:
                 raise too_many(self.parts.name, named, self.capacity, "nothing has changed")

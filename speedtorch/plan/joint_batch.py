@@ -126,7 +126,7 @@ class JointBatch:
         return counts[0] == 0
 
     def take_apart(self) -> list[PlannedBatch]:
-        """The batches of the tables, which know this one; only who is given them keeps them."""
+        """The batches of the tables, which know this one; the caller alone keeps them."""
         made = [
             PlannedBatch(each, each.rows, self._device, joint=self, number=number)
             for number, each in enumerate(self.parts)

@@ -1,7 +1,7 @@
 """The distinct rows that a batch names, where each of them will be held, and how many they are.
 
 Everything is computed on the device of the rows without waiting; only the counts come to the host,
-and only when somebody asks for them. With the rows of an earlier batch given, a batch also knows
+and only when they are asked for. With the rows of an earlier batch given, a batch also knows
 which rows it has in common with that one.
 """
 
@@ -91,7 +91,7 @@ def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> N
 class SeenIds:
     """Ids that are recognised when they come again.
 
-    Ids on the CPU are compared with a copy, which nobody else writes to and which a GPU takes
+    Ids on the CPU are compared with a copy, which no other code writes to and which a GPU takes
     without waiting. Those that are to stay `unread`, as they lie on a GPU, must be the same tensor,
     unchanged. It is kept, and so is its memory, which it can be made to leave (`tensor.data =
     other`): no other tensor comes to lie there.
@@ -169,7 +169,7 @@ class Parts:
         for part in parts or [torch.empty(0, dtype=torch.int64)]:
             seen = SeenIds(part, device, unread=part.is_cuda)
             ids = seen.values if len(seen.shape) == 1 else seen.values.reshape(-1)
-            if ids.device != device:  # towards a GPU nobody waits
+            if ids.device != device:  # without a wait towards a GPU
                 ids = ids.to(device, non_blocking=device.type == "cuda")
             self._seen.append(seen)
             self._begins.append(self._begins[-1] + ids.shape[0])

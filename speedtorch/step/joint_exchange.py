@@ -2,7 +2,7 @@
 
 Where the batches of several tables are planned together, their steps begin together, with the first
 lookup in any of them. Each table's step is then a range of blocks that are those of all. A table
-whose step is not over, or whose rows somebody has read or changed meanwhile, goes on by itself, and
+whose step is not over, or whose rows were read or changed meanwhile, goes on by itself, and
 so do all of them: the rows of each are those that it would hold alone.
 """
 

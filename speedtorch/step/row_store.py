@@ -44,7 +44,7 @@ def waiting_bytes() -> int:
 
 
 class Draw(NamedTuple):
-    """First values of all rows, which are drawn when somebody needs them."""
+    """First values of all rows, which are drawn at first need."""
 
     functions: tuple[Callable[[Tensor], object], ...]
     """Called one after another as function(tensor), in place."""
@@ -89,7 +89,7 @@ class Portion(NamedTuple):
     blocks: Sequence[tuple[range, range]]
     """Where they are there, and here; both ascend."""
     agreed: Callable[[int], int]
-    """The seed that all who have portions of the table take, of what each of them has."""
+    """The seed that all ranks with portions of the table take, of what each of them has."""
 
     @property
     def size(self) -> int:
@@ -221,7 +221,7 @@ class RowStore:
         return self._table is not None and not self._draws
 
     def draw(self, draw: Draw, *, anew: bool) -> None:
-        """Gives all rows other values, when somebody needs them if nobody has yet.
+        """Gives all rows other values, at first need if they were never used.
 
         With `anew` values of before do not matter.
         """
@@ -284,12 +284,12 @@ class RowStore:
 
     @property
     def holder(self) -> RowHolder | None:
-        """Who holds rows of the table, whichever module that belongs to."""
+        """What holds rows of the table, whichever module that belongs to."""
         reference = self._holder if self._table is None else self._table.holder
         return None if reference is None else reference()
 
     def keep_holder(self, holder: RowHolder) -> None:
-        """Says who holds rows of the table; who did before brings them home."""
+        """Says what holds rows of the table; what did before writes them back."""
         if self._table is not None:
             self._table.bring_home()
         self._holder = weakref.ref(holder)
@@ -297,7 +297,7 @@ class RowStore:
             self._table.be_held(self._holder)
 
     def drop_holder(self, holder: RowHolder) -> None:
-        """Says that somebody holds rows no more."""
+        """Says that a holder holds rows no more."""
         if self.holder is holder:
             self._holder = None
             if self._table is not None:
@@ -305,11 +305,11 @@ class RowStore:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether somebody else holds rows of the table than who did by this."""
+        """Whether another holder has rows of the table than the one of this store."""
         return self._holder is not None and self.holder is not self._holder()
 
     def own(self) -> None:
-        """Says that nobody else uses the table, so that another may replace it."""
+        """Says that this alone uses the table, so that another may replace it."""
         self._owned = True
 
     def bring_others_home(self) -> None:
@@ -533,7 +533,7 @@ class RowStore:
         reached = self._reached
         if reached is None or reached[0] is not names:
             reached = (names, [self.field(name) for name in names])
-            # Who does not hold rows of the table is not told when it closes.
+            # A store whose holder has no rows of the table is not told when it closes.
             if self._holder is not None and self._in_memory().holder is self._holder:
                 self._reached = reached
         return reached[1]
@@ -558,7 +558,7 @@ class RowStore:
     def settle(self, device: torch.device) -> None:
         """Waits until the CPU sees what a device has written; raises what it found wrong.
 
-        Somebody may close or change the table then: its fields are reached anew.
+        The caller may close or change the table then: its fields are reached anew.
         """
         wait_for_rows(device)
         self._reached = None

@@ -369,7 +369,7 @@ def _by_ids(rows: TrainedRows, ids: Any, trains: bool) -> Tensor:
 
 
 def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: TrainedRows) -> bool:
-    """Whether a method has changed all rows, or they will be when somebody needs them."""
+    """Whether a method has changed all rows, or they will be at first need."""
     numbers = {key: value for key, value in kwargs.items() if value is not None}
     if name == "copy_" and isinstance(args[1], Tensor):
         rows.load(args[1].expand(rows.shape))

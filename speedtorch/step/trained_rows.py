@@ -67,7 +67,7 @@ class Bags(NamedTuple):
 class TrainedRows:
     """All rows of an Embedding, those of a step as its parameter, and the state kept of them.
 
-    The one who knows who trains what: the table knows it as its holder, the parameter as what it
+    It knows what trains which rows: the table knows it as its holder, the parameter as what it
     stands for, and the hooks of every optimizer's step find it through the parameter.
 
     Args:
@@ -166,7 +166,7 @@ class TrainedRows:
 
     @alone
     def read(self, ids: Tensor) -> Tensor:
-        """Rows by their ids as they are now, whoever holds them, outside of any step."""
+        """Rows by their ids as they are now, whatever holds them, outside of any step."""
         self._check_claim()
         self.exchange.write_back(changes=False)
         self.exchange.raise_faults()
@@ -247,7 +247,7 @@ class TrainedRows:
 
     @alone
     def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
-        """Changes all rows, at first need if nobody has used them; see Draw."""
+        """Changes all rows, at first need if they were never used; see Draw."""
         with as_plain():
             self.store.draw(Draw((function,), random_seed(), None), anew=anew)
 
@@ -315,7 +315,7 @@ class TrainedRows:
             )
 
     def show_gradient(self, *, zeroes: bool = False) -> None:
-        """Called within a turn, before somebody else reads the parameter's gradient or sets it.
+        """Called within a turn, before code outside reads the parameter's gradient or sets it.
 
         With `zeroes` a zero_grad() does.
         """
@@ -390,7 +390,7 @@ class _LeftRows(TrainedRows):
 
 
 class _RowsOfStep(torch.autograd.Function):
-    """The held rows as the operand of a lookup; their gradient goes to who asked.
+    """The held rows as the operand of a lookup; their gradient goes to `asker`.
 
     torch's own node for a parameter's gradient knows one shape for its lifetime. The rows of a step
     become more with each lookup, so their gradient takes this way round it.

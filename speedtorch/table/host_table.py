@@ -31,7 +31,7 @@ _Path = str | os.PathLike[str]
 
 
 class RowHolder(Protocol):
-    """Who holds rows of a table elsewhere, as the parameter of a step for instance."""
+    """What holds rows of a table elsewhere, as the parameter of a step for instance."""
 
     @property
     def turn(self) -> AbstractContextManager[None]:
@@ -64,9 +64,10 @@ class HostTable:
     `[rows, *dim]`, a strided view of the records; `table.record` is everything, `[rows, columns]`.
 
     Rows that a module's step holds come home before any method, `table["weight"]` or `table.record`
-    gives or takes rows. Who keeps a view calls `flush()` before reading it, for that reason and as
-    the GPU writes on its own time. In a forked child (a DataLoader worker) every method refuses
-    managed memory; memory="registered" works, and a spawned process opens a saved table by name.
+    gives or takes rows. Code that keeps a view calls `flush()` before reading it, for that reason
+    and as the GPU writes on its own time. In a forked child (a DataLoader worker) every method
+    refuses managed memory; memory="registered" works, and a spawned process opens a saved table by
+    name.
 
     `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` give a field its first values, in parallel,
     and return the table. With a seed the bits are the same whatever the number of threads, the kind
@@ -85,7 +86,7 @@ class HostTable:
             host memory; "auto": the fastest that this machine has. "cuda": on the GPU. "file": a
             mapped file, for tables beyond the memory (a GPU reaches it by staged copies only).
         device: The GPU of memory="cuda".
-        path: The new file of memory="file", without a header. Nobody may shorten it meanwhile.
+        path: The new file of memory="file", without a header. It must not be shortened meanwhile.
 
     Attributes:
         rows, memory: As given, or the kind of memory that "auto" became.
@@ -207,7 +208,7 @@ class HostTable:
     holder: weakref.ref[RowHolder] | None = None
 
     def be_held(self, holder: weakref.ref[RowHolder] | None) -> None:
-        """Says who trains rows of the table."""
+        """Says what trains rows of the table."""
         self.holder = holder
 
     def bring_home(self) -> None:
