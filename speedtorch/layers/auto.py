@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -29,7 +28,12 @@ from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.residency import Residency, Use
 from speedtorch.layers.unit import Unit
 from speedtorch.layers.unit_steps import UnitSteps
-from speedtorch.torch_internals import calls_under_way, current_backward, never_compiled
+from speedtorch.torch_internals import (
+    call_after_backward,
+    calls_under_way,
+    current_backward,
+    never_compiled,
+)
 
 __all__ = ["Auto"]
 
@@ -204,7 +208,7 @@ class Auto:
             for steps in self._steps if not self._graphs else ():
                 steps.note_begun_backward()
             self._graphs.append(graph)
-            torch.autograd.Variable._execution_engine.queue_callback(self._through)
+            call_after_backward(self._through)
 
     def end_failed(self) -> None:
         """Forgets a backward, and forwards, that have failed."""

@@ -22,7 +22,7 @@ from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.layers.host_slab import copy_spans, host_bytes, is_pinned
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
-from speedtorch.torch_internals import current_stream, storage_uses
+from speedtorch.torch_internals import current_stream, storage_id, storage_uses
 
 __all__ = ["Memory", "Slab", "check_packable"]
 
@@ -404,7 +404,7 @@ class Slab:
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor has memory of the device slab."""
         is_dense = is_plain_tensor(tensor) and tensor.layout == torch.strided
-        return is_dense and tensor.untyped_storage()._cdata == self._storage._cdata
+        return is_dense and storage_id(tensor.untyped_storage()) == storage_id(self._storage)
 
     @property
     def is_held(self) -> bool:
@@ -421,10 +421,7 @@ class Slab:
         found = [
             each
             for each in gc.get_objects()
-            if is_plain_tensor(each)
-            and id(each) not in own
-            and each.layout == torch.strided
-            and each.untyped_storage()._cdata == self._storage._cdata
+            if is_plain_tensor(each) and id(each) not in own and self.has(each)
         ]
         return {weakref.ref(each): self._described(each) for each in found}
 

@@ -14,6 +14,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.torch_internals import buffers_of, members_of
+
 __all__ = ["TensorIndex"]
 
 
@@ -53,7 +55,7 @@ class TensorIndex:
         self._empty: list[dict[str, Any]] = []
         self._kept: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for part in module.modules():
-            for of_part in (part._parameters, part._buffers, part._modules):
+            for of_part in (*members_of(part), buffers_of(part)):
                 self._keep(of_part)
         for name, each in self.parameters.items():
             if each.is_leaf and each.grad is not None:

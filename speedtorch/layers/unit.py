@@ -28,6 +28,8 @@ from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
     as_plain,
+    base_of,
+    buffers_of,
     current_stream,
     never_compiled,
     next_node_number,
@@ -183,7 +185,7 @@ def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
     """
     found: dict[Node, bool] = {}
     for each in results:
-        last = each._base.grad_fn if each._is_view() and each._base is not None else None
+        last = None if (base := base_of(each)) is None else base.grad_fn
         for node in (last, each.grad_fn):
             if node is not None and number_of_node(node) >= begun:
                 is_last = last is None or number_of_node(last) < begun or node is last
@@ -815,7 +817,7 @@ class Unit:
     def _watch(self) -> None:
         """Lets those modules say that they run whose buffers that may change."""
         for each in self.module.modules():
-            if each in self._watched or (each is not self.module and not each._buffers):
+            if each in self._watched or (each is not self.module and not buffers_of(each)):
                 continue
             self._watched.add(each)
             if each is self.module:
