@@ -73,14 +73,7 @@ class Leaver(NamedTuple):
     @property
     def is_home(self) -> bool:
         """Whether it would wait for no copy that write_back() has begun."""
-        return self.unit.is_state_home if self.of_state else self.unit.is_home
-
-    def write_back(self, after: torch.cuda.Event | None) -> None:
-        """Begins to copy what is new to the host."""
-        if self.of_state:
-            self.unit.write_state_back(after)
-        else:
-            self.unit.write_back(after)
+        return self.unit.is_home(state_alone=self.of_state)
 
 
 class Candidate(NamedTuple):
@@ -421,7 +414,8 @@ class Residency:
             if over <= 0:
                 return
             if each not in self._going:
-                each.write_back(self.end_of_use(each.unit))
+                end = self.end_of_use(each.unit)
+                each.unit.write_back(end, state_alone=each.of_state)
                 self._going.append(each)
                 over -= nbytes
 

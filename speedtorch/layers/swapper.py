@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.auto import Auto
 from speedtorch.layers.first_state import FirstState
+from speedtorch.layers.module_hook import weak_call
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.transfer_stats import TransferStats
@@ -95,9 +96,14 @@ class Swapper:
         self._is_closed = False
         try:
             for name, module in named:
-                unit = Unit(module, *stepped, device=self.device, name=name, traffic=self._traffic)
-                self._units[module] = unit
-                unit.call_before_gradients(self._residency.expect_gradients)
+                self._units[module] = Unit(
+                    module,
+                    *stepped,
+                    device=self.device,
+                    name=name,
+                    traffic=self._traffic,
+                    before_gradients=weak_call(self._residency.expect_gradients),
+                )
             for each in stepped:
                 self._steps.append(UnitSteps(each, self._units, self._residency))
         except BaseException:
