@@ -27,15 +27,12 @@ def host_bytes(count: int, device: torch.device) -> Tensor:
 
     Raises MemoryError if the host has too little.
     """
-    if device.type != "cuda":
-        return host_memory.empty(count, dtype=torch.uint8, memory="plain")
-    try:
-        return host_memory.empty(count, dtype=torch.uint8, memory="registered")
-    except MemoryError:
-        raise
-    except RuntimeError as error:
-        _warn_once(str(error))
-        return host_memory.empty(count, dtype=torch.uint8, memory="plain")
+    if device.type == "cuda":
+        try:
+            return host_memory.empty(count, dtype=torch.uint8, memory="registered")
+        except RuntimeError as error:
+            _warn_once(str(error))
+    return host_memory.empty(count, dtype=torch.uint8, memory="plain")
 
 
 def is_pinned(host: Tensor) -> bool:

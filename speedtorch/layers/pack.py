@@ -225,6 +225,9 @@ class Pack:
             MemoryError: the host has too little for what came to them; all is where it was.
         """
         tensors, left = members.tensors, self.slab
+        if not tensors and not left.device_bytes:
+            self.memory = Memory.HOST
+            return 0
         at = left.where(tensors)
         with _plain_tensors():
             if None in at.values():
@@ -250,13 +253,12 @@ class Pack:
 
     def _is_replaced(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
         """Whether the place of a tensor that has come is that of another, which lives there."""
-        for name, memory in at.items():
-            former = self._placed[name]() if memory is None and name in self._placed else None
-            if former is None or former is tensors[name]:
-                continue
-            if self.has_place(name, former):
-                return True
-        return False
+        came = [name for name, memory in at.items() if memory is None and name in self._placed]
+        former = {name: each for name in came if (each := self._placed[name]()) is not None}
+        return any(
+            each is not tensors[name] and self.has_place(name, each)
+            for name, each in former.items()
+        )
 
     def _grow(self, members: Members, at: Mapping[str, Memory | None]) -> None:
         """Brings all to the host that has a place, and makes a larger slab around that."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -123,7 +123,7 @@ def check_packable(name: str, tensor: object) -> None:
         raise ValueError(f"{name}: a lazily conjugated or negated view; resolve_conj() first")
 
 
-def _slots(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[int, int]]]:
+def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]]:
     """The names of tensors that share memory together: `{name: (address, bytes)}` of each slot."""
     owner: dict[str, str] = {name: name for name in tensors}
     spans = {name: (_address(tensor), _extent(tensor)) for name, tensor in tensors.items()}
@@ -134,14 +134,13 @@ def _slots(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[int, int]]
         begin, nbytes = spans[name]
         if tensors[name].numel() == 0:
             continue
-        if first and tensors[name].device == tensors[first].device and begin < end:
-            owner[name], end = first, max(end, begin + nbytes)
-        else:
-            first, end = name, begin + nbytes
+        if not first or tensors[name].device != tensors[first].device or begin >= end:
+            first, end = name, 0
+        owner[name], end = first, max(end, begin + nbytes)
     slots: dict[str, dict[str, tuple[int, int]]] = {}
     for name in tensors:  # in the order of their first names
         slots.setdefault(owner[name], {})[name] = spans[name]
-    yield from slots.values()
+    return slots.values()
 
 
 def _gone(coming: SharedSideStream, device: torch.device) -> None:
@@ -252,9 +251,10 @@ class Slab:
             memory, place = None, self.places.get(name)
             if place is not None and tensor.layout is torch.strided:
                 address = _address(tensor) if 0 in place.size else tensor.data_ptr()
-                if address - place.begin == host:
+                address -= place.begin
+                if address == host:
                     memory = Memory.HOST
-                elif address - place.begin == device and place.begin + place.nbytes <= filled:
+                elif address == device and place.begin + place.nbytes <= filled:
                     memory = Memory.DEVICE
                 if memory is not None and not place.is_like(tensor):
                     memory = None
@@ -278,8 +278,8 @@ class Slab:
                     return False
         for slot in _slots(tensors):
             placed = {
-                (place.slot, place.begin - slot[name][0]) if place else None
-                for name, place in ((name, self.places.get(name)) for name in slot)
+                (place.slot, place.begin - start) if (place := self.places.get(name)) else None
+                for name, (start, _) in slot.items()
             }
             if len(placed) > 1:
                 return False

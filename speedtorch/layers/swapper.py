@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from speedtorch.layers.auto import Auto
 from speedtorch.layers.first_state import FirstState
 from speedtorch.layers.module_hook import weak_call
-from speedtorch.layers.residency import Residency
+from speedtorch.layers.residency import Leaver, Residency
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import Unit, exact_device
@@ -166,7 +166,7 @@ class Swapper:
             raise RuntimeError(f"units {used} are in use; evict them after `use`")
         freed, held = 0, []
         for unit in [each for each in units if not self._residency.is_used(each)]:
-            freed += self._residency.send_home(unit)
+            freed += self._residency.send_home(Leaver(unit), search=True)
             held += [f"{unit.name}: {each}" for each in unit.held_by()]
         return Freed(freed, held)
 

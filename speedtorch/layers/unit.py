@@ -168,8 +168,7 @@ class Unit:
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
         self.module, self.optimizers, self.name = module, optimizers, name
         self._uses = self.open_results = 0
-        self.gives_views = False
-        self.has_graph = self.was_stepped = False
+        self.gives_views = self.has_views = self.has_graph = self.was_stepped = False
         self._caller: Caller | None = None
         self._before_gradients = before_gradients
         # All that it has may have been changed before.
@@ -183,10 +182,9 @@ class Unit:
         """The number of autograd's next node when each forward began."""
         self.averaging = Averaging(name, module, self.device)
         self._tracker = AccessTracker(self)
-        self.has_views = False
         self.made_state_bytes = 0
         self._streams: set[torch.cuda.Stream] = set()
-        """Streams that the module ran on, and its tensors were used on, since join_streams()."""
+        """Streams that the module ran on, and its tensors were used on, since _join_streams()."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []
         self._forward_hook = ModuleHook(weak_call(self._ends))
@@ -309,8 +307,7 @@ class Unit:
             after: the end of its last use; None: after all that the current stream has by now.
             state_alone: copy the optimizer's state alone.
         """
-        if after is None:
-            self._join_streams()
+        self._join_streams(after)
         (own, members), _, (of_state, state) = self._parts()
         if not state_alone:
             own.write_back(members, after)
@@ -337,8 +334,7 @@ class Unit:
         """
         self._tracker.stop()
         self.averaging.note()
-        if after is None:
-            self._join_streams()
+        self._join_streams(after)
         freed = 0
         for pack, members in reversed(self._parts()):
             # Graphs have views of its own tensors alone.
@@ -357,8 +353,7 @@ class Unit:
         The unit can be used, and not be stepped.
         """
         self._tracker.stop()
-        if after is None:
-            self._join_streams()
+        self._join_streams(after)
         pack, members = self._parts()[2]
         freed = pack.evict(members, after)
         self._is_state_new, self.made_state_bytes = False, 0
@@ -372,8 +367,7 @@ class Unit:
             after: as of write_back().
         """
         if self._gradients.slab.device_bytes and not self._found.gradients:
-            if after is None:
-                self._join_streams()
+            self._join_streams(after)
             pack, members = self._parts()[1]
             pack.evict(members, after)
 
@@ -495,8 +489,9 @@ class Unit:
         else:
             self._tracker.start(() if self._caller is None else self._found.own.values())
 
-    def _join_streams(self) -> None:
-        if not self._streams:
+    def _join_streams(self, after: torch.cuda.Event | None = None) -> None:
+        """Lets the current stream wait for the streams of the last use, unless its end is known."""
+        if after is not None or not self._streams:
             return
         current = current_stream(self.device)
         for each in self._streams:
