@@ -91,7 +91,7 @@ class AccessTracker:
         return self._owner()
 
     @contextmanager
-    def reported(self, tensor: Tensor, *, is_counted: bool) -> Iterator[None]:
+    def reported(self, tensor: Tensor, *, is_counted: bool = True) -> Iterator[None]:
         """Reports an operation; the tensor is plain within."""
         if (owner := self.owner) is not None:
             owner.note_access(is_counted=is_counted)
@@ -104,8 +104,8 @@ class AccessTracker:
                 _track(tensor, self)
 
 
-class _Tracked:
-    """What the subclasses of tracked tensors have in common."""
+class _Tracked(Tensor):
+    """A tracked tensor."""
 
     _tracker: AccessTracker
 
@@ -113,19 +113,14 @@ class _Tracked:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _called(func, args, kwargs or {})
 
-    def _reported(self, *, is_counted: bool = True) -> AbstractContextManager[None]:
-        assert isinstance(self, Tensor)
-        return self._tracker.reported(self, is_counted=is_counted)
-
     # A parameter's own methods look at its class before they read elements.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with self._reported():
+        with self._tracker.reported(self):
             return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         owner = self._tracker.owner
-        with self._reported():
-            assert isinstance(self, Tensor)
+        with self._tracker.reported(self):
             copied = None if owner is None else owner.host_copy(self)
             if copied is None:
                 return self.__reduce_ex__(protocol)
@@ -136,16 +131,12 @@ class _Tracked:
             return reduced
 
 
-class _TrackedTensor(_Tracked, Tensor):
-    pass
-
-
 class _TrackedParameter(_Tracked, nn.Parameter):
     pass
 
 
-_TRACKED: dict[type, type[Tensor]] = {Tensor: _TrackedTensor, nn.Parameter: _TrackedParameter}
-_PLAIN: dict[type, type[Tensor]] = {_TrackedTensor: Tensor, _TrackedParameter: nn.Parameter}
+_TRACKED: dict[type, type[Tensor]] = {Tensor: _Tracked, nn.Parameter: _TrackedParameter}
+_PLAIN: dict[type, type[Tensor]] = {_Tracked: Tensor, _TrackedParameter: nn.Parameter}
 
 
 def on_device(given: Any, device: torch.device) -> Any:
@@ -179,7 +170,8 @@ def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: lis
             args, kwargs = on_device((args, kwargs), coming[0].device)
         for tensor in tracked:
             if isinstance(tensor, _Tracked):  # and not in use
-                stack.enter_context(tensor._reported(is_counted=is_counted(func)))
+                reported = tensor._tracker.reported(tensor, is_counted=is_counted(func))
+                stack.enter_context(reported)
         result = func(*args, **kwargs)
         for given in results:
             result = given(result)

@@ -58,7 +58,7 @@ def copy_spans(
 ) -> None:
     """Copies ranges of bytes between tensors `[bytes]` of uint8 on the current stream.
 
-    Nobody waits if `host` is pinned. `comes`: from the host; else to it.
+    The host does not wait if `host` is pinned. `comes`: from the host; else to it.
     """
     is_direct = is_pinned or other.is_cpu
     stage = None if is_direct else _stage(other.device)

@@ -63,7 +63,7 @@ def _plain_tensors() -> AbstractContextManager[None]:
 class Pack:
     """Tensors in host memory, or on the device; on the host at first.
 
-    Whoever moves them says each time which they are now, by names that stay.
+    The caller of each move says which they are now, by names that stay.
 
     Args:
         device: where they are when loaded; "cpu" is another part of host memory.
@@ -76,7 +76,7 @@ class Pack:
         self._held: dict[weakref.ref[Tensor], str] = {}
         """Views that keep a device slab which evict() has left to them, with names."""
         self._placed: dict[str, weakref.ref[Tensor]] = {}
-        """Who has the place of each name."""
+        """The tensor that has the place of each name."""
         self._versions: dict[str, tuple[int, int]] = {}
         """The last version of each tensor on the host and on the device."""
         with _plain_tensors():
@@ -93,7 +93,7 @@ class Pack:
         return all(name in placed and placed[name]() is each for name, each in tensors.items())
 
     def held_by(self) -> list[str]:
-        """Views that keep device memory which all else has left, as text."""
+        """Views that keep device memory which evict() has left to them, as text."""
         self._held = {view: text for view, text in self._held.items() if view() is not None}
         return list(self._held.values())
 
@@ -238,7 +238,7 @@ class Pack:
                 at = self.slab.where(tensors)
             self._move(members, at, Memory.HOST)
         self.memory = Memory.HOST
-        # Whose tensors have all left both.
+        # All tensors are on the host: they need no slab's device memory.
         held = {}
         if search and left.device_bytes and left.is_held:
             held = left.held_by(list(tensors.values()))

@@ -144,7 +144,7 @@ def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]
 
 
 def _gone(coming: SharedSideStream, device: torch.device) -> None:
-    """What comes to lie where a slab was that nobody has emptied is copied after its last use."""
+    """Orders copies into the memory of a dropped slab behind the slab's last use."""
     with coming.after_current(device):
         pass
 
@@ -374,7 +374,7 @@ class Slab:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody else has a view of the device slab: a graph, or a user."""
+        """Whether a graph or the program has a view of the device slab."""
         own = len(self._device_views) + (self._whole is not None)
         return storage_uses(self._storage) > own + 1
 

@@ -132,7 +132,7 @@ class Unit:
     Attributes:
         open_results: results with a graph that no backward has reached.
         has_graph: whether a graph may need its memory, as far as is known.
-        gives_views: whether its module has given views of its tensors to others.
+        gives_views: whether its module has returned views of its tensors.
         has_views: whether the program may have views of its tensors, taken since it was evicted.
         was_stepped: whether it was stepped when it was on the device last.
         made_state_bytes: of the optimizer's state that steps made on the device, as other_bytes()
@@ -386,7 +386,7 @@ class Unit:
         return not self._own.has_all(self._found.own)
 
     def held_by(self) -> list[str]:
-        """Views that somebody keeps, and with them device memory that it has left, as text."""
+        """Views that the program keeps, and with them device memory that it has left, as text."""
         return [each for pack in self._packs for each in pack.held_by()]
 
     @_untracked
@@ -664,7 +664,7 @@ class Unit:
         }
 
     def close(self) -> None:
-        """Evicts the unit, whose tensors are free to be another's then."""
+        """Evicts the unit; another unit may have its tensors then."""
         self._caller = None
         self.evict()
         for each in (*self._hooks, *self._step_hooks):
@@ -712,7 +712,7 @@ class Unit:
         return self._index
 
     def _watch(self) -> None:
-        """Lets those modules say that they run whose buffers that may change."""
+        """Hooks the forward of its module, and of modules within that have buffers to change."""
         for each in self.module.modules():
             if each in self._watched or (each is not self.module and not buffers_of(each)):
                 continue
