@@ -171,7 +171,7 @@ class Unit:
         self.gives_views = self.has_views = self.has_graph = self.was_stepped = False
         self._caller: Caller | None = None
         self._before_gradients = before_gradients
-        # All that it has may have been changed before.
+        # All that it has may have been changed before. Threads set each flag without reading it.
         self._is_touched = self._is_used = self._is_state_new = True
         self._index: TensorIndex | None = None
         self._stepped: set[str] = set()
@@ -569,7 +569,8 @@ class Unit:
             else:
                 output = given
         results = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
-        self.gives_views = self.gives_views or any(map(self.is_view, results))
+        if any(map(self.is_view, results)):
+            self.gives_views = True
         nodes = _nodes_since(begun, results)
         is_nested = bool(nodes) and self._caller is not None and self._caller.is_nested(self)
         for node, is_last in nodes.items():
