@@ -64,7 +64,7 @@ class AccessTracker:
     """
 
     def __init__(self, owner: Tracking) -> None:
-        self._owner = weakref.ref(owner)
+        self.owner = weakref.ref(owner)
         # Weak: a gradient that the program drops is freed at once.
         self._tracked: list[weakref.ref[Tensor]] = []
         self._starts = 0
@@ -85,15 +85,10 @@ class AccessTracker:
                 _untrack(tensor)
             self._tracked.pop()
 
-    @property
-    def owner(self) -> Tracking | None:
-        """See AccessTracker."""
-        return self._owner()
-
     @contextmanager
     def reported(self, tensor: Tensor, *, is_counted: bool = True) -> Iterator[None]:
         """Reports an operation; the tensor is plain within."""
-        if (owner := self.owner) is not None:
+        if (owner := self.owner()) is not None:
             owner.note_access(is_counted=is_counted)
         starts = self._starts
         _untrack(tensor)
@@ -119,7 +114,7 @@ class _Tracked(Tensor):
             return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        owner = self._tracker.owner
+        owner = self._tracker.owner()
         with self._tracker.reported(self):
             copied = None if owner is None else owner.host_copy(self)
             if copied is None:
@@ -159,7 +154,7 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[Tensor]) -> Any:
-    found = dict.fromkeys(each._tracker.owner for each in tracked)
+    found = dict.fromkeys(each._tracker.owner() for each in tracked)
     owners: list[Tracking] = [each for each in found if each is not None]
     coming = [each for each in owners if each.comes_by_itself]
     if coming and not _brings(func, args, kwargs, tracked, others):
@@ -191,7 +186,7 @@ def _brings(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[
     if not computes(func):
         return False
     with as_plain():
-        owners = {owner for each in tracked if (owner := each._tracker.owner) is not None}
+        owners = {owner for each in tracked if (owner := each._tracker.owner()) is not None}
         there = {each.device for each in others if each.device.type != "cpu"}
         if any(owner.device in there for owner in owners):
             return True

@@ -70,11 +70,6 @@ class Leaver(NamedTuple):
     unit: Unit
     of_state: bool = False
 
-    @property
-    def is_home(self) -> bool:
-        """Whether it would wait for no copy that write_back() has begun."""
-        return self.unit.is_home(state_alone=self.of_state)
-
 
 class Candidate(NamedTuple):
     """What may leave, and how soon it is needed.
@@ -386,7 +381,7 @@ class Residency:
         left = set()
         while (over := self.taken() + missing - self._budget) > 0:
             self._write_back(over, self._leaving(self._candidates(), unit, by_force=waits))
-            home = (each for each in self._going if each.is_home)
+            home = (e for e in self._going if e.unit.is_home(state_alone=e.of_state))
             victim = next(home, self._going[0] if waits and self._going else None)
             if victim is None:
                 if not waits:
@@ -479,7 +474,7 @@ class Residency:
             search: look for views of the unit; without it they are looked for if there may be some.
         """
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
-        is_home, before = leaver.is_home, self._traffic.bytes_out
+        is_home, before = unit.is_home(state_alone=leaver.of_state), self._traffic.bytes_out
         try:
             if leaver.of_state:
                 freed = unit.evict_state(end)

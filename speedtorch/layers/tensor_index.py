@@ -58,12 +58,12 @@ class TensorIndex:
             for of_part in (*members_of(part), buffers_of(part)):
                 self._keep(of_part)
         for name, each in self.parameters.items():
+            known = None
             if each.is_leaf and each.grad is not None:
                 if each.grad.is_conj() or each.grad.is_neg():  # as torch makes some
                     each.grad = each.grad.resolve_conj().resolve_neg()
                 self._gradients[f"the gradient of {name}"] = each
-            gradient = each.grad if each.is_leaf else None
-            known = None if gradient is None else weakref.ref(gradient)
+                known = weakref.ref(each.grad)
             self._of_parameters.append((each, each.requires_grad, known))
         for number, optimizer in enumerate(optimizers):
             which = f" ({number})" if number else ""
