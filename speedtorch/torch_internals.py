@@ -36,6 +36,7 @@ __all__ = [
     "METHODS_OF_MODULES",
     "TRUNCATED_NORMAL",
     "UNSCALES",
+    "VERSION_ASKED",
     "HostGradScaler",
     "SteppingScaler",
     "TensorWeakRef",
@@ -45,6 +46,9 @@ __all__ = [
     "apply_of",
     "as_plain",
     "attributes_without_hooks",
+    "base_of",
+    "buffers_of",
+    "call_after_backward",
     "call_with_first_gpu",
     "calls_under_way",
     "can_skip",
@@ -75,6 +79,7 @@ __all__ = [
     "split_apart",
     "step_without_hooks",
     "stepping_grad_scaler",
+    "storage_id",
     "storage_uses",
     "takes_uneven_inputs",
     "tensor_without_memory",
@@ -95,6 +100,15 @@ as_plain = torch._C.DisableTorchFunctionSubclass
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor, or what shares its memory, has been written to."""
+
+VERSION_ASKED: Any = cast(Any, Tensor._version).__get__
+"""version_of(), as the `__torch_function__` of a tensor's class is told of it."""
+
+base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
+"""The tensor that autograd takes a tensor for a view of; None: the tensor is no such view."""
+
+storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""A number that all Python objects of one storage have, and no other storage that is alive."""
 
 set_versions = torch._C._autograd._unsafe_set_version_counter
 """Makes these the numbers of a tuple of tensors, for views of them too: tuples of both."""
@@ -138,6 +152,12 @@ def of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 current_backward = torch._C._current_graph_task_id
 """The number of the backward that runs in this thread, -1 outside of any."""
+
+
+call_after_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Calls a function once when the backward of this thread ends; RuntimeError outside of any."""
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -300,6 +320,10 @@ def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._modules
 
 
+buffers_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_buffers")
+"""A module's own buffers by name; of what it has not, None."""
+
+
 def calls_under_way() -> Counter[nn.Module]:
     """How many calls of each module are on this thread's stack, without those of compiled ones."""
     found: Counter[nn.Module] = Counter()
@@ -430,5 +454,5 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python objects have a storage."""
-    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    uses: int = torch._C._storage_Use_Count(storage_id(storage))
     return uses

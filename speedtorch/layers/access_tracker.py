@@ -64,7 +64,7 @@ class AccessTracker:
     """
 
     def __init__(self, owner: Tracking) -> None:
-        self._owner = weakref.ref(owner)
+        self.owner = weakref.ref(owner)
         # Weak: a gradient that the program drops is freed at once.
         self._tracked: list[weakref.ref[Tensor]] = []
         self._starts = 0
@@ -85,15 +85,10 @@ class AccessTracker:
                 _untrack(tensor)
             self._tracked.pop()
 
-    @property
-    def owner(self) -> Tracking | None:
-        """See AccessTracker."""
-        return self._owner()
-
     @contextmanager
-    def reported(self, tensor: Tensor, *, is_counted: bool) -> Iterator[None]:
+    def reported(self, tensor: Tensor, *, is_counted: bool = True) -> Iterator[None]:
         """Reports an operation; the tensor is plain within."""
-        if (owner := self.owner) is not None:
+        if (owner := self.owner()) is not None:
             owner.note_access(is_counted=is_counted)
         starts = self._starts
         _untrack(tensor)
@@ -104,8 +99,8 @@ class AccessTracker:
                 _track(tensor, self)
 
 
-class _Tracked:
-    """What the subclasses of tracked tensors have in common."""
+class _Tracked(Tensor):
+    """A tracked tensor."""
 
     _tracker: AccessTracker
 
@@ -113,19 +108,14 @@ class _Tracked:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _called(func, args, kwargs or {})
 
-    def _reported(self, *, is_counted: bool = True) -> AbstractContextManager[None]:
-        assert isinstance(self, Tensor)
-        return self._tracker.reported(self, is_counted=is_counted)
-
     # A parameter's own methods look at its class before they read elements.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with self._reported():
+        with self._tracker.reported(self):
             return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        owner = self._tracker.owner
-        with self._reported():
-            assert isinstance(self, Tensor)
+        owner = self._tracker.owner()
+        with self._tracker.reported(self):
             copied = None if owner is None else owner.host_copy(self)
             if copied is None:
                 return self.__reduce_ex__(protocol)
@@ -136,16 +126,12 @@ class _Tracked:
             return reduced
 
 
-class _TrackedTensor(_Tracked, Tensor):
-    pass
-
-
 class _TrackedParameter(_Tracked, nn.Parameter):
     pass
 
 
-_TRACKED: dict[type, type[Tensor]] = {Tensor: _TrackedTensor, nn.Parameter: _TrackedParameter}
-_PLAIN: dict[type, type[Tensor]] = {_TrackedTensor: Tensor, _TrackedParameter: nn.Parameter}
+_TRACKED: dict[type, type[Tensor]] = {Tensor: _Tracked, nn.Parameter: _TrackedParameter}
+_PLAIN: dict[type, type[Tensor]] = {_Tracked: Tensor, _TrackedParameter: nn.Parameter}
 
 
 def on_device(given: Any, device: torch.device) -> Any:
@@ -168,7 +154,7 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[Tensor]) -> Any:
-    found = dict.fromkeys(each._tracker.owner for each in tracked)
+    found = dict.fromkeys(each._tracker.owner() for each in tracked)
     owners: list[Tracking] = [each for each in found if each is not None]
     coming = [each for each in owners if each.comes_by_itself]
     if coming and not _brings(func, args, kwargs, tracked, others):
@@ -179,7 +165,8 @@ def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: lis
             args, kwargs = on_device((args, kwargs), coming[0].device)
         for tensor in tracked:
             if isinstance(tensor, _Tracked):  # and not in use
-                stack.enter_context(tensor._reported(is_counted=is_counted(func)))
+                reported = tensor._tracker.reported(tensor, is_counted=is_counted(func))
+                stack.enter_context(reported)
         result = func(*args, **kwargs)
         for given in results:
             result = given(result)
@@ -199,7 +186,7 @@ def _brings(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[
     if not computes(func):
         return False
     with as_plain():
-        owners = {owner for each in tracked if (owner := each._tracker.owner) is not None}
+        owners = {owner for each in tracked if (owner := each._tracker.owner()) is not None}
         there = {each.device for each in others if each.device.type != "cpu"}
         if any(owner.device in there for owner in owners):
             return True

@@ -14,22 +14,22 @@ comes beside that.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.access_predictor import AccessPredictor
 from speedtorch.layers.access_tracker import on_device
+from speedtorch.layers.module_hook import ModuleHook
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.residency import Residency, Use
 from speedtorch.layers.unit import Unit
 from speedtorch.layers.unit_steps import UnitSteps
-from speedtorch.torch_internals import calls_under_way, current_backward, never_compiled
+from speedtorch.torch_internals import call_after_backward, calls_under_way, current_backward
 
 __all__ = ["Auto"]
 
@@ -54,20 +54,6 @@ class _Call(NamedTuple):
     use: Use
     thread: int
     depth: int
-
-
-class _Hook:
-    """A module's hook; in copies of the module, and files of it, it does nothing."""
-
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
-        self._call = call
-
-    @partial(never_compiled, reason="units come and go")
-    def __call__(self, *given: Any) -> Any:
-        return None if self._call is None else self._call(*given)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
 
 
 class Auto:
@@ -104,8 +90,10 @@ class Auto:
             begins, ends = partial(self._begins, unit), partial(self._ends, unit)
             module: nn.Module = unit.module
             self._hooks += [
-                module.register_forward_pre_hook(_Hook(begins), prepend=True, with_kwargs=True),
-                module.register_forward_hook(_Hook(ends), always_call=True),
+                module.register_forward_pre_hook(
+                    ModuleHook(begins), prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(ModuleHook(ends), always_call=True),
             ]
             unit.follow(self)
         for each in steps:
@@ -172,7 +160,7 @@ class Auto:
     def _enter(self, unit: Unit) -> None:
         """A call of a unit, or an operation on its tensors, begins."""
         self.end_failed()
-        unit.check_averaged(steps=bool(self._steps))
+        unit.averaging.check(steps=bool(self._steps))
         self._enter_backward()
 
     def _ends(self, unit: Unit, *_: object) -> None:
@@ -204,7 +192,7 @@ class Auto:
             for steps in self._steps if not self._graphs else ():
                 steps.note_begun_backward()
             self._graphs.append(graph)
-            torch.autograd.Variable._execution_engine.queue_callback(self._through)
+            call_after_backward(self._through)
 
     def end_failed(self) -> None:
         """Forgets a backward, and forwards, that have failed."""

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from speedtorch.layers.module_hook import weak_call
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
     active_data_parallel,
@@ -204,12 +205,7 @@ class Averaging:
 
     def _tell_of(self, parameters: Iterable[nn.Parameter]) -> None:
         """Registers the hooks that report gradients, behind all other hooks of the parameters."""
-        weak = weakref.ref(self)
-
-        def tell(parameter: Tensor) -> None:
-            if (averaging := weak()) is not None:
-                averaging._tell(parameter)
-
+        tell = weak_call(self._tell)
         with as_plain():
             for each in parameters:
                 if each not in self._told:

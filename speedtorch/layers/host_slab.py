@@ -27,15 +27,12 @@ def host_bytes(count: int, device: torch.device) -> Tensor:
 
     Raises MemoryError if the host has too little.
     """
-    if device.type != "cuda":
-        return host_memory.empty(count, dtype=torch.uint8, memory="plain")
-    try:
-        return host_memory.empty(count, dtype=torch.uint8, memory="registered")
-    except MemoryError:
-        raise
-    except RuntimeError as error:
-        _warn_once(str(error))
-        return host_memory.empty(count, dtype=torch.uint8, memory="plain")
+    if device.type == "cuda":
+        try:
+            return host_memory.empty(count, dtype=torch.uint8, memory="registered")
+        except RuntimeError as error:
+            _warn_once(str(error))
+    return host_memory.empty(count, dtype=torch.uint8, memory="plain")
 
 
 def is_pinned(host: Tensor) -> bool:
@@ -61,7 +58,7 @@ def copy_spans(
 ) -> None:
     """Copies ranges of bytes between tensors `[bytes]` of uint8 on the current stream.
 
-    Nobody waits if `host` is pinned. `comes`: from the host; else to it.
+    The host does not wait if `host` is pinned. `comes`: from the host; else to it.
     """
     is_direct = is_pinned or other.is_cpu
     stage = None if is_direct else _stage(other.device)

@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtorch.torch_internals import VERSION_ASKED
+
 __all__ = ["computes", "is_counted", "is_in_place", "is_of_metadata"]
 
 # Optimizers, zero_grad() and modules call these of all tensors.
-_PROPERTIES = "dtype device grad grad_fn is_cuda is_leaf layout ndim requires_grad shape _version"
+_PROPERTIES = "dtype device grad grad_fn is_cuda is_leaf layout ndim requires_grad shape"
 _GRADIENT: Any = Tensor.grad
 _METADATA = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
         _GRADIENT.__set__,
         _GRADIENT.__delete__,
+        VERSION_ASKED,
         Tensor.dim,
         Tensor.element_size,
         Tensor.is_complex,

@@ -19,7 +19,7 @@ completes the move.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ def _plain_tensors() -> AbstractContextManager[None]:
 class Pack:
     """Tensors in host memory, or on the device; on the host at first.
 
-    Whoever moves them says each time which they are now, by names that stay.
+    The caller of each move says which they are now, by names that stay.
 
     Args:
         device: where they are when loaded; "cpu" is another part of host memory.
@@ -76,92 +76,52 @@ class Pack:
         self._held: dict[weakref.ref[Tensor], str] = {}
         """Views that keep a device slab which evict() has left to them, with names."""
         self._placed: dict[str, weakref.ref[Tensor]] = {}
-        """Who has the place of each name."""
+        """The tensor that has the place of each name."""
         self._versions: dict[str, tuple[int, int]] = {}
         """The last version of each tensor on the host and on the device."""
         with _plain_tensors():
-            self._slab = Slab({}, device, traffic=traffic)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the host slab, and of the device slab while they are loaded."""
-        return self._slab.nbytes
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the device slab now: all or none."""
-        return self._slab.device_bytes
-
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody else has a view of the device slab: a graph, or a user."""
-        return self._slab.is_held
-
-    @property
-    def is_home(self) -> bool:
-        """Whether evict() would wait for no copy that write_back() has begun."""
-        return self._slab.is_home
+            self.slab = Slab({}, device, traffic=traffic)
+        """Of now: a tensor that joins may need another."""
 
     def has_place(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor is the one of that name in one of the memories."""
-        return self._slab.where({name: tensor})[name] is not None
+        return self.slab.where({name: tensor})[name] is not None
 
     def has_all(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether each of them has moved by that name before."""
         placed = self._placed
         return all(name in placed and placed[name]() is each for name, each in tensors.items())
 
-    def shares(self, tensor: Tensor) -> bool:
-        """Whether a tensor has memory of the device slab."""
-        return self._slab.has(tensor)
-
-    def wait(self) -> None:
-        """Waits for the copies that write_back() has begun."""
-        self._slab.wait()
-
     def held_by(self) -> list[str]:
-        """Views that keep device memory which all else has left, as text."""
+        """Views that keep device memory which evict() has left to them, as text."""
         self._held = {view: text for view, text in self._held.items() if view() is not None}
         return list(self._held.values())
-
-    def join(self) -> None:
-        """What the current stream gets from now on begins when what was loaded is there."""
-        self._slab.join()
 
     def on_host(self, members: Members) -> dict[int, Tensor]:
         """What the host has of those on the device, by their address there; see write_back()."""
         tensors = members.tensors
         return {
-            tensors[name].data_ptr(): self._slab.view(name, Memory.HOST)
-            for name, memory in self._slab.where(tensors).items()
+            tensors[name].data_ptr(): self.slab.view(name, Memory.HOST)
+            for name, memory in self.slab.where(tensors).items()
             if memory is Memory.DEVICE
         }
 
-    def bring(self, members: Members) -> int:
-        """Begins to copy all to the device, where load() finds it; returns the bytes.
+    def bring(self, members: Members) -> None:
+        """Begins to copy all to the device, where load() finds it.
 
         The tensors stay on the host until then. What changes there meanwhile is copied again.
 
         Raises:
             RuntimeError, TypeError, ValueError, MemoryError: as of load(); nothing has changed.
         """
-        if not members.tensors or self._slab.is_filled:
-            return 0
-        at = self._slab.where(members.tensors)
-        if self._is_there(members, at):
-            return 0
-        if None in at.values():
-            self.evict(members)
-            at = self._slab.where(members.tensors)
+        if self.slab.is_filled or not (at := self._packed(members)):
+            return
         with _plain_tensors():
-            spans = self._slab.copy_to(Memory.DEVICE, members.tensors, ())
-        for name, each in members.tensors.items():
-            if version_of(each) not in self._versions.get(name, ()):
-                self._count(name, version_of(each), at[name])
-        return sum(end - begin for begin, end in spans)
+            self.slab.copy_to(Memory.DEVICE, members.tensors, ())
+        self._count(self._changed(members.tensors), members.tensors, at)
 
-    def load(self, members: Members) -> int:
-        """Brings all to the device, beside the current stream, which must join(); bytes copied.
+    def load(self, members: Members) -> None:
+        """Brings all to the device, beside the current stream, which must join `slab.coming`.
 
         What came to them there stays where it is.
 
@@ -170,61 +130,62 @@ class Pack:
                 (torch.OutOfMemoryError); all is where it was.
             TypeError, ValueError, MemoryError: as of evict(), for a tensor that came on the host.
         """
-        at, copied = self._slab.where(members.tensors), 0
-        if at and not self._is_there(members, at):
-            if None in at.values():
-                self.evict(members)
-                at = self._slab.where(members.tensors)
+        if at := self._packed(members):
             with _plain_tensors():
-                copied = self._move(members, at, Memory.DEVICE)
+                self._move(members, at, Memory.DEVICE)
         self.memory = Memory.DEVICE
-        return copied
+
+    def _packed(self, members: Members) -> dict[str, Memory | None]:
+        """Where in the slab they are, with all of them in it; none if all are on the device."""
+        at = self.slab.where(members.tensors)
+        if self._is_there(members, at):
+            return {}
+        if None in at.values():
+            self.evict(members)
+            at = self.slab.where(members.tensors)
+        return at
 
     def _is_there(self, members: Members, at: Mapping[str, Memory | None]) -> bool:
         """Whether all of them are on the device, in its slab or elsewhere."""
         if Memory.HOST in at.values():
             return False
         others = [members.tensors[name] for name, memory in at.items() if memory is None]
-        return all(each.device == self._slab.device for each in others)
+        return all(each.device == self.slab.device for each in others)
 
     def new_bytes(self, members: Members) -> int:
         """Bytes on the device that evict() would copy now."""
-        at = self._slab.where(members.tensors)
-        return sum(
-            tensor.nbytes
-            for name, tensor in members.tensors.items()
-            if at[name] is not Memory.HOST
-            and (name in members.written or version_of(tensor) not in self._versions.get(name, ()))
-        )
+        at = self.slab.where(members.tensors)
+        there = {n: each for n, each in members.tensors.items() if at[n] is not Memory.HOST}
+        changed = self._changed(there).union(members.written)
+        return sum(each.nbytes for name, each in there.items() if name in changed)
 
     def other_bytes(self, members: Members) -> int:
         """Bytes on the device that came to them since they were loaded.
 
         Raises TypeError, ValueError as evict() would for one of them.
         """
-        if not members.tensors:
-            return 0
-        at, count = self._slab.where(members.tensors), 0
+        at, count = self.slab.where(members.tensors), 0
         for name, each in members.tensors.items():
-            if at[name] is None and each.device == self._slab.device:
+            if at[name] is None and each.device == self.slab.device:
                 check_packable(name, each)
                 count += each.nbytes
         return count
 
     def missing_bytes(self, members: Members) -> int:
         """Bytes of device memory that load() would take."""
-        if not members.tensors or not self.nbytes or self.device_bytes:
+        missing = self.slab.missing_bytes
+        if missing and self._is_there(members, self.slab.where(members.tensors)):
             return 0
-        return 0 if self._is_there(members, self._slab.where(members.tensors)) else self.nbytes
+        return missing
 
     def needed_bytes(self, members: Members) -> int:
         """Bytes of device memory with all of them there."""
         if not members.tensors:
             return 0
-        return self.other_bytes(members) + (self.device_bytes or self.missing_bytes(members))
+        return self.other_bytes(members) + (self.slab.device_bytes or self.missing_bytes(members))
 
-    def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> int:
-        """Begins to copy what is new on the device to the host, where evict() finds it; its bytes.
+    def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> None:
+        """Begins to copy what is new on the device to the host, where evict() finds it.
 
         What came to them since they were loaded is left out. As the host is told now that it has
         all, `written` is of what changes from now on.
@@ -233,21 +194,17 @@ class Pack:
             members: all of them.
             after: as of Slab.copy_to.
         """
-        slab, tensors = self._slab, members.tensors
+        slab, tensors = self.slab, members.tensors
         if not slab.device_bytes:
-            return 0
+            return
         at = slab.where(tensors)
-        there = {n: version_of(t) for n, t in tensors.items() if at[n] is Memory.DEVICE}
-        new = {name for name, version in there.items() if version not in self._versions[name]}
-        changed = new.union(name for name in members.written if name in there)
-        if not changed:
-            return 0
-        settled = [name for name, memory in at.items() if memory is Memory.HOST]
-        with _plain_tensors():
-            spans = slab.copy_to(Memory.HOST, changed, settled, after)
-        for name in new:
-            self._count(name, there[name], Memory.DEVICE)
-        return sum(end - begin for begin, end in spans)
+        there = {name: each for name, each in tensors.items() if at[name] is Memory.DEVICE}
+        new = self._changed(there)
+        if changed := new.union(there.keys() & members.written):
+            settled = [name for name, memory in at.items() if memory is Memory.HOST]
+            with _plain_tensors():
+                slab.copy_to(Memory.HOST, changed, settled, after)
+            self._count(new, there, at)
 
     def evict(
         self, members: Members, after: torch.cuda.Event | None = None, *, search: bool = True
@@ -267,7 +224,7 @@ class Pack:
             TypeError, ValueError: a tensor that came to them cannot be packed; all is where it was.
             MemoryError: the host has too little for what came to them; all is where it was.
         """
-        tensors, left = members.tensors, self._slab
+        tensors, left = members.tensors, self.slab
         if not tensors and not left.device_bytes:
             self.memory = Memory.HOST
             return 0
@@ -275,20 +232,20 @@ class Pack:
         with _plain_tensors():
             if None in at.values():
                 if not left.fits(tensors, at) or self._is_replaced(tensors, at):
-                    self._slab = Slab(tensors, left.device, traffic=left.traffic)
-                elif not tensors.keys() <= left.names:
+                    self.slab = Slab(tensors, left.device, traffic=left.traffic)
+                elif not tensors.keys() <= left.places.keys():
                     self._grow(members, at)
-                at = self._slab.where(tensors)
+                at = self.slab.where(tensors)
             self._move(members, at, Memory.HOST)
         self.memory = Memory.HOST
-        # Whose tensors have all left both.
+        # All tensors are on the host: they need no slab's device memory.
         held = {}
         if search and left.device_bytes and left.is_held:
             held = left.held_by(list(tensors.values()))
         self._held |= held
         freed = 0
-        for slab in (left,) if self._slab is left else (left, self._slab):
-            if held and slab.shares(left):
+        for slab in dict.fromkeys((left, self.slab)):
+            if held:
                 slab.leave()
             else:
                 freed += slab.empty(after)
@@ -296,59 +253,68 @@ class Pack:
 
     def _is_replaced(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
         """Whether the place of a tensor that has come is that of another, which lives there."""
-        for name, memory in at.items():
-            former = self._placed[name]() if memory is None and name in self._placed else None
-            if former is None or former is tensors[name]:
-                continue
-            if self._slab.where({name: former})[name] is not None:
-                return True
-        return False
+        came = [name for name, memory in at.items() if memory is None and name in self._placed]
+        former = {name: each for name in came if (each := self._placed[name]()) is not None}
+        return any(
+            each is not tensors[name] and self.has_place(name, each)
+            for name, each in former.items()
+        )
 
     def _grow(self, members: Members, at: Mapping[str, Memory | None]) -> None:
         """Brings all to the host that has a place, and makes a larger slab around that."""
-        left, tensors = self._slab, members.tensors
-        held = {name: each for name, each in tensors.items() if name in left.names}
+        left, tensors = self.slab, members.tensors
+        held = {name: each for name, each in tensors.items() if name in left.places}
         self._move(Members(held, members.written), at, Memory.HOST)
-        self._slab = Slab(tensors, left.device, left, left.traffic)
+        self.slab = Slab(tensors, left.device, left, left.traffic)
         for name, tensor in held.items():
             # The memory that it leaves stays as it is: versions do so, too.
-            tensor.data = self._slab.view(name, Memory.HOST)
+            tensor.data = self.slab.view(name, Memory.HOST)
 
-    def _move(self, members: Members, at: Mapping[str, Memory | None], memory: Memory) -> int:
+    def _move(self, members: Members, at: Mapping[str, Memory | None], memory: Memory) -> None:
         """Lets all tensors be in a memory, where what they are elsewhere is copied to first."""
-        slab, known = self._slab, self._versions
+        slab, known = self.slab, self._versions
         leaving, settled = members.tensors, [name for name in at if at[name] is memory]
         if settled:
             leaving = {name: each for name, each in leaving.items() if at[name] is not memory}
         if not leaving:
-            return 0
+            return
         elsewhere = [name for name in leaving if at[name] is None]
-        new = {n for n, each in leaving.items() if version_of(each) not in known.get(n, ())}
-        new.update(elsewhere)
-        changed = new.union(members.written)
-        changed.intersection_update(leaving)
-        spans = slab.copy_to(memory, changed.difference(elsewhere), settled)
+        new = self._changed(leaving).union(elsewhere)
+        changed = new.union(members.written).intersection(leaving).difference(elsewhere)
+        slab.copy_to(memory, changed, settled)
         if memory is Memory.HOST:
-            slab.wait()  # what is copied may span the places of those that are elsewhere
+            slab.leaving.finish()  # the copy may span the places of those that are elsewhere
         for name in elsewhere:
             slab.take(name, leaving[name])
         self.memory = None
-        for name in new:
-            self._count(name, version_of(leaving[name]), at[name])
+        self._count(new, leaving, at)
         comes = memory is Memory.DEVICE
         set_versions(tuple(leaving.values()), tuple([known[name][comes] for name in leaving]))
-        views = slab.views(memory, leaving)
+        views = [slab.view(name, memory) for name in leaving]
         for tensor, view in zip(leaving.values(), views, strict=True):
             tensor.data = view
         self._placed.update((name, weakref.ref(leaving[name])) for name in elsewhere)
-        return sum(end - begin for begin, end in spans)
 
-    def _count(self, name: str, version: int, left: Memory | None) -> None:
-        """Notes that a tensor's elements have changed, at this version, in the memory it leaves."""
-        host, device = self._versions.get(name, (_HOST_VERSIONS, 0))
-        # Graphs of the memory that it leaves are right if they have saved these very elements.
-        if version >= _HOST_VERSIONS:
-            host, device = max(host, version + (left is not Memory.HOST)), device + 1
-        else:
-            host, device = host + 1, max(device, version + (left is not Memory.DEVICE))
-        self._versions[name] = host, device
+    def _changed(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Names of those whose elements have changed since they were copied, or never were."""
+        known = self._versions
+        return {name for name, t in tensors.items() if version_of(t) not in known.get(name, ())}
+
+    def _count(
+        self,
+        names: Iterable[str],
+        tensors: Mapping[str, Tensor],
+        at: Mapping[str, Memory | None],
+    ) -> None:
+        """Notes that tensors' elements have changed, at their versions, in the memory they leave.
+
+        Graphs of the memory that one leaves are right if they have saved these very elements.
+        """
+        for name in names:
+            version, left = version_of(tensors[name]), at[name]
+            host, device = self._versions.get(name, (_HOST_VERSIONS, 0))
+            if version >= _HOST_VERSIONS:
+                host, device = max(host, version + (left is not Memory.HOST)), device + 1
+            else:
+                host, device = host + 1, max(device, version + (left is not Memory.DEVICE))
+            self._versions[name] = host, device

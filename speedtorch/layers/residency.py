@@ -20,7 +20,7 @@ from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.side_stream import end_of_current
 from speedtorch.torch_internals import current_stream
 
-__all__ = ["Residency", "Use"]
+__all__ = ["Leaver", "Residency", "Use"]
 
 
 class Use:
@@ -69,18 +69,6 @@ class Leaver(NamedTuple):
 
     unit: Unit
     of_state: bool = False
-
-    @property
-    def is_home(self) -> bool:
-        """Whether it would wait for no copy that write_back() has begun."""
-        return self.unit.is_state_home if self.of_state else self.unit.is_home
-
-    def write_back(self, after: torch.cuda.Event | None) -> None:
-        """Begins to copy what is new to the host."""
-        if self.of_state:
-            self.unit.write_state_back(after)
-        else:
-            self.unit.write_back(after)
 
 
 class Candidate(NamedTuple):
@@ -303,7 +291,7 @@ class Residency:
             current_stream(self._device).wait_event(last.end)
         unit.begin_use()
         if unit.has_new_tensors and sum(unit in use.units for use in self._uses) == 1:
-            self._send_home(Leaver(unit))
+            self.send_home(Leaver(unit))
         self._keep(unit, state=state)
         is_there = not unit.missing_bytes(state=state)
         self.hits += is_there
@@ -373,13 +361,13 @@ class Residency:
         while self._makes_room(unit, unit.missing_bytes(state=state) + spare, waits=waits):
             try:
                 (unit.load if waits else unit.bring)(state=state)
-            except torch.OutOfMemoryError:  # of a GPU that others use, too
-                victim = next(iter(self._leaving(self._candidates(), unit, by_force=True)), None)
-                if victim is None or not waits:
-                    if waits:
-                        raise
+            except torch.OutOfMemoryError:  # of a GPU that other programs use, too
+                if not waits:
                     return False
-                self._send_home(victim)
+                victim = next(iter(self._leaving(self._candidates(), unit, by_force=True)), None)
+                if victim is None:
+                    raise
+                self.send_home(victim)
             else:
                 return True
         return False
@@ -393,7 +381,7 @@ class Residency:
         left = set()
         while (over := self.taken() + missing - self._budget) > 0:
             self._write_back(over, self._leaving(self._candidates(), unit, by_force=waits))
-            home = (each for each in self._going if each.is_home)
+            home = (e for e in self._going if e.unit.is_home(state_alone=e.of_state))
             victim = next(home, self._going[0] if waits and self._going else None)
             if victim is None:
                 if not waits:
@@ -408,7 +396,7 @@ class Residency:
             if victim in left:
                 raise RuntimeError(f"unit {victim.unit.name!r} could not leave the device")
             left.add(victim)
-            self._send_home(victim)
+            self.send_home(victim)
         return True
 
     def _write_back(self, over: int, leaving: dict[Leaver, int]) -> None:
@@ -421,7 +409,8 @@ class Residency:
             if over <= 0:
                 return
             if each not in self._going:
-                each.write_back(self.end_of_use(each.unit))
+                end = self.end_of_use(each.unit)
+                each.unit.write_back(end, state_alone=each.of_state)
                 self._going.append(each)
                 over -= nbytes
 
@@ -477,9 +466,15 @@ class Residency:
         later = inf if self._calls is None else self._calls.next_use(unit, state=state)
         return later + len(self._turns)
 
-    def _send_home(self, leaver: Leaver, *, search: bool = False) -> int:
+    def send_home(self, leaver: Leaver, *, search: bool = False) -> int:
+        """Evicts a unit, or its state alone; returns the bytes that are free then.
+
+        Args:
+            leaver: which one.
+            search: look for views of the unit; without it they are looked for if there may be some.
+        """
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
-        is_home, before = leaver.is_home, self._traffic.bytes_out
+        is_home, before = unit.is_home(state_alone=leaver.of_state), self._traffic.bytes_out
         try:
             if leaver.of_state:
                 freed = unit.evict_state(end)
@@ -488,7 +483,14 @@ class Residency:
                 if need is None:
                     unit.track()
             else:
-                freed = self._evict(unit, end, search=search)
+                # What a graph needs has no memory meanwhile; other views keep it. To look for these
+                # takes long, and a graph that needs the unit is usual where units come by
+                # themselves.
+                may_be_kept = unit.gives_views or unit.has_views or not unit.has_graph
+                search = search or self._calls is None or may_be_kept
+                freed = unit.evict(end, search=search)
+                self._awaited.discard(unit)
+                freed += self._others.pop(unit, 0)
         except BaseException:
             self._left.pop(unit, None)  # it may be on the device, and no longer tracked
             raise
@@ -497,15 +499,6 @@ class Residency:
         if not self.bytes_of(unit):
             self._there.pop(unit, None)
         return freed
-
-    def _evict(self, unit: Unit, end: torch.cuda.Event | None, *, search: bool) -> int:
-        # What a graph needs has no memory meanwhile; other views keep it. To look for these takes
-        # long, and a graph that needs the unit is usual where units come by themselves.
-        may_be_kept = unit.gives_views or unit.has_views
-        search = search or self._calls is None or may_be_kept or not unit.has_graph
-        freed = unit.evict(end, search=search)
-        self._awaited.discard(unit)
-        return freed + self._others.pop(unit, 0)
 
     def end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
         """The end of its last use; None: it is in use, or was used since outside of any use."""
@@ -532,10 +525,6 @@ class Residency:
         self._last_needs.clear()
         for known in (self._there, self._wanted, self._left, self._others, self._turns):
             known.clear()
-
-    def send_home(self, unit: Unit) -> int:
-        """Lets a unit leave that is not in use, and looks for views; the bytes that are free."""
-        return self._send_home(Leaver(unit), search=True)
 
     def _count_others(self) -> None:
         """Counts anew what came to units on the device, and frees what has gone since."""

@@ -8,9 +8,8 @@ that views of it which autograd has saved are right again once it is filled.
 from __future__ import annotations
 
 import gc
-import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +21,7 @@ from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.layers.host_slab import copy_spans, host_bytes, is_pinned
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
-from speedtorch.torch_internals import current_stream, storage_uses
+from speedtorch.torch_internals import current_stream, storage_id, storage_uses
 
 __all__ = ["Memory", "Slab", "check_packable"]
 
@@ -51,11 +50,6 @@ class _Place:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.size)
-
     def is_like(self, tensor: Tensor) -> bool:
         """Whether a dense tensor could lie there."""
         return (
@@ -75,6 +69,28 @@ def _extent(tensor: Tensor) -> int:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     highest: int = sum((size - 1) * stride for size, stride in steps)
     return (highest + 1) * tensor.itemsize
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its first element; data_ptr() is 0 where there is none."""
+    start: int = tensor.untyped_storage().data_ptr()
+    return start + int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _no_bytes(device: torch.device) -> torch.UntypedStorage:
+    return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def _elements(
+    storage: torch.UntypedStorage,
+    begin: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...] = (1,),
+    dtype: torch.dtype = torch.uint8,
+) -> Tensor:
+    """Elements of a storage, from a byte on."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, begin // dtype.itemsize, size, stride)
 
 
 def _up(count: int) -> int:
@@ -107,14 +123,10 @@ def check_packable(name: str, tensor: object) -> None:
         raise ValueError(f"{name}: a lazily conjugated or negated view; resolve_conj() first")
 
 
-def _slots(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[int, int]]]:
+def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]]:
     """The names of tensors that share memory together: `{name: (address, bytes)}` of each slot."""
     owner: dict[str, str] = {name: name for name in tensors}
-    spans: dict[str, tuple[int, int]] = {}
-    for name, tensor in tensors.items():
-        start: int = tensor.untyped_storage().data_ptr()
-        start += int(tensor.storage_offset()) * tensor.itemsize
-        spans[name] = start, _extent(tensor)
+    spans = {name: (_address(tensor), _extent(tensor)) for name, tensor in tensors.items()}
     # Tensors of one device in the order of their addresses: neighbours alone can overlap.
     ranked = sorted(tensors, key=lambda name: (str(tensors[name].device), spans[name]))
     first, end = "", 0
@@ -122,18 +134,17 @@ def _slots(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[int, int]]
         begin, nbytes = spans[name]
         if tensors[name].numel() == 0:
             continue
-        if first and tensors[name].device == tensors[first].device and begin < end:
-            owner[name], end = first, max(end, begin + nbytes)
-        else:
-            first, end = name, begin + nbytes
+        if not first or tensors[name].device != tensors[first].device or begin >= end:
+            first, end = name, 0
+        owner[name], end = first, max(end, begin + nbytes)
     slots: dict[str, dict[str, tuple[int, int]]] = {}
     for name in tensors:  # in the order of their first names
         slots.setdefault(owner[name], {})[name] = spans[name]
-    yield from slots.values()
+    return slots.values()
 
 
 def _gone(coming: SharedSideStream, device: torch.device) -> None:
-    """What comes to lie where a slab was that nobody has emptied is copied after its last use."""
+    """Orders copies into the memory of a dropped slab behind the slab's last use."""
     with coming.after_current(device):
         pass
 
@@ -145,8 +156,8 @@ class Slab:
     once. The bytes are not copied yet: `take` does that.
 
     On a GPU copies go beside the current stream, both ways at once, and the device slab's memory is
-    of the stream that brings it: what is used there, or freed, waits for what comes before by
-    `join`, `wait` and `empty`.
+    of the stream that brings it. What uses the device slab waits for it by `coming.join()`, what
+    reads the host slab by `leaving.finish()`; `empty` frees memory behind its last use.
 
     Args:
         tensors: what is to be packed, in this order.
@@ -170,10 +181,15 @@ class Slab:
         traffic: TransferStats | None = None,
     ) -> None:
         self.traffic = traffic or TransferStats()
-        self._places: dict[str, _Place] = {} if before is None else dict(before._places)
+        self.coming = SharedSideStream("layers coming", is_timed=True)
+        """Of copies to the device slab."""
+        self.leaving = SharedSideStream("layers leaving", is_timed=True)
+        """Of copies to the host slab."""
+        self.places: dict[str, _Place] = {} if before is None else dict(before.places)
+        """Of all tensors in the layout, by name."""
         self._slots: list[tuple[int, int]] = [] if before is None else list(before._slots)
         end = self._slots[-1][1] if self._slots else 0
-        tensors = {name: each for name, each in tensors.items() if name not in self._places}
+        tensors = {name: each for name, each in tensors.items() if name not in self.places}
         for name, tensor in tensors.items():
             check_packable(name, tensor)
         for slot in _slots(tensors):
@@ -183,10 +199,9 @@ class Slab:
             for name, (start, nbytes) in slot.items():
                 at = begin + shift + start - lowest
                 each = tensors[name]
-                place = _Place(
+                self.places[name] = _Place(
                     at, nbytes, len(self._slots), tuple(each.shape), each.stride(), each.dtype
                 )
-                self._places[name] = place
                 end = max(end, at + nbytes)
             self._slots.append((begin, end))
         self.nbytes = _up(end)
@@ -197,7 +212,7 @@ class Slab:
         self._address = self.host.data_ptr()
         self._is_pinned = is_pinned(self.host)
         if before is not None:
-            before.wait()
+            before.leaving.finish()
             self.host[: before.nbytes].copy_(before.host)
         # A storage for each slot, so that a file of a view has the bytes of its slot alone.
         bytes_of_host = self.host.numpy()
@@ -206,18 +221,12 @@ class Slab:
             for begin, end in self._slots
         ]
         self._storage: torch.UntypedStorage = (
-            torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-            if before is None
-            else before._storage
+            _no_bytes(device) if before is None else before._storage
         )
         self.is_filled = False
         """Whether the device slab has its bytes, or is about to."""
-        self._coming, self._leaving = (
-            SharedSideStream(purpose, is_timed=True)
-            for purpose in ("layers coming", "layers leaving")
-        )
         if device.type == "cuda":
-            weakref.finalize(self, _gone, self._coming, device).atexit = False
+            weakref.finalize(self, _gone, self.coming, device).atexit = False
         self._host_views: dict[str, Tensor] = {}
         self._device_views: dict[str, Tensor] = {}
         self._whole: Tensor | None = None
@@ -228,39 +237,29 @@ class Slab:
         """Bytes that the device slab takes now: all or none."""
         return self._storage.nbytes()
 
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that the device slab needs before it can be filled: all or none."""
+        return 0 if self.device_bytes else self.nbytes
+
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
         """In which of the memories each is the view of that name; None: it is no such view."""
         host, device = self._address, self._storage.data_ptr()
         filled = self.device_bytes  # less than all where a larger slab was made around a loaded one
         found: dict[str, Memory | None] = {}
         for name, tensor in tensors.items():
-            memory, place = None, self._places.get(name)
+            memory, place = None, self.places.get(name)
             if place is not None and tensor.layout is torch.strided:
-                address = tensor.data_ptr() - place.begin
+                address = _address(tensor) if 0 in place.size else tensor.data_ptr()
+                address -= place.begin
                 if address == host:
                     memory = Memory.HOST
                 elif address == device and place.begin + place.nbytes <= filled:
                     memory = Memory.DEVICE
-                elif not place.numel:  # torch gives tensors without elements no address
-                    memory = self._memory_of_none(place, tensor)
                 if memory is not None and not place.is_like(tensor):
                     memory = None
             found[name] = memory
         return found
-
-    def _memory_of_none(self, place: _Place, tensor: Tensor) -> Memory | None:
-        address = tensor.untyped_storage().data_ptr()
-        begin = tensor.storage_offset() * tensor.itemsize
-        if address == self._host_storages[place.slot].data_ptr():
-            return Memory.HOST if begin == place.begin - self._slots[place.slot][0] else None
-        if self.device_bytes and address == self._storage.data_ptr():
-            return Memory.DEVICE if begin == place.begin else None
-        return None
-
-    @property
-    def names(self) -> KeysView[str]:
-        """Of all tensors that have a place."""
-        return self._places.keys()
 
     def fits(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
         """Whether those with a place are like it, and memory is shared as in the layout.
@@ -275,12 +274,12 @@ class Slab:
         for name, tensor in tensors.items():
             if at[name] is None:
                 check_packable(name, tensor)
-                if name in self._places and not self._places[name].is_like(tensor):
+                if name in self.places and not self.places[name].is_like(tensor):
                     return False
         for slot in _slots(tensors):
             placed = {
-                (place.slot, place.begin - slot[name][0]) if place else None
-                for name, place in ((name, self._places.get(name)) for name in slot)
+                (place.slot, place.begin - start) if (place := self.places.get(name)) else None
+                for name, (start, _) in slot.items()
             }
             if len(placed) > 1:
                 return False
@@ -288,49 +287,23 @@ class Slab:
 
     def view(self, name: str, memory: Memory) -> Tensor:
         """The tensor of that name in one of the memories; the device slab must have been made."""
-        return self.views(memory, [name])[0]
-
-    def views(self, memory: Memory, names: Iterable[str]) -> list[Tensor]:
-        """As view(), of each."""
         made = self._host_views if memory is Memory.HOST else self._device_views
-        for name in names:
-            if name not in made:
-                place = self._places[name]
-                storage, begin = self._storage, place.begin
-                if memory is Memory.HOST:
-                    storage = self._host_storages[place.slot]
-                    begin -= self._slots[place.slot][0]
-                empty = torch.empty(0, dtype=place.dtype, device=storage.device)
-                made[name] = empty.set_(
-                    storage, begin // place.dtype.itemsize, place.size, place.stride
-                )
-        return [made[name] for name in names]
+        if name not in made:
+            place = self.places[name]
+            storage, begin = self._storage, place.begin
+            if memory is Memory.HOST:
+                storage = self._host_storages[place.slot]
+                begin -= self._slots[place.slot][0]
+            made[name] = _elements(storage, begin, place.size, place.stride, place.dtype)
+        return made[name]
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Copies a tensor that is like the one of that name from elsewhere to the host slab."""
         if tensor.numel() == 0:
             return
-        place = self._places[name]
-        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-            tensor.untyped_storage(),
-            tensor.storage_offset() * tensor.itemsize,
-            (place.nbytes,),
-            (1,),
-        )
+        place, begin = self.places[name], int(tensor.storage_offset()) * tensor.itemsize
+        source = _elements(tensor.untyped_storage(), begin, (place.nbytes,))
         self.host[place.begin : place.begin + place.nbytes].copy_(source)
-
-    def join(self) -> None:
-        """What the current stream gets from now on begins when the device slab has its bytes."""
-        self._coming.join()
-
-    def wait(self) -> None:
-        """Waits until the host slab has its bytes."""
-        self._leaving.finish()
-
-    @property
-    def is_home(self) -> bool:
-        """Whether nobody need wait for the host slab."""
-        return self._leaving.is_done
 
     def copy_to(
         self,
@@ -338,7 +311,7 @@ class Slab:
         changed: Collection[str],
         settled: Collection[str],
         after: torch.cuda.Event | None = None,
-    ) -> list[tuple[int, int]]:
+    ) -> None:
         """Copies what has changed in the other memory, in one piece unless something is in between.
 
         What has not changed and lies between is copied too. A device slab without memory is given
@@ -350,43 +323,36 @@ class Slab:
             settled: names of those that are current in `memory` alone, and must not be written.
             after: what must be done before the device slab is read; None: all that the current
                 stream has by now.
-
-        Returns:
-            What was copied: bytes from, to.
         """
-        is_new = memory is Memory.DEVICE and not self.is_filled
-        if not settled and (is_new or len(changed) == len(self._places)):
-            spans = [(0, self.nbytes)] if self.nbytes else []
-        else:
-            must = {self._places[name].slot for name in changed}
-            if is_new:
-                must = set(range(len(self._slots)))
-            spans = self._spans(must, {self._places[name].slot for name in settled})
-        if not spans:
-            return spans
         comes = memory is Memory.DEVICE
-        if comes and not self.is_filled:  # nobody has used it since
-            turn = self._coming.after(self.device)
+        is_new = comes and not self.is_filled
+        must = self.places if is_new else changed
+        if settled or len(must) < len(self.places):
+            spans = self._spans(must, settled)
+        else:
+            spans = [(0, self.nbytes)]
+        if not spans or not self.nbytes:
+            return
+        if is_new:  # no stream has used it since it was emptied
+            turn = self.coming.after(self.device)
         elif comes:
-            turn = self._coming.after_current(self.device)
+            turn = self.coming.after_current(self.device)
         else:
             if after is None:
-                self.join()
-            turn = self._beside(self._leaving, after, self._coming.end)
+                self.coming.join()
+            turn = self._beside(self.leaving, after, self.coming.end)
         with turn as stream:
             if self.device_bytes != self.nbytes:
                 # Torch gives it what the same stream had before, in whose order it is used again.
                 self._storage.resize_(self.nbytes)
             if self._whole is None:
-                empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-                self._whole = empty.set_(self._storage, 0, (self.nbytes,), (1,))
+                self._whole = _elements(self._storage, 0, (self.nbytes,))
             begun = self.traffic.begin(stream)
             copy_spans(self.host, self._whole, spans, comes=comes, is_pinned=self._is_pinned)
         copied = sum([end - begin for begin, end in spans])
-        side = self._coming if comes else self._leaving
+        side = self.coming if comes else self.leaving
         self.traffic.end(begun, side.end, copied, comes=comes)
         self.is_filled = self.is_filled or comes
-        return spans
 
     def empty(self, after: torch.cuda.Event | None = None) -> int:
         """Frees the device slab's memory; returns how many bytes that were.
@@ -397,18 +363,18 @@ class Slab:
         self.is_filled = False
         freed = self.device_bytes
         if freed:
-            with self._beside(self._coming, after):
+            with self._beside(self.coming, after):
                 self._storage.resize_(0)
         return freed
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor has memory of the device slab."""
         is_dense = is_plain_tensor(tensor) and tensor.layout == torch.strided
-        return is_dense and tensor.untyped_storage()._cdata == self._storage._cdata
+        return is_dense and storage_id(tensor.untyped_storage()) == storage_id(self._storage)
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody else has a view of the device slab: a graph, or a user."""
+        """Whether a graph or the program has a view of the device slab."""
         own = len(self._device_views) + (self._whole is not None)
         return storage_uses(self._storage) > own + 1
 
@@ -421,28 +387,21 @@ class Slab:
         found = [
             each
             for each in gc.get_objects()
-            if is_plain_tensor(each)
-            and id(each) not in own
-            and each.layout == torch.strided
-            and each.untyped_storage()._cdata == self._storage._cdata
+            if is_plain_tensor(each) and id(each) not in own and self.has(each)
         ]
         return {weakref.ref(each): self._described(each) for each in found}
 
     def _described(self, tensor: Tensor) -> str:
         begin = tensor.storage_offset() * tensor.itemsize
-        of = [n for n, p in self._places.items() if p.begin <= begin < p.begin + max(1, p.nbytes)]
+        of = [n for n, p in self.places.items() if p.begin <= begin < p.begin + max(1, p.nbytes)]
         return f"a {list(tensor.shape)} {str(tensor.dtype)[6:]} view of {of[0] if of else 'it'}"
-
-    def shares(self, other: Slab) -> bool:
-        """Whether the device slabs are one."""
-        return self._storage is other._storage
 
     def leave(self) -> None:
         """Leaves the device slab to the views of it that are kept; the next one is another."""
         if self._whole is not None and self._whole.is_cuda:
             # The views are used on the current stream: the memory is reused behind their last use.
             self._whole.record_stream(current_stream(self.device))
-        self._storage = torch.empty(0, dtype=torch.uint8, device=self.device).untyped_storage()
+        self._storage = _no_bytes(self.device)
         self._device_views, self._whole = {}, None
         self.is_filled = False
 
@@ -456,8 +415,10 @@ class Slab:
             return stream.after_current(self.device)
         return stream.after(self.device, after, *more)
 
-    def _spans(self, must: Collection[int], barred: Collection[int]) -> list[tuple[int, int]]:
+    def _spans(self, changed: Iterable[str], settled: Iterable[str]) -> list[tuple[int, int]]:
         """The fewest spans with all slots that must be copied, and none that must not."""
+        must = {self.places[name].slot for name in changed}
+        barred = {self.places[name].slot for name in settled}
         spans: list[tuple[int, int]] = []
         is_open = False
         for number, (begin, end) in enumerate(self._slots):

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.auto import Auto
 from speedtorch.layers.first_state import FirstState
-from speedtorch.layers.residency import Residency
+from speedtorch.layers.module_hook import weak_call
+from speedtorch.layers.residency import Leaver, Residency
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import Unit, exact_device
@@ -95,9 +96,14 @@ class Swapper:
         self._is_closed = False
         try:
             for name, module in named:
-                unit = Unit(module, *stepped, device=self.device, name=name, traffic=self._traffic)
-                self._units[module] = unit
-                unit.call_before_gradients(self._residency.expect_gradients)
+                self._units[module] = Unit(
+                    module,
+                    *stepped,
+                    device=self.device,
+                    name=name,
+                    traffic=self._traffic,
+                    before_gradients=weak_call(self._residency.expect_gradients),
+                )
             for each in stepped:
                 self._steps.append(UnitSteps(each, self._units, self._residency))
         except BaseException:
@@ -160,7 +166,7 @@ class Swapper:
             raise RuntimeError(f"units {used} are in use; evict them after `use`")
         freed, held = 0, []
         for unit in [each for each in units if not self._residency.is_used(each)]:
-            freed += self._residency.send_home(unit)
+            freed += self._residency.send_home(Leaver(unit), search=True)
             held += [f"{unit.name}: {each}" for each in unit.held_by()]
         return Freed(freed, held)
 

@@ -14,6 +14,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.torch_internals import buffers_of, members_of
+
 __all__ = ["TensorIndex"]
 
 
@@ -53,15 +55,15 @@ class TensorIndex:
         self._empty: list[dict[str, Any]] = []
         self._kept: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for part in module.modules():
-            for of_part in (part._parameters, part._buffers, part._modules):
+            for of_part in (*members_of(part), buffers_of(part)):
                 self._keep(of_part)
         for name, each in self.parameters.items():
+            known = None
             if each.is_leaf and each.grad is not None:
                 if each.grad.is_conj() or each.grad.is_neg():  # as torch makes some
                     each.grad = each.grad.resolve_conj().resolve_neg()
                 self._gradients[f"the gradient of {name}"] = each
-            gradient = each.grad if each.is_leaf else None
-            known = None if gradient is None else weakref.ref(gradient)
+                known = weakref.ref(each.grad)
             self._of_parameters.append((each, each.requires_grad, known))
         for number, optimizer in enumerate(optimizers):
             which = f" ({number})" if number else ""

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.access_tracker import AccessTracker
 from speedtorch.layers.data_parallel import Averaging
+from speedtorch.layers.module_hook import ModuleHook, weak_call
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.slab import Memory
 from speedtorch.layers.tensor_index import TensorIndex
@@ -28,8 +29,9 @@ from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
     as_plain,
+    base_of,
+    buffers_of,
     current_stream,
-    never_compiled,
     next_node_number,
     number_of_node,
     tree_leaves,
@@ -55,21 +57,6 @@ def _untracked(method: _Method) -> _Method:
     return call  # type: ignore[return-value]
 
 
-def _weak_call(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls a bound method for as long as its object is alive."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        if (called := weak()) is not None:
-            called(*args)
-
-    return call
-
-
-def _nothing(_: object) -> None:
-    pass
-
-
 class Caller(Protocol):
     """Brings units as the program reaches them."""
 
@@ -87,91 +74,6 @@ _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The unit of each tensor, as a weakref: it belongs to one at most."""
 
 
-class _Guard:
-    """Knows of a module's forward, and names the unit whose backward is reached elsewhere.
-
-    It is a forward hook of the unit's module, and of those in it that have buffers. Under `auto` it
-    replaces trained tensors that the module returns by copies. Copies of a module, and files of it,
-    get a guard of no unit.
-
-    A result counts as the unit's if autograd made its node during the forward: a unit may also
-    return what it was given. Autograd numbers its nodes as it makes them, and a backward runs the
-    ready node of the highest number first, so that the nodes of one call run without others.
-    """
-
-    def __init__(self, unit: Unit | None = None) -> None:
-        self._unit = None if unit is None else weakref.ref(unit)
-        self._begun: list[int] = []
-        """The number of autograd's next node when each forward began."""
-
-    @partial(never_compiled, reason="units come and go")
-    def begins(self, module: nn.Module, args: object) -> None:
-        """The forward pre-hook of the unit's module."""
-        self._begun.append(next_node_number())
-        if (unit := None if self._unit is None else self._unit()) is not None:
-            unit.check_averaged(steps=False)
-
-    @partial(never_compiled, reason="units come and go")
-    def __call__(self, module: nn.Module, args: object, output: object) -> object:
-        unit = None if self._unit is None else self._unit()
-        if unit is None:
-            return None
-        unit.note_use()
-        if module is not unit.module:
-            return None
-        return self.given(unit, self._begun.pop() if self._begun else 0, output)
-
-    def given(self, unit: Unit, begun: int, output: Any) -> Any:
-        """What the program is given as the result of a call that began at this number."""
-        if unit.memory is None:
-            return output
-        is_record = not isinstance(output, Tensor | list | tuple | dict) and hasattr(
-            output, "__dict__"
-        )
-        given = dict(vars(output)) if is_record else output
-        may_leave = unit.comes_by_itself and torch.is_grad_enabled()
-        if may_leave and any(unit.is_trained_view(each) for each in tree_leaves(given)):
-            # Torch makes the graph of a view anew where its base has changed, as by leaving.
-            given = tree_map(
-                lambda each: each.clone() if unit.is_trained_view(each) else each, given
-            )
-            if is_record:
-                output = copy.copy(output)
-                vars(output).update(given)
-            else:
-                output = given
-        results = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
-        if any(map(unit.is_view, results)):
-            unit.note_view()
-        nodes = _nodes_since(begun, results)
-        is_nested = bool(nodes) and unit.is_nested
-        for node, is_last in nodes.items():
-            if is_last:
-                unit.note_graph()
-            node.register_prehook(partial(self._before_backward, unit.memory, is_last, is_nested))
-        return output
-
-    def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
-        return _Guard, ()
-
-    def _before_backward(
-        self, memory: Memory, is_last: bool, is_nested: bool, gradients: object
-    ) -> None:
-        unit = None if self._unit is None else self._unit()
-        if unit is None:
-            return
-        unit.note_use()
-        if memory is Memory.DEVICE:
-            unit.reach_backward(closes=is_last, nested=is_nested)
-        if unit.memory is not memory:
-            there = {Memory.HOST: "evicted", Memory.DEVICE: "loaded", None: "half moved"}
-            raise RuntimeError(
-                f"unit {unit.name!r}: a backward reached it while it is {there[unit.memory]}, and"
-                f" its forward ran while it was {there[memory]}:"
-                f" {'load' if memory is Memory.DEVICE else 'evict'}() it before the backward"
-            )
-
-
 def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
     """The nodes of results that autograd has made since it was at this number.
 
@@ -183,37 +85,12 @@ def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
     """
     found: dict[Node, bool] = {}
     for each in results:
-        last = each._base.grad_fn if each._is_view() and each._base is not None else None
+        last = None if (base := base_of(each)) is None else base.grad_fn
         for node in (last, each.grad_fn):
             if node is not None and number_of_node(node) >= begun:
                 is_last = last is None or number_of_node(last) < begun or node is last
                 found[node] = found.get(node, False) or is_last
     return found
-
-
-class _Saved:
-    """Gives state_dict() the tensors on the host, which stay readable when a unit leaves."""
-
-    def __init__(self, unit: Unit | None = None) -> None:
-        self._unit = None if unit is None else weakref.ref(unit)
-
-    def __call__(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
-    ) -> None:
-        unit = None if self._unit is None else self._unit()
-        if unit is None or unit.memory is Memory.HOST:
-            return
-        on_host = unit.on_host()
-        own = {id(each) for each in module.buffers()}  # which are given if variables are kept
-        for name, each in state.items():
-            is_plain = type(each) is Tensor and not each.requires_grad and id(each) not in own
-            if name.startswith(prefix) and is_plain:
-                found = on_host.get(each.data_ptr())
-                if found is not None and found.shape == each.shape and found.dtype == each.dtype:
-                    state[name] = found.detach()
-
-    def __reduce__(self) -> tuple[type[_Saved], tuple[()]]:
-        return _Saved, ()
 
 
 class Unit:
@@ -242,6 +119,7 @@ class Unit:
         device: where it is when loaded; "cpu" is another part of host memory.
         name: what errors call it.
         traffic: counts what is copied.
+        before_gradients: called with the unit where a backward reaches it and there is no Caller.
 
     Raises:
         TypeError: an argument is none of these; a tensor is of a class of its own; an optimizer
@@ -254,7 +132,7 @@ class Unit:
     Attributes:
         open_results: results with a graph that no backward has reached.
         has_graph: whether a graph may need its memory, as far as is known.
-        gives_views: whether its module has given views of its tensors to others.
+        gives_views: whether its module has returned views of its tensors.
         has_views: whether the program may have views of its tensors, taken since it was evicted.
         was_stepped: whether it was stepped when it was on the device last.
         made_state_bytes: of the optimizer's state that steps made on the device, as other_bytes()
@@ -263,10 +141,9 @@ class Unit:
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> unit = Unit(layer, device="cpu", name="layer")
-        >>> unit.load()  # bytes
-        512
+        >>> unit.load()
         >>> result = layer(torch.ones(2))
-        >>> unit.evict()
+        >>> unit.evict()  # bytes
         512
     """
 
@@ -277,6 +154,7 @@ class Unit:
         device: torch.device | str,
         name: str = "unit",
         traffic: TransferStats | None = None,
+        before_gradients: Callable[[Unit], object] = lambda _: None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
@@ -290,82 +168,78 @@ class Unit:
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
         self.module, self.optimizers, self.name = module, optimizers, name
         self._uses = self.open_results = 0
-        self.gives_views = False
-        self.has_graph = self.was_stepped = self._steps_are_told = False
+        self.gives_views = self.has_views = self.has_graph = self.was_stepped = False
         self._caller: Caller | None = None
-        self._before_gradients: Callable[[Unit], None] = _nothing
-        # All that it has may have been changed before.
-        self._is_touched = self._is_stepped = self._is_used = self._is_state_new = True
+        self._before_gradients = before_gradients
+        # All that it has may have been changed before. Threads set each flag without reading it.
+        self._is_touched = self._is_used = self._is_state_new = True
         self._index: TensorIndex | None = None
         self._stepped: set[str] = set()
         """Parameters that a step may have changed."""
         self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
-        self._guard = _Guard(self)
-        self._averaging = Averaging(name, module, self.device)
+        self._packs = self._own, self._gradients, self._state
+        self._begun: list[int] = []
+        """The number of autograd's next node when each forward began."""
+        self.averaging = Averaging(name, module, self.device)
         self._tracker = AccessTracker(self)
-        self.has_views = False
         self.made_state_bytes = 0
         self._streams: set[torch.cuda.Stream] = set()
-        """Streams that the module ran on, and its tensors were used on, since join_streams()."""
+        """Streams that the module ran on, and its tensors were used on, since _join_streams()."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []
+        self._forward_hook = ModuleHook(weak_call(self._ends))
+        self._node_hook = weak_call(self._before_backward)
         self._check_alone()
         try:
             self.evict()
         except BaseException:
             self._disown()
             raise
-        saved = module.register_state_dict_post_hook(_Saved(self))  # type: ignore[no-untyped-call]
-        self._hooks.append(saved)
-        after_step = _weak_call(self._after_step)
-        self._hooks += [each.register_step_post_hook(after_step) for each in optimizers]
+        begins, saved = (ModuleHook(weak_call(each)) for each in (self._begins, self._save))
+        self._hooks += [
+            module.register_forward_pre_hook(begins, prepend=True),
+            module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
+        ]
+        after_step = weak_call(self.note_step)
+        self._step_hooks = [each.register_step_post_hook(after_step) for each in optimizers]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its host memory, and on the device if all of it is there."""
-        return sum(pack.nbytes for pack in self._packs)
+        return sum(pack.slab.nbytes for pack in self._packs)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of its device memory now, without what came to it there since it was loaded."""
         own, gradients, state = self._packs
-        return own.device_bytes + gradients.device_bytes + state.device_bytes
+        return own.slab.device_bytes + gradients.slab.device_bytes + state.slab.device_bytes
 
     @property
     def memory(self) -> Memory | None:
         """Where its parameters are; None after an error in a move, until another completes it."""
         return self._own.memory
 
-    @property
-    def is_home(self) -> bool:
-        """Whether evict() would wait for no copy that write_back() has begun."""
-        return all(pack.is_home for pack in self._packs)
-
-    @property
-    def is_state_home(self) -> bool:
-        """As is_home, of evict_state()."""
-        return self._state.is_home
+    def is_home(self, *, state_alone: bool) -> bool:
+        """Whether evict(), or evict_state(), would wait for no copy that write_back() has begun."""
+        packs = self._packs[2:] if state_alone else self._packs
+        return all(pack.slab.leaving.is_done for pack in packs)
 
     def _parts(self) -> tuple[_Part, _Part, _Part]:
-        """Its packs and what is in them now: what the optimizer keeps, gradients, its own."""
+        """Its packs and what is in them now: its own, gradients, what the optimizer keeps."""
         found = self._found
         # Torch's batch norm changes its statistics and counts no version.
-        buffers = found.buffers if self._is_stepped or self._is_used else ()
+        buffers = found.buffers if self._is_used else ()
         written = found.own.keys() if self._is_touched else self._stepped.union(buffers)
         state = found.state.keys() if self._is_state_new else ()
         return (
-            (self._state, Members(found.state, state)),
+            (self._own, Members(found.own, written)),
             # Torch counts not all changes of gradients.
             (self._gradients, Members(found.gradients, found.gradients.keys())),
-            (self._own, Members(found.own, written)),
+            (self._state, Members(found.state, state)),
         )
 
-    @property
-    def _packs(self) -> tuple[Pack, Pack, Pack]:
-        return self._own, self._gradients, self._state
-
-    def bring(self, *, state: bool = True) -> int:
-        """Begins to copy the unit to the device, beside the current stream; returns the bytes.
+    def bring(self, *, state: bool = True) -> None:
+        """Begins to copy the unit to the device, beside the current stream.
 
         Its tensors stay on the host until load(), which copies what has changed there meanwhile.
 
@@ -376,12 +250,12 @@ class Unit:
             RuntimeError, TypeError, ValueError, MemoryError: as of load().
         """
         try:
-            return self._come(Pack.bring, state=state)
+            self._come(Pack.bring, state=state)
         finally:
             self.track()
 
-    def load(self, *, state: bool = True) -> int:
-        """Brings the unit to the device, where it stays if it is there; returns the bytes copied.
+    def load(self, *, state: bool = True) -> None:
+        """Brings the unit to the device, where it stays if it is there.
 
         What the current stream gets from now on waits for it.
 
@@ -395,66 +269,53 @@ class Unit:
             TypeError, ValueError, MemoryError: as when the unit was made, for a tensor that came to
                 it since.
         """
-        copied = self._come(Pack.load, state=state)
-        for pack in self._packs if state else self._packs[:-1]:
-            pack.join()
-        return copied
+        self._come(Pack.load, state=state)
+        for pack in self._packs if state else self._packs[:2]:
+            pack.slab.coming.join()
 
     @_untracked
-    def _come(self, call: Callable[[Pack, Members], int], *, state: bool) -> int:
+    def _come(self, call: Callable[[Pack, Members], None], *, state: bool) -> None:
         self._tracker.stop()
-        self._averaging.note()
+        self.averaging.note()
         if not self.device_bytes:  # all is on the host, and all is copied
             self.was_stepped = self._is_state_new = False
             self._note_copied()
-        of_state, *others = self._parts()
-        packs = [*reversed(others), of_state] if state else others[::-1]
-        copied, begun = 0, []
+        parts, begun = self._parts(), []
         try:
-            for pack, members in packs:
-                if not pack.device_bytes:
+            for pack, members in parts if state else parts[:2]:
+                if not pack.slab.device_bytes:
                     begun.append((pack, members))
-                copied += call(pack, members)
+                call(pack, members)
         except BaseException as error:
             for pack in self._packs:  # some may be on the device already
-                pack.join()
+                pack.slab.coming.join()
             for pack, members in begun if isinstance(error, RuntimeError) else ():
                 pack.evict(members)
             self.track()
             raise
-        return copied
 
     @_untracked
-    def write_back(self, after: torch.cuda.Event | None = None) -> int:
-        """Begins to copy what is new on the device to the host; returns the bytes.
+    def write_back(
+        self, after: torch.cuda.Event | None = None, *, state_alone: bool = False
+    ) -> None:
+        """Begins to copy what is new on the device to the host.
 
         The unit stays there. evict() then waits for these copies, and makes no others unless the
         unit is changed meanwhile. Gradients are left to evict().
 
         Args:
             after: the end of its last use; None: after all that the current stream has by now.
+            state_alone: copy the optimizer's state alone.
         """
-        if after is None:
-            self._join_streams()
-        of_state, _, (pack, members) = self._parts()
-        copied = pack.write_back(members, after) + self._write_state_back(of_state, after)
-        if pack.memory is Memory.DEVICE:
-            self._note_copied()
-        return copied
-
-    @_untracked
-    def write_state_back(self, after: torch.cuda.Event | None = None) -> int:
-        """As write_back(), of the optimizer's state alone."""
-        if after is None:
-            self._join_streams()
-        return self._write_state_back(self._parts()[0], after)
-
-    def _write_state_back(self, of_state: _Part, after: torch.cuda.Event | None) -> int:
-        pack, members = of_state
-        copied = pack.write_back(members, after)
-        if pack.memory is Memory.DEVICE:
+        self._join_streams(after)
+        (own, members), _, (of_state, state) = self._parts()
+        if not state_alone:
+            own.write_back(members, after)
+            if own.memory is Memory.DEVICE:
+                self._note_copied()
+        of_state.write_back(state, after)
+        if of_state.memory is Memory.DEVICE:
             self._is_state_new = False
-        return copied
 
     @_untracked
     def evict(self, after: torch.cuda.Event | None = None, *, search: bool = True) -> int:
@@ -472,17 +333,16 @@ class Unit:
             MemoryError: the host has too little for what came to it since, which is where it was.
         """
         self._tracker.stop()
-        self._averaging.note()
-        if after is None:
-            self._join_streams()
-        of_state, of_gradients, (own, members) = self._parts()
-        # Graphs have views of its own tensors alone.
-        freed = sum(pack.evict(some, after) for pack, some in (of_state, of_gradients))
-        freed += own.evict(members, after, search=search)
+        self.averaging.note()
+        self._join_streams(after)
+        freed = 0
+        for pack, members in reversed(self._parts()):
+            # Graphs have views of its own tensors alone.
+            freed += pack.evict(members, after, search=search or pack is not self._own)
         self._is_state_new = self.has_views = False
         self.made_state_bytes = 0
         self._note_copied()
-        self.has_graph = self.has_graph and any(pack.is_held for pack in self._packs)
+        self.has_graph = self.has_graph and any(pack.slab.is_held for pack in self._packs)
         self.track()
         return freed
 
@@ -493,9 +353,8 @@ class Unit:
         The unit can be used, and not be stepped.
         """
         self._tracker.stop()
-        if after is None:
-            self._join_streams()
-        pack, members = self._parts()[0]
+        self._join_streams(after)
+        pack, members = self._parts()[2]
         freed = pack.evict(members, after)
         self._is_state_new, self.made_state_bytes = False, 0
         return freed
@@ -507,16 +366,15 @@ class Unit:
         Args:
             after: as of write_back().
         """
-        if self._gradients.device_bytes and not self._found.gradients:
-            if after is None:
-                self._join_streams()
+        if self._gradients.slab.device_bytes and not self._found.gradients:
+            self._join_streams(after)
             pack, members = self._parts()[1]
             pack.evict(members, after)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of device memory of the optimizer's state, but for made_state_bytes."""
-        return self._state.device_bytes
+        return self._state.slab.device_bytes
 
     @property
     @_untracked
@@ -528,16 +386,16 @@ class Unit:
         return not self._own.has_all(self._found.own)
 
     def held_by(self) -> list[str]:
-        """Views that somebody keeps, and with them device memory that it has left, as text."""
+        """Views that the program keeps, and with them device memory that it has left, as text."""
         return [each for pack in self._packs for each in pack.held_by()]
 
     @_untracked
     def missing_bytes(self, *, state: bool) -> int:
         """Bytes of device memory that load() would take."""
-        packs = self._packs if state else self._packs[:-1]
-        if all(pack.device_bytes or not pack.nbytes for pack in packs):
+        count = 3 if state else 2
+        if not any(pack.slab.missing_bytes for pack in self._packs[:count]):
             return 0
-        return sum(pack.missing_bytes(some) for pack, some in self._parts() if pack in packs)
+        return sum(pack.missing_bytes(members) for pack, members in self._parts()[:count])
 
     @property
     @_untracked
@@ -553,9 +411,10 @@ class Unit:
     @_untracked
     def other_bytes(self) -> int:
         """Bytes of gradients and state that came to it on the device since it was loaded."""
-        (pack, members), *others = self._parts()
-        self.made_state_bytes = pack.other_bytes(members)
-        return self.made_state_bytes + sum(each.other_bytes(some) for each, some in others)
+        own, gradients, self.made_state_bytes = (
+            pack.other_bytes(members) for pack, members in self._parts()
+        )
+        return own + gradients + self.made_state_bytes
 
     @_untracked
     def missing_gradients(self) -> int:
@@ -578,12 +437,8 @@ class Unit:
 
     def _note_copied(self) -> None:
         """Notes that parameters and buffers have not changed since they were copied."""
-        self._is_touched = self._is_stepped = self._is_used = False
+        self._is_touched = self._is_used = False
         self._stepped = set()
-
-    def check_averaged(self, *, steps: bool) -> None:
-        """See Averaging.check()."""
-        self._averaging.check(steps=steps)
 
     def touch(self) -> None:
         """Says that any of its tensors may have changed without torch's counting it."""
@@ -604,7 +459,7 @@ class Unit:
         """See Tracking; its tensors on the device share one storage, whatever their dtypes."""
         address = tensor.data_ptr()
         found = self.on_host().get(address)
-        return self.state_on_host().get(address) if found is None else found
+        return self.on_host(state=True).get(address) if found is None else found
 
     def note_use(self) -> None:
         """Says that its module runs, forward or backward, or that a tensor of it is used."""
@@ -631,11 +486,12 @@ class Unit:
         """Finds operations on its tensors until it is used: they are changes, or bring it."""
         if self.device_bytes:
             self._tracker.start(self._found.all_tensors())
-        elif self._caller is not None:
-            self._tracker.start(self._found.own.values())
+        else:
+            self._tracker.start(() if self._caller is None else self._found.own.values())
 
-    def _join_streams(self) -> None:
-        if not self._streams:
+    def _join_streams(self, after: torch.cuda.Event | None = None) -> None:
+        """Lets the current stream wait for the streams of the last use, unless its end is known."""
+        if after is not None or not self._streams:
             return
         current = current_stream(self.device)
         for each in self._streams:
@@ -659,22 +515,12 @@ class Unit:
         """The caller brings the unit as the program reaches it; None ends that."""
         self._caller = caller
         if not self.device_bytes:  # on the device tensors are tracked unless they are in use
-            self._tracker.stop()
             self.track()
-
-    def call_before_gradients(self, call: Callable[[Unit], None]) -> None:
-        """What is called where a backward reaches it, unless it comes by itself."""
-        self._before_gradients = _weak_call(call)
 
     @property
     def comes_by_itself(self) -> bool:
         """Whether there is a Caller."""
         return self._caller is not None
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether a call of another unit that comes by itself is under way."""
-        return self._caller is not None and self._caller.is_nested(self)
 
     @contextmanager
     def operation(self) -> Iterator[Callable[[Any], Any]]:
@@ -682,48 +528,112 @@ class Unit:
         assert self._caller is not None
         with self._caller.using(self):
             self.note_use()
-            yield partial(self._guard.given, self, next_node_number())
+            yield partial(self._given, next_node_number())
 
-    def reach_backward(self, *, closes: bool, nested: bool) -> None:
-        """A backward reaches a node of a result of it; `closes`: the last one of that.
+    def _begins(self, module: nn.Module, args: object) -> None:
+        """A forward of its module begins."""
+        self._begun.append(next_node_number())
+        self.averaging.check(steps=False)
 
-        It is about to make gradients.
+    def _ends(self, module: nn.Module, args: object, output: object) -> object:
+        """A forward of its module, or of one in it that has buffers, ends.
+
+        What torch returns instead of the output; None: the output.
         """
-        self.open_results -= closes
-        if self._caller is not None:
-            self._caller.reaches(self, nested=nested)
-        else:
-            self._before_gradients(self)
+        self.note_use()
+        if module is not self.module:
+            return None
+        return self._given(self._begun.pop() if self._begun else 0, output)
 
-    def note_graph(self) -> None:
-        """Says that its module has made a result with a graph, which may need its memory."""
-        self.has_graph = True
-        self.open_results += 1
+    def _given(self, begun: int, output: Any) -> Any:
+        """What the program is given as the result of a call that began at this number.
+
+        Under `auto` trained tensors of the unit are replaced by copies. A result counts as the
+        unit's if autograd made its node during the call: a unit may also return what it was given.
+        Autograd numbers its nodes as it makes them, and a backward runs the ready node of the
+        highest number first, so that the nodes of one call run one after another.
+        """
+        if self.memory is None:
+            return output
+        is_record = not isinstance(output, Tensor | list | tuple | dict) and hasattr(
+            output, "__dict__"
+        )
+        given = dict(vars(output)) if is_record else output
+        may_leave = self.comes_by_itself and torch.is_grad_enabled()
+        if may_leave and any(map(self._is_trained_view, tree_leaves(given))):
+            # Torch makes the graph of a view anew where its base has changed, as by leaving.
+            given = tree_map(lambda e: e.clone() if self._is_trained_view(e) else e, given)
+            if is_record:
+                output = copy.copy(output)
+                vars(output).update(given)
+            else:
+                output = given
+        results = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+        if any(map(self.is_view, results)):
+            self.gives_views = True
+        nodes = _nodes_since(begun, results)
+        is_nested = bool(nodes) and self._caller is not None and self._caller.is_nested(self)
+        for node, is_last in nodes.items():
+            if is_last:
+                self.has_graph = True
+                self.open_results += 1
+            node.register_prehook(partial(self._node_hook, self.memory, is_last, is_nested))
+        return output
+
+    def _before_backward(
+        self, memory: Memory, is_last: bool, is_nested: bool, gradients: object
+    ) -> None:
+        """A backward reaches a node of a result, and is about to make gradients."""
+        self.note_use()
+        if memory is Memory.DEVICE:
+            self.open_results -= is_last
+            if self._caller is not None:
+                self._caller.reaches(self, nested=is_nested)
+            else:
+                self._before_gradients(self)
+        if self.memory is not memory:
+            there = {Memory.HOST: "evicted", Memory.DEVICE: "loaded", None: "half moved"}
+            raise RuntimeError(
+                f"unit {self.name!r}: a backward reached it while it is {there[self.memory]}, and"
+                f" its forward ran while it was {there[memory]}:"
+                f" {'load' if memory is Memory.DEVICE else 'evict'}() it before the backward"
+            )
+
+    def _save(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+    ) -> None:
+        """Gives state_dict() the tensors on the host, which stay readable when the unit leaves."""
+        if self.memory is Memory.HOST:
+            return
+        on_host = self.on_host()
+        own = {id(each) for each in module.buffers()}  # which are given if variables are kept
+        for name, each in state.items():
+            is_plain = type(each) is Tensor and not each.requires_grad and id(each) not in own
+            if name.startswith(prefix) and is_plain:
+                found = on_host.get(each.data_ptr())
+                if found is not None and found.shape == each.shape and found.dtype == each.dtype:
+                    state[name] = found.detach()
 
     def is_view(self, tensor: Tensor) -> bool:
         """Whether it shares the memory of parameters and buffers on the device."""
-        return self._own.shares(tensor)
+        return self._own.slab.has(tensor)
 
-    def is_trained_view(self, each: object) -> bool:
-        """Whether something is a view of them with a graph."""
+    def _is_trained_view(self, each: object) -> bool:
         return isinstance(each, Tensor) and each.requires_grad and self.is_view(each)
-
-    def note_view(self) -> None:
-        """Says that its module gives views of its tensors to others."""
-        self.gives_views = True
 
     def forget_results(self) -> None:
         """Says that no backward is to come."""
         self.open_results = 0
 
     def tell_steps(self) -> None:
-        """Promises note_step(); otherwise each step of the optimizer may have changed the unit."""
-        self._steps_are_told = True
+        """Promises note_step(); otherwise each step of an optimizer may have changed the unit."""
+        for each in self._step_hooks:
+            each.remove()
 
     def wait(self) -> None:
         """Waits for the copies that write_back() has begun."""
         for pack in self._packs:
-            pack.wait()
+            pack.slab.leaving.finish()
 
     @property
     @_untracked
@@ -732,27 +642,21 @@ class Unit:
         return any(each.grad is not None for each in self._parameters.values())
 
     @_untracked
-    def on_host(self) -> dict[int, Tensor]:
-        """Its parameters and buffers on the host by their addresses on the device."""
-        self.write_back()
-        self.wait()
-        pack, members = self._parts()[2]
+    def on_host(self, *, state: bool = False) -> dict[int, Tensor]:
+        """Its parameters and buffers, or the state, on the host by their addresses on the device.
+
+        Waits until what is new on the device is on the host.
+        """
+        pack, members = self._parts()[2 if state else 0]
+        if pack.slab.device_bytes:
+            self.write_back()
+            self.wait()
         return pack.on_host(members)
 
     @_untracked
-    def state_on_host(self) -> dict[int, Tensor]:
-        """The optimizer's state on the host by its addresses on the device."""
-        if not self._state.device_bytes:
-            return {}
-        self.write_back()
-        self.wait()
-        pack, members = self._parts()[0]
-        return pack.on_host(members)
-
-    @_untracked
-    def note_step(self) -> None:
-        """Says that the optimizer has stepped it."""
-        self._is_stepped = self._is_state_new = self.was_stepped = True
+    def note_step(self, *_: object) -> None:
+        """Says that an optimizer has stepped it."""
+        self._is_used = self._is_state_new = self.was_stepped = True
         self._uses += 1
         self._stepped |= {
             name
@@ -760,15 +664,11 @@ class Unit:
             if each.requires_grad or each.grad is not None
         }
 
-    def _after_step(self, *_: object) -> None:
-        if not self._steps_are_told:
-            self.note_step()
-
     def close(self) -> None:
-        """Evicts the unit, whose tensors are free to be another's then."""
+        """Evicts the unit; another unit may have its tensors then."""
         self._caller = None
         self.evict()
-        for each in self._hooks:
+        for each in (*self._hooks, *self._step_hooks):
             each.remove()
         self._disown()
 
@@ -809,20 +709,17 @@ class Unit:
             for tensor in self._index.own.values():
                 _owners[tensor] = weakref.ref(self)
             self._watch()
-            self._averaging.forget_replaced()
+            self.averaging.forget_replaced()
         return self._index
 
     def _watch(self) -> None:
-        """Lets those modules say that they run whose buffers that may change."""
+        """Hooks the forward of its module, and of modules within that have buffers to change."""
         for each in self.module.modules():
-            if each in self._watched or (each is not self.module and not each._buffers):
+            if each in self._watched or (each is not self.module and not buffers_of(each)):
                 continue
             self._watched.add(each)
-            if each is self.module:
-                begins = each.register_forward_pre_hook(self._guard.begins, prepend=True)
-                self._hooks.append(begins)
             # Also after a forward that has failed half-way.
-            self._hooks.append(each.register_forward_hook(self._guard, always_call=True))
+            self._hooks.append(each.register_forward_hook(self._forward_hook, always_call=True))
             self._is_used = True
 
     def _is_of_state(

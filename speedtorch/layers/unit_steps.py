@@ -145,7 +145,7 @@ class UnitSteps:
         """Gives state_dict() what the host has, which stays readable when units leave."""
         on_host: dict[int, torch.Tensor] = {}
         for unit in self._residency.there:
-            on_host |= unit.state_on_host()
+            on_host |= unit.on_host(state=True)
 
         def found(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):

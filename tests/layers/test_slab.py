@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from speedtorch.layers import slab as slab_module
 from speedtorch.layers.slab import ALIGNMENT, Memory, Slab
 from speedtorch.memory.host_memory import memory_kind
 
@@ -37,6 +39,15 @@ def filled(tensors: dict[str, Tensor], device: str) -> Slab:
     return slab
 
 
+def pieces(slab: Slab, *arguments: Any) -> list[tuple[int, int]]:
+    """The ranges of bytes that copy_to() copies."""
+    found: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slab_module, "copy_spans", lambda _, __, spans, **___: found.extend(spans))
+        slab.copy_to(*arguments)
+    return found
+
+
 def fits(slab: Slab, tensors: dict[str, Tensor]) -> bool:
     return slab.fits(tensors, slab.where(tensors))
 
@@ -44,8 +55,9 @@ def fits(slab: Slab, tensors: dict[str, Tensor]) -> bool:
 def test_views_of_both_memories_are_the_tensors(device: str) -> None:
     tensors = several()
     slab = filled(tensors, device)
-    assert len(slab.copy_to(Memory.DEVICE, [], [])) == 1
-    slab.join()
+    assert pieces(filled(tensors, device), Memory.DEVICE, [], []) == [(0, slab.nbytes)]
+    slab.copy_to(Memory.DEVICE, [], [])
+    slab.coming.join()
     for memory in Memory:
         for name, tensor in tensors.items():
             view = slab.view(name, memory)
@@ -78,7 +90,7 @@ def test_views_of_the_device_live_through_its_being_emptied(device: str) -> None
     assert slab.empty() == slab.nbytes and slab.device_bytes == 0 and slab.empty() == 0
     slab.view("weight", Memory.HOST).add_(1)
     slab.copy_to(Memory.DEVICE, [], [])
-    slab.join()
+    slab.coming.join()
     assert kept.tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
 
 
@@ -88,9 +100,9 @@ def test_what_changed_is_copied_in_one_piece_around_what_must_not_be() -> None:
     slab.copy_to(Memory.DEVICE, [], [])
     line = ALIGNMENT
     last = 3 * 4
-    assert slab.copy_to(Memory.HOST, [], []) == []
-    assert slab.copy_to(Memory.HOST, ["b", "e"], []) == [(line, 4 * line + last)]
-    assert slab.copy_to(Memory.HOST, ["b", "e"], ["c"]) == [
+    assert pieces(slab, Memory.HOST, [], []) == []
+    assert pieces(slab, Memory.HOST, ["b", "e"], []) == [(line, 4 * line + last)]
+    assert pieces(slab, Memory.HOST, ["b", "e"], ["c"]) == [
         (line, line + last),
         (4 * line, 4 * line + last),
     ]
@@ -137,9 +149,9 @@ def test_a_slab_grows_around_what_is_there() -> None:
     slab.copy_to(Memory.DEVICE, [], [])
     kept = slab.view("a", Memory.DEVICE)
     tensors = {"b": torch.zeros(3), "a": slab.view("a", Memory.HOST)}
-    assert fits(slab, tensors) and "b" not in slab.names
+    assert fits(slab, tensors) and "b" not in slab.places
     larger = Slab(tensors, torch.device("cpu"), slab)
-    assert set(larger.names) == {"a", "b"} and larger.nbytes == 2 * ALIGNMENT
+    assert set(larger.places) == {"a", "b"} and larger.nbytes == 2 * ALIGNMENT
     assert larger.view("a", Memory.HOST).tolist() == [1.0] * 4
     larger.view("a", Memory.HOST).fill_(2)
     larger.copy_to(Memory.DEVICE, [], [])

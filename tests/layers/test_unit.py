@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from unit_models import Layer, assert_equal, copies, tensors_of
 
-from speedtorch.layers import Memory, Slab, Unit, slab
+from speedtorch.layers import Memory, Unit, slab
+from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import version_of
 
 
@@ -144,15 +145,14 @@ def test_calls_of_the_driver_do_not_depend_on_the_number_of_tensors() -> None:
 def written_back(unit: Unit) -> list[int]:
     """Bytes of each piece that an eviction copies."""
     copied: list[int] = []
-    copy_to = Slab.copy_to
+    copy_spans = slab.copy_spans
 
-    def counted(slab: Slab, *args: object) -> list[tuple[int, int]]:
-        spans = copy_to(slab, *args)  # type: ignore[arg-type]
+    def counted(host: Tensor, other: Tensor, spans: Any, **rest: Any) -> None:
         copied.extend(end - begin for begin, end in spans)
-        return spans
+        copy_spans(host, other, spans, **rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Slab, "copy_to", counted)
+        patch.setattr(slab, "copy_spans", counted)
         unit.evict()
     return copied
 
@@ -190,12 +190,12 @@ def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
         if comes:
             late.pop()()
 
-    def wait(_: Slab) -> None:
+    def finish(_: SharedSideStream) -> None:
         while late:
             late.pop(0)()
 
     monkeypatch.setattr(slab, "copy_spans", copy_late)
-    monkeypatch.setattr(Slab, "wait", wait)
+    monkeypatch.setattr(SharedSideStream, "finish", finish)
     module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     unit = Unit(module, device="cpu")
     for keeps in (True, False):
@@ -354,9 +354,9 @@ def test_state_of_a_second_optimizer_that_has_moved_goes_on_moving(device: str) 
     optimizer.param_groups[0]["fused"] = False  # a new step would stay on the CPU
     layer.zero_grad()  # the unit looks for its tensors again
     unit.load()
-    assert unit._state.shares(step)
+    assert unit._state.slab.has(step)
     unit.evict()
-    assert not unit._state.shares(step) and step.item() == 1
+    assert not unit._state.slab.has(step) and step.item() == 1
 
 
 def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
@@ -369,10 +369,10 @@ def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
     unit.load()
     optimizer.load_state_dict(saved)
     kept = [each for state in optimizer.state.values() for each in state.values() if each.dim()]
-    assert kept and all(unit._state.shares(each) for each in kept) is False
+    assert kept and all(unit._state.slab.has(each) for each in kept) is False
     unit.evict()
     unit.load()
-    assert all(unit._state.shares(each) for each in kept)
+    assert all(unit._state.slab.has(each) for each in kept)
 
 
 def test_tensors_tied_within_a_loaded_unit_stay_tied(device: str) -> None:

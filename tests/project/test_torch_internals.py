@@ -88,6 +88,42 @@ def test_version_of() -> None:
     assert torch_internals.version_of(tensor) == torch_internals.version_of(view) == before + 2
 
 
+def test_version_asked() -> None:
+    asked: list[object] = []
+
+    class Noted(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            asked.append(func)
+            with torch_internals.as_plain():
+                return func(*args, **(kwargs or {}))
+
+    assert torch_internals.version_of(torch.zeros(3).as_subclass(Noted)) == 0
+    assert asked == [torch_internals.VERSION_ASKED]
+
+
+def test_base_of() -> None:
+    tensor = torch.ones(2, 3, requires_grad=True)
+    for view in (tensor.view(6), tensor.unbind()[0], tensor.view(6)[1:]):
+        assert torch_internals.base_of(view) is tensor
+    for other in (tensor, tensor * 2, tensor.data, tensor.detach()):
+        assert torch_internals.base_of(other) is None
+
+
+def test_storage_id() -> None:
+    tensor = torch.zeros(4)
+    number = torch_internals.storage_id(tensor.untyped_storage())
+    for same in (tensor, tensor[1:], tensor.detach(), tensor.view(torch.int32)):
+        assert torch_internals.storage_id(same.untyped_storage()) == number
+    storage = tensor.untyped_storage()
+    for nbytes in (0, 1 << 16):  # whatever memory it has
+        storage.resize_(nbytes)
+        assert torch_internals.storage_id(storage) == number
+    assert torch_internals.storage_id(tensor.clone().untyped_storage()) != number
+
+
 def test_tensor_without_memory() -> None:
     class Shape(Tensor):
         @classmethod
@@ -219,6 +255,23 @@ def test_current_backward() -> None:
         (leaf * 2).sum().backward()
     assert torch_internals.current_backward() == -1
     assert -1 not in found and len(set(found)) == 2
+
+
+def test_call_after_backward() -> None:
+    found: list[object] = []
+    leaf = torch.ones(1, requires_grad=True)
+
+    def hook(_: Tensor) -> None:
+        torch_internals.call_after_backward(lambda: found.append(leaf.grad))
+        found.append("hook")
+
+    with pytest.raises(RuntimeError, match="backward pass"):
+        torch_internals.call_after_backward(lambda: None)
+    leaf.register_hook(hook)
+    (leaf * 2).sum().backward()
+    assert found == ["hook", leaf.grad] and leaf.grad is not None
+    leaf.detach().requires_grad_().sum().backward()
+    assert len(found) == 2
 
 
 def test_top_saved_tensors_hooks() -> None:
@@ -378,6 +431,16 @@ def test_members_of() -> None:
     parameters, modules = torch_internals.members_of(module[0])
     assert parameters["weight"] is module[0].weight
     assert parameters["bias"] is None and modules == {}
+
+
+def test_buffers_of() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module[0].register_buffer("none", None)
+    names = {"running_mean", "running_var", "num_batches_tracked", "none"}
+    assert torch_internals.buffers_of(module) == {}
+    found = torch_internals.buffers_of(module[0])
+    assert found.keys() == names and found["none"] is None
+    assert found["running_mean"] is module[0].running_mean
 
 
 def test_calls_under_way() -> None:
