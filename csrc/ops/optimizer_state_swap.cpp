@@ -105,7 +105,8 @@ PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
 class AscendingSearch {
  public:
   AscendingSearch(const PlanView& list, int64_t first_id)
-      : end_(list.unique + list.count), entry_(std::lower_bound(list.unique, end_, first_id)) {}
+      : end_(list.unique + list.count),
+        entry_(std::lower_bound<const int64_t*>(list.unique, end_, first_id)) {}
 
   // The entry of an id, which is none of those before it; null if there is none.
   const int64_t* find(int64_t id) {
