@@ -188,8 +188,8 @@ struct ShardIds {
   int64_t ranks;
   int64_t share;     // the most rows to ask a rank for, in blocks of so many; -1: what is named
   int64_t* numbers;  // [count]
-  // [ranks + 3]: where the numbers of each rank begin among the distinct ones, those of no row, and
-  // where these end; one more for the kernels.
+  // [ranks + 3]: where the numbers of each rank begin among the distinct ones, where that of no row
+  // begins and ends, and in the kernels the fault.
   int64_t* begins;
   int64_t* counts;  // [ranks]: distinct rows of each, or -1 each if an id is no row
   // With a share [ranks, share + 1]: rows of each rank, -1 for none, and the fault. Else [count]:
@@ -372,8 +372,8 @@ struct PlanFault {
     if (status->bad_count > 0) return static_cast<int64_t>(Misfit::kBadIds);
     return static_cast<int64_t>(status->distinct > capacity ? Misfit::kTooMany : Misfit::kNone);
   }
-  // Unless its own fault is as large as `agreed`, the plan is one of a bad id, whose position says
-  // which fault it is: less than 0.
+  // Where `agreed` is larger than the plan's own fault, marks the plan as one of a bad id at the
+  // position `-agreed`.
   constexpr void spoil(int64_t agreed) const {
     if (agreed <= kind()) return;
     status->bad_count = 1;

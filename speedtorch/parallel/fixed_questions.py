@@ -1,4 +1,4 @@
-"""FixedQuestion: what ranks ask each other for in blocks of one size, which nobody counts.
+"""FixedQuestion: what ranks ask each other for in blocks of one size, without counts.
 
 Each rank asks each for a fair share of the capacity (fair_shares.py). The first rows are those that
 it names; what fills the block is none, and so are its row and its gradient. With the ids goes word

@@ -38,8 +38,8 @@ __all__ = ["PlannedQuestions", "Question", "Questions"]
 class Question:
     """The distinct rows of a lookup, and what ranks ask each other for.
 
-    Known at once is how many rows there are, on the device; `asked` is once somebody has waited for
-    the other ranks' counts.
+    How many rows there are is known at once, on the device; `asked` is known after ask(), which
+    waits for the other ranks' counts.
 
     Args:
         turn: of the lookup.

@@ -1,4 +1,4 @@
-"""plan_fault says why a block cannot hold a plan's rows; spoil_plan what ranks have found more."""
+"""plan_fault says why a block cannot hold a plan's rows; spoil_plan marks a plan as bad."""
 
 from __future__ import annotations
 
