@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import NEEDS_GPU
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops
@@ -124,6 +125,26 @@ def test_distances_that_are_none_give_ids_that_are_no_rows(device: str, share: i
     made = _ops.shard_ids(ids, distances, 6, 2, 4, 2, share)
     assert made[0].tolist() == [8, 0, 8, 8]
     assert made[6].tolist() == [-1, -1]
+
+
+@NEEDS_GPU
+def test_they_run_on_the_current_stream() -> None:
+    dealt, share = DEALT["uneven"], 9
+    ids, side = torch.randint(97, (400,)), torch.cuda.Stream()
+    there, distances = torch.zeros_like(ids).cuda(), dealt.distances().cuda()
+    pinned, of_rows = ids.pin_memory(), (dealt.rows, dealt.block, dealt.room, dealt.ranks)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        there.copy_(pinned, non_blocking=True)
+        made = _ops.shard_ids(there, distances, *of_rows, share)
+        requested, fault = _ops.requested_ids(made[7], 77)
+    side.synchronize()
+    expected = shard_ids(ids, dealt, share)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(made, expected, strict=True))
+    rows, faults = expected[7][:, :-1], expected[7][:, -1]
+    assert torch.equal(requested.cpu(), rows.masked_fill(rows < 0, 77).flatten())
+    assert fault.tolist() == [int(faults.max())]
 
 
 def test_requested_ids_of_a_small_table(device: str) -> None:
