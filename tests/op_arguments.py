@@ -93,6 +93,13 @@ def op_arguments(
             ops.diff_ids.default,
             (load, load_plan[4], up, up_plan[4], ROWS, ids(0, 0), word),
         ),
+        "spoil_plan": (ops.spoil_plan.default, (plan[4], 2, ids(4))),
+        "shard_ids": (ops.shard_ids.default, (index, ids(0, 4, 0), ROWS, 4, 8, 2, -1)),
+        "shard_ids, in blocks": (ops.shard_ids.default, (index, ids(0, 4, 0), ROWS, 4, 8, 2, 3)),
+        "requested_ids": (
+            ops.requested_ids.default,
+            (ids(3, -1, 0, 2, 5, 1).view(2, 3), 7, ids(1)),
+        ),
         "hold_rows": (
             ops.hold_rows.default,
             (held, arriving, leaving, *changes, held_ids, held_status, ids(1, 2, 3, 4), ids(0)),
@@ -107,7 +114,7 @@ def op_arguments(
 
 # Ops that take a tensor and no second one, nor write to it: see test_every_op_is_here.
 ONE_TENSOR = {
-    *("explain_move", "set_costs", "host_register", "memory_kind"),
+    *("plan_fault", "explain_move", "set_costs", "host_register", "memory_kind"),
     *("let_captured_go", "check_owner", "watch_graph", "registration_seams", "use_on"),
 }
 

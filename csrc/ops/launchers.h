@@ -169,6 +169,106 @@ struct TableIds {
 int launch_table_ids(const TableIds& work, void* stream);
 
 // ------------------------------------------------------------------------------------------------
+// shard_ids.cu
+
+// Why ranks cannot begin a step together. The largest of all ranks' is the one that counts. Values
+// are those of speedtorch/plan/fitted_batch.py and speedtorch/step/fixed_blocks.py.
+enum class ShardFault : int64_t { kNone = 0, kBadIds = 1, kOverShare = 3, kOtherModule = 4 };
+
+// Ids of rows that ranks own in blocks. Row `id` has the number `id + distances[id / block]`; those
+// of a rank are its `room` numbers from `rank * room` on. What is no row has the number behind all.
+struct ShardIds {
+  const void* ids;  // [count], of int64 if `wide`, else of int32
+  bool wide;
+  int64_t count;
+  const int64_t* distances;
+  int64_t rows;
+  int64_t block;
+  int64_t room;
+  int64_t ranks;
+  int64_t share;     // the most rows to ask a rank for, in blocks of so many; -1: what is named
+  int64_t* numbers;  // [count]
+  // [ranks + 3]: where the numbers of each rank begin among the distinct ones, where that of no row
+  // begins and ends, and in the kernels the fault.
+  int64_t* begins;
+  int64_t* counts;  // [ranks]: distinct rows of each, or -1 each if an id is no row
+  // With a share [ranks, share + 1]: rows of each rank, -1 for none, and the fault. Else [count]:
+  // the rows, one rank's after another's, -1 behind them.
+  int64_t* sent;
+  int64_t* places;   // [count]: of each id's row in the blocks
+  int64_t* entries;  // [ranks * share]: of the plan's `unique` in the blocks, `count` for none
+
+  constexpr int64_t end() const { return ranks * room; }
+  constexpr int64_t sent_size() const { return share < 0 ? count : ranks * (share + 1); }
+
+  constexpr int64_t number_of(int64_t id) const {
+    if (id < 0 || id >= rows) return end();
+    const int64_t number = id + distances[id / block];
+    return number >= 0 && number < end() ? number : end();
+  }
+
+  // These read `begins`; rank `ranks` owns what is no row.
+  constexpr int64_t count_of(int64_t rank) const {
+    return begins[ranks + 1] > begins[ranks] ? -1 : begins[rank + 1] - begins[rank];
+  }
+  constexpr ShardFault fault_of(int64_t rank) const {
+    const int64_t named = begins[rank + 1] - begins[rank];
+    if (rank == ranks) return named > 0 ? ShardFault::kBadIds : ShardFault::kNone;
+    return share >= 0 && named > share ? ShardFault::kOverShare : ShardFault::kNone;
+  }
+  constexpr int64_t place_of(const PlanView& plan, int64_t i) const {
+    const int64_t rank = numbers[i] < end() ? numbers[i] / room : ranks;
+    const int64_t place = plan.inverse[i] - begins[rank] + rank * share;
+    const int64_t last = ranks * share - 1;  // for ids that are no rows, or too many
+    return place < 0 || last < 0 ? 0 : place < last ? place : last;
+  }
+  // Writes an entry of `sent`.
+  constexpr void send(const PlanView& plan, int64_t i, ShardFault fault) const {
+    if (share < 0) {
+      sent[i] = i < begins[ranks] ? plan.unique[i] % room : -1;
+      return;
+    }
+    const int64_t rank = i / (share + 1), column = i % (share + 1);
+    const int64_t entry = begins[rank] + column;
+    const bool is_row = entry < begins[rank + 1];
+    if (column == share) {
+      sent[i] = static_cast<int64_t>(fault);
+    } else {
+      sent[i] = is_row ? plan.unique[entry] - rank * room : -1;
+      entries[rank * share + column] = is_row ? entry : count;
+    }
+  }
+};
+
+// Fills `numbers`.
+int launch_number_ids(const ShardIds& work, void* stream);
+// Fills all else; `plan` is that of the numbers.
+int launch_shard_ids(const ShardIds& work, const PlanView& plan, void* stream);
+
+// What ranks ask for, as ShardIds sends it.
+struct RequestedIds {
+  const int64_t* blocks;  // [ranks, share + 1]
+  int64_t ranks;
+  int64_t share;
+  int64_t none;            // the id that stands for no row
+  const int64_t* differs;  // [1]: not 0 where ranks look up other tables; null: they do not
+  int64_t* ids;            // [ranks * share]
+  int64_t* fault;          // [1]: the largest
+
+  constexpr int64_t id_at(int64_t i) const {
+    const int64_t row = blocks[i + i / share];  // behind the faults of the ranks before
+    return row < 0 ? none : row;
+  }
+  constexpr int64_t fault_of(int64_t rank) const { return blocks[(rank + 1) * (share + 1) - 1]; }
+  constexpr int64_t own_fault() const {
+    const bool is_other = differs != nullptr && *differs != 0;
+    return static_cast<int64_t>(is_other ? ShardFault::kOtherModule : ShardFault::kNone);
+  }
+};
+
+int launch_requested_ids(const RequestedIds& work, void* stream);
+
+// ------------------------------------------------------------------------------------------------
 // clear_rows.cu
 
 // Fills rows `*count` and beyond of at most kFieldsPerLaunch contiguous fields with zeros.
@@ -258,6 +358,32 @@ int64_t diff_scratch_bytes(int64_t named_size, int64_t held_size);
 // evicted.
 int launch_diff_ids(const SortedIds& named, const SortedIds& held, const Fitting* fitting,
                     const IdDiff& out, void* scratch, int64_t scratch_bytes, void* stream);
+
+// ------------------------------------------------------------------------------------------------
+// plan_fault.cu
+
+// Whether a block of a capacity can hold the rows of a plan.
+struct PlanFault {
+  PlanStatus* status;
+  int64_t capacity;
+
+  // A Misfit; 0: it can.
+  constexpr int64_t kind() const {
+    if (status->bad_count > 0) return static_cast<int64_t>(Misfit::kBadIds);
+    return static_cast<int64_t>(status->distinct > capacity ? Misfit::kTooMany : Misfit::kNone);
+  }
+  // Where `agreed` is larger than the plan's own fault, marks the plan as one of a bad id at the
+  // position `-agreed`.
+  constexpr void spoil(int64_t agreed) const {
+    if (agreed <= kind()) return;
+    status->bad_count = 1;
+    status->bad_position = -agreed;
+  }
+};
+
+// Writes the fault, `[1]`.
+int launch_plan_fault(const PlanFault& work, int64_t* fault, void* stream);
+int launch_spoil_plan(const PlanFault& work, const int64_t* agreed, void* stream);
 
 // ------------------------------------------------------------------------------------------------
 // hold_rows.cu

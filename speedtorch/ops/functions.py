@@ -617,6 +617,29 @@ def _plan_batch_fake(
     return [*made, torch.empty_like(index)] if index.device.type == "cpu" else made
 
 
+def _shard_ids_fake(
+    ids: Tensor, distances: Tensor, rows: int, block: int, room: int, ranks: int, share: int
+) -> list[Tensor]:
+    _refuse_meta_mix(ids, distances)
+    count = ids.numel()
+    shapes = [ids.shape, *[(count,)] * 3, (count + 1,), (8,), (ranks,)]
+    blocks = [(ranks, share + 1), ids.shape, (ranks * share,)]
+    shapes += blocks if share >= 0 else [(count,)]
+    return [distances.new_empty(shape) for shape in shapes]
+
+
+def _requested_ids_fake(
+    blocks: Tensor, none: int, differs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    _refuse_meta_mix(blocks, differs)
+    ranks, entries = blocks.shape
+    return blocks.new_empty(ranks * (entries - 1)), blocks.new_empty(1)
+
+
+def _plan_fault_fake(status: Tensor, capacity: int) -> Tensor:
+    return status.new_empty(1)
+
+
 def _diff_ids_fake(
     named: Tensor, named_status: Tensor, held: Tensor, *_: object
 ) -> tuple[Tensor, ...]:
@@ -640,6 +663,10 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "split_plan": _split_plan_fake,
     "plan_batch": _plan_batch_fake,
     "diff_ids": _diff_ids_fake,
+    "plan_fault": _plan_fault_fake,
+    "spoil_plan": _refuse_meta_mix,
+    "shard_ids": _shard_ids_fake,
+    "requested_ids": _requested_ids_fake,
     "pinned_copy": _refuse_meta_mix,
     "pinned_scatter": _refuse_meta_mix,
     "pinned_scatter.planned": _refuse_meta_mix,

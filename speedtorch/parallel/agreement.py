@@ -67,20 +67,23 @@ class Agreement:
         with self._exchange.turn:
             self._exchange.stop(fault)
 
-    def expect(self, fault: Tensor | None) -> None:
-        """Says what is wrong with the ids of the next lookup, `[1]` on the device, if anything."""
-        self._known = fault
+    def expect(self, faults: list[Tensor]) -> None:
+        """Says what may be wrong with ids of the next lookup: `[1]` each, on the device."""
+        self._known = None
+        if not raises_at_once(self._exchange.device):  # or it has been raised
+            self._known = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
 
-    def agree(self, fault: Tensor) -> Tensor:
+    def agree(self, fault: Tensor) -> Tensor | int:
         """As FaultAllReduce.agree."""
         if self._known is not None:
             fault = torch.maximum(fault, self._known)
         agreed = self._ranks.most(fault)
         if not raises_at_once(agreed.device):
             self._last.append(Numbers(agreed))
-        elif int(agreed):
+            return agreed
+        if found := int(agreed):
             self._ranks.count_fault()
-        return agreed
+        return found
 
     def last(self) -> int:
         """What was wrong at the last lookups, of which nobody has asked; 0: nothing."""

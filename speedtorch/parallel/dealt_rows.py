@@ -78,18 +78,13 @@ class DealtRows(NamedTuple):
         rank = torch.where(turn % 2 == 0, self._seat(0, seat), self._seat(1, seat))
         return rank * self.room + (turn - block) * self.block
 
-    def numbers(self, ids: Tensor, none: int = -1, distances: Tensor | None = None) -> Tensor:
-        """The numbers of rows by their ids, int64 of the same shape; `none` of what is no row.
-
-        `distances` are those of distances() on the device of the ids, if the caller keeps them.
-        """
-        if distances is None:
-            distances = self.distances().to(ids.device)
+    def numbers(self, ids: Tensor) -> Tensor:
+        """The numbers of rows by their ids, int64 of the same shape; -1 of what is no row."""
         ids = ids.to(torch.int64)
         rows = ids.clamp(0, self.rows - 1)
         block = rows.div(self.block, rounding_mode="floor")
-        numbers = rows + distances[block]  # of one id a view, which is not to change
-        return numbers.masked_fill_(rows != ids, none)
+        numbers = rows + self.distances().to(ids.device)[block]
+        return numbers.masked_fill_(rows != ids, -1)
 
     def ids(self, rank: int, places: range) -> Tensor:
         """The ids of rows by their places in a rank's share: int64 `[n]`."""

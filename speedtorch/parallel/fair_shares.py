@@ -11,12 +11,7 @@ import math
 from bisect import bisect_left
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from speedtorch.parallel.dealt_rows import DealtRows
-from speedtorch.plan.fitted_batch import BAD_IDS
-from speedtorch.step.fixed_blocks import OVER_SHARE
 
 __all__ = ["FairShares", "fair_share"]
 
@@ -38,10 +33,7 @@ def fair_share(capacity: int, dealt: DealtRows, *, padded: bool = False) -> int:
 
 
 class FairShares(NamedTuple):
-    """Blocks of a fair share for each rank, and what is the same in every lookup.
-
-    An id that is no row has the number after all rows' numbers, as if one more rank owned it.
-    """
+    """Blocks of a fair share for each rank."""
 
     capacity: int
     dealt: DealtRows
@@ -49,44 +41,11 @@ class FairShares(NamedTuple):
     """Whether there is a padding_idx, whose row is one of a block, too."""
     rows: int
     """Of a block."""
-    bounds: Tensor
-    """Where the numbers of each rank begin, of ids that are no row, and where these end."""
-    limits: Tensor
-    """The most distinct numbers of each rank, and 0 of ids that are no row."""
-    faults: Tensor
-    """What is wrong where there are more."""
-    begins: Tensor
-    """Where the blocks begin, and where the last one ends."""
-    columns: Tensor
-    """The places of a block."""
 
     @classmethod
     def of(cls, capacity: int, dealt: DealtRows, *, padded: bool = False) -> FairShares:
-        """Those of rows that are dealt out, on the CPU."""
-        rows, ranks = fair_share(capacity, dealt, padded=padded), dealt.ranks
-        end = dealt.room * ranks
-        bounds = torch.cat([torch.arange(ranks + 1) * dealt.room, torch.tensor([end + 1])])
-        return cls(
-            capacity,
-            dealt,
-            padded,
-            rows,
-            bounds,
-            limits=torch.tensor([rows] * ranks + [0]),
-            faults=torch.tensor([OVER_SHARE] * ranks + [BAD_IDS]),
-            begins=torch.arange(ranks + 1) * rows,
-            columns=torch.arange(rows),
-        )
-
-    def on(self, device: torch.device) -> FairShares:
-        """The same on a device."""
-        fixed, tensors = self[:4], (each.to(device) for each in self[4:])
-        return FairShares(*fixed, *tensors)
-
-    @property
-    def end(self) -> int:
-        """The number of ids that are no row."""
-        return self.dealt.room * self.dealt.ranks
+        """Those of rows that are dealt out."""
+        return cls(capacity, dealt, padded, fair_share(capacity, dealt, padded=padded))
 
     def exceeded(self, name: str, named: int, owner: int) -> RuntimeError:
         """The error about a lookup that names more rows of a rank than fit."""

@@ -22,15 +22,15 @@ from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fixed_questions import FixedQuestion
 from speedtorch.parallel.lookup_turn import LookupTurn
-from speedtorch.parallel.ranks import Asked, Ranks, Told, out_of_range
+from speedtorch.parallel.ranks import Asked, Ranks, Told
+from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.plan.fitted_batch import BAD_IDS
-from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step.announcements import Announced
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
 from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.step import Batch
-from speedtorch.step.trained_rows import Bags, summed
+from speedtorch.step.trained_rows import Bags
 
 __all__ = ["PlannedQuestions", "Question", "Questions"]
 
@@ -38,65 +38,46 @@ __all__ = ["PlannedQuestions", "Question", "Questions"]
 class Question:
     """The distinct rows of a lookup, and what ranks ask each other for.
 
-    Known at once is how many rows there are, on the device; `asked` is once somebody has waited for
-    the other ranks' counts.
+    How many rows there are is known at once, on the device; `asked` is known after ask(), which
+    waits for the other ranks' counts.
 
     Args:
         turn: of the lookup.
-        numbers: of the rows, `[...]` as the ids.
-        batch: of these numbers; None if some are known to be bad.
+        ids: of the lookup.
         told: what the ranks have told each other.
         lookup: its number among those of the table.
     """
 
     asked: Asked
 
-    def __init__(
-        self,
-        turn: LookupTurn,
-        numbers: Tensor,
-        batch: PlannedBatch | None,
-        told: Told,
-        lookup: int,
-    ) -> None:
+    def __init__(self, turn: LookupTurn, ids: ShardedIds, told: Told, lookup: int) -> None:
         self.turn, self.lookup = turn, lookup
-        self._numbers: Tensor | None = numbers
-        self._batch, self._told = batch, told
-
-    @property
-    def batch(self) -> PlannedBatch:
-        """Of the numbers of the ids."""
-        assert self._batch is not None
-        return self._batch
+        self._ids, self._told = ids, told
 
     @property
     def places(self) -> Tensor:
         """Where the rows of the ids are among those that come."""
-        return self.batch.parts.local(0)
+        return self._ids.places
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
         """The gradient of a lookup's result, added up for each of the rows that come."""
-        return summed(gradient, self.batch, 0, bags)
+        return self._ids.summed(gradient, bags, sum(self.asked.got))
 
     def ask(self, ranks: Ranks, dealt: DealtRows) -> None:
         """Asks the other ranks; IndexError on all of them if an id on one of them is bad."""
-        assert self._numbers is not None
-        ids, numbers = self.turn.ids, self._numbers
-        unique = numbers if self._batch is None else self._batch.parts.plan[0]
         try:
-            self.asked = ranks.ask(self._told, unique.remainder(dealt.room))
+            self.asked = ranks.ask(self._told, self._ids.sent)
         except IndexError as error:
-            raise out_of_range(self._told.name, ids, numbers, dealt.rows) or error from None
-        self.batch.count()
-        self._numbers = None
+            raise self._ids.out_of_range(self._told.name, self.turn.ids) or error from None
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """The places, and the rows with the padding's as the last, whose number is given."""
         places, count = self.places, len(rows)
         if count == 0:  # gradients of none go to their owners, too
             return places, torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
-        place = torch.searchsorted(self.batch.ids, number).clamp_(max=count - 1)
-        is_padding = (places == place) & (self.batch.ids[place] == number)
+        unique = self._ids.unique[:count]
+        place = torch.searchsorted(unique, number).clamp_(max=count - 1)
+        is_padding = (places == place) & (unique[place] == number)
         return places.where(~is_padding, count), torch.cat([rows, rows[place].unsqueeze(0)])
 
 
@@ -189,7 +170,6 @@ class Questions:
         self._was_looked_up = False
         self._faults = ranks.faults
         self._planning = SideStream("planning")
-        self._begins = torch.arange(dealt.ranks + 1) * dealt.room
         self._distances = dealt.distances()
         self._latest: PlannedQuestions | None = None
         """What was looked up last."""
@@ -212,7 +192,7 @@ class Questions:
         self._before_lookup()
         found, fault = self._planned_for(ids) if torch.is_grad_enabled() else (None, None)
         if found is None:
-            question = self._question(ids, self._bounds())
+            question = self._question(ids, self._distances_there())
             found = PlannedQuestions([question], None), question
         planned, question = found
         self._ask(planned)
@@ -275,8 +255,8 @@ class Questions:
         if self._agreement is None:
             return self.of(ids)
         self._before_lookup()
-        turn, bounds = LookupTurn(ids, self._exchange.device), self._bounds()
-        question = self._counted(turn, self._numbers_of(turn), bounds)
+        turn = LookupTurn(ids, self._exchange.device)
+        question = self._counted(turn, self._distances_there())
         self._ask(PlannedQuestions([question], None))
         return question
 
@@ -321,15 +301,14 @@ class Questions:
         if self._agreement is not None:
             faults = [fault for planned in plans for fault in planned.faults]
             faults += [] if fault is None else [fault * OTHER_MODULE]
-            known = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
-            self._agreement.expect(known)
+            self._agreement.expect(faults)
 
     def plan_announced(self, parts: Sequence[Tensor]) -> PlannedQuestions:
         """As Exchange.plan_announced; a batch before that may have been given up is."""
         self._forget_after_faults()
         if self._was_looked_up or self._told_in != self._exchange.batches_over:
             self._told, self._was_looked_up = [], False
-        planned = PlannedQuestions(self._questions(parts, self._bounds()), None)
+        planned = PlannedQuestions(self._questions(parts, self._distances_there()), None)
         if self._exchange.device.type == "cpu":  # nothing is gained by waiting later
             self._ask_all(planned)
         return planned
@@ -350,9 +329,9 @@ class Questions:
         self, parts: Sequence[Tensor], after: PlannedQuestions | None
     ) -> PlannedQuestions:
         """As Exchange.plan_ahead; it plans the batch before this one, whose counts have come."""
-        bounds = self._bounds()
+        distances = self._distances_there()
         with self._planning.after_current(self._exchange.device):
-            planned = PlannedQuestions(self._questions(parts, bounds), after)
+            planned = PlannedQuestions(self._questions(parts, distances), after)
         planned.planned_until(self._planning.end)
         if after is not None:
             self._plan(after)
@@ -413,32 +392,25 @@ class Questions:
             raise planned.error
         planned.join()
 
-    def _bounds(self) -> Tensor:
-        """Where the numbers of each rank begin, and where the last ones end."""
-        if (device := self._exchange.device) != self._begins.device:
-            self._begins, self._distances = self._begins.to(device), self._distances.to(device)
-            if self._shares is not None:
-                self._shares = self._shares.on(device)
-        return self._begins
+    def _distances_there(self) -> Tensor:
+        """Those of the blocks of rows, on the device, where they are from the first lookup on."""
+        if (device := self._exchange.device) != self._distances.device:
+            self._distances = self._distances.to(device)
+        return self._distances
 
-    def _numbers_of(self, turn: LookupTurn, none: int = -1) -> Tensor:
-        """The numbers of the rows, on the device, where bounds are; see DealtRows.numbers."""
-        ids = turn.ids.to(self._exchange.device, non_blocking=True)
-        return self._dealt.numbers(ids, none, self._distances)
+    def _questions(self, parts: Sequence[Tensor], distances: Tensor) -> list[AnyQuestion]:
+        return [self._question(ids, distances) for ids in parts]
 
-    def _questions(self, parts: Sequence[Tensor], bounds: Tensor) -> list[AnyQuestion]:
-        return [self._question(ids, bounds) for ids in parts]
-
-    def _question(self, ids: Tensor, bounds: Tensor) -> AnyQuestion:
+    def _question(self, ids: Tensor, distances: Tensor) -> AnyQuestion:
         turn = LookupTurn(ids, self._exchange.device)
         if (shares := self._shares) is None:
-            return self._counted(turn, self._numbers_of(turn), bounds)
+            return self._counted(turn, distances)
         assert self._none is not None
-        numbers, differs = self._numbers_of(turn, shares.end), self.meet(Kind.BLOCKS)
+        sharded, differs = self._sharded(turn, distances, shares.rows), self.meet(Kind.BLOCKS)
         return FixedQuestion(
             self._exchange.name,
             turn,
-            numbers,
+            sharded,
             shares,
             self._none,
             self._ranks,
@@ -446,16 +418,11 @@ class Questions:
             differs,
         )
 
-    def _counted(self, turn: LookupTurn, numbers: Tensor, bounds: Tensor) -> Question:
-        name, device, dealt = self._exchange.name, self._exchange.device, self._dealt
-        batch, end = None, dealt.room * dealt.ranks
-        try:
-            batch = PlannedBatch([numbers], end, device, name=name)
-        except IndexError:  # which every rank is told
-            counts = torch.full_like(bounds[1:], -1)
-        else:
-            unique, status = batch.parts.plan[0], batch.parts.plan[4]
-            ends = torch.searchsorted(unique.masked_fill(unique < 0, end), bounds)
-            counts = ends.diff().masked_fill_(status[0] > 0, -1)
-        told = self._ranks.tell(name, self._number, counts)
-        return Question(turn, numbers, batch, told, next(self._lookups))
+    def _counted(self, turn: LookupTurn, distances: Tensor) -> Question:
+        sharded = self._sharded(turn, distances)
+        told = self._ranks.tell(self._exchange.name, self._number, sharded.counts)
+        return Question(turn, sharded, told, next(self._lookups))
+
+    def _sharded(self, turn: LookupTurn, distances: Tensor, share: int = -1) -> ShardedIds:
+        ids = turn.ids.to(self._exchange.device, non_blocking=True)
+        return ShardedIds(ids, self._dealt, distances, share)

@@ -18,7 +18,7 @@ from speedtorch.parallel.calls import Call, Kind, differing
 from speedtorch.plan.planned_batch import Numbers
 from speedtorch.torch_internals import group_like, timeout_of
 
-__all__ = ["Asked", "Ranks", "Told", "out_of_range"]
+__all__ = ["Asked", "Ranks", "Told"]
 
 
 _Value = TypeVar("_Value")
@@ -206,17 +206,16 @@ class Ranks:
         return values
 
     def summed(self, number: Tensor) -> Tensor:
-        """The sum of a tensor of each rank."""
+        """The sum of a tensor of each rank, in place."""
         return self._reduced(number, dist.ReduceOp.SUM)
 
     def most(self, number: Tensor) -> Tensor:
-        """The largest of the numbers of each rank."""
+        """The largest of the numbers of each rank, in place."""
         return self._reduced(number, dist.ReduceOp.MAX)
 
     def _reduced(self, number: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        result = number.clone()
-        dist.all_reduce(result, how, group=self._giving)
-        return result
+        dist.all_reduce(number, how, group=self._giving)
+        return number
 
     def _exchanged(
         self,
@@ -245,17 +244,4 @@ def _not_come(name: str, what: str) -> str:
         f"{name}: rows of other ranks did not come; all ranks make the same lookups in the same"
         " order, with an empty batch where they have none, and go backward through the results of"
         f" all or of none: {what}"
-    )
-
-
-def out_of_range(name: str, ids: Tensor, numbers: Tensor, rows: int) -> IndexError | None:
-    """The error about ids, of which those that are no row have the number -1, if some are."""
-    bad = (numbers.reshape(-1) < 0).nonzero()[:, 0]
-    if len(bad) == 0:
-        return None
-    position = int(bad[0])
-    return IndexError(
-        f"{name}: id {int(ids.reshape(-1)[position])} at position {position} is out of range for a"
-        f" table of {rows} rows ({len(bad)} of {ids.numel()} ids are out of range); no row was"
-        " moved"
     )

@@ -99,34 +99,22 @@ class FittedBatch:
     def count(self) -> None:
         """Raises RuntimeError if the CPU holds the rows and too many are named; never waits."""
         if not self._is_counted and raises_at_once(self.device):
-            if (named := int(self._named())) > self.capacity:
+            if (named := int(self.parts.plan[4][3])) > self.capacity:
                 raise too_many(self.parts.name, named, self.capacity, "nothing has changed")
             self._is_counted = True
 
-    def _named(self) -> Tensor:
-        """How many rows it names."""
-        return self.parts.plan[4][3]
-
     def fault(self) -> Tensor:
-        """Why no step can hold the batch, or 0: `[1]`, on the device."""
-        if raises_at_once(self.device):
-            self.count()
-            return torch.zeros(1, dtype=torch.int64)
-        are_too_many = (self._named() > self.capacity) * TOO_MANY
-        return torch.where(self.parts.plan[4][0] > 0, BAD_IDS, are_too_many).view(1)
+        """Why no step can hold the batch, or 0: `[1]`, on the device; raises as count()."""
+        self.count()
+        fault: Tensor = _ops.plan_fault(self.parts.plan[4], self.capacity)
+        return fault
 
-    def spoil(self, fault: Tensor, own: Tensor) -> None:
+    def spoil(self, fault: Tensor) -> None:
         """Lets no step hold the batch unless `fault`, the largest of all ranks' fault(), is 0.
 
-        Unless `own`, that of this batch, is as large, the position of a bad id then says which:
-        less than 0. Where all ranks raise at once, there is nothing wrong any more.
+        Unless its own is as large, the position of a bad id then says which: less than 0.
         """
-        if raises_at_once(self.device):
-            return
-        status = self.parts.plan[4]
-        is_anothers = fault > own
-        status[:1].masked_fill_(is_anothers, 1)
-        status[1:2].copy_(torch.where(is_anothers, -fault, status[1:2]))
+        _ops.spoil_plan(self.parts.plan[4], self.capacity, fault)
 
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
         """The gradients of a part's rows, added up: those of the block and the padding's."""

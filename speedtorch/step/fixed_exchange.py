@@ -33,8 +33,8 @@ _Made = TypeVar("_Made")
 class FaultAllReduce(Protocol):
     """What ranks that make every lookup together have found wrong."""
 
-    def agree(self, fault: Tensor) -> Tensor:
-        """The largest of the faults of all ranks: `[1]`, on the device; 0: none."""
+    def agree(self, fault: Tensor) -> Tensor | int:
+        """The largest of the faults of all ranks, 0: none. `[1]` on a GPU, which does not wait."""
 
     def check(self) -> None:
         """Raises RuntimeError if ranks were at different exchanges since the last lookup."""
@@ -115,10 +115,11 @@ class FixedExchange(Exchange):
         assert isinstance(batch, FittedBatch)
         blocks, now = self._blocks, self.now
         if self._ranks is not None:
-            fault = self._ask_ranks(self._ranks, own := batch.fault())
-            if raises_at_once(self.device):
+            fault = self._ask_ranks(self._ranks, batch.fault())
+            if isinstance(fault, int):
                 self._raise_with_ranks(fault)
-            batch.spoil(fault, own)
+            else:
+                batch.spoil(fault)
         come: bool | None = isinstance(now.transfer, Prefetched) and now.transfer.batch is batch
         if not come:
             self._drop_prefetched()
@@ -280,11 +281,11 @@ class FixedExchange(Exchange):
                 self._raise_with_ranks(fault)
         return found
 
-    def _ask_ranks(self, ranks: FaultAllReduce, fault: Tensor) -> Tensor:
+    def _ask_ranks(self, ranks: FaultAllReduce, fault: Tensor) -> Tensor | int:
         self._is_agreed = True
         return ranks.agree(fault)
 
-    def _raise_with_ranks(self, fault: Tensor) -> None:
+    def _raise_with_ranks(self, fault: Tensor | int) -> None:
         """Raises what some rank has found wrong."""
         if why := int(fault):
             self.forget_announced()

@@ -452,6 +452,12 @@ _rows_of_step, _summed_lookup = map(apply_of, (_RowsOfStep, _SummedLookup))
 
 def summed(gradient: Tensor, batch: Batch, part: int, bags: Bags | None) -> Tensor:
     """The gradient of a lookup's result, added up for each distinct id of its batch."""
+    rows, source = rows_of_ids(gradient, bags)
+    return batch.summed(rows, part, source)
+
+
+def rows_of_ids(gradient: Tensor, bags: Bags | None) -> tuple[Tensor, Tensor | None]:
+    """The gradient of a lookup's result as rows, and which row each id has: None if its own."""
     if gradient.dim() != 2:
         rows = gradient.numel() // max(1, gradient.shape[-1])
         gradient = gradient.reshape(rows, gradient.shape[-1])
@@ -459,7 +465,7 @@ def summed(gradient: Tensor, batch: Batch, part: int, bags: Bags | None) -> Tens
         gradient = bags.share(gradient)
     if gradient.stride(1) != 1:
         gradient = gradient.contiguous()
-    return batch.summed(gradient, part, None if bags is None else bags.of_ids)
+    return gradient, None if bags is None else bags.of_ids
 
 
 def _named_alone(gradient: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from dispatched_ops import Ops
 from torch import Tensor, nn, optim
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import speedtorch
 
@@ -45,23 +45,6 @@ def test_a_lookup_of_a_plain_loop_makes_few_calls_in_few_files(
         optimizer.step()
     assert len({file for file, _ in calls}) <= MOST_FILES
     assert 20 < len(calls) <= MOST_CALLS, calls
-
-
-class Ops(TorchDispatchMode):
-    """Notes all ops but those that make a view of a tensor, or memory without values."""
-
-    FREE = frozenset({"detach", "view", "slice", "empty", "lift_fresh"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if (name := func.name().partition("::")[2].partition(".")[0]) not in self.FREE:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 KEYS = [f"t{number}" for number in range(26)]

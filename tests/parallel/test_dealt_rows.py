@@ -37,16 +37,13 @@ def test_an_id_that_is_no_row_has_no_number() -> None:
     numbers = dealt.numbers(ids)
     assert numbers.dtype == torch.int64
     assert (numbers < 0).tolist() == [[True, False], [True, False]]
-    for none in (-1, 99):
-        ids = torch.tensor([-(2**63), 2**63 - 1])
-        assert dealt.numbers(ids, none).tolist() == [none, none]
+    assert dealt.numbers(torch.tensor([-(2**63), 2**63 - 1])).tolist() == [-1, -1]
 
 
 def test_one_id_has_the_number_that_it_has_among_others() -> None:
     dealt = DealtRows.of(1000, 3)
-    kept = dealt.distances()
     expected = dealt.numbers(torch.arange(1000)).tolist()
-    assert [int(dealt.numbers(torch.tensor(row), -1, kept)) for row in range(1000)] == expected
+    assert [int(dealt.numbers(torch.tensor(row))) for row in range(1000)] == expected
 
 
 @pytest.mark.parametrize("unit", [1, 8192, 10_485])
