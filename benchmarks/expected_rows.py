@@ -11,10 +11,10 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from torch import Tensor
 
 from benchmarks.sections import spread
-from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.table.row_blocks import rows_of_a_block
 
 _SINGLE_ROWS = 1 << 16
@@ -60,7 +60,7 @@ class _Groups(NamedTuple):
 @cache
 def expected_rows(batches: Batches) -> ExpectedRows:
     """Rows by owner, as `shard` deals them out."""
-    dealt = DealtRows.of(batches.rows, batches.ranks, rows_of_a_block((batches.columns,)))
+    dealt = BlockCyclic.of(batches.rows, batches.ranks, rows_of_a_block((batches.columns,)))
     size = min(_GROUP_ROWS, dealt.block)
     rows = _groups(batches.rows, size).rows
     named = torch.log1p(-_chance(batches.rows, size, batches.exponent))
@@ -97,7 +97,7 @@ def _chance(rows: int, size: int, exponent: float) -> Tensor:
 
 
 @cache
-def _owners(dealt: DealtRows, size: int, apart: bool) -> Tensor:
+def _owners(dealt: BlockCyclic, size: int, apart: bool) -> Tensor:
     """Who owns the groups, the first ones; the others are all over the table."""
     first = _groups(dealt.rows, size).first
     ids = spread(first[:_SINGLE_ROWS], dealt.rows) if apart else first
@@ -106,7 +106,7 @@ def _owners(dealt: DealtRows, size: int, apart: bool) -> Tensor:
 
 
 @cache
-def _shares(dealt: DealtRows) -> Tensor:
+def _shares(dealt: BlockCyclic) -> Tensor:
     """Each rank's share of all rows."""
     rows = [sum(len(own) for own, _ in dealt.blocks(rank)) for rank in range(dealt.ranks)]
     return torch.tensor(rows, dtype=torch.float64) / dealt.rows

@@ -29,11 +29,11 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.nn.row_module import RowModule
-from speedtorch.parallel import agreement, fixed_questions
-from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel import agreement, fixed_requests
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.fair_shares import fair_share
 from speedtorch.parallel.shard import shard
-from speedtorch.plan import fitted_batch
+from speedtorch.plan import fixed_size_batch
 from speedtorch.step import fixed_exchange
 from speedtorch.table.row_blocks import rows_of_a_block
 
@@ -103,7 +103,7 @@ class Training:
 
 def owned(rank: int, *places: int, of: int = ROWS) -> Tensor:
     """Ids of rows of a rank, of a table of so many."""
-    dealt = DealtRows.of(of, dist.get_world_size(), rows_of_a_block((WIDTH,)))
+    dealt = BlockCyclic.of(of, dist.get_world_size(), rows_of_a_block((WIDTH,)))
     rows = [row for there, _ in dealt.blocks(rank) for row in there]
     return ids_here(*(rows[each] for each in places))
 
@@ -193,13 +193,13 @@ def check_padding() -> None:
     raises(RuntimeError, of_rank(0, message, SHARE), lambda: training.module(more))
 
 
-def most_of_an_owner(ids: Tensor, dealt: DealtRows) -> int:
+def most_of_an_owner(ids: Tensor, dealt: BlockCyclic) -> int:
     """The most distinct rows of one rank among ids."""
     numbers = dealt.numbers(ids).unique()
     return int(torch.bincount(numbers[numbers >= 0] // dealt.room, minlength=1).max())
 
 
-def random_batch(choose: random.Random, dealt: DealtRows, capacity: int) -> Tensor:
+def random_batch(choose: random.Random, dealt: BlockCyclic, capacity: int) -> Tensor:
     """Ids of one rank: of all owners or of one, few of them or many, of no row now and then."""
     most = capacity if choose.random() < 0.5 else dealt.rows
     drawn = torch.Generator().manual_seed(choose.getrandbits(32))
@@ -222,7 +222,7 @@ def check_random_batches(first: int, count: int) -> None:
         padding = choose.choice([None, choose.randrange(rows)])
         capacity = min(choose.randint(1, choose.choice([10, 700, 2000])), rows)
         case = replace(CASES["Adam"], rows=rows, settings={"padding_idx": padding})
-        dealt = DealtRows.of(rows, ranks, rows_of_a_block((WIDTH,)))
+        dealt = BlockCyclic.of(rows, ranks, rows_of_a_block((WIDTH,)))
         share = fair_share(capacity, dealt, padded=padding is not None)
         with raised_late() if choose.random() < 0.5 else nullcontext():
             training, way = Training(case, capacity), choose.choice(WAYS)
@@ -306,7 +306,7 @@ def check_rows_that_were_not_announced() -> None:
 def raised_late() -> Iterator[None]:
     """The CPU raises what is wrong with a batch as late as a GPU does."""
     with ExitStack() as stack:
-        for each in (fitted_batch, fixed_exchange, agreement, fixed_questions):
+        for each in (fixed_size_batch, fixed_exchange, agreement, fixed_requests):
             stack.enter_context(patch.object(each, "raises_at_once", lambda device: False))
         yield
 

@@ -17,8 +17,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 import speedtorch
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.clip import clip_grad_norm_
-from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.grad_scaler import GradScaler
 from speedtorch.parallel.row_parameters import row_parameters
 from speedtorch.parallel.shard import shard
@@ -36,7 +36,7 @@ def ids_of(step: int, rank: int) -> Tensor:
 
 def ids_of_rank(rank: int) -> list[int]:
     """Those of the rows that a rank owns."""
-    dealt = DealtRows.of(ROWS, dist.get_world_size(), rows_of_a_block((WIDTH,)))
+    dealt = BlockCyclic.of(ROWS, dist.get_world_size(), rows_of_a_block((WIDTH,)))
     return [row for rows, _ in dealt.blocks(rank) for row in rows]
 
 

@@ -18,7 +18,7 @@ import speedtorch
 from speedtorch.memory import host_memory
 from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel import sharded_rows
-from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.full_state_dict import full_state_dict
 from speedtorch.parallel.shard import shard
 from speedtorch.table.row_blocks import rows_of_a_block
@@ -78,7 +78,7 @@ def tables_of(model: nn.Module) -> list[Any]:
 
 def share_of(values: Tensor) -> Tensor:
     """This rank's rows of all."""
-    dealt = DealtRows.of(len(values), dist.get_world_size(), rows_of_a_block(values.shape[1:]))
+    dealt = BlockCyclic.of(len(values), dist.get_world_size(), rows_of_a_block(values.shape[1:]))
     blocks = dealt.blocks(dist.get_rank())
     return torch.cat([values[there.start : there.stop] for there, _ in blocks])
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.nn.row_module import RowModule
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.clip import clip_grad_norm_
-from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.shard import shard
 from speedtorch.table.row_blocks import rows_of_a_block
 
@@ -175,7 +175,7 @@ def train(
 
 def share_of(values: Tensor, rank: int, ranks: int) -> Tensor:
     """The rows of a rank."""
-    dealt = DealtRows.of(len(values), ranks, rows_of_a_block((WIDTH,)))
+    dealt = BlockCyclic.of(len(values), ranks, rows_of_a_block((WIDTH,)))
     return torch.cat([values[there.start : there.stop] for there, _ in dealt.blocks(rank)])
 
 
@@ -436,7 +436,7 @@ def save_checkpoint(folder: str, wholes: str, in_background: bool) -> None:
 def rows_saved(shares: list[Any], number: int, ranks: int, rows: int, width: int) -> Tensor:
     """All rows of a field, of the shares of ranks."""
     whole = torch.empty(rows, width)
-    dealt = DealtRows.of(rows, ranks, rows_of_a_block((width,)))
+    dealt = BlockCyclic.of(rows, ranks, rows_of_a_block((width,)))
     for rank in range(ranks):
         for there, here in dealt.blocks(rank):
             whole[there.start : there.stop] = shares[rank][number][here.start : here.stop]
@@ -458,7 +458,7 @@ def check_checkpoint(folder: str, wholes: str, saved_by: int, alone: bool) -> No
         rows, width = sizes[number // 3], widths[number // 3]
         expected = whole = rows_saved(shares, number, saved_by, rows, width)
         if not alone:
-            dealt = DealtRows.of(rows, ranks, rows_of_a_block((width,)))
+            dealt = BlockCyclic.of(rows, ranks, rows_of_a_block((width,)))
             expected = torch.cat([whole[t.start : t.stop] for t, _ in dealt.blocks(rank)])
         assert torch.equal(found, expected), number
     assert int(optimizer.state_dict()["state"][0]["step"]) == 3

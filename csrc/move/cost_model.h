@@ -7,7 +7,7 @@
 
 #include "core/gpu.h"
 #include "memory/host_memory.h"
-#include "move/row_mover.h"
+#include "move/row_copy.h"
 
 namespace speedtorch {
 

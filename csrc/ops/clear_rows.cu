@@ -1,6 +1,6 @@
 // Kernel of clear_rows: rows beyond those that count become zeros. Called by clear_rows.cpp.
 
-#include "move/row_mover.cuh"
+#include "move/row_copy.cuh"
 #include "ops/launchers.h"
 #include "plan/ids.cuh"
 

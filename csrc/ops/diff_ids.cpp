@@ -154,7 +154,7 @@ Diff diff_ids(const Tensor& named, const Tensor& named_status, const Tensor& hel
   return made;
 }
 
-// For speedtorch/plan/fitted_batch.py.
+// For speedtorch/plan/fixed_size_batch.py.
 const Ops kOps{
     {"diff_ids(Tensor named, Tensor named_status, Tensor held, Tensor held_status, int "
      "table_rows, Tensor(a!) halt, Tensor(b!) fault) -> (Tensor, Tensor, Tensor, Tensor, "

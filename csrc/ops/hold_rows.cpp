@@ -13,7 +13,7 @@
 #include "core/gpu.h"
 #include "core/registration.h"
 #include "core/tensor_checks.h"
-#include "move/cpu_mover.h"
+#include "move/cpu_copy.h"
 #include "ops/launchers.h"
 
 namespace speedtorch {

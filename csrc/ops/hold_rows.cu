@@ -1,7 +1,7 @@
 // Kernels of hold_rows: the rows of one batch take the place of those of the batch before. Called
 // by hold_rows.cpp. Everything is in GPU memory; a row that stays is read twice and written twice.
 
-#include "move/row_mover.cuh"
+#include "move/row_copy.cuh"
 #include "ops/launchers.h"
 #include "plan/ids.cuh"
 

@@ -7,7 +7,7 @@
 #include "core/error_record.h"
 #include "core/rows.h"
 #include "move/number_kind.h"
-#include "move/row_mover.h"
+#include "move/row_copy.h"
 #include "plan/plan_launch.h"
 
 namespace speedtorch {
@@ -172,7 +172,7 @@ int launch_table_ids(const TableIds& work, void* stream);
 // shard_ids.cu
 
 // Why ranks cannot begin a step together. The largest of all ranks' is the one that counts. Values
-// are those of speedtorch/plan/fitted_batch.py and speedtorch/step/fixed_blocks.py.
+// are those of speedtorch/plan/fixed_size_batch.py and speedtorch/step/fixed_blocks.py.
 enum class ShardFault : int64_t { kNone = 0, kBadIds = 1, kOverShare = 3, kOtherModule = 4 };
 
 // Ids of rows that ranks own in blocks. Row `id` has the number `id + distances[id / block]`; those

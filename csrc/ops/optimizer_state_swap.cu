@@ -1,7 +1,7 @@
 // Kernels of optimizer_state_swap: evict the rows of one list to the host while the rows of another
 // are loaded. Called by optimizer_state_swap.cpp.
 
-#include "move/row_mover.cuh"
+#include "move/row_copy.cuh"
 #include "ops/launchers.h"
 #include "plan/ids.cuh"
 

@@ -2,7 +2,7 @@
 // pinned_copy.cpp with checked shapes. Each byte crosses the link once.
 
 #include "core/cuda_calls.h"
-#include "move/bulk_mover.cuh"
+#include "move/bulk_copy.cuh"
 #include "ops/launchers.h"
 
 namespace speedtorch {

@@ -1,5 +1,5 @@
 // pinned_gather: out[i] = table[index[i]], the table in host memory (or on the GPU of the ids).
-// Checks and the paths; cost_model.h chooses, the CPU loop is in cpu_mover.cpp, the GPU kernels in
+// Checks and the paths; cost_model.h chooses, the CPU loop is in cpu_copy.cpp, the GPU kernels in
 // pinned_gather.cu.
 
 #include <torch/csrc/stable/ops.h>
@@ -14,7 +14,7 @@
 #include "core/tensor_checks.h"
 #include "memory/host_memory.h"
 #include "move/cost_model.h"
-#include "move/cpu_mover.h"
+#include "move/cpu_copy.h"
 #include "ops/launchers.h"
 #include "plan/dedup.h"
 #include "plan/plan.h"

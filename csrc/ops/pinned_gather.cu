@@ -1,7 +1,7 @@
 // Kernels of pinned_gather: rows of a mapped host table (or of a table on the GPU) to contiguous
 // rows on the GPU. Called by pinned_gather.cpp.
 
-#include "move/bulk_mover.cuh"
+#include "move/bulk_copy.cuh"
 #include "ops/launchers.h"
 #include "plan/ids.cuh"
 

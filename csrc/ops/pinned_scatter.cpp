@@ -15,7 +15,7 @@
 #include "core/tensor_checks.h"
 #include "memory/host_memory.h"
 #include "move/cost_model.h"
-#include "move/cpu_mover.h"
+#include "move/cpu_copy.h"
 #include "ops/launchers.h"
 #include "plan/dedup.h"
 #include "plan/plan.h"

@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "move/bulk_mover.cuh"
+#include "move/bulk_copy.cuh"
 #include "ops/launchers.h"
 #include "plan/ids.cuh"
 

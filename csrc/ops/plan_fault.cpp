@@ -1,6 +1,6 @@
 // plan_fault: why no block of a capacity can hold the rows of a plan. spoil_plan: marks the plan as
-// bad where the largest fault of all ranks is larger. For speedtorch/plan/fitted_batch.py. Checks
-// and the CPU; GPU kernels: .cu.
+// bad where the largest fault of all ranks is larger. For speedtorch/plan/fixed_size_batch.py.
+// Checks and the CPU; GPU kernels: .cu.
 
 #include <torch/csrc/stable/library.h>
 

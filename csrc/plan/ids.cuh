@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "core/error_record.h"
-#include "move/row_mover.h"
+#include "move/row_copy.h"
 #include "plan/plan_launch.h"
 
 namespace speedtorch {
@@ -115,7 +115,7 @@ __device__ inline void report_outside(const Report& about, const DedupView& ids)
 
 // ------------------------------------------------------------------------------------------------
 
-// A RowMap (see row_mover.cuh) that takes each distinct id once.
+// A RowMap (see row_copy.cuh) that takes each distinct id once.
 struct RowMapOnce : RowIdsView {
   Report about;
 

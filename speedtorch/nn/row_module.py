@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from speedtorch.files.table_files import open_fields
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.plan.planned_batch import check_ids
-from speedtorch.step.row_store import Draw, Portion, RowStore
+from speedtorch.step.row_store import LazyInit, Portion, RowStore
 from speedtorch.step.row_weight import show_rows
 from speedtorch.step.trained_rows import Bags, TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
@@ -277,7 +277,7 @@ class RowModule(nn.Module):
         seed = random_seed() if seed is None else seed
         # One that has no arguments is known by itself: no mode of torch has to look what it does.
         drawn = (lambda rows: function(rows, *args, **kwargs)) if args or kwargs else function
-        self.trained_rows.store.draw(Draw((drawn,), seed, self.padding_idx), anew=True)
+        self.trained_rows.store.draw(LazyInit((drawn,), seed, self.padding_idx), anew=True)
         return self
 
     def reset_parameters(self) -> None:
@@ -459,7 +459,7 @@ class RowModule(nn.Module):
         own = {**vars(self), "trained_rows": None, "lookups": None, "_end": None}
         own["_parameters"] = others
         vars(made).update(copy.deepcopy(own, memo))
-        self.trained_rows.bring_home()
+        self.trained_rows.write_back()
         store = self.trained_rows.store.copied()
         with as_plain():
             held = self.weight.detach()[:0].clone()

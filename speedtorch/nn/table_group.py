@@ -12,7 +12,7 @@ from speedtorch.nn.jagged import Source
 from speedtorch.nn.row_module import Device, RowModule
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_ranges import TableIds, TableRanges
-from speedtorch.step.row_store import Draw
+from speedtorch.step.row_store import LazyInit
 from speedtorch.step.trained_rows import Bags, random_seed
 from speedtorch.torch_internals import as_plain
 
@@ -53,7 +53,7 @@ class TableGroup(RowModule):
         """Draws all rows anew as the tables' configs say."""
         for first, table in zip(self.ranges.firsts, self.ranges.tables, strict=True):
             rows = slice(first, first + table.rows)
-            draw = Draw((table.draw,), random_seed(), None, rows)
+            draw = LazyInit((table.draw,), random_seed(), None, rows)
             self.trained_rows.store.draw(draw, anew=True)
 
     @property

@@ -76,7 +76,7 @@ class AttachedState:
         return self._entries
 
     def rows(self) -> list[Tensor]:
-        """See HeldState."""
+        """See OptimizerState."""
         if not (self.names and self._has_stepped):
             return list(self._held)
         entries, rows = self.entries(), []
@@ -90,7 +90,7 @@ class AttachedState:
         return rows
 
     def hold(self, rows: Sequence[Tensor]) -> None:
-        """See HeldState."""
+        """See OptimizerState."""
         self._held = list(rows)
         if self.names and self._has_stepped:
             self._lend()
@@ -113,7 +113,7 @@ class AttachedState:
         entries.update(zip(self.names, self._held, strict=True))
 
     def complete(self) -> None:
-        """See HeldState."""
+        """See OptimizerState."""
         if (loading := self.loading) is None or not loading.is_assigned(self.optimizer()):
             return
         try:
@@ -272,7 +272,7 @@ class AttachedState:
 
         Without saved state a table that was read from a file with its own keeps that.
         """
-        self.table_rows.bring_home()
+        self.table_rows.write_back()
         self._put(entries, was_read=was_read)
 
     def _put(self, entries: Mapping[str, Any] | None, *, was_read: bool = False) -> None:
@@ -422,7 +422,7 @@ class SavedState:
         """Called before state is loaded: the rows are in the tables, and of no batch any more."""
         for state in self.states:
             state.table_rows.exchange.give_up()
-            state.table_rows.bring_home()
+            state.table_rows.write_back()
 
 
 def _refuse_own_state_dict(optimizer: Optimizer) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from speedtorch.parallel.calls import Call
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.plan.fitted_batch import raises_at_once
-from speedtorch.plan.planned_batch import Numbers
+from speedtorch.plan.fixed_size_batch import raises_at_once
+from speedtorch.plan.planned_batch import HostCopy
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.fixed_blocks import of_ranks
 from speedtorch.step.fixed_exchange import FixedExchange
@@ -31,20 +31,20 @@ class Agreement:
 
     def __init__(self, exchange: FixedExchange, ranks: Ranks) -> None:
         self._exchange, self._ranks = exchange, ranks
-        self._last: list[Numbers] = []
+        self._last: list[HostCopy] = []
         """What nobody has looked at."""
         self._known: Tensor | None = None
-        self._calls: list[Numbers] = []
+        self._calls: list[HostCopy] = []
         """Of the ranks since the last lookup, not compared yet."""
 
     def meet(self, call: Call) -> Tensor | None:
-        """As Questions.meet."""
+        """As Requests.meet."""
         name, device = self._exchange.name, self._exchange.device
         if raises_at_once(device) or self._ranks.meets_beside_the_device:
             self._ranks.meet(name, call, device)
             return None
         codes = self._ranks.calls(name, call, device)
-        self._calls.append(Numbers(codes))
+        self._calls.append(HostCopy(codes))
         return (codes != call.code).any().long().view(1)
 
     def check(self) -> None:
@@ -79,7 +79,7 @@ class Agreement:
             fault = torch.maximum(fault, self._known)
         agreed = self._ranks.most(fault)
         if not raises_at_once(agreed.device):
-            self._last.append(Numbers(agreed))
+            self._last.append(HostCopy(agreed))
             return agreed
         if found := int(agreed):
             self._ranks.count_fault()

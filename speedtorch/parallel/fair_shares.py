@@ -11,14 +11,14 @@ import math
 from bisect import bisect_left
 from typing import NamedTuple
 
-from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.block_cyclic import BlockCyclic
 
 __all__ = ["FairShares", "fair_share"]
 
 _NATS = 32  # a block is too small for spread ids once in e ** 32 = 8e13 times, or less often
 
 
-def fair_share(capacity: int, dealt: DealtRows, *, padded: bool = False) -> int:
+def fair_share(capacity: int, dealt: BlockCyclic, *, padded: bool = False) -> int:
     """The most distinct rows of each rank that a lookup of one rank may name.
 
     Where `padded`, one more: that of padding_idx, which takes no room in a step.
@@ -36,14 +36,14 @@ class FairShares(NamedTuple):
     """Blocks of a fair share for each rank."""
 
     capacity: int
-    dealt: DealtRows
+    dealt: BlockCyclic
     padded: bool
     """Whether there is a padding_idx, whose row is one of a block, too."""
     rows: int
     """Of a block."""
 
     @classmethod
-    def of(cls, capacity: int, dealt: DealtRows, *, padded: bool = False) -> FairShares:
+    def of(cls, capacity: int, dealt: BlockCyclic, *, padded: bool = False) -> FairShares:
         """Those of rows that are dealt out."""
         return cls(capacity, dealt, padded, fair_share(capacity, dealt, padded=padded))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from speedtorch.memory.side_stream import SideStream
 from speedtorch.parallel.board import Board
 from speedtorch.parallel.calls import Call, Kind, differing
-from speedtorch.plan.planned_batch import Numbers
+from speedtorch.plan.planned_batch import HostCopy
 from speedtorch.torch_internals import group_like, timeout_of
 
 __all__ = ["Asked", "Ranks", "Told"]
@@ -39,14 +39,14 @@ class Told(NamedTuple):
     """How many rows ranks will ask each other for, on its way to the CPU."""
 
     name: str
-    counts: Numbers
+    counts: HostCopy
     """The codes of the calls of this rank and of the others, with the counts, plus one."""
 
 
 class Ranks:
     """The processes of a group, in groups of their own.
 
-    What they ask goes beside what they give: rows of a step wait for the step before, and questions
+    What they ask goes beside what they give: rows of a step wait for the step before, and requests
     of later steps wait for no rows.
 
     Attributes:
@@ -115,7 +115,7 @@ class Ranks:
             self.meet(name, call, counts.device)
         told = counts + (call.code + 1)
         others = self._exchanged(name, told, group=self._asking)
-        made = Told(name, Numbers(torch.cat([told, others])))
+        made = Told(name, HostCopy(torch.cat([told, others])))
         if counts.is_cpu:  # they have come
             self._counts(made)
         return made
@@ -151,7 +151,7 @@ class Ranks:
             self._refuse_if_differing(name, [Call.of(code)[0] for code in every])
             return
         with self._meeting.after(device):  # beside what the device has to do before the exchange
-            codes = Numbers(self.calls(name, call, device))
+            codes = HostCopy(self.calls(name, call, device))
         self.refuse_if_differing(name, codes)
 
     def calls(self, name: str, call: Call, device: torch.device) -> Tensor:
@@ -159,7 +159,7 @@ class Ranks:
         own = torch.full((self.size,), call.code, device=device)
         return self._exchanged(name, own, group=self._asking)
 
-    def refuse_if_differing(self, name: str, codes: Numbers) -> None:
+    def refuse_if_differing(self, name: str, codes: HostCopy) -> None:
         """Raises DisagreementError, on all ranks, unless the calls of calls() are the same."""
         self._refuse_if_differing(name, [Call.of(code)[0] for code in self.read(name, codes)])
 
@@ -168,7 +168,7 @@ class Ranks:
             self.count_fault()
             raise error
 
-    def read(self, name: str, numbers: Numbers) -> list[int]:
+    def read(self, name: str, numbers: HostCopy) -> list[int]:
         """Numbers that need the other ranks; RuntimeError if these do not come in time."""
         if not numbers.have_come(self._patience):
             raise RuntimeError(_not_come(name, f"nothing for {self._patience:.0f} s"))

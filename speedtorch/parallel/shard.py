@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from speedtorch.parallel import machine
-from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.row_parameters import row_parameters
 from speedtorch.parallel.same_modules import same_modules
@@ -95,7 +95,7 @@ def shard(
     deals, portions, needed = [], [], waiting_bytes()
     for module in modules:
         unit = rows_of_a_block((module.embedding_dim,))
-        deals.append(DealtRows.of(module.num_embeddings, ranks.size, unit))
+        deals.append(BlockCyclic.of(module.num_embeddings, ranks.size, unit))
         blocks = list(deals[-1].blocks(ranks.rank))
         portions.append(Portion(module.num_embeddings, blocks, ranks.agreed))
         needed += module.trained_rows.store.needed_bytes(portions[-1].size)

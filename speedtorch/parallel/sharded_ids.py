@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops
-from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.step.trained_rows import Bags, rows_of_ids
 
 __all__ = ["ShardedIds"]
@@ -30,7 +30,7 @@ class ShardedIds:
         entries: with a share, which of the distinct rows each row of the blocks is; n: none.
     """
 
-    def __init__(self, ids: Tensor, dealt: DealtRows, distances: Tensor, share: int = -1) -> None:
+    def __init__(self, ids: Tensor, dealt: BlockCyclic, distances: Tensor, share: int = -1) -> None:
         self._dealt, of_rows = dealt, (dealt.rows, dealt.block, dealt.room, dealt.ranks)
         made: list[Tensor] = _ops.shard_ids(ids, distances, *of_rows, share)
         self.numbers, self._plan, self.unique = made[0], made[1:6], made[1]

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from speedtorch.ops.functions import rows_at
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
-from speedtorch.parallel.dealt_rows import DealtRows
-from speedtorch.parallel.questions import AnyQuestion, Questions
 from speedtorch.parallel.ranks import Asked, Ranks
+from speedtorch.parallel.requests import AnyRequest, Requests
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
 from speedtorch.torch_internals import active_data_parallel
 
@@ -54,7 +54,7 @@ class ShardedRows:
         rows: TrainedRows,
         own_padding: int | None,
         *,
-        dealt: DealtRows,
+        dealt: BlockCyclic,
         ranks: Ranks,
         number: int,
         padding: int | None,
@@ -69,26 +69,26 @@ class ShardedRows:
         self._sparse = sparse
         _ranks[rows] = ranks
         padded = padding is not None
-        self.exchange = Questions(rows.exchange, dealt, ranks, number, own_padding, padded=padded)
+        self.exchange = Requests(rows.exchange, dealt, ranks, number, own_padding, padded=padded)
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, Tensor]:
         """As TrainedRows.rows_of; the rows are copies of their owners'."""
         self._refuse_replicas()
-        question = self.exchange.of(ids)
-        places, held = self._rows.rows_of(question.asked.ids, max_norm, norm_type)
+        request = self.exchange.of(ids)
+        places, held = self._rows.rows_of(request.asked.ids, max_norm, norm_type)
         padding = len(held) - 1 if self._owns_padding else -1
         sparse = self._rows.gives_sparse(asked=self._sparse)
         rows = torch.embedding(held, places, padding, False, sparse)
-        return self._operand(question, self._brought(rows, question))
+        return self._operand(request, self._brought(rows, request))
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
         """As TrainedRows.summed."""
         self._refuse_replicas()
-        question = self.exchange.of(ids)
-        brought = self._brought(self._rows.summed(question.asked.ids), question)
-        result: Tensor = _Spread.apply(brought, question, bags)  # type: ignore[no-untyped-call]
+        request = self.exchange.of(ids)
+        brought = self._brought(self._rows.summed(request.asked.ids), request)
+        result: Tensor = _Spread.apply(brought, request, bags)  # type: ignore[no-untyped-call]
         return result
 
     def _refuse_replicas(self) -> None:
@@ -106,17 +106,17 @@ class ShardedRows:
 
     def read(self, ids: Tensor) -> Tensor:
         """As TrainedRows.read."""
-        question = self.exchange.of_no_step(ids)
-        rows = self._given(self._rows.read(question.asked.ids), question)
-        return torch.embedding(rows, question.places)
+        request = self.exchange.of_no_step(ids)
+        rows = self._given(self._rows.read(request.asked.ids), request)
+        return torch.embedding(rows, request.places)
 
     def borrow(
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor]:
         """As TrainedRows.borrow."""
-        question = self.exchange.of_no_step(ids)
-        places, held = self._rows.borrow(question.asked.ids, max_norm, norm_type)
-        return self._operand(question, self._given(held[places], question))
+        request = self.exchange.of_no_step(ids)
+        places, held = self._rows.borrow(request.asked.ids, max_norm, norm_type)
+        return self._operand(request, self._given(held[places], request))
 
     @property
     def ranks(self) -> Ranks:
@@ -153,17 +153,17 @@ class ShardedRows:
         """Never: gradients go to their owners dense, and become sparse there."""
         return False
 
-    def _operand(self, question: AnyQuestion, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _operand(self, request: AnyRequest, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Places and rows of a lookup, whose padding's row is the last."""
         if self._padding is None:
-            return question.places, rows
-        return question.with_padding(rows, self._padding)
+            return request.places, rows
+        return request.with_padding(rows, self._padding)
 
-    def _given(self, rows: Tensor, question: AnyQuestion) -> Tensor:
-        return self.bring(rows, question.asked)
+    def _given(self, rows: Tensor, request: AnyRequest) -> Tensor:
+        return self.bring(rows, request.asked)
 
-    def _brought(self, rows: Tensor, question: AnyQuestion) -> Tensor:
-        brought: Tensor = _Brought.apply(rows, question.asked, question.lookup, self)  # type: ignore[no-untyped-call]
+    def _brought(self, rows: Tensor, request: AnyRequest) -> Tensor:
+        brought: Tensor = _Brought.apply(rows, request.asked, request.lookup, self)  # type: ignore[no-untyped-call]
         return brought
 
     def bring(self, rows: Tensor, asked: Asked) -> Tensor:
@@ -194,12 +194,12 @@ class _Spread(torch.autograd.Function):
     """Rows by the places that ids name, whose gradients are added up by the plan of the ids."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, question: AnyQuestion, bags: Bags | None) -> Tensor:
-        ctx.question, ctx.bags = question, bags
-        places = question.places
+    def forward(ctx: Any, rows: Tensor, request: AnyRequest, bags: Bags | None) -> Tensor:
+        ctx.request, ctx.bags = request, bags
+        places = request.places
         return rows_at(rows, places) if bags is None else bags.pool(rows, places)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         check_once(gradient)
-        return ctx.question.summed(gradient, ctx.bags), None, None
+        return ctx.request.summed(gradient, ctx.bags), None, None

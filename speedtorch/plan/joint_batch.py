@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops, plan_batch, table_ids
-from speedtorch.plan.planned_batch import Numbers, Parts, PlannedBatch
+from speedtorch.plan.planned_batch import BatchIds, HostCopy, PlannedBatch
 from speedtorch.torch_internals import current_stream
 
 __all__ = ["JointBatch"]
@@ -70,7 +70,7 @@ class JointBatch:
     _status: Tensor
 
     def __init__(
-        self, parts: Sequence[Parts], device: torch.device, after: JointBatch | None = None
+        self, parts: Sequence[BatchIds], device: torch.device, after: JointBatch | None = None
     ) -> None:
         self.parts = parts
         self.following: Callable[[], JointBatch | None] = lambda: None
@@ -91,7 +91,7 @@ class JointBatch:
         for each, *of_table in zip(parts, *pieces, status.unbind(), strict=True):
             each.planned_as(of_table)
         self.numbers, self._status = plan[0], plan[4]
-        self._numbers = Numbers(torch.cat([counts, bounds]))
+        self._numbers = HostCopy(torch.cat([counts, bounds]))
         self.bounds: list[int] = []
         self._compared: list[int] = []
         self._planned: torch.cuda.Event | None = None
@@ -101,7 +101,7 @@ class JointBatch:
             after.following = weakref.ref(self)
 
     def planned_until(self, event: torch.cuda.Event | None) -> None:
-        """Says after which event the plans are there; see Parts."""
+        """Says after which event the plans are there; see BatchIds."""
         self._planned = event
         for each in self.parts:
             each.planned_until(event)

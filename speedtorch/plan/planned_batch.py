@@ -19,7 +19,7 @@ from torch import Tensor
 from speedtorch.ops.functions import _ops, not_ids, plan_batch, sum_rows
 from speedtorch.torch_internals import version_of
 
-__all__ = ["ID_DTYPES", "Numbers", "Parts", "PlannedBatch", "SeenIds", "check_ids"]
+__all__ = ["ID_DTYPES", "BatchIds", "HostCopy", "PlannedBatch", "SeenIds", "check_ids"]
 
 _Made = TypeVar("_Made")
 
@@ -34,7 +34,7 @@ _unused: defaultdict[tuple[torch.device, int], list[tuple[Tensor, torch.cuda.Eve
 _unused = defaultdict(list)
 
 
-class Numbers:
+class HostCopy:
     """Numbers `[n]` of a device, on their way to the CPU."""
 
     def __init__(self, numbers: Tensor) -> None:
@@ -142,7 +142,7 @@ def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-class Parts:
+class BatchIds:
     """The ids of a batch, of any shape on either device, one part for each of its lookups.
 
     `ids` are all of them, `[count]`, until they are planned: by plan_by_itself(), or together with
@@ -223,7 +223,7 @@ class Parts:
         """Whether these ids are known to be that part."""
         return self._seen[part].are(ids)
 
-    def is_same(self, part: int, others: Parts, other: int) -> bool:
+    def is_same(self, part: int, others: BatchIds, other: int) -> bool:
         """Whether a part's ids are known to be those of a part of others."""
         return self._seen[part].are_those(others._seen[other])
 
@@ -279,7 +279,7 @@ def _held_before(after: Planned | Tensor) -> tuple[Tensor, Tensor]:
 class Planned(Protocol):
     """Rows that are held are those of a plan."""
 
-    parts: Parts
+    parts: BatchIds
 
 
 class Joint(Protocol):
@@ -315,7 +315,7 @@ class PlannedBatch:
 
     def __init__(
         self,
-        parts: Sequence[Tensor] | Parts,
+        parts: Sequence[Tensor] | BatchIds,
         rows: int,
         device: torch.device,
         padding: int | None = None,
@@ -327,14 +327,14 @@ class PlannedBatch:
     ) -> None:
         self.device = device
         self._padding = padding
-        self.parts = parts if isinstance(parts, Parts) else Parts(parts, rows, device, name)
+        self.parts = parts if isinstance(parts, BatchIds) else BatchIds(parts, rows, device, name)
         self.following: Callable[[], PlannedBatch | None] = lambda: None
         self.joint, self._number = joint, number
         self._is_counted = False
         if joint is None:
             others = () if after is None else _held_before(after)
             made = self.parts.plan_by_itself(-1 if padding is None else padding, -1, *others)
-            self._uncounted, self._changes = Numbers(made[4]), made[5:11]
+            self._uncounted, self._changes = HostCopy(made[4]), made[5:11]
         if isinstance(after, PlannedBatch):
             after.following = weakref.ref(self)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from speedtorch.plan.fitted_batch import FittedBatch
+from speedtorch.plan.fixed_size_batch import FixedSizeBatch
 from speedtorch.step.step import Batch, Step
 
 __all__ = ["Announced", "Announcements", "refuse_partial_step"]
@@ -112,7 +112,7 @@ class Announcements:
 
 def _planned(parts: Sequence[Tensor], begins: tuple[int, ...], plan: Plan) -> Announced:
     batch = plan(parts)
-    if isinstance(batch, FittedBatch):
+    if isinstance(batch, FixedSizeBatch):
         batch.count()
     return Announced(tuple(parts), begins, batch)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speedtorch.memory import empty
 from speedtorch.ops.functions import _ops
-from speedtorch.plan.fitted_batch import BAD_IDS, TOO_MANY, Changes, FittedBatch, too_many
+from speedtorch.plan.fixed_size_batch import BAD_IDS, TOO_MANY, Changes, FixedSizeBatch, too_many
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
 __all__ = ["OTHER_MODULE", "OVER_SHARE", "REFUSED", "FixedBlocks", "of_ranks"]
@@ -163,7 +163,7 @@ class FixedBlocks:
     def _nowhere(self, rows: Sequence[Tensor]) -> Counted:
         return Counted(rows, self.ids, self._every, self._none)
 
-    def begin(self, batch: FittedBatch, *, come: bool | None) -> None:
+    def begin(self, batch: FixedSizeBatch, *, come: bool | None) -> None:
         """Lets the rows of a batch take the place of those that are held.
 
         With `come` those that arrive were sent for before; those that leave are put aside then, and
@@ -224,7 +224,7 @@ class FixedBlocks:
             for name, rows in zip(self._fields, self.rows, strict=True):
                 self._store.read(self._padding_id, rows[-1:], name)
 
-    def send(self, following: FittedBatch | None, *, foreseen: bool = False) -> None:
+    def send(self, following: FixedSizeBatch | None, *, foreseen: bool = False) -> None:
         """Rows that were put aside go home, those of the next batch arrive, but do not yet stay.
 
         With `foreseen` within a CUDA graph, whose next replay looks whether they are of its batch.

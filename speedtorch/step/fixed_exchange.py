@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import raises_later
-from speedtorch.plan.fitted_batch import FittedBatch, raises_at_once
+from speedtorch.plan.fixed_size_batch import FixedSizeBatch, raises_at_once
 from speedtorch.step.announcements import Announced
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import REFUSED, FixedBlocks, of_ranks
@@ -64,10 +64,12 @@ class FixedExchange(Exchange):
         super().__init__(name, store, view, padding)
         raises_later(weakref.WeakMethod(self.raise_faults))
 
-    def _plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> FittedBatch:
-        assert after is None or isinstance(after, FittedBatch)
+    def _plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> FixedSizeBatch:
+        assert after is None or isinstance(after, FixedSizeBatch)
         rows, device, padding = self._named_rows, self.device, self._padding
-        return FittedBatch(parts, rows, device, padding, self.capacity, after=after, name=self.name)
+        return FixedSizeBatch(
+            parts, rows, device, padding, self.capacity, after=after, name=self.name
+        )
 
     def _nothing(self) -> tuple[Tensor, Rows]:
         self._blocks.forget()
@@ -112,7 +114,7 @@ class FixedExchange(Exchange):
     def _begun(
         self, batch: Batch, seen: set[tuple[int, int]], *, is_told: bool, prefetches: bool
     ) -> Step:
-        assert isinstance(batch, FittedBatch)
+        assert isinstance(batch, FixedSizeBatch)
         blocks, now = self._blocks, self.now
         if self._ranks is not None:
             fault = self._ask_ranks(self._ranks, batch.fault())
@@ -185,7 +187,7 @@ class FixedExchange(Exchange):
         return self.now.with_batch(batch, is_planned=is_planned)
 
     def _sent(self, pending: Pending, following: Batch | None) -> Prefetched | None:
-        assert following is None or isinstance(following, FittedBatch)
+        assert following is None or isinstance(following, FixedSizeBatch)
         with self._travel.after_current(self.device):
             if self.now.captured and self._next_ids is not None:
                 self._blocks.send(self._plan(self._next_ids), foreseen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from speedtorch.memory.side_stream import MemoryStream, SideStream
 from speedtorch.ops.functions import carry_rows, exchange_rows
 from speedtorch.plan.joint_batch import JointBatch
-from speedtorch.plan.planned_batch import Parts
+from speedtorch.plan.planned_batch import BatchIds
 from speedtorch.step.counted_exchange import CountedExchange
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.row_store import Block
@@ -83,7 +83,7 @@ class JointExchange:
         """Plans a batch of a loop: the ids of each table, and the joint batch before it."""
         with self._planning.after_current(self._device):
             pairs = zip(self._exchanges, parts, strict=True)
-            apart = [Parts(ids, of.rows, self._device, of.name) for of, ids in pairs]
+            apart = [BatchIds(ids, of.rows, self._device, of.name) for of, ids in pairs]
             try:
                 batch = JointBatch(apart, self._device, after)
             except IndexError:

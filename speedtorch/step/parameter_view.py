@@ -18,10 +18,10 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["HeldState", "ParameterView", "replace_rows"]
+__all__ = ["OptimizerState", "ParameterView", "replace_rows"]
 
 
-class HeldState(Protocol):
+class OptimizerState(Protocol):
     """The state that an attached optimizer keeps of the held rows."""
 
     sparse: bool
@@ -44,7 +44,7 @@ class HeldState(Protocol):
 class Kept(NamedTuple):
     """What keeps the state of the held rows, and all their fields; another where they change."""
 
-    state: HeldState | None
+    state: OptimizerState | None
     fields: Fields
 
 
@@ -83,7 +83,7 @@ class ParameterView:
             self.__class__ = _WeakParameterView
             vars(self).pop("parameter", None)
 
-    def keep(self, state: HeldState | None, fields: Fields) -> None:
+    def keep(self, state: OptimizerState | None, fields: Fields) -> None:
         """Lets another object keep the state of the rows, or none."""
         self.kept = Kept(state, {"weight": self.kept.fields["weight"], **fields})
 

@@ -28,7 +28,7 @@ from speedtorch.table.row_blocks import Share, draw_rows
 from speedtorch.table.shared_rows import SharedRows
 from speedtorch.torch_internals import current_stream
 
-__all__ = ["Block", "Counted", "Draw", "Fields", "Portion", "RowStore", "waiting_bytes"]
+__all__ = ["Block", "Counted", "Fields", "LazyInit", "Portion", "RowStore", "waiting_bytes"]
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
@@ -43,7 +43,7 @@ def waiting_bytes() -> int:
     return sum(each.needed_bytes(each.rows) for each in _waiting if each.is_portion)
 
 
-class Draw(NamedTuple):
+class LazyInit(NamedTuple):
     """First values of all rows, which are drawn at first need."""
 
     functions: tuple[Callable[[Tensor], object], ...]
@@ -114,7 +114,7 @@ class Portion(NamedTuple):
                 found.append((range(begin - first, stop - first), own))
         return found
 
-    def of(self, draw: Draw) -> Draw:
+    def of(self, draw: LazyInit) -> LazyInit:
         """What a draw of the larger table's rows gives those that are here."""
         first, end, _ = draw.rows.indices(self.rows)
         found = self.within(draw.rows)
@@ -122,7 +122,7 @@ class Portion(NamedTuple):
         blocks = [(t, range(h.start - base, h.stop - base)) for t, h in found]
         rows = slice(base, found[-1][1].stop if found else base)
         seed, share = self.agreed(draw.seed), Share(end - first, blocks)
-        return Draw(draw.functions, seed, self.place(draw.zero), rows, share)
+        return LazyInit(draw.functions, seed, self.place(draw.zero), rows, share)
 
 
 class Block(NamedTuple):
@@ -173,7 +173,7 @@ class RowStore:
         name: str,
         table: HostTable | tuple[int, int, torch.dtype],
         memory: str = "auto",
-        draws: Sequence[Draw] = (),
+        draws: Sequence[LazyInit] = (),
         portion: Portion | None = None,
     ) -> None:
         self.name = name
@@ -220,7 +220,7 @@ class RowStore:
         """Whether the rows have their first values."""
         return self._table is not None and not self._draws
 
-    def draw(self, draw: Draw, *, anew: bool) -> None:
+    def draw(self, draw: LazyInit, *, anew: bool) -> None:
         """Gives all rows other values, at first need if they were never used.
 
         With `anew` values of before do not matter.
@@ -291,7 +291,7 @@ class RowStore:
     def keep_holder(self, holder: RowHolder) -> None:
         """Says what holds rows of the table; what did before writes them back."""
         if self._table is not None:
-            self._table.bring_home()
+            self._table.write_back()
         self._holder = weakref.ref(holder)
         if self._table is not None:
             self._table.be_held(self._holder)
@@ -312,11 +312,11 @@ class RowStore:
         """Says that this alone uses the table, so that another may replace it."""
         self._owned = True
 
-    def bring_others_home(self) -> None:
+    def write_back_others(self) -> None:
         """Rows that another module trains are in the table, too, after this."""
         table = self._table
         if table is not None and table.holder is not self._holder:
-            table.bring_home()
+            table.write_back()
 
     def field(self, name: str) -> Tensor:
         """All rows of a field `[rows, ...]`, where they are now."""
@@ -475,7 +475,7 @@ class RowStore:
         return made
 
     def samples(self) -> list[Tensor]:
-        """Values of the first rows of each draw that the rows still wait for; see Draw.sample."""
+        """Values of the first rows of each draw that rows still wait for; see LazyInit.sample."""
         return [each.sample(self.rows, self.row_shape, self.dtype) for each in self._draws]
 
     def refuse_if_used(self) -> None:

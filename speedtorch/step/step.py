@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from speedtorch.plan.fitted_batch import FittedBatch
+from speedtorch.plan.fixed_size_batch import FixedSizeBatch
 from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step.row_store import Block, Counted
 
@@ -16,7 +16,7 @@ __all__ = ["Batch", "Copy", "LookupPlaces", "Pending", "Prefetched", "Rows", "St
 Rows: TypeAlias = list[Tensor]
 """Rows of every field `[n, ...]`, in the same order."""
 
-Batch: TypeAlias = PlannedBatch | FittedBatch
+Batch: TypeAlias = PlannedBatch | FixedSizeBatch
 """What a step holds the rows of; the number of the second's rows stays on the device."""
 
 

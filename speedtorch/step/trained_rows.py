@@ -13,8 +13,8 @@ from speedtorch.step.counted_exchange import CountedExchange
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
-from speedtorch.step.parameter_view import HeldState, ParameterView
-from speedtorch.step.row_store import Draw, Fields, RowStore
+from speedtorch.step.parameter_view import OptimizerState, ParameterView
+from speedtorch.step.row_store import Fields, LazyInit, RowStore
 from speedtorch.step.step import Batch, LookupPlaces
 from speedtorch.step.turn import alone
 from speedtorch.torch_internals import (
@@ -170,7 +170,7 @@ class TrainedRows:
         self._check_claim()
         self.exchange.write_back(changes=False)
         self.exchange.raise_faults()
-        self.store.bring_others_home()
+        self.store.write_back_others()
         shape = (*ids.shape, *self.store.row_shape)
         out = torch.empty(shape, dtype=self.store.dtype, device=self.exchange.device)
         self.store.read(ids.detach(), out)
@@ -196,7 +196,7 @@ class TrainedRows:
         return local, rows
 
     @alone
-    def bring_home(self) -> None:
+    def write_back(self) -> None:
         """See RowHolder; the CPU sees the rows, too, after this."""
         with as_plain():
             self.exchange.write_back()
@@ -215,7 +215,7 @@ class TrainedRows:
         the table goes now: a cycle of both would wait for the garbage collector.
         """
         try:
-            self.bring_home()
+            self.write_back()
         finally:
             vars(self.parameter)["_rows"] = lambda: self
             self.__class__ = _LeftRows
@@ -227,7 +227,7 @@ class TrainedRows:
         # What refers to it weakly may have lost it by now.
         self.parameter_view.keep_alive(parameter)
         try:
-            self.bring_home()
+            self.write_back()
         finally:
             self.store.drop_holder(self)
             self.parameter_view.keep_alive(None)
@@ -235,7 +235,7 @@ class TrainedRows:
     def flush(self) -> None:
         """Brings the table up to date, until the CPU sees it."""
         self._check_claim()
-        self.bring_home()
+        self.write_back()
 
     @alone
     def view(self) -> Tensor:
@@ -247,9 +247,9 @@ class TrainedRows:
 
     @alone
     def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
-        """Changes all rows, at first need if they were never used; see Draw."""
+        """Changes all rows, at first need if they were never used; see LazyInit."""
         with as_plain():
-            self.store.draw(Draw((function,), random_seed(), None), anew=anew)
+            self.store.draw(LazyInit((function,), random_seed(), None), anew=anew)
 
     @alone
     def load_some(self, values: Tensor, first: int) -> None:
@@ -343,12 +343,12 @@ class TrainedRows:
         return asked or (state is not None and state.sparse and self.adds_in_order())
 
     @property
-    def state(self) -> HeldState | None:
+    def state(self) -> OptimizerState | None:
         """What keeps the state of the held rows."""
         return self.parameter_view.kept.state
 
     @alone
-    def attach(self, state: HeldState, fields: Fields) -> bool:
+    def attach(self, state: OptimizerState, fields: Fields) -> bool:
         """Keeps fields of state, name to (row shape, dtype), beside the weight.
 
         Returns whether they have values already, because the table was read from a file with them.

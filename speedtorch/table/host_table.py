@@ -37,7 +37,7 @@ class RowHolder(Protocol):
     def turn(self) -> AbstractContextManager[None]:
         """Entered by a thread while it uses the rows: another thread that trains them waits."""
 
-    def bring_home(self) -> None:
+    def write_back(self) -> None:
         """Writes rows that are newer elsewhere to the table, and reads them again before use."""
 
     def before_close(self) -> None:
@@ -211,10 +211,10 @@ class HostTable:
         """Says what trains rows of the table."""
         self.holder = holder
 
-    def bring_home(self) -> None:
+    def write_back(self) -> None:
         """Brings rows home that a module trains: the table has all rows as they are now."""
         if self.holder is not None and (holder := self.holder()) is not None:
-            holder.bring_home()
+            holder.write_back()
 
     def _placed(self) -> Placement:
         if self._placement is None:
@@ -225,7 +225,7 @@ class HostTable:
         """Where all rows are, as they are now."""
         placement = self._placed()
         host_memory.check_owner(placement.data)
-        self.bring_home()
+        self.write_back()
         return placement
 
     @property
@@ -600,7 +600,7 @@ class HostTable:
             return
         if self.holder is not None and (holder := self.holder()) is not None:
             holder.before_close()
-        self.bring_home()
+        self.write_back()
         placement, self._placement = self._placement, None
         self._views.clear()
         del self._record

@@ -23,7 +23,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import speedtorch
-from speedtorch.plan.fitted_batch import FittedBatch
+from speedtorch.plan.fixed_size_batch import FixedSizeBatch
 from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.torch_internals import as_plain
 
@@ -38,7 +38,7 @@ NEW_ROWS = (
 @pytest.fixture
 def late(device: str) -> Iterator[None]:
     """The CPU finds too many rows as late as a GPU does; its bad ids are found at once."""
-    with patch.object(FittedBatch, "count", lambda batch: None):
+    with patch.object(FixedSizeBatch, "count", lambda batch: None):
         yield
         with suppress(RuntimeError, IndexError):  # what a test has left
             speedtorch.synchronize()

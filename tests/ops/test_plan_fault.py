@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops
-from speedtorch.plan.fitted_batch import BAD_IDS, TOO_MANY
+from speedtorch.plan.fixed_size_batch import BAD_IDS, TOO_MANY
 from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE, REFUSED
 
 CAPACITY = 5

@@ -10,25 +10,25 @@ from conftest import NEEDS_GPU
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops
-from speedtorch.parallel.dealt_rows import DealtRows
-from speedtorch.plan.fitted_batch import BAD_IDS
+from speedtorch.parallel.block_cyclic import BlockCyclic
+from speedtorch.plan.fixed_size_batch import BAD_IDS
 from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
 
 PARTS = ["numbers", "unique", "inverse", "order", "offsets", "status", "counts", "sent"]
 BLOCKS = ["places", "entries"]
 # Rows that ranks own as many of, and not; in blocks of one row and of more; and none at all.
 DEALT = {
-    "one rank": DealtRows.of(10, 1),
-    "even": DealtRows(96, 3, 8),
-    "uneven": DealtRows(97, 3, 8),
-    "ranks without rows": DealtRows(3, 5, 2),
-    "many": DealtRows.of(100_000, 64),
-    "more ranks than threads": DealtRows(5000, 600, 3),
-    "no rows": DealtRows.of(0, 2),
+    "one rank": BlockCyclic.of(10, 1),
+    "even": BlockCyclic(96, 3, 8),
+    "uneven": BlockCyclic(97, 3, 8),
+    "ranks without rows": BlockCyclic(3, 5, 2),
+    "many": BlockCyclic.of(100_000, 64),
+    "more ranks than threads": BlockCyclic(5000, 600, 3),
+    "no rows": BlockCyclic.of(0, 2),
 }
 
 
-def shard_ids(ids: Tensor, dealt: DealtRows, share: int) -> list[Tensor]:
+def shard_ids(ids: Tensor, dealt: BlockCyclic, share: int) -> list[Tensor]:
     """The reference, in torch's ops."""
     ranks, room, end = dealt.ranks, dealt.room, dealt.ranks * dealt.room
     numbers = torch.full(ids.shape, end)
@@ -56,7 +56,7 @@ def shard_ids(ids: Tensor, dealt: DealtRows, share: int) -> list[Tensor]:
     return [*made, sent, places.clamp(max=ranks * share - 1).clamp(min=0), entries.flatten()]
 
 
-def called(ids: Tensor, dealt: DealtRows, share: int, device: str) -> list[Tensor]:
+def called(ids: Tensor, dealt: BlockCyclic, share: int, device: str) -> list[Tensor]:
     """The op, on a device."""
     distances, of_rows = dealt.distances().to(device), (dealt.rows, dealt.block, dealt.room)
     made = _ops.shard_ids(ids.to(device), distances, *of_rows, dealt.ranks, share)
@@ -64,7 +64,7 @@ def called(ids: Tensor, dealt: DealtRows, share: int, device: str) -> list[Tenso
     return [each.cpu() for each in made]
 
 
-def assert_is_the_reference(ids: Tensor, dealt: DealtRows, share: int, device: str) -> None:
+def assert_is_the_reference(ids: Tensor, dealt: BlockCyclic, share: int, device: str) -> None:
     names = PARTS + BLOCKS * (share >= 0)
     made, expected = called(ids, dealt, share, device), shard_ids(ids, dealt, share)
     for name, found, wanted in zip(names, made, expected, strict=True):
@@ -74,7 +74,7 @@ def assert_is_the_reference(ids: Tensor, dealt: DealtRows, share: int, device: s
 
 def test_a_small_table(device: str) -> None:
     """Of rows 0 to 6 in blocks of two the first rank owns 0, 1 and 6, the second the others."""
-    dealt, ids = DealtRows(7, 2, 2), torch.tensor([[5, 6, 5], [0, 2, 3]])
+    dealt, ids = BlockCyclic(7, 2, 2), torch.tensor([[5, 6, 5], [0, 2, 3]])
     assert dealt.numbers(torch.arange(7)).tolist() == [0, 1, 4, 5, 6, 7, 2]
     assert dealt.room == 4
     numbers, unique, inverse, *_, counts, sent = called(ids, dealt, -1, device)
@@ -98,7 +98,9 @@ def test_a_small_table(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 40, 3000])
 @pytest.mark.parametrize("dealt", DEALT.values(), ids=DEALT)
-def test_it_is_the_reference(dealt: DealtRows, count: int, dtype: torch.dtype, device: str) -> None:
+def test_it_is_the_reference(
+    dealt: BlockCyclic, count: int, dtype: torch.dtype, device: str
+) -> None:
     random = torch.Generator().manual_seed(count)
     for low, high in ((0, dealt.rows), (-2, dealt.rows + 2)):
         if low == high:

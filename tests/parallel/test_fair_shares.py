@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.fair_shares import FairShares, fair_share
 
 ROWS = 10_000_000
@@ -30,12 +30,12 @@ RANKS = [1, 2, 3, 8, 64, 1000]
     ],
 )
 def test_a_share_is_the_mean_and_what_chance_adds(capacity: int, ranks: int, share: int) -> None:
-    assert fair_share(capacity, DealtRows.of(ROWS, ranks)) == share
+    assert fair_share(capacity, BlockCyclic.of(ROWS, ranks)) == share
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_shares_are_at_most_the_capacity_and_together_at_least(ranks: int) -> None:
-    dealt = DealtRows.of(ROWS, ranks)
+    dealt = BlockCyclic.of(ROWS, ranks)
     shares = [fair_share(each, dealt) for each in CAPACITIES]
     assert shares == sorted(shares)
     for capacity, share in zip(CAPACITIES, shares, strict=True):
@@ -43,12 +43,12 @@ def test_shares_are_at_most_the_capacity_and_together_at_least(ranks: int) -> No
 
 
 def test_a_share_is_at_most_what_a_rank_owns() -> None:
-    assert fair_share(40, DealtRows.of(41, 3)) == 14
-    assert fair_share(40, DealtRows.of(41, 3), padded=True) == 14
+    assert fair_share(40, BlockCyclic.of(41, 3)) == 14
+    assert fair_share(40, BlockCyclic.of(41, 3), padded=True) == 14
 
 
 def test_a_share_has_room_for_the_row_of_a_padding() -> None:
-    dealt = DealtRows.of(ROWS, 8)
+    dealt = BlockCyclic.of(ROWS, 8)
     for capacity, share in ((4, 5), (4096, 705)):
         assert fair_share(capacity, dealt, padded=True) == share
 
@@ -59,7 +59,7 @@ def test_random_ids_exceed_a_share_less_than_once_in_10_to_the_13(
     capacity: int, ranks: int
 ) -> None:
     """By Chernoff's bound of draws with replacement, beyond which others go less often."""
-    share = fair_share(capacity, DealtRows.of(ROWS, ranks))
+    share = fair_share(capacity, BlockCyclic.of(ROWS, ranks))
     if share == capacity:
         return  # no batch of the capacity has more
     seen, chance = (share + 1) / capacity, 1 / ranks
@@ -74,7 +74,7 @@ def test_random_ids_exceed_a_share_less_than_once_in_10_to_the_13(
 def test_a_lookup_of_spread_ids_fits_the_shares_of_its_distinct_rows(
     count: int, ranks: int
 ) -> None:
-    dealt = DealtRows.of(ROWS, ranks, 8192)
+    dealt = BlockCyclic.of(ROWS, ranks, 8192)
     random = torch.Generator().manual_seed(count + ranks)
     for _, steep in itertools.product(range(5), (1.0, 4.0)):  # and where some ids are frequent
         ids = (torch.rand(count, generator=random).double() ** steep * ROWS).long()
@@ -87,7 +87,7 @@ def test_a_lookup_of_spread_ids_fits_the_shares_of_its_distinct_rows(
 def test_the_error_names_the_least_capacity_whose_share_is_enough(
     capacity: int, ranks: int
 ) -> None:
-    dealt = DealtRows.of(ROWS, ranks)
+    dealt = BlockCyclic.of(ROWS, ranks)
     shares = FairShares.of(capacity, dealt)
     said = str(shares.exceeded("rows", shares.rows + 7, 1))
     enough = int(said.partition("capacity (")[2].split()[0])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import speedtorch
 from speedtorch.plan.joint_batch import JointBatch
-from speedtorch.plan.planned_batch import Parts, PlannedBatch
+from speedtorch.plan.planned_batch import BatchIds, PlannedBatch
 
 ROWS = [40, 3, 1000]
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -27,7 +27,7 @@ def some_ids(seed: int, dtype: torch.dtype = torch.int64) -> list[list[Tensor]]:
 def joint(ids: list[list[Tensor]], device: str, after: JointBatch | None = None) -> JointBatch:
     place = torch.device(device)
     parts = [
-        Parts(each, rows, place, f"table {rows}") for each, rows in zip(ids, ROWS, strict=True)
+        BatchIds(each, rows, place, f"table {rows}") for each, rows in zip(ids, ROWS, strict=True)
     ]
     return JointBatch(parts, place, after)
 

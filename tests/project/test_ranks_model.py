@@ -21,7 +21,7 @@ from benchmarks.harness import RESULTS
 from benchmarks.marked_text import between
 from benchmarks.ranks_model import MEASURED, Model, call_ms, sent
 from benchmarks.sections import spread, zipf_ids
-from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.shard import shard
 from speedtorch.table.row_blocks import rows_of_a_block
@@ -51,7 +51,7 @@ def test_as_many_rows_are_expected_as_were_drawn(exponent: float) -> None:
 @pytest.mark.parametrize("apart", [True, False], ids=["spread", "frequent ids small"])
 def test_owners_have_as_many_rows_as_were_drawn(apart: bool) -> None:
     batches = Batches(1_000_000, 128, 2000, 1.2, 8, apart)
-    dealt = DealtRows.of(batches.rows, batches.ranks, rows_of_a_block((128,)))
+    dealt = BlockCyclic.of(batches.rows, batches.ranks, rows_of_a_block((128,)))
     torch.manual_seed(0)
     drawn = [zipf_ids(batches.rows, batches.ids, batches.exponent).cpu() for _ in range(8)]
     if not apart:
@@ -95,7 +95,7 @@ def sends_as_the_model_says(rows: int, columns: int, drawn: list[Tensor]) -> Non
     with alone, mock.patch.object(dist, "all_to_all_single", see):
         module(drawn[rank]).sum().backward()
         torch.optim.SGD(module.parameters(), lr=0.1).step()
-    dealt = DealtRows.of(rows, ranks, rows_of_a_block((columns,)))
+    dealt = BlockCyclic.of(rows, ranks, rows_of_a_block((columns,)))
     owners = [dealt.numbers(ids.unique()) // dealt.room for ids in drawn]
     asked = torch.stack([torch.bincount(each, minlength=ranks) for each in owners])
     calls = sent(asked, 4 * columns)

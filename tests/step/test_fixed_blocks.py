@@ -11,7 +11,7 @@ from conftest import NEEDS_GPU
 from torch import Tensor
 
 import speedtorch
-from speedtorch.plan.fitted_batch import FittedBatch
+from speedtorch.plan.fixed_size_batch import FixedSizeBatch
 from speedtorch.step.fixed_blocks import FixedBlocks
 from speedtorch.step.row_store import RowStore
 
@@ -30,8 +30,8 @@ class Blocks:
         self.blocks = FixedBlocks("rows", RowStore("rows", self.table), CAPACITY, padding)
         self.blocks.make(self.device, FIELDS)
 
-    def batch(self, ids: Tensor) -> FittedBatch:
-        return FittedBatch([ids.to(self.device)], ROWS, self.device, self.padding, CAPACITY)
+    def batch(self, ids: Tensor) -> FixedSizeBatch:
+        return FixedSizeBatch([ids.to(self.device)], ROWS, self.device, self.padding, CAPACITY)
 
     def step(self, ids: Tensor, foreseen: Tensor | None) -> list[Tensor]:
         """A step that may have been foreseen, and that foresees another; the rows it held."""

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.block_cyclic import BlockCyclic
 
 SHAPES = [(0, 2, 1), (1, 3, 1), (10, 1, 4), (97, 2, 8), (1000, 3, 1), (5000, 8, 64), (9001, 4, 16)]
 
 
 @pytest.mark.parametrize(("rows", "ranks", "unit"), SHAPES, ids=str)
 def test_every_row_has_one_owner_and_a_place_there(rows: int, ranks: int, unit: int) -> None:
-    dealt = DealtRows.of(rows, ranks, unit)
+    dealt = BlockCyclic.of(rows, ranks, unit)
     numbers = dealt.numbers(torch.arange(rows))
     expected = torch.full((rows,), -1)
     for rank in range(ranks):
@@ -32,7 +32,7 @@ def test_every_row_has_one_owner_and_a_place_there(rows: int, ranks: int, unit: 
 
 
 def test_an_id_that_is_no_row_has_no_number() -> None:
-    dealt = DealtRows.of(10, 3)
+    dealt = BlockCyclic.of(10, 3)
     ids = torch.tensor([[-1, 0], [10, 9]], dtype=torch.int32)
     numbers = dealt.numbers(ids)
     assert numbers.dtype == torch.int64
@@ -41,7 +41,7 @@ def test_an_id_that_is_no_row_has_no_number() -> None:
 
 
 def test_one_id_has_the_number_that_it_has_among_others() -> None:
-    dealt = DealtRows.of(1000, 3)
+    dealt = BlockCyclic.of(1000, 3)
     expected = dealt.numbers(torch.arange(1000)).tolist()
     assert [int(dealt.numbers(torch.tensor(row))) for row in range(1000)] == expected
 
@@ -50,7 +50,7 @@ def test_one_id_has_the_number_that_it_has_among_others() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
 def test_a_rank_of_a_large_table_has_512_to_1024_blocks(ranks: int, unit: int) -> None:
     for rows in (100_000_000, 123_456_789):
-        dealt = DealtRows.of(rows, ranks, unit)
+        dealt = BlockCyclic.of(rows, ranks, unit)
         blocks = [len(list(dealt.blocks(rank))) for rank in range(ranks)]
         assert 511 <= min(blocks) <= max(blocks) <= 1024
         assert max(blocks) - min(blocks) <= 1
@@ -58,7 +58,7 @@ def test_a_rank_of_a_large_table_has_512_to_1024_blocks(ranks: int, unit: int) -
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_rank_of_a_small_table_has_few_blocks_and_its_share_of_rows(ranks: int) -> None:
-    dealt = DealtRows.of(2000, ranks)
+    dealt = BlockCyclic.of(2000, ranks)
     blocks = [[len(there) for there, _ in dealt.blocks(rank)] for rank in range(ranks)]
     assert max(map(len, blocks)) <= 32
     assert 0.8 * 2000 / ranks <= min(map(sum, blocks))
@@ -82,7 +82,7 @@ def test_no_rank_has_many_more_distinct_rows_than_others(
     ids = zipf(rows, 1 << 20, exponent).unique()
     if order == "permuted":
         ids = (ids * 7_368_787 + 12_345) % rows  # a permutation, as it is prime
-    dealt = DealtRows.of(rows, ranks, 8192)
+    dealt = BlockCyclic.of(rows, ranks, 8192)
     counts = torch.bincount(dealt.numbers(ids) // dealt.room, minlength=ranks)
     assert counts.sum() == len(ids)
     assert float(counts.max() / counts.double().mean()) <= most

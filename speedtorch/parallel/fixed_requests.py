@@ -1,4 +1,4 @@
-"""FixedQuestion: what ranks ask each other for in blocks of one size, without counts.
+"""FixedRequest: what ranks ask each other for in blocks of one size, without counts.
 
 Each rank asks each for a fair share of the capacity (fair_shares.py). The first rows are those that
 it names; what fills the block is none, and so are its row and its gradient. With the ids goes word
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops
-from speedtorch.parallel.dealt_rows import DealtRows
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Asked, Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
-from speedtorch.plan.fitted_batch import BAD_IDS, raises_at_once
+from speedtorch.plan.fixed_size_batch import BAD_IDS, raises_at_once
 from speedtorch.step.fixed_blocks import OTHER_MODULE, of_ranks
 from speedtorch.step.trained_rows import Bags
 
-__all__ = ["FixedQuestion"]
+__all__ = ["FixedRequest"]
 
 
-class FixedQuestion:
+class FixedRequest:
     """The distinct rows of a lookup, and what ranks ask each other for: at once, as `asked`.
 
     Args:
@@ -57,8 +57,8 @@ class FixedQuestion:
         every = [shares.rows] * shares.dealt.ranks
         self.asked = Asked(asked, every, every)
 
-    def ask(self, ranks: Ranks, dealt: DealtRows) -> None:
-        """As Question.ask; what is found later moves no row."""
+    def ask(self, ranks: Ranks, dealt: BlockCyclic) -> None:
+        """As Request.ask; what is found later moves no row."""
         if raises_at_once(self.asked.ids.device) and (fault := int(self.fault)):
             if fault != OTHER_MODULE:
                 if (own := self.own_error()) is not None:
@@ -79,17 +79,17 @@ class FixedQuestion:
 
     @property
     def places(self) -> Tensor:
-        """As Question.places."""
+        """As Request.places."""
         return self._ids.places
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
-        """As Question.summed."""
+        """As Request.summed."""
         # The row behind those of all ids is zeros: the gradient of a row that is none.
         most = self._ids.numbers.numel() + 1
         return self._ids.summed(gradient, bags, most).index_select(0, self._ids.entries)
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """As Question.with_padding."""
+        """As Request.with_padding."""
         places, is_padding = self.places, self._ids.numbers == number
         row = rows[:1]
         if places.numel():

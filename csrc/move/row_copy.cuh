@@ -10,7 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "core/rows.h"
-#include "move/row_mover.h"
+#include "move/row_copy.h"
 
 namespace speedtorch {
 

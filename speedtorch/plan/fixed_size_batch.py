@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops
-from speedtorch.plan.planned_batch import Parts
+from speedtorch.plan.planned_batch import BatchIds
 
-__all__ = ["BAD_IDS", "TOO_MANY", "Changes", "FittedBatch", "raises_at_once", "too_many"]
+__all__ = ["BAD_IDS", "TOO_MANY", "Changes", "FixedSizeBatch", "raises_at_once", "too_many"]
 
 BAD_IDS, TOO_MANY = 1, 2
 """Why no step can hold a batch; ranks that hold rows together have more reasons."""
@@ -44,7 +44,7 @@ class Changes(NamedTuple):
     """Of the rows that are named, stay, arrive and leave."""
 
 
-class FittedBatch:
+class FixedSizeBatch:
     """The distinct rows of a batch, in address order, as a block of `capacity` rows holds them.
 
     The host does not wait for their number. The padding's row stands after the block.
@@ -64,15 +64,15 @@ class FittedBatch:
         padding: int | None,
         capacity: int,
         *,
-        after: FittedBatch | None = None,
+        after: FixedSizeBatch | None = None,
         name: str = "ids",
     ) -> None:
         self.device = device
         self.capacity = capacity
-        self.parts = Parts(parts, rows, device, name)
+        self.parts = BatchIds(parts, rows, device, name)
         self._has_padding = padding is not None
         self.parts.plan_by_itself(-1 if padding is None else padding, capacity)
-        self.following: Callable[[], FittedBatch | None] = lambda: None
+        self.following: Callable[[], FixedSizeBatch | None] = lambda: None
         self._is_counted = False
         if after is not None:
             after.following = weakref.ref(self)

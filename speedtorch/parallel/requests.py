@@ -1,6 +1,6 @@
-"""Questions: what ranks ask each other for, at a lookup or ahead of it.
+"""Requests: what ranks ask each other for, at a lookup or ahead of it.
 
-Ids go to the owners of their rows, each distinct one once. Questions of a batch that is announced,
+Ids go to the owners of their rows, each distinct one once. Requests of a batch that is announced,
 or planned by a loop, are asked then; at the lookup they are known again by their tensors, never by
 values: all ranks run the same code, and have other values. Each serves one lookup, so that ranks
 which give several lookups one tensor, as an empty one, ask as those do that give each another.
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
 from speedtorch.parallel.agreement import Agreement
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
-from speedtorch.parallel.dealt_rows import DealtRows
 from speedtorch.parallel.fair_shares import FairShares
-from speedtorch.parallel.fixed_questions import FixedQuestion
+from speedtorch.parallel.fixed_requests import FixedRequest
 from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Asked, Ranks, Told
 from speedtorch.parallel.sharded_ids import ShardedIds
-from speedtorch.plan.fitted_batch import BAD_IDS
+from speedtorch.plan.fixed_size_batch import BAD_IDS
 from speedtorch.step.announcements import Announced
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
@@ -32,10 +32,10 @@ from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.step import Batch
 from speedtorch.step.trained_rows import Bags
 
-__all__ = ["PlannedQuestions", "Question", "Questions"]
+__all__ = ["PlannedRequests", "Request", "Requests"]
 
 
-class Question:
+class Request:
     """The distinct rows of a lookup, and what ranks ask each other for.
 
     How many rows there are is known at once, on the device; `asked` is known after ask(), which
@@ -63,7 +63,7 @@ class Question:
         """The gradient of a lookup's result, added up for each of the rows that come."""
         return self._ids.summed(gradient, bags, sum(self.asked.got))
 
-    def ask(self, ranks: Ranks, dealt: DealtRows) -> None:
+    def ask(self, ranks: Ranks, dealt: BlockCyclic) -> None:
         """Asks the other ranks; IndexError on all of them if an id on one of them is bad."""
         try:
             self.asked = ranks.ask(self._told, self._ids.sent)
@@ -81,14 +81,14 @@ class Question:
         return places.where(~is_padding, count), torch.cat([rows, rows[place].unsqueeze(0)])
 
 
-AnyQuestion: TypeAlias = Question | FixedQuestion
+AnyRequest: TypeAlias = Request | FixedRequest
 
 
-class PlannedQuestions:
-    """The questions of a batch, and the batch of the rows that this rank is asked for."""
+class PlannedRequests:
+    """The requests of a batch, and the batch of the rows that this rank is asked for."""
 
-    def __init__(self, questions: Sequence[AnyQuestion], after: PlannedQuestions | None) -> None:
-        self.questions = questions
+    def __init__(self, requests: Sequence[AnyRequest], after: PlannedRequests | None) -> None:
+        self.requests = requests
         self.after = after
         self.own: Batch | None = None
         self.announced: Announced | None = None
@@ -107,12 +107,12 @@ class PlannedQuestions:
             torch.cuda.current_stream(self._until.device).wait_event(self._until)
             self._until = None
 
-    def ask(self, ranks: Ranks, dealt: DealtRows) -> bool:
+    def ask(self, ranks: Ranks, dealt: BlockCyclic) -> bool:
         """Asks the other ranks, once; whether their answers are good. See error, if not."""
         if not self.is_asked:
             self.is_asked = True
             try:
-                for each in self.questions:
+                for each in self.requests:
                     each.ask(ranks, dealt)
             except (IndexError, RuntimeError) as error:
                 self.error = error
@@ -125,15 +125,15 @@ class PlannedQuestions:
     @property
     def ids(self) -> list[Tensor]:
         """Of the rows of this rank that each of the lookups asks for."""
-        return [each.asked.ids for each in self.questions]
+        return [each.asked.ids for each in self.requests]
 
     @property
     def faults(self) -> list[Tensor]:
         """What is known to be wrong with blocks of the ids, `[1]` each, on the device."""
-        return [each.fault for each in self.questions if isinstance(each, FixedQuestion)]
+        return [each.fault for each in self.requests if isinstance(each, FixedRequest)]
 
 
-class Questions:
+class Requests:
     """Asks for rows of a table, ahead where it is told to; every call is one of all ranks.
 
     Args:
@@ -151,7 +151,7 @@ class Questions:
     def __init__(
         self,
         exchange: Exchange,
-        dealt: DealtRows,
+        dealt: BlockCyclic,
         ranks: Ranks,
         number: int,
         none: int | None,
@@ -161,17 +161,17 @@ class Questions:
         self._exchange, self._dealt, self._ranks = exchange, dealt, ranks
         self._number, self._none = number, none
         self._lookups = itertools.count()
-        self._told: list[PlannedQuestions] = []
+        self._told: list[PlannedRequests] = []
         """Announced since the last lookup before."""
         self._told_in = 0
         """Of how many batches the exchange had seen the end then."""
-        self._due: PlannedQuestions | None = None
+        self._due: PlannedRequests | None = None
         """Of the batch that a loop gives."""
         self._was_looked_up = False
         self._faults = ranks.faults
         self._planning = SideStream("planning")
         self._distances = dealt.distances()
-        self._latest: PlannedQuestions | None = None
+        self._latest: PlannedRequests | None = None
         """What was looked up last."""
         exchange.leave_lookups_unchecked()
         self._agreement: Agreement | None = None
@@ -181,8 +181,8 @@ class Questions:
             self._agreement = Agreement(exchange, ranks)
             exchange.agree_with(self._agreement)
 
-    def of(self, ids: Tensor) -> AnyQuestion:
-        """The question of a lookup of a step, which is asked now unless it was before.
+    def of(self, ids: Tensor) -> AnyRequest:
+        """The request of a lookup of a step, which is asked now unless it was before.
 
         None was for a lookup without gradients, which may be of one of the planned tensors on some
         ranks alone.
@@ -192,23 +192,23 @@ class Questions:
         self._before_lookup()
         found, fault = self._planned_for(ids) if torch.is_grad_enabled() else (None, None)
         if found is None:
-            question = self._question(ids, self._distances_there())
-            found = PlannedQuestions([question], None), question
-        planned, question = found
+            request = self._request(ids, self._distances_there())
+            found = PlannedRequests([request], None), request
+        planned, request = found
         self._ask(planned)
-        question.turn.come()
+        request.turn.come()
         self._latest = planned
         self._expect([*self._told, planned], fault)
-        return question
+        return request
 
     def _planned_for(
         self, ids: Tensor
-    ) -> tuple[tuple[PlannedQuestions, AnyQuestion] | None, Tensor | None]:
+    ) -> tuple[tuple[PlannedRequests, AnyRequest] | None, Tensor | None]:
         """What was planned for a lookup, and whether the ranks' lookups differ, as meet() says."""
         self._was_looked_up = True
         found, is_next, some_wait = None, False, False
         for batches in (self._told, [] if self._due is None else [self._due]):
-            every = [(batch, each) for batch in batches for each in batch.questions]
+            every = [(batch, each) for batch in batches for each in batch.requests]
             waiting = [(batch, each) for batch, each in every if not each.turn.has_come]
             some_wait = some_wait or bool(waiting)
             places = [n for n, (_, each) in enumerate(waiting) if each.turn.is_of(ids)]
@@ -247,8 +247,8 @@ class Questions:
         if fault is not None and self._agreement is not None:
             self._agreement.stop(fault)
 
-    def of_no_step(self, ids: Tensor) -> AnyQuestion:
-        """The question of a lookup that trains nothing; of any number of rows.
+    def of_no_step(self, ids: Tensor) -> AnyRequest:
+        """The request of a lookup that trains nothing; of any number of rows.
 
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
@@ -256,9 +256,9 @@ class Questions:
             return self.of(ids)
         self._before_lookup()
         turn = LookupTurn(ids, self._exchange.device)
-        question = self._counted(turn, self._distances_there())
-        self._ask(PlannedQuestions([question], None))
-        return question
+        request = self._counted(turn, self._distances_there())
+        self._ask(PlannedRequests([request], None))
+        return request
 
     def _forget_after_faults(self) -> None:
         """Forgets what was planned before an error on all ranks.
@@ -291,29 +291,29 @@ class Questions:
             self._agreement.settle(fault)
         except (IndexError, RuntimeError):
             if fault in (BAD_IDS, OVER_SHARE):
-                for each in [] if latest is None else latest.questions:
-                    if isinstance(each, FixedQuestion) and (own := each.own_error()) is not None:
+                for each in [] if latest is None else latest.requests:
+                    if isinstance(each, FixedRequest) and (own := each.own_error()) is not None:
                         raise own from None
             raise
 
-    def _expect(self, plans: Sequence[PlannedQuestions], fault: Tensor | None = None) -> None:
+    def _expect(self, plans: Sequence[PlannedRequests], fault: Tensor | None = None) -> None:
         """Tells who agrees with others what is known to be wrong with what may be held now."""
         if self._agreement is not None:
             faults = [fault for planned in plans for fault in planned.faults]
             faults += [] if fault is None else [fault * OTHER_MODULE]
             self._agreement.expect(faults)
 
-    def plan_announced(self, parts: Sequence[Tensor]) -> PlannedQuestions:
+    def plan_announced(self, parts: Sequence[Tensor]) -> PlannedRequests:
         """As Exchange.plan_announced; a batch before that may have been given up is."""
         self._forget_after_faults()
         if self._was_looked_up or self._told_in != self._exchange.batches_over:
             self._told, self._was_looked_up = [], False
-        planned = PlannedQuestions(self._questions(parts, self._distances_there()), None)
+        planned = PlannedRequests(self._requests(parts, self._distances_there()), None)
         if self._exchange.device.type == "cpu":  # nothing is gained by waiting later
             self._ask_all(planned)
         return planned
 
-    def announce(self, announced: PlannedQuestions) -> None:
+    def announce(self, announced: PlannedRequests) -> None:
         """As Exchange.announce."""
         self._told_in = self._exchange.batches_over
         self._told.append(announced)
@@ -325,25 +325,23 @@ class Questions:
         self._told = []
         self._exchange.give_up()
 
-    def plan_ahead(
-        self, parts: Sequence[Tensor], after: PlannedQuestions | None
-    ) -> PlannedQuestions:
+    def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
         """As Exchange.plan_ahead; it plans the batch before this one, whose counts have come."""
         distances = self._distances_there()
         with self._planning.after_current(self._exchange.device):
-            planned = PlannedQuestions(self._questions(parts, distances), after)
+            planned = PlannedRequests(self._requests(parts, distances), after)
         planned.planned_until(self._planning.end)
         if after is not None:
             self._plan(after)
         return planned
 
-    def expect(self, batch: PlannedQuestions | None) -> None:
+    def expect(self, batch: PlannedRequests | None) -> None:
         """As Exchange.expect."""
         self._forget_after_faults()
         self._due = batch
         if batch is not None:
             if not batch.is_asked and self._agreement is None:  # that of a loop's last batch
-                self.meet(Kind.IDS, batch.questions[0].lookup if batch.questions else 0)
+                self.meet(Kind.IDS, batch.requests[0].lookup if batch.requests else 0)
             self._plan(batch)
         self._exchange.expect(None if batch is None else batch.own)
 
@@ -356,7 +354,7 @@ class Questions:
         self._due = None
         self._exchange.end_loop(loop)
 
-    def _plan(self, batch: PlannedQuestions) -> None:
+    def _plan(self, batch: PlannedRequests) -> None:
         """Asks, and plans what this rank is asked for, as what follows the batch before."""
         if batch.is_asked:
             return
@@ -368,13 +366,13 @@ class Questions:
             batch.own = self._exchange.plan_ahead(batch.ids, before)
         batch.after = None
 
-    def _pass_on(self, planned: PlannedQuestions) -> None:
+    def _pass_on(self, planned: PlannedRequests) -> None:
         """Announces to the exchange what other ranks ask for, once."""
         if not planned.is_asked:
             self._ask_all(planned)
             self._exchange.announce(planned.announced)
 
-    def _ask_all(self, planned: PlannedQuestions) -> None:
+    def _ask_all(self, planned: PlannedRequests) -> None:
         """Asks the other ranks, and plans what they ask for."""
         self._ask(planned)
         self._expect([*self._told, planned])
@@ -384,7 +382,7 @@ class Questions:
             self._ranks.count_fault()
             raise
 
-    def _ask(self, planned: PlannedQuestions) -> None:
+    def _ask(self, planned: PlannedRequests) -> None:
         """Asks the other ranks; raises what is wrong."""
         if not planned.ask(self._ranks, self._dealt):
             assert planned.error is not None
@@ -398,16 +396,16 @@ class Questions:
             self._distances = self._distances.to(device)
         return self._distances
 
-    def _questions(self, parts: Sequence[Tensor], distances: Tensor) -> list[AnyQuestion]:
-        return [self._question(ids, distances) for ids in parts]
+    def _requests(self, parts: Sequence[Tensor], distances: Tensor) -> list[AnyRequest]:
+        return [self._request(ids, distances) for ids in parts]
 
-    def _question(self, ids: Tensor, distances: Tensor) -> AnyQuestion:
+    def _request(self, ids: Tensor, distances: Tensor) -> AnyRequest:
         turn = LookupTurn(ids, self._exchange.device)
         if (shares := self._shares) is None:
             return self._counted(turn, distances)
         assert self._none is not None
         sharded, differs = self._sharded(turn, distances, shares.rows), self.meet(Kind.BLOCKS)
-        return FixedQuestion(
+        return FixedRequest(
             self._exchange.name,
             turn,
             sharded,
@@ -418,10 +416,10 @@ class Questions:
             differs,
         )
 
-    def _counted(self, turn: LookupTurn, distances: Tensor) -> Question:
+    def _counted(self, turn: LookupTurn, distances: Tensor) -> Request:
         sharded = self._sharded(turn, distances)
         told = self._ranks.tell(self._exchange.name, self._number, sharded.counts)
-        return Question(turn, sharded, told, next(self._lookups))
+        return Request(turn, sharded, told, next(self._lookups))
 
     def _sharded(self, turn: LookupTurn, distances: Tensor, share: int = -1) -> ShardedIds:
         ids = turn.ids.to(self._exchange.device, non_blocking=True)

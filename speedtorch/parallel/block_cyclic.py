@@ -1,4 +1,4 @@
-"""DealtRows: which rank owns which row of a table: blocks of rows, dealt out in turn.
+"""BlockCyclic: which rank owns which row of a table: blocks of rows, dealt out in turn.
 
 Owner and place follow from the id alone. Popular ids are often small, and neighbours: blocks that
 are dealt to and fro, 0 1 2 2 1 0, give every rank as many of them.
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["DealtRows"]
+__all__ = ["BlockCyclic"]
 
 _Ranks = TypeVar("_Ranks", int, Tensor)
 
@@ -22,7 +22,7 @@ _MOST_BLOCKS = 1024  # of a rank; from half of them on, if there are so many row
 _LEAST_ROWS, _FEW_BLOCKS = 32, 8
 
 
-class DealtRows(NamedTuple):
+class BlockCyclic(NamedTuple):
     """The rows of a table, dealt out to ranks.
 
     All rows of all shares are numbered, rank after rank: numbers that ascend are of ranks that
@@ -35,7 +35,7 @@ class DealtRows(NamedTuple):
     """Rows of a block; the last one may have fewer."""
 
     @classmethod
-    def of(cls, rows: int, ranks: int, unit: int = 1) -> DealtRows:
+    def of(cls, rows: int, ranks: int, unit: int = 1) -> BlockCyclic:
         """Deals blocks whose sizes are `unit` times or divided by a power of two.
 
         So blocks of rows that are made together, of `unit` rows, are seldom cut.

@@ -1,13 +1,13 @@
 // The kernel that moves rows one way by Hopper's bulk copies: the link's latency is covered by
 // shared memory instead of by threads, so that few multiprocessors saturate the link. `RowMap` is
-// as in row_mover.cuh.
+// as in row_copy.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <atomic>
 
-#include "move/row_mover.cuh"
+#include "move/row_copy.cuh"
 
 namespace speedtorch {
 

@@ -1,7 +1,7 @@
-// The CPU's row loops; see cpu_mover.h. Numbers below were measured on an EPYC 9005 (one and two
+// The CPU's row loops; see cpu_copy.h. Numbers below were measured on an EPYC 9005 (one and two
 // threads), 131,072 random rows of a 5.12 GB table.
 
-#include "move/cpu_mover.h"
+#include "move/cpu_copy.h"
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/util/BFloat16.h>
