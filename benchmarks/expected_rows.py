@@ -11,10 +11,10 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from speedtorch.parallel.block_cyclic import BlockCyclic
 from torch import Tensor
 
 from benchmarks.sections import spread
+from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.table.row_blocks import rows_of_a_block
 
 _SINGLE_ROWS = 1 << 16
