@@ -102,17 +102,18 @@ class Auto:
 
     def remove(self) -> None:
         """Brings units no longer by itself."""
-        if self._hooks:  # and no other has come since
-            self._residency.follow(None)
-            for steps in self._steps:
-                steps.note_backward(steps=False)
+        if not self._hooks:  # another may have come since
+            return
+        self._residency.follow(None)
+        for steps in self._steps:
+            steps.note_backward(steps=False)
         for each in self._hooks:
             each.remove()
-        self._hooks.clear()
         for unit in self._units:
             unit.follow(None)
         self._forward.clear()
         self._backward.clear()
+        self._hooks.clear()  # last: until then an interrupted call can be repeated
 
     def __enter__(self) -> Auto:
         return self

@@ -289,6 +289,16 @@ def test_units_may_leave_after_a_forward_or_a_backward_has_failed(device: str) -
     assert all(torch.equal(a, b) or a.isnan().all() for a, b in zip(found, expected, strict=True))
 
 
+def test_an_earlier_auto_that_ends_leaves_the_later_one(device: str) -> None:
+    (made, optimizer), _ = pair("forth", "SGD", device)
+    swapper = Swapper(made.layers, optimizer, device=device, budget="20KiB")
+    with swapper.auto():
+        swapper.auto()
+    assert not swapper.report().resident
+    made.layers[0].frozen.weight.sum()  # an operation on a unit's tensor brings it
+    assert swapper.report().resident
+
+
 def test_a_step_in_backward_needs_an_optimizer() -> None:
     swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
     with pytest.raises(RuntimeError, match="made without an optimizer"):

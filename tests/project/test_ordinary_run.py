@@ -88,9 +88,9 @@ def test_what_is_not_dealt_is_taken() -> None:
     [
         (2, 20, None, 2),  # a machine for CI
         (16, 124, 139, 16),  # an H200
-        (64, 500, 139, 64),
-        (128, 500, 78, 36),  # an H100: its memory is for so many
-        (16, 60, 23, 8),  # a GPU of 24 GiB
+        (64, 500, 139, 44),
+        (128, 500, 78, 24),  # an H100: its memory is for so many
+        (16, 60, 23, 5),  # a GPU of 24 GiB
         (16, 60, 7, 1),  # a small one
         (16, 7, None, 3),  # little host memory
         (4, 1, None, 1),
