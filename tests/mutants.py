@@ -145,6 +145,8 @@ MUTANTS = [
         "step/counted_exchange.py",
         "        self._store.exchange(self._view.kept.fields, arrived, None)\n",
         "",
+        "tests/nn/test_prefetch.py"
+        "::test_rows_that_went_from_one_step_to_a_batch_ahead_are_not_lost",
     ),
     Mutant(
         "a flush leaves what arrived ahead",

@@ -32,6 +32,23 @@ def test_a_loop_that_is_left_keeps_no_rows_that_arrived_ahead(device: str) -> No
     assert ahead() == before
 
 
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_rows_that_went_from_one_step_to_a_batch_ahead_are_not_lost(
+    capacity: int | None, device: str
+) -> None:
+    embedding = speedtorch.Embedding(10, 2, device=device, capacity=capacity)
+    embedding.init_(torch.nn.init.zeros_)
+    sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    batches = [torch.tensor([row], device=device) for row in (1, 2, 1, 3)]
+    loop = iter(speedtorch.prefetch(batches, embedding, ids=lambda ids: ids))
+    for _ in range(2):  # with the second, row 1 leaves the first step and arrives for the third
+        embedding(next(loop)).sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+    del loop
+    assert embedding.state_dict()["weight"][:4, 0].tolist() == [0, -1, -1, 0]
+
+
 def test_several_tables(device: str) -> None:
     batches = [ids.to(device) for ids in random_ids(ROWS, 30, 0.5, most=14)]
 
