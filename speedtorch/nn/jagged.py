@@ -226,7 +226,7 @@ def _check_offsets(name: str, offsets: object, ids: Tensor, bags: int | None) ->
         )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)  # of a large batch each takes megabytes, and stays
 def _even_offsets(sizes: tuple[int, ...], samples: int) -> npt.NDArray[np.int64]:
     """Where bags of these sizes begin, so many of each, and their end; to be read only."""
     every = np.repeat([0, *sizes], [1, *[samples] * len(sizes)])
