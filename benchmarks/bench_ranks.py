@@ -116,7 +116,7 @@ def timed_exchanges(found: list[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def not_waiting(times: list[tuple[Any, Any]]) -> list[float]:
-    """The exchanges of each step, on the rank that comes last to them, as it waits for nobody."""
+    """The exchanges of each step, on the rank that comes last to them, as it waits for no other."""
     own = torch.tensor([begin.elapsed_time(end) for begin, end in times], device=DEVICE)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)

@@ -98,7 +98,7 @@ def _chance(rows: int, size: int, exponent: float) -> Tensor:
 
 @cache
 def _owners(dealt: BlockCyclic, size: int, apart: bool) -> Tensor:
-    """Who owns the groups, the first ones; the others are all over the table."""
+    """The owners of the groups, the first ones; the others are all over the table."""
     first = _groups(dealt.rows, size).first
     ids = spread(first[:_SINGLE_ROWS], dealt.rows) if apart else first
     owners: Tensor = dealt.numbers(ids) // dealt.room

@@ -271,7 +271,7 @@ class Auto:
         self._residency.plan(wanted)
 
     def next_use(self, unit: Unit, *, state: bool) -> float:
-        """In how many calls a unit is used next, or its state; inf: nobody knows."""
+        """In how many calls a unit is used next, or its state; inf: unknown."""
         if unit in self._backward and (not state or self._steps):  # which steps it at its end
             return 0
         return self._order.next_use((unit, state))

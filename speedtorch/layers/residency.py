@@ -61,7 +61,7 @@ class Calls(Protocol):
         """Ends uses by a backward that has failed."""
 
     def next_use(self, unit: Unit, *, state: bool) -> float:
-        """In how many calls a unit is used next, or its state; inf: nobody knows."""
+        """In how many calls a unit is used next, or its state; inf: unknown."""
 
 
 class Leaver(NamedTuple):
@@ -108,7 +108,7 @@ class LastUse(NamedTuple):
 class Residency:
     """Brings units to the device, within a budget, for which others leave.
 
-    Who leaves is what is used last in the order seen before, and where nobody knows that, what was
+    What leaves is what is used last in the order seen before, and where that is unknown, what was
     used longest ago; never what is in use.
 
     Args:
@@ -172,7 +172,7 @@ class Residency:
     def begin_use(
         self, units: Iterable[Unit], *, state: bool = False, gradients: bool = False
     ) -> Use:
-        """Units do not leave, unless end_use() is called or nobody holds what this returns."""
+        """Units do not leave, unless end_use() is called or what this returns is dropped."""
         use = Use(units, state=state, gradients=gradients)
         for other in self._uses if state else ():
             other.stepped.update(unit for unit in use.units if unit in other.units)
@@ -510,7 +510,7 @@ class Residency:
             self._calls.end_failed()
 
     def follow(self, calls: Calls | None) -> None:
-        """Units come by themselves, and who leaves is known from their calls; None: no longer."""
+        """Units come by themselves, and which leaves is known from their calls; None: no longer."""
         self._calls = calls
 
     def look(self) -> None:

@@ -14,7 +14,7 @@ class Freed(int):
     """Bytes of device memory that an eviction has freed.
 
     Attributes:
-        held_by: views that somebody keeps of units' tensors, each with the unit's name: they keep
+        held_by: views of units' tensors that are kept, each with the unit's name: they keep
             its device memory.
     """
 
@@ -62,7 +62,7 @@ class SwapReport:
     """10^9 bytes per second while copies were under way; None: there were none."""
     gbps_out: float | None
     held_by: tuple[str, ...]
-    """Views that somebody keeps of units' tensors on the device."""
+    """Views that the program keeps of units' tensors on the device."""
 
     def __str__(self) -> str:
         def speed(gbps: float | None) -> str:

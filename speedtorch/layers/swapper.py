@@ -154,7 +154,7 @@ class Swapper:
 
         Returns:
             The bytes of device memory that are free now, with `held_by`: views of units' tensors
-            that somebody keeps, and that keep a unit's device memory and the values there.
+            that the program keeps, and that keep a unit's device memory and the values there.
 
         Raises:
             TypeError, ValueError: as of `use`.

@@ -1,7 +1,7 @@
 """Agreement: a step of rows of a capacity begins on all ranks, or on none.
 
 Only the rank that owns the rows finds that they are too many. On the CPU all ranks raise at once.
-On a GPU nobody waits: a step that is wrong on one rank moves no row on any, and all ranks raise at
+On a GPU no rank waits: a step that is wrong on one rank moves no row on any, and all ranks raise at
 the next lookup, where each knows what all have agreed on at the last one.
 """
 
@@ -26,13 +26,13 @@ class Agreement:
 
     Args:
         exchange: of the rows that this rank owns, which asks by agree().
-        ranks: all who own some.
+        ranks: all that own some.
     """
 
     def __init__(self, exchange: FixedExchange, ranks: Ranks) -> None:
         self._exchange, self._ranks = exchange, ranks
         self._last: list[HostCopy] = []
-        """What nobody has looked at."""
+        """What has yet to be looked at."""
         self._known: Tensor | None = None
         self._calls: list[HostCopy] = []
         """Of the ranks since the last lookup, not compared yet."""
@@ -77,7 +77,7 @@ class Agreement:
         """As FaultAllReduce.agree."""
         if self._known is not None:
             fault = torch.maximum(fault, self._known)
-        agreed = self._ranks.most(fault)
+        agreed = self._ranks.most_(fault)
         if not raises_at_once(agreed.device):
             self._last.append(HostCopy(agreed))
             return agreed
@@ -86,7 +86,7 @@ class Agreement:
         return found
 
     def last(self) -> int:
-        """What was wrong at the last lookups, of which nobody has asked; 0: nothing."""
+        """What was wrong at the last lookups, since this was asked last; 0: nothing."""
         last, self._last = self._last, []
         name = self._exchange.name
         return max((self._ranks.read(name, each)[0] for each in last), default=0)
@@ -105,7 +105,7 @@ class Agreement:
         except (IndexError, RuntimeError) as found:
             error = found
         is_new = torch.tensor([error is not None], device=device).long()
-        if int(self._ranks.most(is_new)):
+        if int(self._ranks.most_(is_new)):
             self._ranks.count_fault()
             so = "its rows were looked up as zeros, and no table's were moved or changed"
             raise error or of_ranks(self._exchange.name, fault, so)

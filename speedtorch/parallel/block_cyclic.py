@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["BlockCyclic"]
 
-_Ranks = TypeVar("_Ranks", int, Tensor)
+_Rank = TypeVar("_Rank", int, Tensor)
 
 _MOST_BLOCKS = 1024  # of a rank; from half of them on, if there are so many rows
 # A checkpoint has a chunk for each block, which takes 1.7 kB and 0.3 ms besides its rows: blocks of
@@ -68,7 +68,7 @@ class BlockCyclic(NamedTuple):
                 begin = turn * self.block
                 yield rows, range(begin, begin + len(rows))
 
-    def _seat(self, turn: int, rank: _Ranks) -> _Ranks:
+    def _seat(self, turn: int, rank: _Rank) -> _Rank:
         return self.ranks - 1 - rank if turn % 2 else rank
 
     def distances(self) -> Tensor:

@@ -78,7 +78,7 @@ def clip_grad_norm_(
     for ranks in sorted(own, key=lambda each: each.name):  # whatever the order of the parameters
         device_of_rows, dtype = places[ranks]
         part = power_of(own[ranks]).to(device_of_rows, dtype)
-        parts.append((ranks.most(part) if largest else ranks.summed(part)).to(device))
+        parts.append((ranks.most_(part) if largest else ranks.summed_(part)).to(device))
     total = reduce(torch.maximum if largest else torch.add, parts)
     norm = total if largest else total ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):

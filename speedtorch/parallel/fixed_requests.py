@@ -27,13 +27,13 @@ class FixedRequest:
     """The distinct rows of a lookup, and what ranks ask each other for: at once, as `asked`.
 
     Args:
-        name: of who asks, for errors.
+        name: what errors call the module.
         turn: of the lookup.
         ids: of the lookup, in blocks of a share.
         shares: the blocks of rows that each rank is asked for.
-        none: what each rank calls a row that is none: an id of its own rows, never trained.
+        none: the id that stands for no row in a block: one of each rank's own, never trained.
         lookup: its number among those of the table.
-        differs: whether ranks ask for rows of other tables now, `[1]`, if that is not known.
+        differs: whether ranks look up different tables now, `[1]`; None: they do not.
     """
 
     fault: Tensor

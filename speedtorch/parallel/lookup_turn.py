@@ -21,7 +21,7 @@ class LookupTurn:
     has_come = False
 
     def __init__(self, ids: Tensor, device: torch.device) -> None:
-        # A copy of those on the CPU: nobody waits for it, and NumPy cannot have written to it.
+        # A copy of those on the CPU: nothing waits for it, and NumPy cannot have written to it.
         copied = SeenIds(ids, device, unread=ids.is_cuda)
         self._seen = [SeenIds(ids, device, unread=True), copied]
         self.ids = copied.values
@@ -31,5 +31,5 @@ class LookupTurn:
         self.has_come = True
 
     def is_of(self, ids: Tensor) -> bool:
-        """Whether it is one of this very tensor, which nobody has written to."""
+        """Whether it is one of this very tensor, which was not written to."""
         return all(each.are(ids) for each in self._seen)

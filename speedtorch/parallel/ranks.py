@@ -65,7 +65,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
         self.members = frozenset(dist.get_process_group_ranks(group))
         self._board = Board.of_machine(self.rank, self.size, self.agreed, self.every)
-        # NCCL ends the process when the time is over, and does not know who waits.
+        # NCCL ends the process when the time is over, and does not name the ranks that it waits for.
         self._patience = 0.9 * timeout_of(group).total_seconds()
 
     @classmethod
@@ -205,11 +205,11 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._asking)
         return values
 
-    def summed(self, number: Tensor) -> Tensor:
+    def summed_(self, number: Tensor) -> Tensor:
         """The sum of a tensor of each rank, in place."""
         return self._reduced(number, dist.ReduceOp.SUM)
 
-    def most(self, number: Tensor) -> Tensor:
+    def most_(self, number: Tensor) -> Tensor:
         """The largest of the numbers of each rank, in place."""
         return self._reduced(number, dist.ReduceOp.MAX)
 

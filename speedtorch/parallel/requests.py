@@ -138,7 +138,7 @@ class Requests:
 
     Args:
         exchange: of the rows that this rank owns.
-        dealt: who owns which.
+        dealt: which rank owns which row.
         ranks: that own them.
         number: of the table, the same on all ranks.
         none: for an exchange with a capacity the id of a row that is none, or of the padding's.
@@ -165,7 +165,7 @@ class Requests:
         """Announced since the last lookup before."""
         self._told_in = 0
         """Of how many batches the exchange had seen the end then."""
-        self._due: PlannedRequests | None = None
+        self._expected: PlannedRequests | None = None
         """Of the batch that a loop gives."""
         self._was_looked_up = False
         self._faults = ranks.faults
@@ -207,7 +207,7 @@ class Requests:
         """What was planned for a lookup, and whether the ranks' lookups differ, as meet() says."""
         self._was_looked_up = True
         found, is_next, some_wait = None, False, False
-        for batches in (self._told, [] if self._due is None else [self._due]):
+        for batches in (self._told, [] if self._expected is None else [self._expected]):
             every = [(batch, each) for batch in batches for each in batch.requests]
             waiting = [(batch, each) for batch, each in every if not each.turn.has_come]
             some_wait = some_wait or bool(waiting)
@@ -267,7 +267,7 @@ class Requests:
         """
         if self._faults != self._ranks.faults:
             self._faults = self._ranks.faults
-            self._told, self._due = [], None
+            self._told, self._expected = [], None
             self._lookups = itertools.count()  # some ranks may have counted one more
             with self._exchange.turn:
                 self._exchange.forget_announced()
@@ -297,7 +297,7 @@ class Requests:
             raise
 
     def _expect(self, plans: Sequence[PlannedRequests], fault: Tensor | None = None) -> None:
-        """Tells who agrees with others what is known to be wrong with what may be held now."""
+        """Tells the agreement of ranks what is known to be wrong with what may be held now."""
         if self._agreement is not None:
             faults = [fault for planned in plans for fault in planned.faults]
             faults += [] if fault is None else [fault * OTHER_MODULE]
@@ -338,7 +338,7 @@ class Requests:
     def expect(self, batch: PlannedRequests | None) -> None:
         """As Exchange.expect."""
         self._forget_after_faults()
-        self._due = batch
+        self._expected = batch
         if batch is not None:
             if not batch.is_asked and self._agreement is None:  # that of a loop's last batch
                 self.meet(Kind.IDS, batch.requests[0].lookup if batch.requests else 0)
@@ -351,7 +351,7 @@ class Requests:
 
     def end_loop(self, loop: object) -> None:
         """As Exchange.end_loop."""
-        self._due = None
+        self._expected = None
         self._exchange.end_loop(loop)
 
     def _plan(self, batch: PlannedRequests) -> None:

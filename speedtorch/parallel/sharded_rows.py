@@ -27,7 +27,7 @@ __all__ = ["ShardedRows", "ranks_of"]
 _COLLECTED_BYTES = 16 << 20  # of a field, from each rank at once
 
 _ranks: weakref.WeakKeyDictionary[TrainedRows, Ranks] = weakref.WeakKeyDictionary()
-"""Who shares the rows of which a TrainedRows has some."""
+"""The ranks that share the rows of which a TrainedRows has some."""
 
 
 def ranks_of(rows: TrainedRows) -> Ranks | None:
@@ -41,7 +41,7 @@ class ShardedRows:
     Args:
         rows: those that this rank owns.
         own_padding: where the padding's is among them, if it is.
-        dealt: who owns which.
+        dealt: which rank owns which row.
         ranks: that own them.
         number: of the table, the same on all ranks.
         padding: id of the row that is never trained, or None.

@@ -12,7 +12,7 @@ from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.gradient_sums import among_more
 from speedtorch.step.row_store import Block, Fields
-from speedtorch.step.step import Batch, Copy, Pending, Prefetched, Rows, Step
+from speedtorch.step.step import Batch, Copy, PendingTransfer, Prefetched, Rows, Step
 
 __all__ = ["CountedExchange"]
 
@@ -74,9 +74,15 @@ class CountedExchange(Exchange):
             if self.now.copy is Copy.DIRTY:
                 copy, held = Copy.DIRTY, Block(self._view.rows_of(self.now), self.now.ids)
             rows = self._loaded(batch.loaded, held)
-        pending = Pending(leaving, prefetches) if leaving is not None or prefetches else None
         return self.now.after(
-            batch, batch.ids, rows, seen, is_told=is_told, copy=copy, transfer=pending
+            batch,
+            batch.ids,
+            rows,
+            seen,
+            is_told=is_told,
+            copy=copy,
+            leaving=leaving,
+            prefetches=prefetches,
         )
 
     def _joined(self, batch: PlannedBatch, rows: Rows) -> Block | None:
@@ -113,7 +119,7 @@ class CountedExchange(Exchange):
             gradient=None if gradient is None else among_more(gradient, before, len(rows[0])),
         )
 
-    def _sent(self, pending: Pending, following: Batch | None) -> Prefetched | None:
+    def _sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
         assert following is None or isinstance(following, PlannedBatch)
         leaving, arriving, prefetched = pending.leaving, None, None
         assert leaving is None or isinstance(leaving, Block)

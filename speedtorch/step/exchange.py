@@ -28,7 +28,16 @@ from speedtorch.step.gradient_sums import sparse_of_all
 from speedtorch.step.parameter_view import ParameterView
 from speedtorch.step.pending_backward import PendingBackwards
 from speedtorch.step.row_store import Fields, RowStore
-from speedtorch.step.step import Batch, Copy, LookupPlaces, Pending, Prefetched, Rows, Step
+from speedtorch.step.step import (
+    Batch,
+    Copy,
+    LookupPlaces,
+    PendingTransfer,
+    Prefetched,
+    Rows,
+    Step,
+    due,
+)
 from speedtorch.step.timeline import in_timeline
 from speedtorch.step.turn import Turn, alone
 from speedtorch.torch_internals import current_backward, forget_failed_backward, version_of
@@ -105,7 +114,7 @@ class Exchange(ABC):
         """With the tables of a loop whose rows are exchanged with those of this one."""
         self._is_idle = False
         """Whether the last step that began with those of other tables was none of this one."""
-        self.pending = PendingBackwards()
+        self.backwards = PendingBackwards()
         """Of graphs that may still bring a gradient of the rows."""
         self._announced = Announcements()
         self._checks_lookups = True
@@ -139,7 +148,7 @@ class Exchange(ABC):
     ) -> Step:
         """The step of a batch after that of now.
 
-        `is_told`: it was announced or planned by a loop. `prefetches`: as Pending says.
+        `is_told`: it was announced or planned by a loop. `prefetches`: as PendingTransfer says.
         """
 
     @abstractmethod
@@ -147,7 +156,7 @@ class Exchange(ABC):
         """The step of now with the rows of more ids beside; see _extend()."""
 
     @abstractmethod
-    def _sent(self, pending: Pending, following: Batch | None) -> Prefetched | None:
+    def _sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
         """Queues the transfer of rows that leave, and of those of the batch that follows."""
 
     @abstractmethod
@@ -221,9 +230,7 @@ class Exchange(ABC):
         now = self.now
         if self._on_gpu:
             self._memory_stream.follow(self._tensors)
-        pending = None
-        if isinstance(now.transfer, Pending) and (ahead or now.transfer.leaving is not None):
-            pending = now.transfer
+        pending = None if now.transfer is None else due(now.transfer, ahead=ahead)
         if view.rows is not now.rows or pending is not None:
             if torch.is_inference_mode_enabled():  # rows that are held next could not be trained
                 with torch.inference_mode(False):
@@ -234,15 +241,15 @@ class Exchange(ABC):
         if self._call is not None or version_of(view.parameter) != view.version:
             self._settle()
 
-    def _send(self, pending: Pending, ahead: bool) -> None:
+    def _send(self, pending: PendingTransfer, ahead: bool) -> None:
         """Queues a transfer of now; without `ahead` only that of the rows that leave."""
         now = self.now
         following = now.batches[0].following() if ahead and pending.prefetches else None
         if following is not None:
             following.parts.join()
-        transfer: Pending | Prefetched | None = self._sent(pending, following)
+        transfer: PendingTransfer | Prefetched | None = self._sent(pending, following)
         if pending.prefetches and not ahead:
-            transfer = Pending(None, prefetches=True)
+            transfer = PendingTransfer(None, prefetches=True)
         self.now = now._replace(transfer=transfer)
 
     def _drop_prefetched(self) -> None:
@@ -495,7 +502,7 @@ class Exchange(ABC):
 
     def expects_gradient(self) -> bool:
         """Whether a gradient of rows that were looked up in this step may still come."""
-        return self.pending.are_expected(self.now.number)
+        return self.backwards.are_expected(self.now.number)
 
     def holds(self, number: int) -> bool:
         """Whether rows that a step of this number has looked up are held, or can be again.
@@ -769,7 +776,7 @@ class Exchange(ABC):
         would change the rows of a lookup whose gradient has yet to come. Called within a turn.
         """
         self.await_step()
-        if (thread := self.pending.other_thread(self.now.number)) is not None:
+        if (thread := self.backwards.other_thread(self.now.number)) is not None:
             raise RuntimeError(
                 f"{self.name}: lookups of another thread ({thread}) still wait for their"
                 " backward; step when all threads are through with it, or look up under"

@@ -22,7 +22,7 @@ from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import REFUSED, FixedBlocks, of_ranks
 from speedtorch.step.parameter_view import ParameterView
 from speedtorch.step.row_store import RowStore
-from speedtorch.step.step import Batch, Copy, LookupPlaces, Pending, Prefetched, Rows, Step
+from speedtorch.step.step import Batch, Copy, LookupPlaces, PendingTransfer, Prefetched, Rows, Step
 from speedtorch.step.turn import alone
 
 __all__ = ["FaultAllReduce", "FixedExchange"]
@@ -141,7 +141,6 @@ class FixedExchange(Exchange):
             self._view.put_back(now)  # or they would be taken again, if this is interrupted
         blocks.begin(batch, come=come)
         leaving = None if come is False else blocks.put_aside
-        pending = Pending(leaving, prefetches) if leaving is not None or prefetches else None
         return now.after(
             batch,
             blocks.ids,
@@ -149,7 +148,8 @@ class FixedExchange(Exchange):
             seen,
             is_told=is_told,
             copy=Copy.DIRTY,
-            transfer=pending,
+            leaving=leaving,
+            prefetches=prefetches,
             captured=captured,
         )
 
@@ -186,7 +186,7 @@ class FixedExchange(Exchange):
             raise RuntimeError(f"{remedy} brings {more} new rows; nothing has changed")
         return self.now.with_batch(batch, is_planned=is_planned)
 
-    def _sent(self, pending: Pending, following: Batch | None) -> Prefetched | None:
+    def _sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
         assert following is None or isinstance(following, FixedSizeBatch)
         with self._travel.after_current(self.device):
             if self.now.captured and self._next_ids is not None:

@@ -22,7 +22,7 @@ from speedtorch.plan.planned_batch import BatchIds
 from speedtorch.step.counted_exchange import CountedExchange
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.row_store import Block
-from speedtorch.step.step import Copy, Step
+from speedtorch.step.step import Copy, PendingTransfer, Step, due
 from speedtorch.step.turn import Turns, unite
 from speedtorch.torch_internals import split_apart
 
@@ -31,8 +31,8 @@ __all__ = ["JointExchange", "joined"]
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-class Coming(NamedTuple):
-    """Rows that have arrived for the next batch, or are about to."""
+class Prefetched(NamedTuple):
+    """A transfer of rows of the next batch, which was queued."""
 
     batch: JointBatch
     rows: list[Tensor]
@@ -51,11 +51,7 @@ class Moves(NamedTuple):
     """Of each table, which it takes."""
     taken: bool = True
     """Whether all have taken them."""
-    ahead: bool = False
-    """Whether rows of the batch that is planned after this one are to be sent for."""
-    owed: Block | None = None
-    """Rows of the step before that have yet to be written to the tables."""
-    coming: Coming | None = None
+    transfer: PendingTransfer | Prefetched | None = None
 
 
 class JointExchange:
@@ -106,22 +102,22 @@ class JointExchange:
                 if each.now.number < step.number:
                     each.take(step)
             now = self._now = now._replace(taken=True)
-        if now.owed is not None or (ahead and now.ahead):
+        if (pending := due(now.transfer, ahead=ahead)) is not None:
             if torch.is_inference_mode_enabled():  # rows that are held next could not be trained
                 with torch.inference_mode(False):
                     return self.complete(ahead=ahead)
-            self._send(now, ahead)
+            self._send(now, pending, ahead)
 
     def _held_tensors(self) -> Iterator[Tensor]:
         """Memory of now that another stream than its own may come to use."""
-        now, coming = self._now, self._now.coming
+        now, transfer = self._now, self._now.transfer
         yield from now.rows
         if now.batch is not None:
             yield from now.batch.tensors()
-        if now.owed is not None:
-            yield from (*now.owed.rows, now.owed.ids)
-        if coming is not None:
-            yield from (*coming.rows, *coming.batch.tensors())
+        if isinstance(transfer, Prefetched):
+            yield from (*transfer.rows, *transfer.batch.tensors())
+        elif transfer is not None and transfer.leaving is not None:
+            yield from (*transfer.leaving.rows, transfer.leaving.ids)
 
     def begin(self, batch: JointBatch, asker: Exchange) -> bool:
         """Begins a step of a batch in all tables; not if one of them has to go on by itself."""
@@ -138,15 +134,14 @@ class JointExchange:
             self.drop_prefetched()
             batch.let_go()
             return False
-        now, coming = self._now, self._now.coming
-        owed = None
-        if coming is not None and coming.batch is batch and self._hold_all(now):
-            rows = coming.rows
+        now, came, leaving = self._now, self._now.transfer, None
+        if isinstance(came, Prefetched) and came.batch is batch and self._hold_all(now):
+            rows = came.rows
             self._travel.join()
             before = self._rows_now(now)
             places, taken_from = batch.staying
             carry_rows(rows, places, before, taken_from)
-            owed = Block(before, *batch.leaving)
+            leaving = Block(before, *batch.leaving)
         else:  # from where the tables have them all
             self.drop_prefetched()
             for each in self._exchanges:
@@ -157,13 +152,13 @@ class JointExchange:
         # As of memory of their own: what changes the rows of one table is no change of another's.
         held = [end - first for first, end in pairwise(batch.bounds)]
         apart = zip(*(split_apart(field, held) for field in rows), strict=True)
-        copy = Copy.CLEAN if owed is None else Copy.DIRTY
+        copy = Copy.CLEAN if leaving is None else Copy.DIRTY
         steps = tuple(
             each.begun_jointly(part, list(own), self._nothing, asked=each is asker, copy=copy)
             for (each, part, _), own in zip(pairs, apart, strict=True)
         )
-        ahead = batch.following() is not None
-        self._now = Moves(batch, rows, steps, taken=False, ahead=ahead, owed=owed)
+        transfer = PendingTransfer(leaving, prefetches=batch.following() is not None)
+        self._now = Moves(batch, rows, steps, taken=False, transfer=transfer)
         batch.let_go()
         self.complete()
         return True
@@ -187,24 +182,29 @@ class JointExchange:
         kinds = self._fields[0].values()
         return [torch.empty((count, *s), dtype=d, device=self._device) for s, d in kinds]
 
-    def _send(self, now: Moves, ahead: bool) -> None:
+    def _send(self, now: Moves, pending: PendingTransfer, ahead: bool) -> None:
         """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
-        following, coming, arriving = None, None, None
-        if ahead and now.ahead and now.batch is not None:
+        leaving, arriving, following = pending.leaving, None, None
+        assert leaving is None or isinstance(leaving, Block)
+        if ahead and pending.prefetches and now.batch is not None:
             following = now.batch.following()
-        good = following is not None and following.count()  # else a lookup of them raises
-        if good or now.owed is not None:
-            if now.owed is not None:
-                self._travel.uses(now.owed.rows)
-            if good and following is not None:
+        if following is not None and not following.count():
+            following = None  # a lookup of its bad ids raises
+        transfer: PendingTransfer | Prefetched | None = None
+        if pending.prefetches and not ahead:
+            transfer = PendingTransfer(None, prefetches=True)
+        if following is not None or leaving is not None:
+            if leaving is not None:
+                self._travel.uses(leaving.rows)
+            if following is not None:
                 following.join()
             with self._travel.after_current(self._device):
-                if good and following is not None:  # in memory that only this stream is given again
+                if following is not None:  # in memory that only this stream is given again
                     memory = self._memory(following.bounds[-1])
-                    coming = Coming(following, memory, passed=now.owed is not None)
-                    arriving = Block(coming.rows, *following.arriving)
-                self._exchange(now.owed, arriving)
-        self._now = now._replace(owed=None, ahead=now.ahead and not ahead, coming=coming)
+                    transfer = Prefetched(following, memory, passed=leaving is not None)
+                    arriving = Block(memory, *following.arriving)
+                self._exchange(leaving, arriving)
+        self._now = now._replace(transfer=transfer)
 
     def _exchange(self, leaving: Block | None, arriving: Block | None) -> None:
         some = leaving or arriving
@@ -227,11 +227,11 @@ class JointExchange:
         """Rows that arrived for the next batch go back, if some are nowhere else."""
         self.complete(ahead=False)
         self._travel.join()
-        now, coming = self._now, self._now.coming
-        if coming is not None and coming.passed:
-            self._exchange(Block(coming.rows, *coming.batch.arriving), None)
-        if coming is not None or now.ahead:
-            self._now = now._replace(coming=None, ahead=False)
+        now, transfer = self._now, self._now.transfer
+        if isinstance(transfer, Prefetched) and transfer.passed:
+            self._exchange(Block(transfer.rows, *transfer.batch.arriving), None)
+        if transfer is not None:
+            self._now = now._replace(transfer=None)
 
 
 def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointExchange]]:

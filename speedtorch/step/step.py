@@ -11,7 +11,7 @@ from speedtorch.plan.fixed_size_batch import FixedSizeBatch
 from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step.row_store import Block, Counted
 
-__all__ = ["Batch", "Copy", "LookupPlaces", "Pending", "Prefetched", "Rows", "Step"]
+__all__ = ["Batch", "Copy", "LookupPlaces", "PendingTransfer", "Prefetched", "Rows", "Step", "due"]
 
 Rows: TypeAlias = list[Tensor]
 """Rows of every field `[n, ...]`, in the same order."""
@@ -28,13 +28,20 @@ class Copy(Enum):
     STALE = "may be older than in the table"
 
 
-class Pending(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A transfer that is to be queued beside what the device computes next."""
 
     leaving: Block | Counted | None
     """Rows of the step before that have yet to be written to the table."""
     prefetches: bool
     """Whether the rows of the batch that was planned after this step's are to be read."""
+
+
+def due(transfer: object, *, ahead: bool) -> PendingTransfer | None:
+    """The transfer if it is to be queued now; without `ahead` only for the rows that leave."""
+    if isinstance(transfer, PendingTransfer) and (ahead or transfer.leaving is not None):
+        return transfer
+    return None
 
 
 class Prefetched(NamedTuple):
@@ -92,7 +99,7 @@ class Step(NamedTuple):
     """The step before, without its rows, if this one began with those of other tables and none of
     its rows was asked for yet."""
     copy: Copy = Copy.CLEAN
-    transfer: Pending | Prefetched | None = None
+    transfer: PendingTransfer | Prefetched | None = None
     captured: bool = False
     """Whether a CUDA graph was captured meanwhile: outside of it nothing has happened yet."""
     stepped: bool = False
@@ -107,14 +114,19 @@ class Step(NamedTuple):
         *,
         is_told: bool,
         copy: Copy,
-        transfer: Pending | None = None,
+        leaving: Block | Counted | None = None,
+        prefetches: bool = False,
         before: Step | None = None,
         captured: bool = False,
     ) -> Step:
         """The step after this one, of a batch whose rows these are.
 
-        `is_told`: the batch was announced or planned by a loop.
+        `is_told`: the batch was announced or planned by a loop. `leaving`, `prefetches`: as
+        PendingTransfer says.
         """
+        transfer = None
+        if leaving is not None or prefetches:
+            transfer = PendingTransfer(leaving, prefetches)
         return Step(
             self.number + 1,
             ids,
@@ -165,8 +177,8 @@ class Step(NamedTuple):
     def without_prefetch(self) -> Step:
         """The step with no rows of another batch, on their way or to be sent for."""
         kept = None
-        if isinstance(self.transfer, Pending) and self.transfer.leaving is not None:
-            kept = Pending(self.transfer.leaving, prefetches=False)
+        if isinstance(self.transfer, PendingTransfer) and self.transfer.leaving is not None:
+            kept = PendingTransfer(self.transfer.leaving, prefetches=False)
         return self if kept is self.transfer else self._replace(transfer=kept)
 
     def unseen(self) -> list[tuple[int, int]]:

@@ -402,7 +402,7 @@ class _RowsOfStep(torch.autograd.Function):
     ) -> Tensor:
         step = asker.exchange.now
         ctx.asker, ctx.ids, ctx.number, ctx.places = asker, step.ids, step.number, places
-        ctx.pending = asker.exchange.pending.made(step.number)
+        ctx.pending = asker.exchange.backwards.made(step.number)
         return rows[0]  # in a list, or autograd would take the result for a view of an input
 
     @staticmethod
@@ -426,7 +426,7 @@ class _SummedLookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.asker, ctx.batch, ctx.part, ctx.bags = asker, found.batch, found.part, bags
         ctx.number = number = asker.exchange.now.number
-        ctx.pending = asker.exchange.pending.made(number)
+        ctx.pending = asker.exchange.backwards.made(number)
         held = parameter.detach()
         if bags is None:
             return rows_at(held, found.positions)
