@@ -252,19 +252,19 @@ MUTANTS = [
     Mutant(
         "the padding's row is shortened for the step only",
         "step/trained_rows.py",
-        "                    self.store.write(torch.tensor([self._padding]), rows[-1:])\n",
+        "                    self._store.write(torch.tensor([self._padding]), rows[-1:])\n",
         "                    pass\n",
     ),
     Mutant(
         "evaluation shortens rows of the table, not those of the step",
         "step/trained_rows.py",
-        "            self.exchange.write_back()\n            self.store.write(",
-        "            self.store.write(",
+        "            self.exchange.write_back()\n            self._store.write(",
+        "            self._store.write(",
     ),
     Mutant(
         "rows that evaluation shortens are not written",
         "step/trained_rows.py",
-        "            self.store.write(borrowed, rows)\n",
+        "            self._store.write(borrowed, rows)\n",
         "",
     ),
     Mutant(

@@ -118,7 +118,7 @@ class Embedding(RowModule, nn.Embedding):
             by_freq = self.scale_grad_by_freq
             is_plain = trains and self.max_norm is None and not (by_freq or self.sparse)
             trained = self.trained_rows
-            if is_plain and trained.store.dtype in _SUMMED and not trained.adds_in_order():
+            if is_plain and trained.held_dtype in _SUMMED and not trained.adds_in_order():
                 return rows.summed(input)
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from speedtorch.files.table_files import open_fields
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.plan.planned_batch import check_ids
-from speedtorch.step.row_store import LazyInit, Portion, RowStore
 from speedtorch.step.row_weight import show_rows
 from speedtorch.step.trained_rows import Bags, TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
+from speedtorch.table.lazy_init import LazyInit, Portion
+from speedtorch.table.lazy_table import LazyTable
 from speedtorch.torch_internals import (
     active_data_parallel,
     as_plain,
@@ -143,27 +144,27 @@ class RowModule(nn.Module):
         if given != shape:
             raise ValueError(f"_weight: expected the shape {shape}, got {given}")
         if isinstance(_weight, HostTable):
-            store = RowStore(name, _weight)
+            table = LazyTable(name, _weight)
         else:
             default = torch.get_default_dtype() if _weight is None else _weight.dtype
-            store = RowStore(name, (*shape, dtype or default), memory)
+            table = LazyTable(name, (*shape, dtype or default), memory)
         # The device that torch would take, which may be a default that the user has set.
-        held = torch.empty(0, embedding_dim, dtype=store.dtype, device=device)
-        self._train(store, nn.Parameter(held, requires_grad=not _freeze), self.padding_idx)
+        held = torch.empty(0, embedding_dim, dtype=table.stored_dtype, device=device)
+        self._train(table, nn.Parameter(held, requires_grad=not _freeze), self.padding_idx)
         if _weight is None:
             self.reset_parameters()
         elif isinstance(_weight, Tensor):
-            store.load("weight", _weight)
+            self.trained_rows.fields.load("weight", _weight)
         watch_steps()
 
     def _called(self) -> str:
         """What errors call it."""
         return type(self).__name__
 
-    def _train(self, store: RowStore, parameter: nn.Parameter, padding: int | None) -> None:
+    def _train(self, table: LazyTable, parameter: nn.Parameter, padding: int | None) -> None:
         self.weight = parameter
         name, capacity = self._called(), self.capacity
-        self.trained_rows = TrainedRows(name, store, parameter, padding, capacity)
+        self.trained_rows = TrainedRows(name, table, parameter, padding, capacity)
         self.lookups: Lookups = self.trained_rows
         show_rows(parameter, self.trained_rows)
         # The weight may outlive the module, and so may a table that the caller gave or asked for.
@@ -179,12 +180,12 @@ class RowModule(nn.Module):
         whose blocks not all places are of rows, the id behind the last is that of none. Raises
         RuntimeError if the rows have been used; nothing has changed then.
         """
-        store = self.trained_rows.store.shared_out(portion)
+        table = self.trained_rows.table.shared_out(portion)
         padding = portion.place(self.padding_idx)
         if self.capacity is not None and padding is None:
-            padding = store.rows
+            padding = table.rows
         self._end.detach()
-        self._train(store, self.weight, padding)
+        self._train(table, self.weight, padding)
         self.lookups = lookups(self.trained_rows, padding)
 
     @classmethod
@@ -229,7 +230,7 @@ class RowModule(nn.Module):
 
         Its methods bring held rows home first. Once it is closed, lookups raise ValueError.
         """
-        return self.trained_rows.store.table
+        return self.trained_rows.table.host_table
 
     @property
     def settings(self) -> dict[str, object]:
@@ -277,7 +278,7 @@ class RowModule(nn.Module):
         seed = random_seed() if seed is None else seed
         # One that has no arguments is known by itself: no mode of torch has to look what it does.
         drawn = (lambda rows: function(rows, *args, **kwargs)) if args or kwargs else function
-        self.trained_rows.store.draw(LazyInit((drawn,), seed, self.padding_idx), anew=True)
+        self.trained_rows.table.draw(LazyInit((drawn,), seed, self.padding_idx), anew=True)
         return self
 
     def reset_parameters(self) -> None:
@@ -426,7 +427,7 @@ class RowModule(nn.Module):
             super()._save_to_state_dict(destination, prefix, keep_vars)
         with self.trained_rows.turn:  # or another thread may step the rows while they are copied
             self.flush()
-            destination[f"{prefix}weight"] = self.trained_rows.store.saved("weight")
+            destination[f"{prefix}weight"] = self.trained_rows.fields.saved("weight")
 
     def _load_from_state_dict(  # type: ignore[no-untyped-def]
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -460,11 +461,11 @@ class RowModule(nn.Module):
         own["_parameters"] = others
         vars(made).update(copy.deepcopy(own, memo))
         self.trained_rows.write_back()
-        store = self.trained_rows.store.copied()
+        table = self.trained_rows.table.copied()
         with as_plain():
             held = self.weight.detach()[:0].clone()
             parameter = nn.Parameter(held, requires_grad=self.weight.requires_grad)
-            made._train(store, parameter, self.padding_idx)
+            made._train(table, parameter, self.padding_idx)
         memo[id(self.weight)] = made.weight
         return made
 
@@ -500,7 +501,7 @@ def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: An
         given["device"] = rows.device
     made = cls(*shape, _weight=rows, _freeze=freeze, **given)
     if isinstance(rows, HostTable) and rows is not embeddings:
-        made.trained_rows.store.own()
+        made.trained_rows.table.own()
     return made
 
 

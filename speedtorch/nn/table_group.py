@@ -12,8 +12,8 @@ from speedtorch.nn.jagged import Source
 from speedtorch.nn.row_module import Device, RowModule
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_ranges import TableIds, TableRanges
-from speedtorch.step.row_store import LazyInit
 from speedtorch.step.trained_rows import Bags, random_seed
+from speedtorch.table.lazy_init import LazyInit
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["TableGroup"]
@@ -54,7 +54,7 @@ class TableGroup(RowModule):
         for first, table in zip(self.ranges.firsts, self.ranges.tables, strict=True):
             rows = slice(first, first + table.rows)
             draw = LazyInit((table.draw,), random_seed(), None, rows)
-            self.trained_rows.store.draw(draw, anew=True)
+            self.trained_rows.table.draw(draw, anew=True)
 
     @property
     def settings(self) -> dict[str, object]:

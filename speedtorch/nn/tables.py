@@ -86,7 +86,7 @@ class Tables(nn.Module):
         for group in groups_of(self):
             group.flush()
         for name, (group, rows) in places_of(self).items():
-            destination[f"{prefix}{name}.weight"] = group.trained_rows.store.saved("weight", rows)
+            destination[f"{prefix}{name}.weight"] = group.trained_rows.fields.saved("weight", rows)
 
     def _load_from_state_dict(  # type: ignore[no-untyped-def]
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -194,8 +194,7 @@ class _Part(NamedTuple):
 
     def all_rows(self) -> Tensor:
         """As `rows_of`."""
-        store = self.group.trained_rows.store
-        if store.rows < store.all_rows:
+        if self.group.trained_rows.table.portion is not None:
             raise RuntimeError(
                 f"table {self.name!r}: this rank has a share of its rows: read them from"
                 " state_dict(), and write them by load_state_dict()"
@@ -225,7 +224,7 @@ class TableWeight(Tensor):
         """Has the extents of the rows, and the memory of one element."""
         extents = part.rows.stop - part.rows.start, part.group.embedding_dim
         with as_plain():
-            one = torch.empty(1, dtype=part.group.trained_rows.store.dtype, device="cpu")
+            one = torch.empty(1, dtype=part.group.trained_rows.table.stored_dtype, device="cpu")
             self = one.expand(extents).as_subclass(cls)
         self._part = part
         return self

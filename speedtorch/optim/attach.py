@@ -106,7 +106,7 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
                 raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
             probe = probes.of(rows, sparse=of_module[id(rows)])
             loaded = dict(optimizer.state.get(rows.parameter, {}))
-            found.append((rows, probe, loaded, rows.store.was_read))
+            found.append((rows, probe, loaded, rows.table.was_read))
     if not found:
         raise ValueError(
             f"{kind} holds no weight of an Embedding in {type(module).__name__}: build it with"
@@ -178,7 +178,7 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
     constructor put there is that of the held ones, before any update.
     """
     rows, probe = state.table_rows, state.probe
-    held, every = len(rows.parameter), rows.store.all_rows
+    held, every = len(rows.parameter), rows.table.whole_rows
     lengths = {n: len(v) if v.dim() else 1 for n, v in loaded.items() if isinstance(v, Tensor)}
     counts = {lengths[name] for name in state.names if name in lengths}
     anew = "build a new optimizer, attach it, and load the original's state_dict()"

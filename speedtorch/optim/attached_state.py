@@ -167,7 +167,7 @@ class AttachedState:
             for (name, row), held in zip(probe.row_state.items(), self._held, strict=True):
                 if not torch.equal(row, before.row_state[name]):
                     rows.flush()
-                    rows.store.fill(name, row.cpu())
+                    rows.fields.fill(name, row.cpu())
                     held.copy_(row.expand_as(held))
             if made := optimizer.state.get(rows.parameter):  # by the optimizer's constructor
                 made.update({n: snapshot(value) for n, value in probe.scalar_state.items()})
@@ -206,7 +206,7 @@ class AttachedState:
         if not self._has_stepped and not self.entries():
             return None
         self.table_rows.flush()
-        rows = {name: self.table_rows.store.of_all(name) for name in self.names}
+        rows = {name: self.table_rows.fields.in_place(name) for name in self.names}
         return {**self.entries(), **rows}
 
     def was_written(self, entries: Mapping[str, Any]) -> None:
@@ -226,7 +226,7 @@ class AttachedState:
         if not self._has_stepped and not self.entries():
             return None
         self.table_rows.flush()
-        rows = {name: self.table_rows.store.saved(name) for name in self.names}
+        rows = {name: self.table_rows.fields.saved(name) for name in self.names}
         parameter = self.table_rows.parameter
         # torch.save takes no views of one memory with several dtypes, and torch's fused optimizers
         # on the CPU take a field's rows for a matrix.
@@ -237,7 +237,7 @@ class AttachedState:
 
     def check(self, entries: dict[str, Any]) -> None:
         """Raises ValueError unless saved state is that of all rows."""
-        name, rows = self.table_rows.name, self.table_rows.store.all_rows
+        name, rows = self.table_rows.name, self.table_rows.table.whole_rows
         self._refuse_unknown(entries, rows, ValueError)
         if missing := [name for name in self.probe.scalar_state if name not in entries]:
             raise ValueError(f"the state of {name} has no {_listed(missing)}; nothing was loaded")
@@ -245,7 +245,7 @@ class AttachedState:
             expected, value = (rows, *row.shape), entries.get(field)
             if isinstance(value, Tensor):
                 if value.shape == expected and value.layout == torch.strided and not value.is_meta:
-                    self.table_rows.store.check_loadable(row, value)
+                    self.table_rows.fields.check_loadable(row, value)
                     continue
                 value = f"{value.layout} {list(value.shape)} on {value.device}"
             raise ValueError(
@@ -279,9 +279,9 @@ class AttachedState:
         """As take(), of rows that are at home; can be repeated where it was interrupted."""
         for name, row in self.probe.row_state.items():
             if entries is not None:
-                self.table_rows.store.load(name, entries[name])
+                self.table_rows.fields.load(name, entries[name])
             elif not was_read:
-                self.table_rows.store.fill(name, row.cpu())
+                self.table_rows.fields.fill(name, row.cpu())
         self._has_stepped = was_read or entries is not None
         self._counts_anew = was_read and entries is None and bool(self.probe.scalar_state)
         if self._has_stepped:

@@ -54,7 +54,7 @@ def full_state_dict(model: nn.Module) -> Iterator[None]:
         made += _collected(ranks, sharing[ranks])
     with ExitStack() as stack:
         for module, full in made:
-            stack.enter_context(module.trained_rows.store.with_all_rows(full))
+            stack.enter_context(module.trained_rows.fields.replaced_by(full))
         yield
 
 
@@ -101,10 +101,10 @@ def _room(
     """Host memory for all rows; MemoryError if there is too little."""
     needed = 0
     for (module, _), fields in zip(modules, names, strict=True):
-        store = module.trained_rows.store
+        table = module.trained_rows.table
         for name in fields:
-            field = store.field(name)
-            needed += store.all_rows * field.shape[1:].numel() * field.element_size()
+            field = table.field(name)
+            needed += table.whole_rows * field.shape[1:].numel() * field.element_size()
     if host_memory.is_checked() and needed > (available := host_memory.available_bytes()):
         raise MemoryError(
             f"all rows and their state need {needed:,} bytes of host memory of the first rank, and"

@@ -65,7 +65,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
         self.members = frozenset(dist.get_process_group_ranks(group))
         self._board = Board.of_machine(self.rank, self.size, self.agreed, self.every)
-        # NCCL ends the process when the time is over, and does not name the ranks that it waits for.
+        # When the time is over NCCL ends the process without the names of those that are missing.
         self._patience = 0.9 * timeout_of(group).total_seconds()
 
     @classmethod

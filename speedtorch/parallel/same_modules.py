@@ -68,25 +68,25 @@ def _modules_of(model: nn.Module) -> dict[str, RowModule]:
                 f"{name}: rows with a padding_idx, a max_norm and a capacity cannot be shared out,"
                 " as the padding's row fills blocks and would be shortened; leave one of them out"
             )
-        module.trained_rows.store.refuse_if_used()
+        module.trained_rows.table.refuse_if_used()
     return named
 
 
 def _settings_of(module: RowModule, *, average: bool) -> _Settings:
     """What must be the same on all ranks."""
-    store, weight = module.trained_rows.store, module.weight
+    table, weight = module.trained_rows.table, module.weight
     settings = {
         "class": type(module).__name__,
         "num_embeddings": module.num_embeddings,
         "embedding_dim": module.embedding_dim,
-        "dtype": store.dtype,
+        "dtype": table.stored_dtype,
         "device": weight.device.type,
         "padding_idx": module.padding_idx,
         "capacity": module.capacity,
         **module.settings,
         "weight.requires_grad": weight.requires_grad,
         "average": average,
-        _VALUES: [_digest(each) for each in store.samples()],
+        _VALUES: [_digest(each) for each in table.samples()],
     }
     return {name: str(value) for name, value in settings.items()}
 

@@ -130,12 +130,12 @@ class ShardedRows:
 
     def empty_for_all(self, name: str) -> Tensor:
         """Host memory for all rows of a field."""
-        field, rows = self._rows.store.field(name), self._dealt.rows
+        field, rows = self._rows.table.field(name), self._dealt.rows
         return torch.empty((rows, *field.shape[1:]), dtype=field.dtype, device="cpu")
 
     def collect(self, name: str, every: Tensor | None) -> None:
         """Copies all rows of a field from their owners to `every` of the first rank."""
-        dealt, ranks, field = self._dealt, self._ranks, self._rows.store.field(name)
+        dealt, ranks, field = self._dealt, self._ranks, self._rows.table.field(name)
         owned = [sum(len(here) for _, here in dealt.blocks(rank)) for rank in range(ranks.size)]
         elements = field.shape[1:].numel()
         most = max(1, _COLLECTED_BYTES // (elements * field.element_size()))

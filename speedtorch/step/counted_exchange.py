@@ -165,9 +165,7 @@ class CountedExchange(Exchange):
 
     def _can_join(self) -> bool:
         """Whether this trains the rows, and the device reaches them."""
-        store = self._store
-        trains = self._view.parameter.requires_grad and not store.was_replaced
-        return trains and store.is_mapped(self.device)
+        return self._view.parameter.requires_grad and self._store.can_join(self.device)
 
     @property
     def rows(self) -> int:
@@ -176,7 +174,7 @@ class CountedExchange(Exchange):
 
     def reach(self, fields: Fields) -> list[Tensor]:
         """All rows of the table."""
-        return self._store.reach(fields)
+        return self._store.fields(fields)
 
     def may_begin(self, batch: PlannedBatch, fields: Fields, *, asked: bool) -> bool:
         """Whether a step of a batch may begin, before its own first lookup unless that asks."""

@@ -27,7 +27,7 @@ from speedtorch.step.announcements import Announced, Announcements, refuse_parti
 from speedtorch.step.gradient_sums import sparse_of_all
 from speedtorch.step.parameter_view import ParameterView
 from speedtorch.step.pending_backward import PendingBackwards
-from speedtorch.step.row_store import Fields, RowStore
+from speedtorch.step.row_store import Arange, Fields, RowStore
 from speedtorch.step.step import (
     Batch,
     Copy,
@@ -106,6 +106,7 @@ class Exchange(ABC):
         self.name = name
         self.turn = Turn()
         self._store = store
+        self._arange = Arange()
         self._view = view
         self._padding = padding
         self._named_rows = store.rows + (padding == store.rows)
@@ -691,9 +692,8 @@ class Exchange(ABC):
             gradient = parameter.grad
         state = view.kept.state
         if state is not None and state.sparse and gradient is not None:
-            gradient = parameter.grad = sparse_of_all(
-                gradient, self._store.numbers(self.now.rows[0])
-            )
+            every = self._arange.of(self.now.rows[0])
+            gradient = parameter.grad = sparse_of_all(gradient, every)
         view.note_lent(gradient)
         self._call = (call, self.now.number)
 

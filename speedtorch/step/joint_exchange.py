@@ -21,7 +21,7 @@ from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.plan.planned_batch import BatchIds
 from speedtorch.step.counted_exchange import CountedExchange
 from speedtorch.step.exchange import Exchange
-from speedtorch.step.row_store import Block
+from speedtorch.step.row_store import Arange, Block, exchanged
 from speedtorch.step.step import Copy, PendingTransfer, Step, due
 from speedtorch.step.turn import Turns, unite
 from speedtorch.torch_internals import split_apart
@@ -72,6 +72,7 @@ class JointExchange:
         self._memory_stream = MemoryStream(self._device)
         with torch.inference_mode(False):  # it is kept, for whatever comes
             self._nothing = self._memory(0)
+        self._arange = Arange()
         for each in exchanges:
             each.join(self)
 
@@ -207,21 +208,13 @@ class JointExchange:
         self._now = now._replace(transfer=transfer)
 
     def _exchange(self, leaving: Block | None, arriving: Block | None) -> None:
-        some = leaving or arriving
-        assert some is not None
-        nothing = Block([each[:0] for each in some.rows], some.ids[:0], some.ids[:0])
-        sides = []
-        for side in (leaving or nothing, arriving or nothing):
-            places = side.places
-            if places is None:
-                places = torch.arange(len(side.ids), device=side.ids.device)
-            sides += [side.rows, side.ids, places]
+        lists = exchanged(leaving, arriving, self._arange)
         homes = [
             field
             for each, fields in zip(self._exchanges, self._fields, strict=True)
             for field in each.reach(fields)
         ]
-        exchange_rows(homes, *sides, len(self._exchanges))
+        exchange_rows(homes, *lists, len(self._exchanges))
 
     def drop_prefetched(self) -> None:
         """Rows that arrived for the next batch go back, if some are nowhere else."""

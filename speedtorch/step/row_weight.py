@@ -263,7 +263,7 @@ def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
     """The gradient of the held rows, or another one for them, that some code asks for or sets."""
     with as_plain():
         rows = _rows_of(args[0])
-        if rows.store.is_portion:
+        if rows.table.portion is not None:
             _refuse_portion(rows.name, caller)
         zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
         with rows.turn:
@@ -383,7 +383,7 @@ def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tra
             return True
     if any(isinstance(each, Tensor | torch.Generator) for each in (*args[1:], *numbers.values())):
         return False
-    if name in _OVERWRITE or (name in _CHANGE and not rows.store.is_drawn):
+    if name in _OVERWRITE or (name in _CHANGE and not rows.table.is_drawn):
         method, rest = getattr(torch.Tensor, name), args[1:]
         rows.draw(lambda tensor: method(tensor, *rest, **numbers), anew=name in _OVERWRITE)
         return True

@@ -14,9 +14,12 @@ from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.parameter_view import OptimizerState, ParameterView
-from speedtorch.step.row_store import Fields, LazyInit, RowStore
+from speedtorch.step.row_store import Fields, RowStore
 from speedtorch.step.step import Batch, LookupPlaces
 from speedtorch.step.turn import alone
+from speedtorch.table.lazy_init import LazyInit
+from speedtorch.table.lazy_table import LazyTable
+from speedtorch.table.whole_fields import WholeFields
 from speedtorch.torch_internals import (
     apply_of,
     as_plain,
@@ -72,7 +75,7 @@ class TrainedRows:
 
     Args:
         name: what errors call it.
-        store: the rows.
+        table: all rows.
         parameter: holds the rows of a step; show_rows() makes it stand for the table.
         padding: id of the row that is never trained, or None; with a capacity that behind the last
             may be one that is none, whose weights are zeros.
@@ -82,15 +85,18 @@ class TrainedRows:
     def __init__(
         self,
         name: str,
-        store: RowStore,
+        table: LazyTable,
         parameter: nn.Parameter,
         padding: int | None,
         capacity: int | None = None,
     ) -> None:
         self.name = name
-        self.store = store
-        self.shape = torch.Size((store.rows, *store.row_shape))
-        self._padding = None if padding == store.rows else padding
+        self.table = table
+        self.fields = WholeFields(table)
+        self._store = store = RowStore(table, parameter.dtype)
+        self.held_dtype = store.held_dtype
+        self.shape = torch.Size((table.rows, *table.row_shape))
+        self._padding = None if padding == table.rows else padding
         self.parameter = parameter
         self.parameter_view = ParameterView(name, parameter)
         self.exchange: Exchange
@@ -102,20 +108,20 @@ class TrainedRows:
         """Held while a thread uses the rows; see Exchange."""
         self._sums = GradientSums()
         if parameter.requires_grad:
-            store.keep_holder(self)
+            table.claim.take(self)
 
     def claim(self) -> None:
         """Trains the rows from now on, or refuses to if another module was made to."""
-        holder = self.store.holder
+        holder = self.table.claim.holder
         if holder is self:
             return
         if holder is None or isinstance(holder, _LeftRows):
-            self.store.keep_holder(self)
+            self.table.claim.take(self)
         else:
             self._refuse_replaced()
 
     def _check_claim(self) -> None:
-        if self.store.was_replaced:
+        if self.table.claim.was_replaced:
             self._refuse_replaced()
 
     def _refuse_replaced(self) -> None:
@@ -148,7 +154,7 @@ class TrainedRows:
                 self.exchange.change()
                 torch.embedding_renorm_(rows, found.positions, max_norm, norm_type)
                 if self._padding is not None:
-                    self.store.write(torch.tensor([self._padding]), rows[-1:])
+                    self._store.write(torch.tensor([self._padding]), rows[-1:])
                 self.parameter_view.mark()
             # In lists, as autograd is to make no views of them.
             return found.positions, _rows_of_step(self.parameter, [rows], [found.positions], self)
@@ -170,10 +176,10 @@ class TrainedRows:
         self._check_claim()
         self.exchange.write_back(changes=False)
         self.exchange.raise_faults()
-        self.store.write_back_others()
-        shape = (*ids.shape, *self.store.row_shape)
-        out = torch.empty(shape, dtype=self.store.dtype, device=self.exchange.device)
-        self.store.read(ids.detach(), out)
+        self.table.claim.write_back_others()
+        shape = (*ids.shape, *self._store.row_shape)
+        out = torch.empty(shape, dtype=self.held_dtype, device=self.exchange.device)
+        self._store.read(ids.detach(), out)
         return out
 
     @alone
@@ -192,7 +198,7 @@ class TrainedRows:
                 torch.embedding_renorm_(rows, local, max_norm, norm_type)
             # Those of them that a step holds are read again.
             self.exchange.write_back()
-            self.store.write(borrowed, rows)
+            self._store.write(borrowed, rows)
         return local, rows
 
     @alone
@@ -200,7 +206,7 @@ class TrainedRows:
         """See RowHolder; the CPU sees the rows, too, after this."""
         with as_plain():
             self.exchange.write_back()
-            self.store.settle(self.exchange.device)
+            self._store.settle(self.exchange.device)
             self.exchange.raise_faults()
 
     def before_close(self) -> None:
@@ -229,7 +235,7 @@ class TrainedRows:
         try:
             self.write_back()
         finally:
-            self.store.drop_holder(self)
+            self.table.claim.drop(self)
             self.parameter_view.keep_alive(None)
 
     def flush(self) -> None:
@@ -242,20 +248,20 @@ class TrainedRows:
         """All rows in the table's memory, as they are now; they may be written to."""
         with as_plain():
             self._check_claim()
-            self.store.table.settle()
-            return self.store.field("weight")
+            self.table.host_table.settle()
+            return self.table.field("weight")
 
     @alone
     def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
         """Changes all rows, at first need if they were never used; see LazyInit."""
         with as_plain():
-            self.store.draw(LazyInit((function,), random_seed(), None), anew=anew)
+            self.table.draw(LazyInit((function,), random_seed(), None), anew=anew)
 
     @alone
     def load_some(self, values: Tensor, first: int) -> None:
         """Copies values `[n, ...]` to rows `first` to `first + n`."""
         with as_plain():
-            self.store.load("weight", values, first)
+            self.fields.load("weight", values, first)
 
     @alone
     def load(self, values: Tensor) -> None:
@@ -266,12 +272,12 @@ class TrainedRows:
                 f" {list(values.shape)}: write to emb.table to change some rows"
             )
         with as_plain():
-            self.store.load("weight", values)
+            self.fields.load("weight", values)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Of the weight of all rows, also where only some are here."""
-        return (self.store.all_rows, *self.store.row_shape)
+        return (self.table.whole_rows, *self.table.row_shape)
 
     def add_gradient(
         self, gradient: Tensor, ids: Tensor, number: int, places: Callable[[], Tensor]
@@ -332,7 +338,7 @@ class TrainedRows:
             # Ours are torch's, but for half precision, which torch rounds after each row, and
             # sparse gradients, of which torch adds all lookups' rows of an id one by one.
             state = self.parameter_view.kept.state
-            return self.store.dtype in _HALF or (state is not None and state.sparse)
+            return self.held_dtype in _HALF or (state is not None and state.sparse)
         return torch.are_deterministic_algorithms_enabled()
 
     def gives_sparse(self, *, asked: bool) -> bool:
@@ -358,7 +364,7 @@ class TrainedRows:
         self.exchange.refuse_if_captured("attaching an optimizer")
         self.exchange.raise_faults()
         self.exchange.write_back()
-        has_values = self.store.make_room(fields)
+        has_values = self.table.make_room(fields)
         self.parameter_view.keep(state, fields)
         self.exchange.show_anew()
         return has_values
@@ -374,7 +380,7 @@ class TrainedRows:
         self.exchange.write_back()
         self.parameter_view.keep(None, {})
         self.exchange.show_anew()
-        self.store.note_read(was_read)
+        self.table.note_read(was_read)
 
 
 class _LeftRows(TrainedRows):

@@ -29,7 +29,7 @@ from speedtorch import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
-from speedtorch.step.row_store import Portion
+from speedtorch.table.lazy_init import Portion
 
 ROWS = {"user": 20, "word": 25, "item": 30, "city": 15}
 COLUMNS = {"user": 4, "word": 3, "item": 4, "city": 4}
@@ -141,7 +141,7 @@ def test_reading_the_shape_of_a_joined_table_takes_no_memory() -> None:
     weight = ours.embedding_bags["item"].weight
     assert (weight.shape, weight.size(0), len(weight), weight.dim()) == ((30, 4), 30, 30, 2)
     assert (weight.dtype, weight.numel(), weight.device.type) == (torch.float32, 120, "cpu")
-    assert not ours.group_of("item").trained_rows.store.is_drawn
+    assert not ours.group_of("item").trained_rows.table.is_drawn
 
 
 WRITES: dict[str, Any] = {

@@ -49,9 +49,9 @@ def no_memory(rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]) -
 def bad_ids_of_an_earlier_op(
     rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]
 ) -> None:
-    exchange = rows.store.exchange
+    exchange = rows._store.exchange
     patch.setattr(
-        rows.store,
+        rows._store,
         "exchange",
         lambda *given: _raise(IndexError()) if fails() else exchange(*given),
     )

@@ -191,7 +191,7 @@ def attached(make: Make, steps: list[Tensor], resume_at: int) -> tuple[Trained, 
         loss(embedding(ids)).backward()
         optimizer.step()
     embedding.flush()
-    fields = {name: embedding.trained_rows.store.field(name).clone() for name in probe.row_state}
+    fields = {name: embedding.trained_rows.table.field(name).clone() for name in probe.row_state}
     weight = embedding.state_dict()["weight"].clone()
     return Trained(weight, loss.scale.detach(), fields), probe.row_state
 

@@ -14,6 +14,7 @@ import speedtorch
 from speedtorch.plan.fixed_size_batch import FixedSizeBatch
 from speedtorch.step.fixed_blocks import FixedBlocks
 from speedtorch.step.row_store import RowStore
+from speedtorch.table.lazy_table import LazyTable
 
 ROWS, WIDTH, CAPACITY, STEPS = 40, 3, 12, 60
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -27,7 +28,9 @@ class Blocks:
         self.device, self.padding = torch.device(device), padding
         self.table = speedtorch.HostTable.from_fields(ROWS, FIELDS)
         self.table["weight"].copy_(torch.arange(ROWS * WIDTH).view(ROWS, WIDTH))
-        self.blocks = FixedBlocks("rows", RowStore("rows", self.table), CAPACITY, padding)
+        self.blocks = FixedBlocks(
+            "rows", RowStore(LazyTable("rows", self.table), torch.float32), CAPACITY, padding
+        )
         self.blocks.make(self.device, FIELDS)
 
     def batch(self, ids: Tensor) -> FixedSizeBatch:

@@ -10,7 +10,7 @@ import torch
 
 import speedtorch
 from speedtorch.memory import host_memory
-from speedtorch.step import row_store
+from speedtorch.table import lazy_table
 
 ROWS, WIDTH = 1000, 8
 NBYTES = 4 * ROWS * WIDTH
@@ -19,7 +19,7 @@ NBYTES = 4 * ROWS * WIDTH
 @pytest.fixture
 def room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were memory for one and a half of these tables."""
-    monkeypatch.setattr(row_store, "_waiting", weakref.WeakSet())  # without those of other tests
+    monkeypatch.setattr(lazy_table, "_waiting", weakref.WeakSet())  # without those of other tests
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * NBYTES // 2)
 
 
