@@ -44,7 +44,7 @@ class Swapper:
         optimizer: any of torch's that keeps tensors for each parameter by itself, also as
             accelerate, Lightning or Fabric wrap it, or several of them (Muon and AdamW), which may
             share parameters; None: nothing is trained.
-        device: where units are used.
+        device: where units are used; by default the GPU, if there is one.
         budget: the most device memory that units take, with gradients and state, in bytes or as
             "12GiB"; None: as much as there is. Units that are used at once must fit together.
 
@@ -76,7 +76,7 @@ class Swapper:
         modules: nn.Module | Iterable[nn.Module],
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
-        device: torch.device | str = "cuda",
+        device: torch.device | str | None = None,
         budget: int | str | None = None,
     ) -> None:
         named = _named(modules)
@@ -85,6 +85,8 @@ class Swapper:
         stepped = [each for given in self._given for each in _stepped_by(given)]
         if len(set(map(id, stepped))) < len(stepped):
             raise ValueError("optimizer: one of them is given twice")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = exact_device(device)
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = TransferStats()

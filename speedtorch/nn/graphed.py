@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
@@ -23,48 +24,21 @@ __all__ = ["GraphedStep", "graphed"]
 _WARM_UPS = 3  # as torch's documentation of CUDA graphs has it
 
 
-class GraphedStep:
-    """A step that was captured; see graphed()."""
+class GraphedStep(ABC):
+    """A training step as graphed() gives it."""
 
     def __init__(
         self,
         step: Callable[..., Any],
-        example: tuple[Any, ...],
         modules: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         next_ids: Any,
     ) -> None:
         self._step = step
         self._optimizers = optimizers
-        self._exchanges = _exchanges_of(modules)
-        self._device = next(iter(self._exchanges.values())).device
-        self._inputs = tree_map(self._own, example)
         self._asked = modules_with_ids(modules)
-        named = {} if next_ids is None else ids_of_modules(next_ids, self._asked)
-        self._next = {
-            module: [self._own(each) for each in parts] for module, parts in named.items()
-        }
-        with _kept(modules, optimizers, self._exchanges):
-            side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            # The warm-ups read what the current stream has written, which reads what they write.
-            side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UPS):
-                    step(*self._inputs)
-            torch.cuda.current_stream(self._device).wait_stream(side)
+        self._named = {} if next_ids is None else ids_of_modules(next_ids, self._asked)
         self._settings = self._numbers()
-        self._graph = torch.cuda.CUDAGraph()
-        # On one stream with the warm-ups, as nodes of autograd that are still alive belong to it.
-        with torch.cuda.graph(self._graph, stream=side), ExitStack() as foreseen:
-            for module, parts in self._next.items():
-                exchange = self._exchanges[module.trained_rows]
-                foreseen.enter_context(exchange.foreseeing(parts))
-            result = step(*self._inputs)
-        # Without the nodes of autograd, which belong to the stream of the capture for good.
-        self._result = tree_map(lambda each: each.detach() if _is_tensor(each) else each, result)
-
-    def _own(self, given: Any) -> Any:
-        return given.detach().to(self._device, copy=True) if _is_tensor(given) else given
 
     def _numbers(self) -> list[list[dict[str, Any]]]:
         """The hyperparameters that are numbers, which a replay does not look at."""
@@ -96,9 +70,64 @@ class GraphedStep:
                 f" CUDA graph does not see: {_changed(self._settings, now)}; give the optimizer a"
                 " tensor (lr=torch.tensor(...)), or graph the step again"
             )
-        if next_ids is not None and not self._next:
+        if next_ids is not None and not self._named:
             raise ValueError("graphed: give it next_ids when it is made: this graph looks at none")
-        following = {} if next_ids is None else ids_of_modules(next_ids, self._asked)
+        return self._train(batch, {} if next_ids is None else ids_of_modules(next_ids, self._asked))
+
+    @abstractmethod
+    def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
+        """Trains a batch; the ids of the one that follows may be known by module."""
+
+
+class _Uncaptured(GraphedStep):
+    """Where rows are held on the CPU: the step itself, with what it returns as a replay has it."""
+
+    def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
+        return _without_nodes(self._step(*batch))
+
+
+class _Captured(GraphedStep):
+    """A step in a CUDA graph."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        example: tuple[Any, ...],
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        next_ids: Any,
+        exchanges: Mapping[TrainedRows, FixedExchange],
+    ) -> None:
+        super().__init__(step, modules, optimizers, next_ids)
+        self._exchanges = exchanges
+        self._device = next(iter(exchanges.values())).device
+        self._inputs = tree_map(self._own, example)
+        self._next = {
+            module: [self._own(each) for each in parts] for module, parts in self._named.items()
+        }
+        with _kept(modules, optimizers, self._exchanges):
+            side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # The warm-ups read what the current stream has written, which reads what they write.
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    step(*self._inputs)
+            torch.cuda.current_stream(self._device).wait_stream(side)
+        self._settings = self._numbers()
+        self._graph = torch.cuda.CUDAGraph()
+        # On one stream with the warm-ups, as nodes of autograd that are still alive belong to it.
+        with torch.cuda.graph(self._graph, stream=side), ExitStack() as foreseen:
+            for module, parts in self._next.items():
+                exchange = self._exchanges[module.trained_rows]
+                foreseen.enter_context(exchange.foreseeing(parts))
+            result = step(*self._inputs)
+        # The nodes of autograd belong to the stream of the capture for good.
+        self._result = _without_nodes(result)
+
+    def _own(self, given: Any) -> Any:
+        return given.detach().to(self._device, copy=True) if _is_tensor(given) else given
+
+    def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
         if not self._fits(batch):
             return self._step(*batch)
         with as_plain():
@@ -123,6 +152,11 @@ class GraphedStep:
         """Whether a batch can be copied to the inputs."""
         own, given = tree_leaves(self._inputs), tree_leaves(batch)
         return len(own) == len(given) and all(map(_alike, own, given))
+
+
+def _without_nodes(result: Any) -> Any:
+    """What a step returns, without its nodes of autograd."""
+    return tree_map(lambda each: each.detach() if _is_tensor(each) else each, result)
 
 
 def _is_tensor(given: Any) -> TypeGuard[Tensor]:
@@ -165,12 +199,16 @@ def _exchanges_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedExchan
                 f"graphed: the rows of {name} are shared out among ranks, whose exchanges are in no"
                 " CUDA graph; train them step by step"
             )
-        if not each.trained_rows.parameter.is_cuda:
-            raise ValueError(f"graphed: {name} holds its rows on the CPU, which has no CUDA graphs")
         exchanges[each.trained_rows] = exchange
     if not found:
         raise ValueError(
             "graphed: modules have no speedtorch.Embedding, EmbeddingBag or collection"
+        )
+    on_cpu = [each.name for each in exchanges if not each.parameter.is_cuda]
+    if 0 < len(on_cpu) < len(exchanges):
+        raise ValueError(
+            f"graphed: {on_cpu[0]} holds its rows on the CPU, and others theirs on a GPU, whose"
+            " graphs cannot reach it: move all of them to the GPU"
         )
     return exchanges
 
@@ -239,7 +277,8 @@ def graphed(
     """Captures a whole training step in one CUDA graph: lookups, exchange, backward, optimizer.
 
     The rows come and go by what the GPU knows: nothing waits for the host, and a call costs one
-    launch. Warm-up and capture change no row, parameter, state or random number.
+    launch. Warm-up and capture change no row, parameter, state or random number. Where rows are
+    held on the CPU nothing is captured: each call is the step itself, by the same rules.
 
     Args:
         step: Trains one batch: zero_grad(), lookups, backward(), step() of the optimizers. Called
@@ -259,23 +298,30 @@ def graphed(
         attach, detach, `.to` and closing the table are refused.
 
     Raises:
-        ValueError: No module of ours, or one on the CPU or without a capacity.
+        ValueError: No module of ours, one without a capacity, or some on the CPU and some not.
         NotImplementedError: Rows are shared out among ranks.
         RuntimeError: An optimizer whose steps a graph cannot repeat, by name.
 
     Example:
         >>> import torch, speedtorch
-        >>> if torch.cuda.is_available():
-        ...     embedding = speedtorch.Embedding(1000, 8, device="cuda", capacity=64)
-        ...     sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
-        ...     def train(ids):
-        ...         sgd.zero_grad()
-        ...         embedding(ids).sum().backward()
-        ...         sgd.step()
-        ...     ids = torch.arange(64, device="cuda")
-        ...     step = speedtorch.graphed(train, ids, modules=embedding, optimizers=sgd)
-        ...     step(ids)
+        >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+        >>> embedding = speedtorch.Embedding(1000, 8, device=device, capacity=64)
+        >>> sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
+        >>> def train(ids):
+        ...     sgd.zero_grad()
+        ...     loss = embedding(ids).square().mean()
+        ...     loss.backward()
+        ...     sgd.step()
+        ...     return loss
+        >>> ids = torch.arange(64, device=device)
+        >>> step = speedtorch.graphed(train, ids, modules=embedding, optimizers=sgd)
+        >>> first = step(ids).item()
+        >>> step(ids).item() < first
+        True
     """
     modules = [modules] if isinstance(modules, nn.Module) else list(modules)
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    return GraphedStep(step, example, modules, optimizers, next_ids)
+    exchanges = _exchanges_of(modules)
+    if all(each.parameter.is_cpu for each in exchanges):
+        return _Uncaptured(step, modules, optimizers, next_ids)
+    return _Captured(step, example, modules, optimizers, next_ids, exchanges)

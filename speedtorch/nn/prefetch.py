@@ -114,7 +114,11 @@ def ids_of_modules(
     """
     if not isinstance(named, Mapping) or not any(isinstance(k, nn.Module) for k in named):
         if (count := len(asked)) != 1:
-            raise ValueError(f"ids: the model has {count} Embeddings; return a dict by module")
+            keys = f", got keys {list(named)}" if isinstance(named, Mapping) else ""
+            raise ValueError(
+                f"ids: the model has {count} Embeddings; return a dict by module, as"
+                f" {{model.users: ids}}{keys}"
+            )
         named = {asked[0]: named}
     parts: dict[RowModule, list[Tensor]] = {}
     for module, ids in named.items():

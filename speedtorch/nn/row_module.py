@@ -559,11 +559,16 @@ def _dense(argument: str, values: object, kinds: str) -> Tensor:
 
 
 def _check_device(name: str, device: Device) -> None:
-    """Raises NotImplementedError unless lookups can give their rows on a device."""
+    """Raises what is wrong unless lookups can give their rows on a device."""
     place = torch.get_default_device() if device is None else torch.device(device)
     if place.type not in ("cpu", "cuda"):
         raise NotImplementedError(
             f"{name}: rows are held on the CPU or a GPU, not {place}: make it with"
             " device='cpu' or 'cuda', whatever the other layers' is; its table takes no memory"
             " before its first use"
+        )
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"{name}: device={str(place)!r} needs a GPU, and torch finds none here: use"
+            " device='cpu'"
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 __all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "Table"]
 
+_NEEDED = ("name", "num_embeddings", "embedding_dim", "data_type", "feature_names")
 _NAMES = {"FP16": "float16", "BF16": "bfloat16", "FP32": "float32", "FP64": "float64"}
 _DTYPES: dict[object, torch.dtype] = {key: getattr(torch, name) for key, name in _NAMES.items()}
 _DTYPES |= {dtype: dtype for dtype in _DTYPES.values()}
@@ -75,7 +76,15 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> Table:
-        """Reads a config of ours or of torchrec's; ValueError for what cannot be a table."""
+        """Reads a config of ours or of torchrec's.
+
+        Raises TypeError for what is none, ValueError for what cannot be a table.
+        """
+        if missing := [each for each in _NEEDED if not hasattr(config, each)]:
+            raise TypeError(
+                "tables: expected a list of EmbeddingBagConfig or EmbeddingConfig (the device comes"
+                f" after it), got {type(config).__name__} in it, which has no {missing[0]!r}"
+            )
         name = config.name
         if not isinstance(name, str) or not name or "." in name:
             raise ValueError(f"tables: a table needs a name without dots, got {name!r}")

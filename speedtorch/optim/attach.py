@@ -54,7 +54,7 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
             whose weight the optimizer holds.
 
     Raises:
-        TypeError: it is no torch optimizer.
+        TypeError: it is no torch optimizer, or the module is none.
         ValueError: the optimizer holds no Embedding's weight of the module, it or another is
             attached to it already, it is a copy of an attached one, or it breaks the rule above.
             Nothing has changed.
@@ -71,6 +71,9 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         >>> optimizer.state_dict()["state"][0]["exp_avg"][[6, 7, 999], 0]
         tensor([0.0000, 0.2000, 0.1000])
     """
+    if not isinstance(module, nn.Module):
+        kinds = f"{type(optimizer).__name__}, {type(module).__name__}"
+        raise TypeError(f"attach: expected an optimizer and a module, in this order, got {kinds}")
     with as_plain():
         rows = {id(getattr(each, "trained_rows", None)) for each in module.modules()}
         within = stepped_by(optimizer)
@@ -225,7 +228,10 @@ def detach(optimizer: Optimizer) -> None:
         within = stepped_by(optimizer)
         attached = [each for each in within if each in _attached]
         if not attached:
-            raise ValueError(f"{type(within[0]).__name__} is not attached")
+            raise ValueError(
+                f"{type(within[0]).__name__} is not attached: give detach() the optimizer that"
+                " attach() was given"
+            )
         for each in attached:
             _detach(each)
         show_held_rows(optimizer)

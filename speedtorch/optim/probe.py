@@ -85,6 +85,7 @@ def probe_optimizer(
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"{type(optimizer).__name__} cannot step rows on their own: its step needs a closure"
+            " that computes the loss of all rows again; use Adam, Adagrad, SGD or one like them"
         )
     with _kept_random(parameter):
         probe = _Probe(optimizer, parameter, parameter.dtype, sparse)

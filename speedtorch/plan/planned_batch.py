@@ -81,7 +81,9 @@ def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> N
     """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
     if not isinstance(ids, Tensor):
         raise not_ids(name, ids)
-    if ids.dtype not in ID_DTYPES or ids.layout != torch.strided:
+    if ids.dtype not in ID_DTYPES or ids.layout != torch.strided or ids.is_meta:
+        if ids.is_meta:
+            raise NotImplementedError(f"{name}: ids on the meta device have no values to look up")
         raise numbers(
             f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
             f" {list(ids.shape)}"

@@ -218,7 +218,10 @@ class HostTable:
 
     def _placed(self) -> Placement:
         if self._placement is None:
-            raise ValueError("this table is closed")
+            raise ValueError(
+                "this table is closed, and its memory is gone: close it after its last use, or make"
+                " another"
+            )
         return self._placement
 
     def _at_home(self) -> Placement:

@@ -48,6 +48,11 @@ def pair(count: int = 4) -> tuple[nn.ModuleList, nn.ModuleList]:
     return made, copy.deepcopy(made)
 
 
+def test_units_are_used_on_the_gpu_if_there_is_one() -> None:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    assert Swapper(pair()[0]).device.type == kind
+
+
 def test_an_optimizer_may_have_several_swappers() -> None:
     made, whole = pair()
     optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (made, whole)]

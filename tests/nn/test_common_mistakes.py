@@ -1,0 +1,86 @@
+"""What common mistakes are told: the rule, the value, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn, optim
+
+import speedtorch
+
+
+def adam(embedding: nn.Module) -> optim.Optimizer:
+    return optim.Adam(embedding.parameters())
+
+
+def two() -> nn.ModuleDict:
+    return nn.ModuleDict({name: speedtorch.Embedding(10, 4) for name in ("users", "films")})
+
+
+def swapped() -> None:
+    embedding = speedtorch.Embedding(10, 4)
+    speedtorch.attach(embedding, adam(embedding))  # type: ignore[arg-type]
+
+
+def keys_by_name() -> None:
+    ids = torch.tensor([1])
+    named = {"users": ids, "films": ids}
+    list(speedtorch.prefetch([ids], two(), ids=lambda _: named))
+
+
+def in_torchrecs_order() -> None:
+    tables = [speedtorch.EmbeddingBagConfig(10, 4, "users")]
+    speedtorch.EmbeddingBagCollection("cpu", tables)  # type: ignore[arg-type]
+
+
+def closed() -> None:
+    embedding = speedtorch.Embedding(10, 4)
+    embedding.table.close()
+    embedding(torch.tensor([1]))
+
+
+MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (swapped, TypeError, r"attach: expected an optimizer and a module, .* got Embedding, Adam"),
+    (
+        keys_by_name,
+        ValueError,
+        r"by module, as \{model.users: ids\}, got keys \['users', 'films'\]",
+    ),
+    (in_torchrecs_order, TypeError, r"tables: expected a list of .* got str in it, which has no"),
+    (
+        lambda: speedtorch.EmbeddingBagCollection([{"name": "users"}]),  # type: ignore[list-item]
+        TypeError,
+        r"tables: expected a list of .* got dict in it, which has no 'name'",
+    ),
+    (
+        lambda: speedtorch.Embedding(10, 4)(torch.tensor([1], device="meta")),
+        NotImplementedError,
+        "ids on the meta device have no values",
+    ),
+    (
+        lambda: speedtorch.detach(adam(speedtorch.Embedding(10, 4))),
+        ValueError,
+        r"Adam is not attached: give detach\(\) the optimizer that attach\(\) was given",
+    ),
+    (closed, ValueError, "this table is closed, .* close it after its last use"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "kind", "message"), MISTAKES)
+def test_a_mistake_is_told_with_its_remedy(
+    mistake: Callable[[], object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        mistake()
+
+
+@pytest.mark.parametrize("kind", [speedtorch.Embedding, speedtorch.EmbeddingBag])
+def test_a_gpu_where_there_is_none_is_refused(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = r"device='cuda:0' needs a GPU, and torch finds none here: use device='cpu'"
+    with pytest.raises(RuntimeError, match=told):
+        kind(10, 4, device="cuda:0")
