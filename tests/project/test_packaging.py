@@ -134,7 +134,7 @@ def test_the_source_archive_holds_nothing_built(sdist: Path) -> None:
 
 
 def test_one_wheel_serves_every_python_from_3_10_on(wheel: Path) -> None:
-    assert wheel.name.startswith("speedtorch-0.1.0-cp310-abi3-linux_")
+    assert wheel.name.startswith("speedtorch-1.0.0.dev0-cp310-abi3-linux_")
 
 
 def test_the_wheel_holds_the_library_and_no_source_of_it(wheel: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_wheel_holds_the_library_and_no_source_of_it(wheel: Path) -> None:
         names = archive.namelist()
     assert [name for name in names if name.endswith(".so")] == ["speedtorch/_C.abi3.so"]
     assert {"speedtorch/py.typed", "speedtorch/__init__.py"} <= set(names)
-    assert {name.split("/")[0] for name in names} == {"speedtorch", "speedtorch-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"speedtorch", "speedtorch-1.0.0.dev0.dist-info"}
 
 
 def test_the_wheel_holds_no_demonstration_and_says_where_they_are(
