@@ -56,7 +56,8 @@ def count_cooccurrence(
     check_least(1, window=window)
     words = len(corpus.words)
     parts: list[tuple[_Ids, _Sums]] = []
-    with tqdm(total=len(corpus), desc=label, disable=label is None, unit=" words") as bar:
+    hidden = True if label is None else None  # tqdm then looks whether stderr is a terminal
+    with tqdm(total=len(corpus), desc=label, disable=hidden, unit=" words") as bar:
         for read, keys, weights in _blocks(corpus, window):
             parts.append(_added(keys, weights))
             # Parts double in size from the last to the first: each key is merged a few times only.

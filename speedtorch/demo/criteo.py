@@ -89,7 +89,7 @@ def read_clicks(path: Path, *, lines: int | None = None, label: str | None = Non
     """
     clicked, numbers, categories = array("B"), array("f"), array("I")
     with open_plain_or_gzip(path) as file:
-        bar = tqdm(file, desc=label, disable=label is None, unit=" lines")
+        bar = tqdm(file, desc=label, disable=True if label is None else None, unit=" lines")
         for number, line in enumerate(bar, 1):
             if len(clicked) == lines:
                 break

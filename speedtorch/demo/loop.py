@@ -112,7 +112,8 @@ def train(
     rates = [group["lr"] for group in optimizer.param_groups]
     done, recent, recent_examples = 0.0, torch.zeros(()), 0
     begin = time.perf_counter()
-    hidden = label is None or not processes.is_first
+    # None: tqdm looks whether stderr is a terminal.
+    hidden = True if label is None or not processes.is_first else None
     with tqdm(total=total, desc=label, disable=hidden, bar_format=layout) as bar:
 
         def report() -> None:

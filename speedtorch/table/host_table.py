@@ -72,7 +72,7 @@ class HostTable:
     `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` give a field its first values, in parallel,
     and return the table. With a seed the bits are the same whatever the number of threads, the kind
     of memory and the other fields; without one `torch.manual_seed` decides. `progress` shows a bar
-    on stderr: always, never, or (None) when it takes longer than a moment.
+    on stderr: always, never, or (None) on a terminal when it takes longer than a moment.
 
     A field that is not there is a KeyError, wherever it is named.
 

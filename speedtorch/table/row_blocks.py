@@ -278,7 +278,7 @@ def _in_parallel(
             unit="row",
             unit_scale=True,
             leave=False,
-            disable=progress is False,
+            disable=None if progress is None else not progress,  # None: where stderr is no terminal
             delay=0.0 if progress else _BAR_AFTER_SECONDS,
         ) as bar,
         ThreadPoolExecutor(torch.get_num_threads()) as pool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 
 import numpy as np
@@ -72,8 +73,13 @@ def test_counts_are_symmetric() -> None:
     assert all(found[column, row] == count for (row, column), count in found.items())
 
 
-def test_a_bar_goes_through_all_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_terminal_a_bar_goes_through_all_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus = Corpus.from_passages(topic_passages(), min_count=1)
+    count_cooccurrence(corpus, label="counting")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     count_cooccurrence(corpus, label="counting")
     assert "counting: 100%" in capsys.readouterr().err
 

@@ -142,7 +142,10 @@ def test_the_wheel_holds_the_library_and_no_source_of_it(wheel: Path) -> None:
         names = archive.namelist()
     assert [name for name in names if name.endswith(".so")] == ["speedtorch/_C.abi3.so"]
     assert {"speedtorch/py.typed", "speedtorch/__init__.py"} <= set(names)
-    assert {name.split("/")[0] for name in names} == {"speedtorch", "speedtorch-1.0.0.dev0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "speedtorch",
+        "speedtorch-1.0.0.dev0.dist-info",
+    }
 
 
 def test_the_wheel_holds_no_demonstration_and_says_where_they_are(

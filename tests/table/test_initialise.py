@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -243,14 +244,17 @@ def test_every_initialiser_returns_the_table() -> None:
     assert made.zeros_().uniform_().normal_().init_(init.ones_).fill_(3) is made
 
 
-def test_a_bar_is_shown_on_demand_and_else_only_when_it_takes_long(
-    capsys: pytest.CaptureFixture[str],
+def test_a_bar_is_shown_on_demand_and_else_on_a_terminal_when_it_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table().normal_().zeros_()
     assert capsys.readouterr().err == ""
     table().normal_(progress=True)
     assert "301" in capsys.readouterr().err
     with mock.patch.object(row_blocks, "_BAR_AFTER_SECONDS", 0.0):
+        table().normal_()
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         table().normal_()
         assert "301" in capsys.readouterr().err
         table().normal_(progress=False)
