@@ -1,13 +1,18 @@
-"""The command line: `speedtorch info`, `calibrate` and `demo NAME`, or `python -m speedtorch`."""
+"""The command line: `speedtorch info`, `doctor`, `calibrate` and `demo NAME`.
+
+`python -m speedtorch` is the same command.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 
+from speedtorch.doctor import run_doctor
 from speedtorch.info import info
 from speedtorch.memory.calibration import calibrate
 from speedtorch.version import __version__
@@ -19,14 +24,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command: what follows `speedtorch`, by default in this process.
 
     Returns:
-        The exit status: 0, 1 if a comparison found a difference or this machine cannot be measured,
-        2 for a wrong use and where the demonstrations are missing, 130 after Ctrl-C.
+        The exit status: 0, 1 if a comparison found a difference, if this machine cannot be measured
+        or if `doctor` found something wrong, 2 for a wrong use and where the demonstrations are
+        missing, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser("speedtorch", description=__doc__)
     parser.add_argument("--version", action="version", version=f"speedtorch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     about = commands.add_parser("info", help="versions, what was built, GPUs, links, host, memory")
     about.add_argument("--json", action="store_true", help="for programs: a JSON object, in bytes")
+    doctor = commands.add_parser("doctor", help="checks host memory, links, limits and a folder")
+    doctor.add_argument("--json", action="store_true", help="for programs: a JSON list of findings")
+    doctor.add_argument(
+        "--folder",
+        type=_folder,
+        help="measures how fast a file of 256 MiB is written and read there",
+    )
     commands.add_parser("calibrate", help="measures what moving a row takes here, and keeps it")
     found = importlib.util.find_spec("speedtorch.demo") is not None
     demo = commands.add_parser("demo", help="see it work", add_help=found)
@@ -47,10 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if chosen.command == "demo":
         return run_demo(chosen)
+    if chosen.command == "doctor":
+        return run_doctor(chosen.folder, as_json=chosen.json)
     if chosen.command == "calibrate":
         return _calibrate()
     print(info().as_json() if chosen.json else info())
     return 0
+
+
+def _folder(name: str) -> str:
+    if not os.path.isdir(name):
+        raise argparse.ArgumentTypeError(f"{name!r} is not a folder")
+    return name
 
 
 def _calibrate() -> int:

@@ -20,7 +20,7 @@ from speedtorch.memory.sysfs import listed, pci_address, told
 from speedtorch.ops.functions import _ops
 from speedtorch.version import __version__
 
-__all__ = ["Gpu", "Host", "Info", "Link", "info"]
+__all__ = ["Gpu", "Host", "Info", "Link", "info", "peak_gbps"]
 
 # By GT/s of a lane.
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
@@ -48,6 +48,21 @@ class Link:
     """10^9 bytes per second as `calibrate` measured them on this machine; None before it has."""
     from_gpu_gbps: float | None
     """The other direction."""
+
+
+def peak_gbps(generation: int, width: int) -> float:
+    """GB/s of a PCIe link, one way, before headers of packets: GT/s x lanes x encoding / 8.
+
+    Of the bits that cross a link, data are 8 of 10 up to generation 2, 128 of 130 up to 5, and 242
+    of 256 from 6 on.
+
+    Example:
+        >>> f"{peak_gbps(4, 16):.1f}"
+        '31.5'
+    """
+    (speed,) = (speed for speed, each in _GENERATIONS.items() if each == generation)
+    encoding = 8 / 10 if generation < 3 else 128 / 130 if generation < 6 else 242 / 256
+    return speed * width * encoding / 8
 
 
 @dataclass(frozen=True)

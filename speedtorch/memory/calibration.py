@@ -35,6 +35,7 @@ __all__ = [
     "kept_link_gbps",
     "load_costs",
     "load_costs_with_first_gpu",
+    "measure_link",
 ]
 
 _log = logging.getLogger("speedtorch")
@@ -222,12 +223,17 @@ def _microseconds(run: Callable[[Tensor], object], rows: int = 1, count: int = 1
     return statistics.median(times[1:])
 
 
-def _measure_link(costs: Tensor) -> None:
+def measure_link() -> tuple[float, float]:
+    """GB/s of copies between pinned memory and the current GPU: to the GPU, and back."""
     host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
     into = _microseconds(lambda _: device.copy_(host, non_blocking=True))
     back = _microseconds(lambda _: host.copy_(device, non_blocking=True))
-    costs[-2:] = host.numel() / costs.new_tensor([into, back]) / 1e3
+    return host.numel() / into / 1e3, host.numel() / back / 1e3
+
+
+def _measure_link(costs: Tensor) -> None:
+    costs[-2:] = costs.new_tensor(measure_link())
 
 
 def _measure_planning(costs: Tensor) -> None:

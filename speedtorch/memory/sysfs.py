@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["listed", "pci_address", "told"]
+__all__ = ["listed", "names_in", "pci_address", "told"]
 
 ROOT = Path("/sys")
 
@@ -26,6 +26,14 @@ def listed(name: str) -> set[int]:
     """The numbers in a file such as "0-3,8"; none where the system does not tell."""
     spans = re.findall(r"(\d+)(?:-(\d+))?", told(name))
     return {each for first, last in spans for each in range(int(first), int(last or first) + 1)}
+
+
+def names_in(name: str) -> list[str]:
+    """The sorted names in a folder; none where the system does not tell."""
+    try:
+        return sorted(entry.name for entry in (ROOT / name).iterdir())
+    except OSError:
+        return []
 
 
 def pci_address(gpu: Any) -> str:
