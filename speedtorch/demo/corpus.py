@@ -11,6 +11,7 @@ import ast
 import io
 import re
 import sysconfig
+import warnings
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ _SKIPPED_FOLDERS = frozenset(
     ("test", "tests", "idle_test", "idlelib", "turtledemo", "site-packages", "dist-packages")
 )
 _BLOCK_CHARACTERS = 1 << 20
+_REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are none of its encoding
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,17 +161,24 @@ def builtin_passages(root: Path | None = None) -> Iterator[str]:
 def file_passages(path: Path) -> Iterator[str]:
     """Yields the paragraphs of a text file, plain or gzip, without holding it whole.
 
-    It is UTF-8 (bytes that are not count as blanks between words), recognised as gzip by its first
-    two bytes, whatever its name. Paragraphs end at blank lines, and after about a million
-    characters in a text that has none.
+    It is UTF-8, and recognised as gzip by its first two bytes, whatever its name. Bytes that are no
+    UTF-8 are read as blanks between words; a warning says how many places there were. Paragraphs
+    end at blank lines, and after about a million characters in a text that has none.
     """
     with open_plain_or_gzip(path) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8", errors="replace")
-        rest = ""
+        rest, replaced = "", 0
         while block := text.read(_BLOCK_CHARACTERS):
+            replaced += block.count(_REPLACEMENT)
             whole, rest = _split_tail(rest + block)
             yield from _paragraphs(whole)
         yield from _paragraphs(rest)
+    if replaced:
+        warnings.warn(
+            f"{path}: {replaced:,} places are no UTF-8 and were read as blanks, which splits words:"
+            " convert the text first, as by `iconv -f latin1 -t utf-8`",
+            stacklevel=2,
+        )
 
 
 def _split_tail(text: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -100,9 +101,19 @@ def test_one_endless_word_is_cut_rather_than_held(
     assert "".join(parts) == "x" * 1000 and max(map(len, parts)) <= 2 * 64
 
 
-def test_bytes_that_are_no_utf8_only_separate_words(tmp_path: Path) -> None:
+def test_bytes_that_are_no_utf8_separate_words_and_are_counted(tmp_path: Path) -> None:
     passages = file_passages(written(tmp_path / "t", b"left\xff\xferight left right"))
-    assert set(Corpus.from_passages(passages, min_count=1).words) == {"left", "right"}
+    with pytest.warns(UserWarning, match=r"t: 2 places are no UTF-8 .* `iconv"):
+        corpus = Corpus.from_passages(passages, min_count=1)
+    assert set(corpus.words) == {"left", "right"}
+
+
+def test_text_in_utf8_is_read_without_a_warning(tmp_path: Path) -> None:
+    passages = file_passages(written(tmp_path / "t", "Äpfel, naïve Bäume".encode()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        corpus = Corpus.from_passages(passages, min_count=1)
+    assert set(corpus.words) == {"äpfel", "naïve", "bäume"}
 
 
 @pytest.mark.parametrize("keep", [20, -1], ids=["header", "all_but_a_byte"])
