@@ -34,7 +34,7 @@ raise SystemExit(tuple(map(int, re.findall(r'\d+', version('torch'))[:2])) < (2,
 # Other people's libraries that must work with ours; where one asks for another torch: --no-deps.
 CLIENTS := .venv-clients
 CLIENT_PACKAGES := einops lightning safetensors sentence-transformers accelerate transformers
-CLIENT_PACKAGES += diffusers peft
+CLIENT_PACKAGES += diffusers peft gensim
 CLIENT_PACKAGES_ALONE := pytorch_optimizer torch_optimizer pytorch_ranger bitsandbytes torchao
 CLIENT_PACKAGES_ALONE += torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0 iopath portalocker tensordict pyvers
 CLIENT_PACKAGES_ALONE += pyre-extensions typing-inspect mypy-extensions orjson importlib-metadata

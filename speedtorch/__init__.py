@@ -32,8 +32,10 @@ from speedtorch.nn.collection import EmbeddingBagCollection, EmbeddingCollection
 from speedtorch.nn.embedding import Embedding
 from speedtorch.nn.embedding_bag import EmbeddingBag
 from speedtorch.nn.graphed import graphed
+from speedtorch.nn.nearest import nearest_neighbors
 from speedtorch.nn.prefetch import prefetch
 from speedtorch.nn.table_config import EmbeddingBagConfig, EmbeddingConfig
+from speedtorch.nn.word2vec_format import save_word2vec_format
 from speedtorch.ops.functions import (
     optimizer_state_swap,
     pinned_copy,
@@ -98,6 +100,7 @@ __all__ = [
     "info",
     "memory_kind",
     "memory_stats",
+    "nearest_neighbors",
     "optimizer_state_swap",
     "pin_memory_",
     "pinned_copy",
@@ -107,6 +110,7 @@ __all__ = [
     "pool_rows",
     "prefetch",
     "row_parameters",
+    "save_word2vec_format",
     "set_num_sms",
     "shard",
     "sum_rows",

@@ -18,7 +18,7 @@ from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import Unit, exact_device
 from speedtorch.layers.unit_steps import UnitSteps
-from speedtorch.memory.byte_count import bytes_of
+from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import is_wrapper, stepped_by
 
 __all__ = ["Swapper"]
@@ -111,6 +111,15 @@ class Swapper:
         except BaseException:
             self.close()
             raise
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return f"{type(self).__name__}(closed)"
+        units = [f"{unit.name}: {type(module).__name__}" for module, unit in self._units.items()]
+        shown = units[:3] + [f"{len(units) - 3} more"] * (len(units) > 3)
+        budget = None if self.budget is None else text_of(self.budget)
+        said = f"{', '.join(shown)}; device={self.device}, budget={budget}"
+        return f"{type(self).__name__}({said})"
 
     @contextmanager
     def use(self, *modules: nn.Module) -> Iterator[None]:

@@ -49,6 +49,12 @@ class Prefetch(Generic[_Batch]):
         """Batches of the loader, if it knows them."""
         return len(self._loader)  # type: ignore[arg-type]
 
+    def __repr__(self) -> str:
+        shown = [f"{type(each).__name__}({each.extra_repr()})" for each in self._modules[:3]]
+        if more := len(self._modules) - len(shown):
+            shown.append(f"{more} more")
+        return f"{type(self).__name__}({type(self._loader).__name__}; {', '.join(shown)})"
+
     def __iter__(self) -> Iterator[_Batch]:
         """The loader's batches, in order, each once those after it are planned."""
         with ExitStack() as end:

@@ -7,14 +7,16 @@ import inspect
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from speedtorch.files.table_files import open_fields
+from speedtorch.nn.row_reading import checked_count
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.plan.planned_batch import check_ids
 from speedtorch.step.row_weight import show_rows
@@ -238,13 +240,18 @@ class RowModule(nn.Module):
         return {name: getattr(self, name) for name in self._settings}
 
     def extra_repr(self) -> str:
-        """The arguments that differ from their defaults."""
+        """The arguments that differ from their defaults, and where the rows are."""
         said = f"{self.num_embeddings}, {self.embedding_dim}"
         for name in ("padding_idx", *self._settings, "capacity"):
             value = getattr(self, name)
             if not (value is None or value is False or (name == "norm_type" and value == 2.0)):
                 said += f", {name}={value!r}"
-        return said
+        return f"{said}, {self.places()}"
+
+    def places(self) -> str:
+        """Where lookups give rows, and which memory the table has, or is to have."""
+        memory = self.trained_rows.table.memory or "closed"
+        return f"device={self.trained_rows.exchange.device}, memory={memory}"
 
     def init_(
         self: _Self,
@@ -344,6 +351,72 @@ class RowModule(nn.Module):
         for part in parts:
             check_ids("ids", part)
         return {self: parts}
+
+    def blocks(self, rows: int = 65_536) -> Iterator[tuple[int, Tensor]]:
+        """Iterates over all rows, block after block: no copy of the whole table is needed.
+
+        A block is a copy, which later steps do not change. It has the rows as they are when the
+        iterator is asked for it: rows that a step holds are written back to the table first. Where
+        another thread trains meanwhile, it waits while a block is copied, and later blocks may have
+        the values of later steps.
+
+        Args:
+            rows: The most rows of a block.
+
+        Returns:
+            An iterator over (id of the first row, rows `[n, embedding_dim]` on the CPU, of the
+            table's dtype), in the order of the ids. The last block may have fewer rows.
+
+        Raises:
+            TypeError, ValueError: `rows` is no int, or less than 1.
+            RuntimeError: Ranks share the rows out.
+            IndexError: An id that the GPU found out of range, at the next block.
+
+        Example:
+            >>> import torch, speedtorch
+            >>> embedding = speedtorch.Embedding(5, 2).init_(torch.nn.init.ones_)
+            >>> [(first, block.shape[0]) for first, block in embedding.blocks(rows=2)]
+            [(0, 2), (2, 2), (4, 1)]
+        """
+        size = checked_count("rows", rows, "the most rows of a block")
+        self._refuse_share("blocks")
+        return self._blocks(size)
+
+    def _blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        for first in range(0, self.num_embeddings, size):
+            self._refuse_share("blocks")  # it may have been sharded since
+            yield first, self.trained_rows.copied(slice(first, first + size))
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """All rows as a NumPy array `[num_embeddings, embedding_dim]`, a view of the table.
+
+        The view has the rows as they are now. What later steps change is in it after the next
+        flush(). attach() may move the rows to other memory: attach first, or call numpy() again.
+
+        Raises:
+            RuntimeError: Ranks share the rows out.
+            ValueError: The table is on a GPU (memory="cuda"), or NumPy has no such dtype
+                (bfloat16): blocks() reads those. Or the table is closed.
+            IndexError: An id that the GPU found out of range.
+
+        Example:
+            >>> import torch, speedtorch
+            >>> embedding = speedtorch.Embedding(2, 3).init_(torch.nn.init.zeros_)
+            >>> embedding.numpy().tolist()
+            [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+        """
+        self._refuse_share("numpy")
+        self.flush()
+        return self.table.numpy()
+
+    def _refuse_share(self, method: str) -> None:
+        """Raises RuntimeError where this rank has some of the rows alone."""
+        if self.trained_rows.table.portion is not None:
+            raise RuntimeError(
+                f"{self.trained_rows.name}: {method} needs all rows, and this rank has a share of"
+                " them: read the share from state_dict(), or all rows on the first rank from"
+                " state_dict() within speedtorch.full_state_dict(model)"
+            )
 
     def flush(self) -> None:
         """Brings the table up to date for code that keeps a view; emb.table does so by itself.

@@ -65,9 +65,9 @@ class TableGroup(RowModule):
         }
 
     def extra_repr(self) -> str:
-        """The tables and their rows."""
+        """The tables and their rows, and where these are."""
         tables = ", ".join(f"{each.name}: {each.rows}" for each in self.ranges.tables)
-        return f"{tables}; columns={self.embedding_dim}"
+        return f"{tables}; columns={self.embedding_dim}, {self.places()}"
 
     def ids_of(self, source: Source, *, planned: bool = False) -> TableIds:
         """Ids of the group's features as rows, looked up or `planned` for that; see TableRanges."""

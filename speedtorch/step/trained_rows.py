@@ -253,6 +253,13 @@ class TrainedRows:
             return self.table.field("weight")
 
     @alone
+    def copied(self, rows: slice) -> Tensor:
+        """A copy on the CPU of some rows `[n, ...]`, as they are now."""
+        with as_plain():
+            some = self.view()[rows]
+            return some.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    @alone
     def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
         """Changes all rows, at first need if they were never used; see LazyInit."""
         with as_plain():

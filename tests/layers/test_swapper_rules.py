@@ -648,3 +648,13 @@ def test_results_within_a_record_are_found(steps: bool) -> None:
         x.sum().backward()
     assert all(each.grad is None for each in made.parameters()) == steps
     assert same(made, before) != steps
+
+
+@pytest.mark.parametrize("budget", [None, "64KiB"])
+def test_its_repr_names_the_units_the_device_and_the_budget(budget: str | None) -> None:
+    layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
+    swapper = Swapper(layers, device="cpu", budget=budget)
+    units, said = "0: Linear, 1: Linear, 2: Linear, 2 more", "64.0 KiB" if budget else "None"
+    assert repr(swapper) == f"Swapper({units}; device=cpu, budget={said})"
+    swapper.close()
+    assert repr(swapper) == "Swapper(closed)"

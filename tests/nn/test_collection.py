@@ -960,8 +960,8 @@ def test_a_conversion_is_refused_by_the_next_lookup() -> None:
     ours(KeyedIds.of(BAGS))
 
 
-def test_extra_repr_says_the_tables() -> None:
-    assert "user: 20, item: 30; columns=4" in repr(made())
+def test_extra_repr_says_the_tables_and_where_they_are() -> None:
+    assert "user: 20, item: 30; columns=4, device=cpu, memory=auto)" in repr(made())
 
 
 def test_flush_brings_a_view_of_the_table_up_to_date(device: str) -> None:

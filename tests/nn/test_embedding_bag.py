@@ -110,7 +110,7 @@ def test_wrong_use_is_an_error() -> None:
 
 def test_repr_names_what_differs_from_the_defaults() -> None:
     bag = speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum", padding_idx=2)
-    assert repr(bag) == "EmbeddingBag(20, 4, padding_idx=2, mode='sum')"
+    assert repr(bag) == ("EmbeddingBag(20, 4, padding_idx=2, mode='sum', device=cpu, memory=auto)")
 
 
 def test_from_pretrained_is_frozen_unless_asked() -> None:

@@ -297,7 +297,27 @@ class FewArguments(speedtorch.Embedding):
 
 def test_a_subclass_with_arguments_of_its_own_tells_what_it_is() -> None:
     made = FewArguments(["the", "of"], max_norm=1.0)
-    assert repr(made) == "FewArguments(2, 4, padding_idx=0, max_norm=1.0)"
+    assert repr(made) == (
+        "FewArguments(2, 4, padding_idx=0, max_norm=1.0, device=cpu, memory=auto)"
+    )
+
+
+@pytest.mark.parametrize("kind", [speedtorch.Embedding, speedtorch.EmbeddingBag])
+def test_repr_names_the_memory_that_was_asked_for_until_there_is_some(kind: Any) -> None:
+    module = kind(5, 2, memory="plain")
+    auto = kind(5, 2)
+    assert "device=cpu, memory=plain)" in repr(module)
+    assert "device=cpu, memory=auto)" in repr(auto)
+    table = auto.table
+    assert f"device=cpu, memory={table.memory})" in repr(auto) and table.memory != "auto"
+    table.close()
+    assert "device=cpu, memory=closed)" in repr(auto)
+
+
+def test_repr_names_the_device_of_lookups(device: str) -> None:
+    made = speedtorch.Embedding(5, 2, device=device)
+    assert f", device={made(torch.tensor([0], device=device)).device}, " in repr(made)
+    assert ", device=cpu, " in repr(made.cpu())
 
 
 class AsDocumented(speedtorch.Embedding):

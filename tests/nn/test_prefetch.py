@@ -203,3 +203,16 @@ def test_batches_that_are_taken_in_inference_mode_are_trained(
         assert next(loop, None) is None
         results.append([each.table["weight"].clone() for each in model])
     assert all(map(torch.equal, *results))
+
+
+def test_its_repr_names_the_loader_and_the_modules() -> None:
+    model = nn.ModuleList(speedtorch.Embedding(rows, 2) for rows in (5, 6))
+    text = repr(speedtorch.prefetch([], model, ids=lambda batch: batch))
+    places = ", device=cpu, memory=auto)"
+    assert text == f"Prefetch(list; Embedding(5, 2{places}, Embedding(6, 2{places})"
+
+
+def test_its_repr_names_three_modules_and_counts_the_others() -> None:
+    model = nn.ModuleList(speedtorch.Embedding(5, 2) for _ in range(5))
+    text = repr(speedtorch.prefetch([], model, ids=lambda batch: batch))
+    assert text.count("Embedding(") == 3 and text.endswith(", 2 more)")

@@ -1,0 +1,128 @@
+"""nearest_neighbors: the rows of a table that are most like some vectors, block by block."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedtorch.nn.row_module import RowModule
+from speedtorch.nn.row_reading import checked_count, progress_bar
+
+__all__ = ["nearest_neighbors"]
+
+_METRICS = ("cosine", "dot")
+# Scores that are in memory at once: 64 MiB of float32, and twice that while they are compared.
+_SCORES = 1 << 24
+
+
+def nearest_neighbors(
+    emb: nn.Module,
+    queries: Tensor,
+    k: int = 10,
+    *,
+    metric: str = "cosine",
+    rows: int = 65_536,
+    progress: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Finds the `k` rows of a table that are most like each query.
+
+    Rows are read by blocks, as `emb.blocks(rows)` gives them, and compared in float32 on the
+    queries' device. The result is that of torch.topk over the scores of the whole table: the
+    largest first, and of equal scores the lower id first; a score that is NaN counts as the
+    largest. A row that is a query itself is among its own neighbors.
+
+    Args:
+        emb: An Embedding or EmbeddingBag.
+        queries: Vectors `[q, embedding_dim]` of floating numbers, on any device.
+        k: How many rows to find for each query, from 1 to `emb.num_embeddings`.
+        metric: "cosine", which is 0 for a vector of zeros, or "dot" for dot products.
+        rows: The most rows of a block: `rows * embedding_dim * 4` bytes, twice with "cosine".
+        progress: Shows a bar on stderr: always (True), never (False), or when it takes longer than
+            2 s and stderr is a terminal (None).
+
+    Returns:
+        Scores `[q, k]` in float32 and ids `[q, k]` in int64, on the queries' device.
+
+    Raises:
+        TypeError: `emb` is no Embedding or EmbeddingBag, queries are no floating numbers, the table
+            has complex ones, or `k` or `rows` is no int.
+        ValueError: Queries have another shape, there are fewer than `k` rows, `rows` is less than
+            1, or there is no such metric.
+        RuntimeError: Ranks share the rows out.
+
+    Example:
+        >>> import torch, speedtorch
+        >>> emb = speedtorch.Embedding.from_pretrained(torch.eye(4))
+        >>> scores, ids = speedtorch.nearest_neighbors(emb, torch.tensor([[0.0, 3.0, 4.0, 0.0]]), 2)
+        >>> ids, scores
+        (tensor([[2, 1]]), tensor([[0.8000, 0.6000]]))
+    """
+    if not isinstance(emb, RowModule):
+        kind = type(emb).__name__
+        raise TypeError(f"emb: expected a speedtorch Embedding or EmbeddingBag, got {kind}")
+    if metric not in _METRICS:
+        raise ValueError(f"metric: expected 'cosine' or 'dot', got {metric!r}")
+    _check_queries(emb, queries)
+    wanted_rows = f"of the table's {emb.num_embeddings:,} rows"
+    k = checked_count("k", k, wanted_rows, emb.num_embeddings)
+    blocks = emb.blocks(rows)
+    wanted = queries.detach().to(torch.float32)
+    scores = torch.empty(len(wanted), 0, dtype=torch.float32, device=wanted.device)
+    ids = torch.empty(len(wanted), 0, dtype=torch.int64, device=wanted.device)
+    with (
+        torch.autocast(wanted.device.type, enabled=False),
+        progress_bar(emb.num_embeddings, progress) as bar,
+    ):
+        if metric == "cosine":
+            wanted = F.normalize(wanted, dim=1)
+        for first, block in blocks:
+            held = block.to(wanted.device, torch.float32)
+            if metric == "cosine":
+                held = F.normalize(held, dim=1)
+            parts = torch.split(wanted, max(1, _SCORES // len(held)))
+            found = [_largest(part @ held.T, k) for part in parts]
+            scores = torch.cat([scores, torch.cat([values for values, _ in found])], dim=1)
+            ids = torch.cat([ids, torch.cat([places for _, places in found]) + first], dim=1)
+            # Of equal scores those of earlier blocks stay first, and so do lower ids of this one.
+            order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+            scores, ids = scores.gather(1, order), ids.gather(1, order)
+            bar.update(len(block))
+    return scores, ids
+
+
+def _check_queries(emb: RowModule, queries: object) -> None:
+    if not isinstance(queries, Tensor):
+        raise TypeError(f"queries: expected a tensor, got {type(queries).__name__}")
+    if not queries.dtype.is_floating_point:
+        raise TypeError(
+            f"queries: expected vectors of floating numbers, got {queries.dtype}; the vectors of"
+            " ids are emb(ids)"
+        )
+    if (stored := emb.trained_rows.table.stored_dtype).is_complex:
+        raise TypeError(f"emb: rows of {stored} have no order by likeness; use real numbers")
+    columns = emb.embedding_dim
+    if queries.layout != torch.strided or queries.dim() != 2 or queries.shape[1] != columns:
+        shape, layout = [*queries.shape], queries.layout
+        raise ValueError(f"queries: expected dense [q, {columns}], got {shape} of {layout}")
+
+
+def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest scores of each row `[q, n]`, or all n, and their places in that row.
+
+    They are in descending order, and of equal ones the first comes first. torch.topk takes any of
+    equal ones; so it is given integers, all different, that are in the order of the scores and,
+    where those are equal, of their places from the end.
+    """
+    columns = scores.shape[1]
+    # One bit pattern each for all NaNs, and for both zeros.
+    scores = scores.masked_fill_(scores.isnan(), math.nan).add_(0.0)
+    bits = scores.view(torch.int32)
+    # As floats are signed magnitudes, negative ones are in reverse order.
+    order = (bits ^ ((bits >> 31) & 0x7FFF_FFFF)).to(torch.int64)
+    from_the_end = torch.arange(columns - 1, -1, -1, device=scores.device)
+    keys = order.mul_(1 << 32).add_(from_the_end)
+    places = keys.topk(min(k, columns), dim=1).indices
+    return scores.gather(1, places), places

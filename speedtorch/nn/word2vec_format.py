@@ -1,0 +1,130 @@
+"""save_word2vec_format: rows and their words as the file of vectors that word2vec writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from speedtorch.files.new_files import replace_files
+from speedtorch.nn.row_module import RowModule
+from speedtorch.nn.row_reading import progress_bar
+
+__all__ = ["save_word2vec_format"]
+
+# Bytes of float32 that are written at once; text takes about fifty times as much meanwhile.
+_BINARY_BLOCK = 16 << 20
+_TEXT_BLOCK = 1 << 20
+# What ends a word for word2vec's own reader, and for gensim's.
+_ENDS = frozenset(" \t\n\v\f\r")
+
+
+def save_word2vec_format(
+    emb: nn.Module,
+    path: str | os.PathLike[str],
+    words: Sequence[str],
+    *,
+    binary: bool = True,
+    progress: bool | None = None,
+) -> None:
+    r"""Writes a table and the words of its rows as `KeyedVectors.load_word2vec_format` reads them.
+
+    That is the format of word2vec and gensim: a line `rows columns`, then for each row the word in
+    UTF-8, a space, the numbers and a newline. Numbers are float32, little-endian; with
+    `binary=False` they are decimal text from which float32 is read back bit for bit. Rows of other
+    dtypes are converted to float32. The file is not compressed, whatever its name.
+
+    Rows are read by blocks, as `emb.blocks()` gives them. A file that is there already stays until
+    the new one is whole and on the disk.
+
+    Args:
+        emb: An Embedding or EmbeddingBag.
+        path: The file.
+        words: A word for each row, in the order of the ids, all different.
+        binary: Numbers as bytes, or as text, which is larger and slower to read.
+        progress: As for nearest_neighbors.
+
+    Raises:
+        TypeError: `emb` is no Embedding or EmbeddingBag, its rows are complex, or `words` is no
+            sequence of str.
+        ValueError: There are more or fewer words than rows, or a word is empty, has a space, a tab
+            or a line end within, is there twice, or cannot be written as UTF-8.
+        RuntimeError: Ranks share the rows out.
+        OSError: The disk is full, or another file call failed. In all these cases nothing has been
+            written.
+
+    Example:
+        >>> import tempfile, torch, speedtorch
+        >>> emb = speedtorch.Embedding.from_pretrained(torch.tensor([[0.5, 1.0], [2.0, 0.1]]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     speedtorch.save_word2vec_format(emb, f"{folder}/v.txt", ["a", "b"], binary=False)
+        ...     print(open(f"{folder}/v.txt").read())
+        2 2
+        a 0.5 1.0
+        b 2.0 0.1
+    """
+    if not isinstance(emb, RowModule):
+        kind = type(emb).__name__
+        raise TypeError(f"emb: expected a speedtorch Embedding or EmbeddingBag, got {kind}")
+    if (stored := emb.trained_rows.table.stored_dtype).is_complex:
+        raise TypeError(f"emb: the format has real numbers, and the rows are {stored}")
+    named = _checked(words, emb.num_embeddings)
+    row_bytes = 4 * emb.embedding_dim
+    block_bytes = _BINARY_BLOCK if binary else _TEXT_BLOCK
+    blocks = emb.blocks(max(1, block_bytes // max(1, row_bytes)))
+    header = f"{emb.num_embeddings} {emb.embedding_dim}\n".encode()
+    lines = _binary_lines if binary else _text_lines
+    with replace_files([path]) as (file,), progress_bar(emb.num_embeddings, progress) as bar:
+        if binary:
+            letters = sum(len(word.encode()) for word in named)
+            file.reserve(len(header) + letters + (row_bytes + 2) * len(named))
+        file.write(header)
+        for first, block in blocks:
+            here = named[first : first + len(block)]
+            file.write(b"".join(lines(here, block.to(torch.float32))))
+            bar.update(len(block))
+
+
+def _checked(words: object, rows: int) -> list[str]:
+    """The words, in a list of their own; raises TypeError or ValueError if they do not fit."""
+    is_sequence = hasattr(words, "__len__") and hasattr(words, "__getitem__")
+    if not is_sequence or isinstance(words, str | bytes | Mapping | Set):
+        raise TypeError(f"words: expected a sequence of str, got {type(words).__name__}")
+    assert isinstance(words, Iterable)
+    named = list(words)
+    if len(named) != rows:
+        raise ValueError(f"words: expected {rows:,}, one for each row, got {len(named):,}")
+    seen: set[str] = set()
+    for place, word in enumerate(named):
+        if not isinstance(word, str):
+            raise TypeError(f"words[{place}]: expected a str, got {word!r}")
+        if not word:
+            raise ValueError(f"words[{place}]: expected a word, got an empty one")
+        if not _ENDS.isdisjoint(word):
+            raise ValueError(f"words[{place}]: expected no space or line end within, got {word!r}")
+        if word in seen:
+            before = named.index(word)
+            raise ValueError(f"words[{place}]: {word!r} is words[{before}] already")
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"words[{place}]: {word!r} cannot be written: {error}") from None
+        seen.add(word)
+    return named
+
+
+def _binary_lines(words: Sequence[str], rows: Tensor) -> Iterable[bytes]:
+    data, row_bytes = rows.numpy().astype("<f4", copy=False).tobytes(), 4 * rows.shape[1]
+    for place, word in enumerate(words):
+        yield word.encode() + b" "
+        yield data[place * row_bytes : (place + 1) * row_bytes] + b"\n"
+
+
+def _text_lines(words: Sequence[str], rows: Tensor) -> Iterable[bytes]:
+    # The shortest decimal numbers that are read back as these.
+    numbers = rows.numpy().astype(np.str_).tolist()
+    for word, row in zip(words, numbers, strict=True):
+        yield f"{' '.join([word, *row])}\n".encode()

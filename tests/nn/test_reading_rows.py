@@ -1,0 +1,674 @@
+"""All rows of a trained module: by blocks, as a NumPy array, nearest neighbors, and as a file."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+
+import speedtorch
+from speedtorch.nn import nearest, row_reading, word2vec_format
+from speedtorch.step.trained_rows import TrainedRows
+from speedtorch.table.lazy_init import Portion
+
+ROWS, WIDTH = 20, 4
+BATCHES = [torch.tensor(ids) for ids in ([3, 1, 3, 19], [0, 3, 7], [19, 2, 2])]
+Kind = type[speedtorch.Embedding] | type[speedtorch.EmbeddingBag]
+KINDS = pytest.mark.parametrize("kind", [speedtorch.Embedding, speedtorch.EmbeddingBag])
+
+
+def values(rows: int = ROWS, width: int = WIDTH, seed: int = 1) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def made(rows: Tensor, **settings: Any) -> speedtorch.Embedding:
+    return speedtorch.Embedding.from_pretrained(rows, freeze=False, **settings)
+
+
+def joined(module: Any, rows: int = 7) -> Tensor:
+    """All rows, of blocks that must follow each other."""
+    parts, end = [torch.empty(0, module.embedding_dim, dtype=module.weight.dtype)], 0
+    for first, block in module.blocks(rows):
+        assert first == end and 0 < len(block) <= rows and block.is_cpu
+        parts.append(block)
+        end += len(block)
+    return torch.cat(parts)
+
+
+def shared_out(kind: Kind = speedtorch.Embedding) -> Any:
+    """A module with the first half of its rows, as on the first of two ranks."""
+    module, half = kind(ROWS, WIDTH), range(ROWS // 2)
+    module.share_out(Portion(ROWS, [(half, half)], lambda seed: seed), lambda trained, _: trained)
+    return module
+
+
+class Pair:
+    """torch's Embedding and ours, trained on the same batches by SparseAdam."""
+
+    def __init__(self, device: str, padding_idx: int | None = None, **settings: Any) -> None:
+        self.ours = made(values(), padding_idx=padding_idx, device=device, sparse=True, **settings)
+        self.theirs = nn.Embedding.from_pretrained(
+            values().to(device), freeze=False, padding_idx=padding_idx, sparse=True
+        )
+        self._optimizers = {
+            module: optim.SparseAdam(module.parameters(), lr=0.1)
+            for module in (self.ours, self.theirs)
+        }
+        speedtorch.attach(self._optimizers[self.ours], self.ours)
+
+    def step(self, ids: Tensor) -> None:
+        for module, optimizer in self._optimizers.items():
+            module(ids).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @property
+    def expected(self) -> Tensor:
+        return self.theirs.weight.detach().cpu()
+
+
+# ------------------------------------------------------------------------------------------------
+# Blocks
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"capacity": 5}, {"padding_idx": 3}, {"padding_idx": 3, "capacity": 5}],
+    ids=["plain", "capacity", "padding", "capacity and padding"],
+)
+def test_blocks_have_the_rows_after_each_step(settings: dict[str, Any], device: str) -> None:
+    pair = Pair(device, **settings)
+    for ids in BATCHES:
+        pair.step(ids.to(device))
+        torch.testing.assert_close(joined(pair.ours), pair.expected, rtol=0, atol=0)
+
+
+def test_blocks_have_the_rows_while_batches_are_prefetched(device: str) -> None:
+    pair = Pair(device)
+    batches = [ids.to(device) for ids in BATCHES * 2]
+    for ids in speedtorch.prefetch(batches, pair.ours, ids=lambda ids: ids):
+        pair.step(ids)
+        torch.testing.assert_close(joined(pair.ours), pair.expected, rtol=0, atol=0)
+
+
+def test_reading_between_a_lookup_and_its_step_changes_no_number(device: str) -> None:
+    weights = []
+    for reads in (False, True):
+        emb = made(values(), device=device)
+        sgd = optim.SGD(emb.parameters(), lr=0.1, momentum=0.9)
+        speedtorch.attach(sgd, emb)
+        for ids in BATCHES:
+            loss = emb(ids.to(device)).square().sum()
+            if reads:
+                joined(emb)
+            loss.backward()
+            if reads:
+                joined(emb)
+            sgd.step()
+            sgd.zero_grad()
+        weights.append(joined(emb))
+    assert torch.equal(*weights) and not torch.equal(weights[0], values())
+
+
+def test_a_block_is_of_the_moment_when_it_is_asked_for(device: str) -> None:
+    emb = made(torch.zeros(4, 1), device=device)
+    sgd = optim.SGD(emb.parameters(), lr=1.0)
+    blocks = emb.blocks(rows=2)
+    _, before = next(blocks)
+    emb(torch.arange(4, device=device)).sum().backward()
+    sgd.step()
+    _, after = next(blocks)
+    assert before.tolist() == [[0.0], [0.0]]
+    assert after.tolist() == [[-1.0], [-1.0]]
+
+
+@pytest.mark.parametrize("state", [(), ("exp_avg",)], ids=["alone", "beside state"])
+def test_a_block_is_a_contiguous_copy(state: tuple[str, ...]) -> None:
+    table = speedtorch.HostTable(3, 2, state=state).fill_(1.0)
+    ((_, block),) = speedtorch.Embedding.from_pretrained(table).blocks()
+    table.fill_(2.0)
+    assert block.is_contiguous() and bool((block == 1.0).all())
+
+
+@KINDS
+def test_blocks_of_rows_that_were_never_used_have_their_first_values(kind: Kind) -> None:
+    module = kind(ROWS, WIDTH).init_(nn.init.constant_, 3.0)
+    assert bool((joined(module) == 3.0).all())
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(1, [1] * 5), (2, [2, 2, 1]), (5, [5]), (6, [5]), (2**70, [5])], ids=str
+)
+def test_the_last_block_has_what_is_left(rows: int, sizes: list[int]) -> None:
+    found = list(made(values(5)).blocks(rows))
+    assert [len(block) for _, block in found] == sizes
+    assert torch.equal(torch.cat([block for _, block in found]), values(5))
+
+
+def test_a_table_without_rows_has_no_block() -> None:
+    assert list(speedtorch.Embedding(0, 3).blocks()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_blocks_have_the_dtype_of_the_table(dtype: torch.dtype) -> None:
+    rows = values().to(dtype)
+    assert joined(made(rows)).dtype == dtype
+    assert torch.equal(joined(made(rows)), rows)
+
+
+def test_blocks_of_a_frozen_module_have_what_another_trains() -> None:
+    table = speedtorch.HostTable(3, 1)
+    reader = speedtorch.Embedding.from_pretrained(table)
+    trainer = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    sgd = optim.SGD(trainer.parameters(), lr=1.0)
+    trainer(torch.tensor([1])).sum().backward()
+    sgd.step()
+    assert joined(reader).flatten().tolist() == [0.0, -1.0, 0.0]
+
+
+@contextmanager
+def trained_by_another_thread(emb: nn.Module, batches: list[Tensor]) -> Iterator[threading.Thread]:
+    """Within the block another thread takes steps of SGD, batch after batch, without an end."""
+    sgd, done, errors = optim.SGD(emb.parameters(), lr=1.0), threading.Event(), []
+
+    def train() -> None:
+        try:
+            for ids in cycle(batches):
+                if done.is_set():
+                    return
+                emb(ids).sum().backward()
+                sgd.step()
+                sgd.zero_grad()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        done.set()
+        thread.join()
+    assert errors == []
+
+
+def test_another_thread_waits_while_a_block_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    emb, halves = made(torch.zeros(2_000, 8)), list(torch.arange(2_000).split(1_000))
+    whole, unchanged = TrainedRows.view, []
+
+    def watched(rows: TrainedRows) -> Tensor:
+        found = whole(rows)
+        before = found.clone()
+        time.sleep(0.02)
+        unchanged.append(torch.equal(found, before))
+        return found
+
+    monkeypatch.setattr(TrainedRows, "view", watched)
+    seen: set[float] = set()
+    with trained_by_another_thread(emb, halves) as thread:
+        while len(seen) < 5 and thread.is_alive():
+            for _, block in emb.blocks(rows=1_000):
+                found = block.unique().tolist()
+                assert len(found) == 1  # no half of a step
+                seen.update(found)
+    assert len(seen) >= 5 and all(unchanged)
+
+
+def test_blocks_of_a_group_of_a_collection_have_the_rows_of_its_tables() -> None:
+    configs = [
+        speedtorch.EmbeddingConfig(
+            name=name, num_embeddings=rows, embedding_dim=2, init_fn=init, feature_names=[name]
+        )
+        for name, rows, init in (("user", 2, nn.init.zeros_), ("item", 3, nn.init.ones_))
+    ]
+    collection = speedtorch.EmbeddingCollection(tables=configs)
+    assert joined(collection.group_of("user"))[:, 0].tolist() == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        (0, ValueError, "rows: expected 1 or more, the most rows of a block, got 0"),
+        (-3, ValueError, "rows: expected 1 or more, .*got -3"),
+        (True, TypeError, "rows: expected an int, .*got True"),
+        (2.0, TypeError, "rows: expected an int, .*got 2.0"),
+        (None, TypeError, "rows: expected an int, .*got None"),
+    ],
+    ids=str,
+)
+def test_a_bad_number_of_rows_is_refused_at_once(
+    rows: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        made(values()).blocks(rows)
+
+
+READS: dict[str, Callable[[Any], object]] = {
+    "blocks": lambda module: module.blocks(),
+    "numpy": lambda module: module.numpy(),
+    "nearest": lambda module: speedtorch.nearest_neighbors(module, torch.ones(1, WIDTH)),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("read", ["blocks", "numpy", "nearest"])
+def test_a_share_of_the_rows_is_not_taken_for_all(kind: Kind, read: str) -> None:
+    with pytest.raises(RuntimeError, match=r"state_dict\(\).*full_state_dict\(model\)"):
+        READS[read](shared_out(kind))
+
+
+def test_an_iterator_made_before_the_rows_are_shared_out_gives_no_share() -> None:
+    module, half = speedtorch.Embedding(ROWS, WIDTH), range(ROWS // 2)
+    blocks = module.blocks()
+    portion = Portion(ROWS, [(half, half)], lambda seed: seed)
+    module.share_out(portion, lambda trained, _: trained)
+    with pytest.raises(RuntimeError, match="this rank has a share"):
+        next(blocks)
+
+
+def test_a_closed_table_has_no_blocks() -> None:
+    emb = made(values())
+    blocks = emb.blocks(rows=3)
+    next(blocks)
+    emb.table.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(blocks)
+
+
+# ------------------------------------------------------------------------------------------------
+# NumPy
+
+
+def test_numpy_is_a_view_of_the_table() -> None:
+    emb = made(values())
+    assert np.shares_memory(emb.numpy(), emb.table.numpy())
+
+
+def test_numpy_has_what_steps_have_changed(device: str) -> None:
+    pair = Pair(device)
+    pair.step(BATCHES[0].to(device))
+    assert np.array_equal(pair.ours.numpy(), pair.expected.numpy())
+
+
+def test_a_view_of_numpy_has_later_steps_after_a_flush(device: str) -> None:
+    pair = Pair(device)
+    view = pair.ours.numpy()
+    pair.step(BATCHES[0].to(device))
+    pair.ours.flush()
+    assert np.array_equal(view, pair.expected.numpy())
+
+
+def test_numpy_has_no_bfloat16() -> None:
+    with pytest.raises(ValueError, match="NumPy has no torch.bfloat16"):
+        made(values().bfloat16()).numpy()
+
+
+# ------------------------------------------------------------------------------------------------
+# Nearest neighbors
+
+
+def topk(rows: Tensor, queries: Tensor, k: int, metric: str) -> Any:
+    rows, queries = rows.float(), queries.float()
+    if metric == "cosine":
+        rows, queries = F.normalize(rows, dim=1), F.normalize(queries, dim=1)
+    return (queries @ rows.T).topk(k)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "dot"])
+@pytest.mark.parametrize("block", [1, 7, 300, 1_000], ids="blocks of {}".format)
+@pytest.mark.parametrize("k", [1, 10, 300])
+def test_neighbors_are_those_of_topk(k: int, block: int, metric: str, device: str) -> None:
+    rows, queries = values(300, 16), values(9, 16, seed=2)
+    emb = made(rows, device=device)
+    found = speedtorch.nearest_neighbors(emb, queries.to(device), k, metric=metric, rows=block)
+    expected = topk(rows, queries, k, metric)
+    torch.testing.assert_close(found[0].cpu(), expected.values, rtol=1e-4, atol=1e-5)
+    assert torch.equal(found[1].cpu(), expected.indices)
+    assert {each.device.type for each in found} == {device}
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 6], ids="blocks of {}".format)
+def test_of_equal_scores_the_lower_id_comes_first(block: int, device: str) -> None:
+    rows = torch.tensor([[1.0], [2.0], [1.0], [2.0], [-1.0], [2.0]])
+    query = torch.tensor([[1.0], [-1.0], [0.0]], device=device)
+    _, ids = speedtorch.nearest_neighbors(made(rows), query, 6, metric="dot", rows=block)
+    assert ids.tolist() == [[1, 3, 5, 0, 2, 4], [4, 0, 2, 1, 3, 5], [0, 1, 2, 3, 4, 5]]
+
+
+def test_zeros_of_either_sign_are_equal() -> None:
+    rows = torch.tensor([[-0.0, -0.0], [0.0, 0.0], [-0.0, 0.0]])
+    scores, ids = speedtorch.nearest_neighbors(made(rows), torch.ones(1, 2), 3, metric="dot")
+    assert ids.tolist() == [[0, 1, 2]] and scores.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("block", [3, 10], ids="blocks of {}".format)
+def test_scores_are_ordered_as_topk_orders_them_to_the_ends_of_float32(
+    block: int, device: str
+) -> None:
+    nan, inf = float("nan"), float("inf")
+    rows = torch.tensor([-inf, -3e38, -1e-45, 1e-45, 3e38, inf, nan, -nan, -2.0, 2.0])[:, None]
+    emb, one = made(rows), torch.ones(1, 1, device=device)
+    for k in range(1, 11):
+        scores, ids = speedtorch.nearest_neighbors(emb, one, k, metric="dot", rows=block)
+        assert ids[0].tolist() == [6, 7, 5, 4, 9, 3, 2, 8, 1, 0][:k]
+        expected = rows.T.topk(k).values
+        torch.testing.assert_close(scores.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_of_many_equal_scores_in_several_blocks_the_lowest_ids_come_first(device: str) -> None:
+    query = torch.ones(1, 1, device=device)
+    _, ids = speedtorch.nearest_neighbors(made(torch.ones(600, 1)), query, 200, rows=70)
+    assert ids[0].tolist() == list(range(200))
+
+
+def test_a_row_of_zeros_has_the_cosine_zero() -> None:
+    rows = torch.tensor([[0.0, 0.0], [-1.0, 0.0], [5.0, 0.0]])
+    scores, ids = speedtorch.nearest_neighbors(made(rows), torch.tensor([[2.0, 0.0]]), 3)
+    assert ids.tolist() == [[2, 0, 1]] and scores.tolist() == [[1.0, 0.0, -1.0]]
+
+
+def test_many_queries_are_compared_in_parts() -> None:
+    rows, queries = values(50, 8), values(33, 8, seed=2)
+    with mock.patch.object(nearest, "_SCORES", 100):
+        _, ids = speedtorch.nearest_neighbors(made(rows), queries, 4, metric="dot", rows=20)
+    assert torch.equal(ids, topk(rows, queries, 4, "dot").indices)
+
+
+def test_no_query_has_no_neighbors() -> None:
+    scores, ids = speedtorch.nearest_neighbors(made(values()), torch.empty(0, WIDTH), 3)
+    assert scores.shape == ids.shape == (0, 3) and ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_rows_and_queries_of_any_floating_dtype_are_compared_in_float32(dtype: torch.dtype) -> None:
+    rows, queries = values().to(dtype), values(3, seed=2).to(dtype)
+    scores, ids = speedtorch.nearest_neighbors(made(rows), queries, 5, metric="dot")
+    expected = topk(rows, queries, 5, "dot")
+    assert scores.dtype == torch.float32
+    assert torch.equal(ids, expected.indices)
+    torch.testing.assert_close(scores, expected.values)
+
+
+def test_autocast_does_not_round_scores(device: str) -> None:
+    rows, query = values(), values(1, seed=2)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        scores, _ = speedtorch.nearest_neighbors(made(rows), query.to(device), 5, metric="dot")
+    torch.testing.assert_close(scores.cpu(), topk(rows, query, 5, "dot").values)
+
+
+def test_queries_that_need_gradients_get_none() -> None:
+    query = torch.ones(1, WIDTH, requires_grad=True)
+    scores, _ = speedtorch.nearest_neighbors(made(values()), query, 3)
+    assert not scores.requires_grad and query.grad is None
+
+
+def test_neighbors_have_what_a_step_has_changed(device: str) -> None:
+    emb = made(torch.zeros(5, 1), device=device)
+    sgd = optim.SGD(emb.parameters(), lr=1.0)
+    emb(torch.tensor([3], device=device)).sum().backward()
+    sgd.step()
+    query = torch.tensor([[-2.0]], device=device)
+    scores, ids = speedtorch.nearest_neighbors(emb, query, 2, metric="dot")
+    assert ids.tolist() == [[3, 0]] and scores.tolist() == [[2.0, 0.0]]
+
+
+def test_neighbors_of_an_embedding_bag() -> None:
+    bag = speedtorch.EmbeddingBag.from_pretrained(torch.eye(3))
+    _, ids = speedtorch.nearest_neighbors(bag, torch.tensor([[0.0, 1.0, 2.0]]), 2)
+    assert ids.tolist() == [[2, 1]]
+
+
+QUERY = torch.ones(1, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((QUERY, 21), ValueError, "k: expected 1 to 20, of the table's 20 rows, got 21"),
+        ((QUERY, 0), ValueError, "k: expected 1 to 20, .*got 0"),
+        ((QUERY, 1.0), TypeError, "k: expected an int, .*got 1.0"),
+        ((QUERY[0],), ValueError, r"queries: expected dense \[q, 4\], got \[4\]"),
+        ((QUERY[:, :3],), ValueError, r"queries: expected dense \[q, 4\], got \[1, 3\]"),
+        ((QUERY.to_sparse(),), ValueError, r"queries: expected dense .* of torch.sparse_coo"),
+        ((QUERY.long(),), TypeError, r"queries: .*floating numbers, got torch.int64.*emb\(ids\)"),
+        (([[1.0] * 4],), TypeError, "queries: expected a tensor, got list"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_a_wrong_query_is_refused(
+    arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        speedtorch.nearest_neighbors(made(values()), *arguments)
+
+
+def test_another_metric_is_refused() -> None:
+    with pytest.raises(ValueError, match="metric: expected 'cosine' or 'dot', got 'l2'"):
+        speedtorch.nearest_neighbors(made(values()), QUERY, metric="l2")
+
+
+def test_neighbors_of_a_bad_number_of_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows: expected 1 or more"):
+        speedtorch.nearest_neighbors(made(values()), QUERY, rows=0)
+
+
+@pytest.mark.parametrize("of", ["neighbors", "file"])
+def test_complex_rows_are_refused(of: str, tmp_path: Path) -> None:
+    emb = made(torch.zeros(1, WIDTH, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"emb: .*torch.complex64"):
+        if of == "file":
+            speedtorch.save_word2vec_format(emb, tmp_path / "file", ["a"])
+        else:
+            speedtorch.nearest_neighbors(emb, QUERY, 1)
+
+
+@pytest.mark.parametrize("of", ["neighbors", "file"])
+def test_torchs_own_embedding_is_refused(of: str, tmp_path: Path) -> None:
+    message = "emb: expected a speedtorch Embedding or EmbeddingBag, got Embedding"
+    with pytest.raises(TypeError, match=message):
+        if of == "file":
+            speedtorch.save_word2vec_format(nn.Embedding(1, WIDTH), tmp_path / "file", ["a"])
+        else:
+            speedtorch.nearest_neighbors(nn.Embedding(1, WIDTH), QUERY)
+
+
+# ------------------------------------------------------------------------------------------------
+# Files of word2vec
+
+WORDS = [f"word{row}" for row in range(ROWS)]
+
+
+def parsed(path: Path, *, binary: bool) -> tuple[list[str], npt.NDArray[Any]]:
+    """Words and vectors of a file, read as the format says."""
+    header, _, rest = path.read_bytes().partition(b"\n")
+    rows, columns = map(int, header.split(b" "))
+    words, vectors = [], np.empty((rows, columns), np.float32)
+    for row in range(rows):
+        word, _, rest = rest.partition(b" ")
+        words.append(word.decode())
+        if binary:
+            vectors[row] = np.frombuffer(rest, "<f4", columns)
+            assert rest[4 * columns : 4 * columns + 1] == b"\n"
+            rest = rest[4 * columns + 1 :]
+        else:
+            line, _, rest = rest.partition(b"\n")
+            vectors[row] = [np.float32(each) for each in line.split(b" ")]
+    assert rest == b""
+    return words, vectors
+
+
+BINARY = pytest.mark.parametrize("binary", [True, False], ids=["binary", "text"])
+
+
+@BINARY
+@pytest.mark.parametrize("block", [1, 3 * 4 * WIDTH, 1 << 20], ids="blocks of {} bytes".format)
+def test_a_file_has_all_words_and_rows(
+    binary: bool, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(word2vec_format, "_BINARY_BLOCK" if binary else "_TEXT_BLOCK", block)
+    speedtorch.save_word2vec_format(made(values()), tmp_path / "file", WORDS, binary=binary)
+    words, vectors = parsed(tmp_path / "file", binary=binary)
+    assert words == WORDS and np.array_equal(vectors, values().numpy())
+
+
+@BINARY
+def test_a_file_has_numbers_to_the_ends_of_float32(binary: bool, tmp_path: Path) -> None:
+    finite = torch.finfo(torch.float32)
+    numbers = [0.1, 1e-45, finite.tiny, finite.max, finite.min, float("inf"), 1 / 3, -0.0]
+    emb = made(torch.tensor([numbers]))
+    speedtorch.save_word2vec_format(emb, tmp_path / "file", ["a"], binary=binary)
+    _, vectors = parsed(tmp_path / "file", binary=binary)
+    assert vectors.tobytes() == torch.tensor([numbers]).numpy().tobytes()
+
+
+@BINARY
+def test_a_file_has_words_of_any_script(binary: bool, tmp_path: Path) -> None:
+    words = ["Straße", "中文", "a\u00a0b", "e\u0301", "\U0001f600", "</s>"]
+    speedtorch.save_word2vec_format(made(values(6)), tmp_path / "file", words, binary=binary)
+    assert parsed(tmp_path / "file", binary=binary)[0] == words
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_a_file_has_rows_of_other_dtypes_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    rows = values().to(dtype)
+    speedtorch.save_word2vec_format(made(rows), tmp_path / "file", WORDS)
+    assert np.array_equal(parsed(tmp_path / "file", binary=True)[1], rows.float().numpy())
+
+
+def test_a_file_has_what_steps_have_changed(device: str, tmp_path: Path) -> None:
+    pair = Pair(device)
+    pair.step(BATCHES[0].to(device))
+    speedtorch.save_word2vec_format(pair.ours, tmp_path / "file", WORDS)
+    assert np.array_equal(parsed(tmp_path / "file", binary=True)[1], pair.expected.numpy())
+
+
+def test_a_file_of_no_rows_has_its_header_alone(tmp_path: Path) -> None:
+    speedtorch.save_word2vec_format(speedtorch.Embedding(0, 3), tmp_path / "file", [])
+    assert (tmp_path / "file").read_bytes() == b"0 3\n"
+
+
+def test_words_may_be_a_numpy_array(tmp_path: Path) -> None:
+    speedtorch.save_word2vec_format(made(values()), tmp_path / "file", np.array(WORDS))
+    assert parsed(tmp_path / "file", binary=True)[0] == WORDS
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["a", "b"], ValueError, "words: expected 3, one for each row, got 2"),
+        (["a", "b", "c", "d"], ValueError, "words: expected 3, one for each row, got 4"),
+        (["a", "", "c"], ValueError, r"words\[1\]: expected a word, got an empty one"),
+        (["a", "b", "New York"], ValueError, r"words\[2\]: expected no space .*'New York'"),
+        (["a", "b\n", "c"], ValueError, r"words\[1\]: expected no space or line end .*'b\\n'"),
+        (["a", "b\t", "c"], ValueError, r"words\[1\]: expected no space or line end .*'b\\t'"),
+        (["a", "b", "a"], ValueError, r"words\[2\]: 'a' is words\[0\] already"),
+        (["a", "\ud800", "c"], ValueError, r"words\[1\]: .*cannot be written.*surrogates"),
+        (["a", 2, "c"], TypeError, r"words\[1\]: expected a str, got 2"),
+        ("abc", TypeError, "words: expected a sequence of str, got str"),
+        ({"a": 0, "b": 1, "c": 2}, TypeError, "words: expected a sequence of str, got dict"),
+        (iter(["a", "b", "c"]), TypeError, "words: expected a sequence of str, got list_iterator"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_wrong_words_are_refused_before_anything_is_written(
+    words: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        speedtorch.save_word2vec_format(made(values(3)), tmp_path / "file", words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_a_share_of_the_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="this rank has a share"):
+        speedtorch.save_word2vec_format(shared_out(), tmp_path / "file", WORDS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_half_way_leaves_the_file_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, copied = tmp_path / "file", TrainedRows.copied
+    path.write_text("before")
+
+    def failing(self: TrainedRows, rows: slice) -> Tensor:
+        if rows.start:
+            raise KeyboardInterrupt
+        return copied(self, rows)
+
+    monkeypatch.setattr(word2vec_format, "_BINARY_BLOCK", 5 * 4 * WIDTH)
+    monkeypatch.setattr(TrainedRows, "copied", failing)
+    with pytest.raises(KeyboardInterrupt):
+        speedtorch.save_word2vec_format(made(values()), path, WORDS)
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+# ------------------------------------------------------------------------------------------------
+# Progress
+
+
+class Terminal(io.StringIO):
+    """What stderr is where a person reads it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(params=["neighbors", "file"])
+def work(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., object]]:
+    emb = made(values())
+
+    def done(**settings: Any) -> object:
+        if request.param == "file":
+            return speedtorch.save_word2vec_format(emb, tmp_path / "file", WORDS, **settings)
+        return speedtorch.nearest_neighbors(emb, QUERY, rows=3, **settings)
+
+    return done
+
+
+def test_a_bar_is_shown_if_asked_for(
+    work: Callable[..., object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    work(progress=True)
+    assert "20.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("progress", [None, False], ids=str)
+def test_no_bar_is_shown_where_stderr_is_no_terminal(
+    work: Callable[..., object], progress: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch.object(row_reading, "_BAR_AFTER_SECONDS", 0.0):
+        work(progress=progress)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("progress", "after", "shown"),
+    [(None, 0.0, True), (None, 2.0, False), (False, 0.0, False)],
+    ids=["long", "short", "never"],
+)
+def test_a_bar_on_a_terminal_is_for_what_takes_long(
+    work: Callable[..., object],
+    progress: bool | None,
+    after: float,
+    shown: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setattr(row_reading, "_BAR_AFTER_SECONDS", after)
+    work(progress=progress)
+    assert ("20.0" in terminal.getvalue()) == shown
