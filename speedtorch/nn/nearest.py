@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtorch.nn.row_module import RowModule
-from speedtorch.nn.row_reading import checked_count, progress_bar
+from speedtorch.nn.row_reading import checked_count
+from speedtorch.table.progress import progress_bar
 
 __all__ = ["nearest_neighbors"]
 

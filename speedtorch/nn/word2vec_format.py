@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from speedtorch.files.new_files import replace_files
 from speedtorch.nn.row_module import RowModule
-from speedtorch.nn.row_reading import progress_bar
+from speedtorch.table.progress import progress_bar
 
 __all__ = ["save_word2vec_format"]
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from speedtorch.table.progress import progress_bar
 from speedtorch.torch_internals import TorchDispatchMode, schema_name, tree_leaves
 
 __all__ = ["Share", "draw_rows", "fill_rows", "rows_of_a_block"]
@@ -28,7 +28,6 @@ __all__ = ["Share", "draw_rows", "fill_rows", "rows_of_a_block"]
 _BLOCK_ELEMENTS = 1 << 20
 # torch works in several threads from 32,768 elements on; split work rounds elsewhere.
 _PIECE_ELEMENTS = 32_767
-_BAR_AFTER_SECONDS = 2.0
 # Known to draw every element alike; trunc_normal_ in no fixed steps, as it draws again what fell
 # outside. The others are recorded, for which torch loads its tracing machinery: a second, once.
 _KNOWN = (torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
@@ -273,14 +272,7 @@ def _in_parallel(
     waiting = iter(blocks)  # Each is taken by one thread.
     counting = Lock()
     with (
-        tqdm(
-            total=len(field),
-            unit="row",
-            unit_scale=True,
-            leave=False,
-            disable=None if progress is None else not progress,  # None: where stderr is no terminal
-            delay=0.0 if progress else _BAR_AFTER_SECONDS,
-        ) as bar,
+        progress_bar(len(field), progress) as bar,
         ThreadPoolExecutor(torch.get_num_threads()) as pool,
     ):
 

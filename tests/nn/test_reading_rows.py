@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.nn import nearest, row_reading, word2vec_format
+from speedtorch.nn import nearest, word2vec_format
 from speedtorch.step.trained_rows import TrainedRows
+from speedtorch.table import progress as progress_bars
 from speedtorch.table.lazy_init import Portion
 
 ROWS, WIDTH = 20, 4
@@ -651,7 +652,7 @@ def test_a_bar_is_shown_if_asked_for(
 def test_no_bar_is_shown_where_stderr_is_no_terminal(
     work: Callable[..., object], progress: bool | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mock.patch.object(row_reading, "_BAR_AFTER_SECONDS", 0.0):
+    with mock.patch.object(progress_bars, "_BAR_AFTER_SECONDS", 0.0):
         work(progress=progress)
     assert capsys.readouterr().err == ""
 
@@ -669,6 +670,6 @@ def test_a_bar_on_a_terminal_is_for_what_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    monkeypatch.setattr(row_reading, "_BAR_AFTER_SECONDS", after)
+    monkeypatch.setattr(progress_bars, "_BAR_AFTER_SECONDS", after)
     work(progress=progress)
     assert ("20.0" in terminal.getvalue()) == shown

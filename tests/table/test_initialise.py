@@ -21,7 +21,7 @@ from torch import Tensor
 from warm_python import warm_python
 
 from speedtorch import HostTable
-from speedtorch.table import row_blocks
+from speedtorch.table import progress, row_blocks
 from speedtorch.table.row_blocks import Share
 
 init = torch.nn.init
@@ -251,7 +251,7 @@ def test_a_bar_is_shown_on_demand_and_else_on_a_terminal_when_it_takes_long(
     assert capsys.readouterr().err == ""
     table().normal_(progress=True)
     assert "301" in capsys.readouterr().err
-    with mock.patch.object(row_blocks, "_BAR_AFTER_SECONDS", 0.0):
+    with mock.patch.object(progress, "_BAR_AFTER_SECONDS", 0.0):
         table().normal_()
         assert capsys.readouterr().err == ""
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
