@@ -3,21 +3,30 @@
 
 #include "core/process.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <unistd.h>
 
 #include <atomic>
 
 // Declared here rather than by Python.h, weak: a program without Python has none of them.
-// (PyGILState_Check is in every CPython, though not in the limited API's headers.)
 extern "C" {
-__attribute__((weak)) int PyGILState_Check();
 __attribute__((weak)) int Py_IsInitialized();
 __attribute__((weak)) void* PyEval_SaveThread();
 __attribute__((weak)) void PyEval_RestoreThread(void* thread);
 }
 
 namespace speedtorch {
+namespace {
+
+// True if this thread has Python's lock. Every CPython exports PyGILState_Check, but the limited
+// API has no such function: it is looked up, and the library needs no symbol outside of that API.
+bool has_python_lock() {
+  static const auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  return check != nullptr && check() != 0;
+}
+
+}  // namespace
 
 pid_t process_id() {
   static std::atomic<pid_t> id = [] {
@@ -28,9 +37,9 @@ pid_t process_id() {
 }
 
 WithoutPythonLock::WithoutPythonLock() {
-  const bool here = PyGILState_Check != nullptr && Py_IsInitialized != nullptr &&
-                    PyEval_SaveThread != nullptr && PyEval_RestoreThread != nullptr;
-  if (here && Py_IsInitialized() && PyGILState_Check()) thread_ = PyEval_SaveThread();
+  const bool here = Py_IsInitialized != nullptr && PyEval_SaveThread != nullptr &&
+                    PyEval_RestoreThread != nullptr;
+  if (here && Py_IsInitialized() && has_python_lock()) thread_ = PyEval_SaveThread();
 }
 
 WithoutPythonLock::~WithoutPythonLock() {

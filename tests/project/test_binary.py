@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,18 @@ def test_no_symbol_of_cuda_is_needed() -> None:
 def test_no_symbol_of_python_is_needed_outside_python() -> None:
     needed = [name for kind, name in symbols("--undefined-only") if kind == "U"]
     assert [name for name in needed if re.match(r"_?Py", name)] == []
+
+
+@pytest.mark.slow
+@needs("nm", "g++")
+def test_every_symbol_of_python_that_is_used_is_in_the_limited_api(tmp_path: Path) -> None:
+    used = [name for _, name in symbols("--undefined-only") if re.match(r"_?Py", name)]
+    assert "Py_IsInitialized" in used
+    addresses = ", ".join(f"(void*)&{name}" for name in used)
+    source = tmp_path / "used.cpp"
+    source.write_text(f"#include <Python.h>\nvoid* used[] = {{{addresses}}};\n")
+    include = sysconfig.get_path("include")
+    output_of("g++", "-fsyntax-only", "-DPy_LIMITED_API=0x030A0000", f"-I{include}", source)
 
 
 @needs("nm")
