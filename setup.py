@@ -2,7 +2,8 @@
 
 The C++ files go through torch's BuildExtension. The CUDA files hold no torch header, so nvcc
 compiles them here, also beside a torch without CUDA; the CUDA runtime is linked statically, and
-neither the driver nor torch's CUDA libraries are linked at all.
+neither the driver nor torch's CUDA libraries are linked at all. Torch is imported when the library
+is built: metadata and the source archive are made without it.
 
     SPEEDTORCH_CUDA=auto   CUDA kernels if nvcc is found (default)
     SPEEDTORCH_CUDA=1      stop if nvcc is not found
@@ -21,19 +22,13 @@ import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, SetupError
-
-try:
-    import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
-except ModuleNotFoundError as error:
-    raise SystemExit(
-        f"speedtorch: the build needs torch >= 2.11 in this environment ({error}): "
-        "install torch, then run pip install --no-build-isolation ."
-    ) from None
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build"
@@ -133,6 +128,34 @@ def toolkit() -> Toolkit | None:
     return open_toolkit(nvcc) if nvcc else None
 
 
+def find_torch() -> ModuleType:
+    """The torch to build with, or one line that says what to do."""
+    try:
+        import torch
+        import torch.utils.cpp_extension
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"speedtorch: the build needs torch >= 2.11 in this environment ({error}): "
+            "install torch, then run pip install --no-build-isolation ."
+        ) from None
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        raise SetupError(f"speedtorch: needs torch >= 2.11, found {torch.__version__}")
+    return torch
+
+
+def check_compiler() -> None:
+    """Refuses a missing C++ compiler, of which torch and setuptools would say so in 200 lines."""
+    named = os.environ.get("CXX")
+    # Without CXX torch compiles with c++, and setuptools links with what Python was built with.
+    for compiler in [named] if named else ["c++", sysconfig.get_config_var("CXX") or "c++"]:
+        program = shlex.split(compiler)[0]
+        if shutil.which(program) is None:
+            raise SetupError(
+                f"speedtorch: the build needs a C++20 compiler, and {program} was not found: "
+                "install g++, or name a compiler in CXX"
+            )
+
+
 def outdated(target: Path, record: Path, command: str, inputs: list[Path]) -> bool:
     """True if the target is missing, older than an input or was made by another command."""
     if not target.is_file() or not record.is_file() or record.read_text() != command:
@@ -180,8 +203,22 @@ def compile_cuda(cuda: Toolkit) -> list[str]:
         return list(pool.map(compile_one, sources))
 
 
-class BuildLibrary(BuildExtension):
-    """BuildExtension that adds the CUDA objects and keeps its objects between builds."""
+class Build(build):
+    """The command build: what the library needs is looked for before any file is copied."""
+
+    def run(self) -> None:
+        """Refuses to build without torch, a compiler, or the toolkit that was asked for."""
+        find_torch()
+        toolkit()
+        check_compiler()
+        super().run()
+
+
+class BuildLibrary(build_ext):
+    """The command build_ext: torch's BuildExtension, made when the library is built.
+
+    The source archive and the metadata ask this command, too, for the names of files.
+    """
 
     def finalize_options(self) -> None:
         """Keeps C++ objects below build/, where an editable install would use a new folder."""
@@ -191,10 +228,11 @@ class BuildLibrary(BuildExtension):
 
     def build_extensions(self) -> None:
         """Compiles the CUDA files, then lets torch compile the C++ files and link all."""
-        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
-            raise SetupError(f"speedtorch: needs torch >= 2.11, found {torch.__version__}")
+        torch = find_torch()
         cuda = toolkit()
+        check_compiler()
         (extension,) = self.extensions
+        add_torch(extension, torch)
         if cuda:
             extension.extra_compile_args += ["-DSPEEDTORCH_CUDA=1", "-isystem", str(cuda.include)]
             extension.extra_objects += [*compile_cuda(cuda), str(cuda.cudart)]
@@ -206,20 +244,44 @@ class BuildLibrary(BuildExtension):
             self.force = True
         BUILD.mkdir(exist_ok=True)
         record.unlink(missing_ok=True)
-        super().build_extensions()
+        builder = torch.utils.cpp_extension.BuildExtension(self.distribution)
+        vars(builder).update(vars(self))  # the options, the compiler and the extension
+        builder.force = self.force or builder.use_ninja  # ninja knows what has changed
+        builder.build_extensions()
         record.write_text(command)
 
 
-def library() -> CppExtension:
-    """The extension module: libtorch_cpu is all it links of torch."""
+def library() -> Extension:
+    """The extension module, without what only torch knows."""
+    return Extension(
+        "speedtorch._C",
+        sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
+        depends=[str(path.relative_to(ROOT)) for path in [*headers(), *ROOT.glob("csrc/**/*.cu")]],
+        include_dirs=[str(ROOT / "csrc")],
+        # The CUDA runtime's symbols stay inside: torch brings a runtime of its own.
+        extra_link_args=[
+            *("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-ldl", "-lrt", "-lpthread"),
+            *([f"-fsanitize={SANITIZE}"] if SANITIZE else ()),
+        ],
+        language="c++",
+        py_limited_api=LIMITED_API,
+    )
+
+
+def add_torch(extension: Extension, torch: ModuleType) -> None:
+    """Adds the options of the C++ compiler; libtorch_cpu is all that is linked of torch.
+
+    A program without Python has no torch_python, and a torch without CUDA has no torch_cuda.
+    """
     flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fvisibility-inlines-hidden"]
     flags += ["-Wall", "-Wextra", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
     # Messages name files without the folders of the machine that built the library.
-    for folder, name in ((ROOT, "."), (Path(torch.__file__).parent, "torch")):
+    for folder, name in ((ROOT, "."), (Path(str(torch.__file__)).parent, "torch")):
         flags += [f"-ffile-prefix-map={folder}={name}"]
-    # A folder named with -isystem counts as a system folder although BuildExtension names it with
-    # -I too: only our own files give warnings.
-    for path in include_paths():
+    # A folder named with -isystem counts as a system folder although it is named with -I too: only
+    # our own files give warnings.
+    folders = torch.utils.cpp_extension.include_paths()
+    for path in folders:
         flags += ["-isystem", path]
     if SANITIZE:
         # Pointers to torch's classes cannot be checked: their type information stays in torch.
@@ -227,28 +289,15 @@ def library() -> CppExtension:
     if LIMITED_API:
         flags += [f"-DPy_LIMITED_API={PYTHON_TARGET}"]
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))
-    extension = CppExtension(
-        "speedtorch._C",
-        sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
-        depends=[str(path.relative_to(ROOT)) for path in [*headers(), *ROOT.glob("csrc/**/*.cu")]],
-        include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args=flags,
-        # The CUDA runtime's symbols stay inside: torch brings a runtime of its own.
-        extra_link_args=[
-            *("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-ldl", "-lrt", "-lpthread"),
-            *([f"-fsanitize={SANITIZE}"] if SANITIZE else ()),
-        ],
-        py_limited_api=LIMITED_API,
-    )
-    # BuildExtension would add torch_python and torch_cuda's wrapper: a program without Python, or a
-    # torch without CUDA, has neither.
-    extension.libraries = ["torch_cpu"]
-    return extension
+    extension.extra_compile_args += flags
+    extension.include_dirs += folders
+    extension.library_dirs += torch.utils.cpp_extension.library_paths()
+    extension.libraries += ["torch_cpu"]
 
 
 if __name__ == "__main__":
     setup(
         ext_modules=[library()],
-        cmdclass={"build_ext": BuildLibrary},
+        cmdclass={"build": Build, "build_ext": BuildLibrary},
         options={"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED_API else {},
     )

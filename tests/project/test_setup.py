@@ -33,9 +33,9 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def setup_ends_with(tree: Path, change: str, **environment: str) -> str:
-    """Runs setup.py build_ext after a change to Python itself; the one line that it ends with."""
-    program = f"import runpy, sys\n{change}\nsys.argv = ['setup.py', 'build_ext', '--inplace']\n"
+def setup_ends_with(tree: Path, change: str, command: str = "build_ext", **environment: str) -> str:
+    """Runs a command of setup.py after a change to Python; the one line that it ends with."""
+    program = f"import runpy, sys\n{change}\nsys.argv = ['setup.py', {command!r}]\n"
     program += "runpy.run_path('setup.py', run_name='__main__')\n"
     done = subprocess.run(
         [warm_python(), "-c", program],
@@ -45,6 +45,7 @@ def setup_ends_with(tree: Path, change: str, **environment: str) -> str:
         env={**os.environ, **environment},
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "copying" not in done.stdout
     return done.stderr.splitlines()[-1]
 
 
@@ -64,9 +65,22 @@ def test_an_unknown_choice_of_cuda_is_refused(tree: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_build_without_torch_says_how_to_get_it(tree: Path) -> None:
-    line = setup_ends_with(tree, "sys.modules['torch'] = None")
+@pytest.mark.parametrize("command", ["build_ext", "build"])
+def test_a_build_without_torch_says_how_to_get_it(tree: Path, command: str) -> None:
+    line = setup_ends_with(tree, "sys.modules['torch'] = None", command)
     assert "needs torch >= 2.11" in line and "pip install --no-build-isolation ." in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["build_ext", "build"])
+@pytest.mark.parametrize("named", ["", "no-such-compiler -O1"], ids=["none", "not there"])
+def test_a_build_without_a_compiler_says_what_it_needs(
+    tree: Path, command: str, named: str
+) -> None:
+    line = setup_ends_with(tree, NO_PROGRAMS, command, SPEEDTORCH_CUDA="0", CXX=named)
+    program = named.split()[0] if named else "c++"
+    assert line.startswith("error: speedtorch: the build needs a C++20 compiler, and ")
+    assert f" {program} was not found: install g++, or name a compiler in CXX" in line
 
 
 @pytest.mark.slow
