@@ -5,12 +5,15 @@
 #   TORCH    what to install where PYTHON has no torch >= 2.11
 #   ARGS     more arguments for demo, check, test, nightly and bench
 #   PROGRAMS how many random programs make nightly runs
+#   PLATFORM the tag of make wheel's wheel, which auditwheel checks
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
 PROGRAMS ?= 100000
+# The lowest that holds for a library built on Debian 12; docs/releasing.md says why.
+PLATFORM ?= manylinux_2_34_$(shell uname -m)
 SPEEDTORCH_CUDA ?= auto
 export SPEEDTORCH_CUDA
 # Threads that wait for work must not spin: they slow down whoever else has a core.
@@ -40,7 +43,12 @@ CLIENT_PACKAGES_ALONE += torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0 iopath portalocke
 CLIENT_PACKAGES_ALONE += pyre-extensions typing-inspect mypy-extensions orjson importlib-metadata
 CLIENT_PACKAGES_ALONE += cloudpickle torchmetrics lightning-utilities
 
-.PHONY: help setup demo check test nightly clients lint sanitize bench docs clean force
+# The tools that make and check a wheel, pinned in pyproject.toml, and where it is tried.
+WHEEL_TOOLS := .venv-wheel
+WHEEL_TRIED := build/wheel-tried
+WHEEL_PATH := PATH=$(abspath $(WHEEL_TRIED))/bin
+
+.PHONY: help setup demo check test nightly clients lint sanitize bench docs wheel sdist clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -92,7 +100,28 @@ docs: setup ## build/docs: the pages of docs/ as HTML; a warning is an error
 	@$(PY) -c "import furo, myst_parser, sphinx" 2>/dev/null || $(PY) -m pip install --no-build-isolation -C editable_mode=compat -e '.[docs]'
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)
 
-clean: ## what was built and cached; .venv and .venv-clients stay
+# Only the environment is in PATH where the wheel is tried: neither a compiler nor nvcc.
+wheel: setup $(WHEEL_TOOLS)/.installed ## dist: a wheel with CUDA kernels, checked and tried
+	rm -rf build/wheel build/lib* build/bdist* $(WHEEL_TRIED) dist/*.whl
+	SPEEDTORCH_CUDA=1 $(PY) -m pip wheel --no-build-isolation --no-deps -w build/wheel .
+	PATH="$(abspath $(WHEEL_TOOLS))/bin:$$PATH" auditwheel repair --strip --exclude 'libtorch*' \
+	    --exclude 'libc10*' --plat $(PLATFORM) --only-plat -w dist build/wheel/*.whl
+	$(WHEEL_TOOLS)/bin/abi3audit --strict --summary dist/*.whl
+	$(WHEEL_TOOLS)/bin/twine check --strict dist/*.whl
+	$(PYTHON) -m venv $(WHEEL_TRIED)
+	$(WHEEL_PATH) python -m pip install --only-binary=:all: '$(TORCH)'
+	$(WHEEL_PATH) python -m pip install --only-binary=:all: '$(TORCH)' dist/*.whl
+	cd / && $(WHEEL_PATH) speedtorch --version
+	cd / && $(WHEEL_PATH) speedtorch info
+	cd / && $(WHEEL_PATH) python -I $(CURDIR)/tests/installed_training.py --cuda
+	@ls -l dist/*.whl
+
+sdist: $(WHEEL_TOOLS)/.installed ## dist: the source archive, made without torch
+	rm -f dist/*.tar.gz
+	$(WHEEL_TOOLS)/bin/python -m build --sdist --no-isolation --skip-dependency-check
+	$(WHEEL_TOOLS)/bin/twine check --strict dist/*.tar.gz
+
+clean: ## what was built and cached; .venv, .venv-clients and .venv-wheel stay
 	rm -rf build dist speedtorch.egg-info $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path './.*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -110,6 +139,16 @@ $(CLIENTS)/.installed: pyproject.toml Makefile
 	$(CLIENTS)/bin/python -m pip install '$(TORCH)' numpy tqdm pytest hypothesis
 	$(CLIENTS)/bin/python -m pip install $(CLIENT_PACKAGES) '$(TORCH)'
 	$(CLIENTS)/bin/python -m pip install --no-deps $(CLIENT_PACKAGES_ALONE)
+	touch $@
+
+# Only the extra's tools, without the package: they need neither torch nor the library.
+$(WHEEL_TOOLS)/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/python -m pip install 'setuptools>=77'
+	mkdir -p build && $(WHEEL_TOOLS)/bin/python setup.py -q egg_info --egg-base build
+	sed '1,/^\[wheel\]$$/d; /^$$/,$$d' build/speedtorch.egg-info/requires.txt \
+	    > build/wheel-tools.txt
+	$(WHEEL_TOOLS)/bin/python -m pip install -r build/wheel-tools.txt
 	touch $@
 
 $(BUILT): setup.py pyproject.toml $(sort $(dir $(SOURCES))) $(SOURCES) $(INSTALLED) $(if $(wildcard $(LIBRARY)),,force)

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
 
+from speedtorch.demo.command import add_demos, run_demo
 from speedtorch.doctor import run_doctor
 from speedtorch.info import info
 from speedtorch.memory.calibration import calibrate
@@ -25,8 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, 1 if a comparison found a difference, if this machine cannot be measured
-        or if `doctor` found something wrong, 2 for a wrong use and where the demonstrations are
-        missing, 130 after Ctrl-C.
+        or if `doctor` found something wrong, 2 for a wrong use, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser("speedtorch", description=__doc__)
     parser.add_argument("--version", action="version", version=f"speedtorch {__version__}")
@@ -41,23 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="measures how fast a file of 256 MiB is written and read there",
     )
     commands.add_parser("calibrate", help="measures what moving a row takes here, and keeps it")
-    found = importlib.util.find_spec("speedtorch.demo") is not None
-    demo = commands.add_parser("demo", help="see it work", add_help=found)
-    if found:
-        from speedtorch.demo.command import add_demos, run_demo
-
-        add_demos(demo)
-    chosen, unknown = parser.parse_known_args(arguments)
-    if chosen.command == "demo" and not found:
-        print(
-            "speedtorch: the demonstrations are not in installed wheels: take a checkout or the"
-            " source archive, and run `make demo`, or `python -m speedtorch demo NAME`, in its"
-            " folder",
-            file=sys.stderr,
-        )
-        return 2
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    add_demos(commands.add_parser("demo", help="see it work"))
+    chosen = parser.parse_args(arguments)
     if chosen.command == "demo":
         return run_demo(chosen)
     if chosen.command == "doctor":

@@ -16,5 +16,5 @@ together.
 
 All share `loop`, which trains, `settings` and `session`, which ask the user and the machine, and
 `report`, which tells and saves; `processes` are those that torchrun begins, which the click model
-knows of. They are in a checkout and in the source archive, not in wheels.
+knows of.
 """

@@ -130,18 +130,6 @@ def test_ctrl_c_before_training_is_status_130(
     assert capsys.readouterr().err == "speedtorch: ended by Ctrl-C\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["glove", "--dim", "8"], ["--help"]], ids=" ".join)
-def test_where_the_demonstrations_are_missing_it_says_where_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    assert command.main(["demo", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("speedtorch: the demonstrations are not in installed wheels")
-    assert "`make demo`" in told
-    assert command.main(["info"]) == 0
-
-
 def test_optimizer_names_are_those_of_torch() -> None:
     names = optimizer_names()
     assert {"SGD", "Adam", "Adamax", "SparseAdam", "Rprop", "ASGD"} <= set(names)

@@ -38,6 +38,8 @@ def test_every_make_target_that_contributors_are_told_is_one() -> None:
         ".github/workflows/ci.yml": {"check", "test"},
         ".github/workflows/docs.yml": {"docs"},
         ".github/workflows/nightly.yml": {"nightly"},
+        ".github/workflows/wheels.yml": {"wheel", "sdist"},
+        "docs/releasing.md": {"wheel", "sdist"},
     }.items():
         named = set(re.findall(r"\bmake ([a-z]+)", (ROOT / document).read_text()))
         assert some <= named <= targets

@@ -56,12 +56,17 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+def told_by_setuptools(call: str, checkout: Path) -> str:
+    """What a call of setuptools' build backend gives in a Python that cannot import torch."""
+    program = "import sys; sys.modules['torch'] = None; from setuptools import build_meta"
+    program += f"; print(build_meta.{call})"
+    return output_of(sys.executable, "-c", program, cwd=checkout).splitlines()[-1]
+
+
 @pytest.fixture(scope="module")
 def sdist(checkout: Path) -> Path:
     """The source archive."""
-    make = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
-    name = output_of(sys.executable, "-c", make, cwd=checkout).splitlines()[-1]
-    return checkout / "dist" / name
+    return checkout / "dist" / told_by_setuptools("build_sdist('dist')", checkout)
 
 
 @pytest.fixture(
@@ -133,6 +138,12 @@ def test_the_source_archive_holds_nothing_built(sdist: Path) -> None:
         assert [name for name in archive.getnames() if name.endswith(built)] == []
 
 
+def test_the_metadata_of_a_wheel_is_made_without_torch(checkout: Path) -> None:
+    folder = told_by_setuptools("prepare_metadata_for_build_wheel('dist')", checkout)
+    told = (checkout / "dist" / folder / "METADATA").read_text()
+    assert "\nName: speedtorch\n" in told and "\nRequires-Dist: torch>=2.11\n" in told
+
+
 def test_one_wheel_serves_every_python_from_3_10_on(wheel: Path) -> None:
     assert wheel.name.startswith("speedtorch-1.0.0.dev0-cp310-abi3-linux_")
 
@@ -148,14 +159,23 @@ def test_the_wheel_holds_the_library_and_no_source_of_it(wheel: Path) -> None:
     }
 
 
-def test_the_wheel_holds_no_demonstration_and_says_where_they_are(
-    wheel: Path, installed: Path
-) -> None:
+def test_the_wheel_holds_every_module_of_the_package(wheel: Path, checkout: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        assert [name for name in archive.namelist() if "demo" in name] == []
-    done = run(installed, "-I", "-m", "speedtorch", "demo", "glove", "--dim", "8", cwd=Path("/"))
-    assert done.returncode == 2
-    assert "take a checkout or the source archive, and run `make demo`" in done.stderr
+        names = set(archive.namelist())
+    modules = (checkout / "speedtorch").rglob("*.py")
+    assert {str(path.relative_to(checkout)) for path in modules} - names == set()
+
+
+def test_an_installed_wheel_runs_a_demonstration(installed: Path, tmp_path: Path) -> None:
+    command = [installed, "-I", "-m", "speedtorch", "demo", "experts", "--steps", "2"]
+    output_of(*command, "--device", "cpu", cwd=tmp_path)
+
+
+@pytest.mark.nightly
+def test_an_installed_wheel_trains_as_torch_does(installed: Path) -> None:
+    program = ROOT / "tests" / "installed_training.py"
+    told = output_of(installed, "-I", program, cwd=Path("/"))
+    assert told.startswith("3 steps as torch does them") and str(installed.parent.parent) in told
 
 
 def test_an_installed_wheel_gathers_rows_outside_the_checkout(installed: Path) -> None:
