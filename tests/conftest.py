@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -214,6 +215,13 @@ def no_error_left_behind() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         speedtorch.synchronize()
+
+
+@pytest.fixture
+def on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stderr is captured, and says that it is a terminal: progress bars are shown."""
+    # Of the class: capsys takes another object for the test itself.
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True)
 
 
 @pytest.fixture

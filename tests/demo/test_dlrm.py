@@ -179,6 +179,7 @@ def test_training_raises_the_auc_clearly_above_chance(tmp_path: Path) -> None:
     assert after.auc > 0.65 and after.normalised_entropy < min(0.98, before.normalised_entropy)
 
 
+@pytest.mark.usefixtures("on_a_terminal")
 def test_the_report_tells_all_that_was_promised_and_the_comparison_finds_the_same_bits(
     clicks: Clicks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,6 +176,7 @@ def test_wrong_numbers_are_told(pairs: Cooccurrence) -> None:
 # The command
 
 
+@pytest.mark.usefixtures("on_a_terminal")
 def test_the_report_tells_all_that_was_promised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

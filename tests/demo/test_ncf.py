@@ -95,6 +95,7 @@ def test_layers_and_rows_depend_on_the_seed_alone(ratings: Ratings) -> None:
     assert not torch.equal(one["last.weight"], other["last.weight"])
 
 
+@pytest.mark.usefixtures("on_a_terminal")
 def test_the_report_tells_all_that_was_promised(
     ratings: Ratings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

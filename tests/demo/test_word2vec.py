@@ -23,6 +23,7 @@ def test_gensim_loads_the_text(tmp_path: Path) -> None:
     assert np.array_equal(loaded.vectors, np.load(tmp_path / "vectors.npy"))
 
 
+@pytest.mark.usefixtures("on_a_terminal")
 def test_the_report_tells_all_that_was_promised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
