@@ -120,24 +120,25 @@ class _Run:
 
     def train(self, stop: Callable[[], bool]) -> dict[str, Any]:
         """Trains with the tables in host memory; tells and saves the results, and returns them."""
+        self.held = self.stream.held_out_pairs()
+        before = held_out_score(self.model, self.held)
         report.forget_gpu_peak(self.device)
         how = {"stop": stop, "label": "training", **self.how}
         self.outcome = train(self.model, self.optimizer, self.stream, **how)
-        self.held = self.stream.held_out_pairs()
         self.score = held_out_score(self.model, self.held)
         chosen = content_words(self.corpus, _NEIGHBOURS_OF)
         facts = {
             **report.run_facts(self.settings, self.device, self.embeddings, self.outcome),
+            "held_out_before": asdict(before) if before else None,
             "held_out": asdict(self.score) if self.score else None,
             "neighbours": nearest_neighbours(self.vectors, self.corpus.words, chosen),
         }
         lines = report.training_lines(facts, "words", "pairs", each=" per pair")
         lines += report.memory_lines(facts)
-        if self.score:
+        if before and self.score:
             lines.append(
-                f"held out   AUC {self.score.auc:.4f}, log-likelihood"
-                f" {self.score.log_likelihood:.4f} on {self.score.pairs:,} pairs kept out of"
-                " training"
+                f"held out   AUC {before.auc:.4f} before training, {self.score.auc:.4f} after it"
+                f" (by chance 0.5), on {self.score.pairs:,} pairs kept out of training"
             )
         report.print_report(facts, self.save(facts), lines)
         return facts

@@ -39,6 +39,8 @@ def test_the_report_tells_all_that_was_promised(
     assert found["settings"]["dim"] == 8
     assert found["peak_gpu_bytes"] is None and found["peak_host_bytes"] > found["table_bytes"]
     assert len(found["neighbours"]) == 8 and "plain_torch" not in found
+    assert found["held_out_before"]["auc"] == 0.5 < found["held_out"]["auc"]
+    assert "AUC 0.5000 before training" in printed.out
 
 
 def test_compare_finds_the_same_bits_on_the_cpu(
