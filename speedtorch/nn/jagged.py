@@ -60,14 +60,21 @@ class Source(NamedTuple):
 
     def read(self, device: torch.device) -> Jagged:
         """Their bags side by side on a device, without a wait for it."""
-        if self.sizes is None or device.type != "cpu":
-            return _joined(self.parts(), self.samples, device)
         parts, sizes = self.tensors, self.sizes
+        if sizes is None or (device.type != "cpu" and len({*sizes}) > 1):
+            return _joined(self.parts(), self.samples, device)
         if not len({*sizes}) == len({each.dim() for each in parts}) == 1:
             parts = [each.reshape(-1) for each in parts]
         ids = _moved(parts, device).reshape(-1).contiguous()
-        # A tensor for each lookup, as torch may be in another mode at the next.
-        return Jagged(ids, torch.from_numpy(_even_offsets(sizes, self.samples)), self.samples, None)
+        if device.type == "cpu":
+            # A tensor for each lookup, as torch may be in another mode at the next.
+            offsets = torch.from_numpy(_even_offsets(sizes, self.samples))
+            return Jagged(ids, offsets, self.samples, None)
+        offsets = torch.arange(len(sizes) * self.samples + 1, device=device)
+        if sizes[0] != 1:
+            offsets *= sizes[0]
+        begins = [feature * self.samples * sizes[0] for feature in range(len(sizes) + 1)]
+        return Jagged(ids, offsets, self.samples, begins)
 
     def weights(self, device: torch.device) -> Tensor:
         """The factor of each id, on a device."""

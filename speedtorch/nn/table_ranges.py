@@ -14,7 +14,7 @@ from torch import Tensor
 from speedtorch.nn.jagged import Jagged, Source
 from speedtorch.nn.table_config import Table
 from speedtorch.ops.functions import table_ids
-from speedtorch.plan.planned_batch import SeenIds
+from speedtorch.plan.seen_ids import SeenTensors
 from speedtorch.step.trained_rows import Bags
 
 __all__ = ["TableIds", "TableRanges"]
@@ -73,7 +73,7 @@ class TableRanges:
         place = (device, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         known = self._known.find(source, place)
         if known is None:
-            seen = [SeenIds(each, device, unread=each.is_cuda) for each in source.tensors]
+            seen = [SeenTensors(source.tensors, device)]
             known = self._made(source.read(device), device)
             self._known.append((source.form, seen, place, lambda: known))
         return known
@@ -90,9 +90,8 @@ class TableRanges:
         known = _find(self._awaited, source, place)
         if known is None:
             tensors = source.tensors if planned else []
-            seen = [SeenIds(each, device, unread=True) for each in tensors]
-            # And of the values that they had, which NumPy may have changed.
-            seen += [SeenIds(each, device, unread=each.is_cuda) for each in tensors]
+            # These tensors, and of the values that they had, which NumPy may have changed.
+            seen = [SeenTensors(tensors, device, unread=True), SeenTensors(tensors, device)]
             known = self._made(source.read(device), device)
             form = source.form if planned else None  # which no features have
             self._awaited.append((form, seen, place, _while_kept(known)))
@@ -145,16 +144,16 @@ _Place = tuple[torch.device, bool]
 """A device, and whether a CUDA graph is captured there."""
 
 
-_Entry = tuple[Hashable, list[SeenIds], _Place, Callable[[], TableIds | None]]
+_Entry = tuple[Hashable, list[SeenTensors], _Place, Callable[[], TableIds | None]]
 """The form of a source, its tensors, and what they were made, if that is still there."""
 
 
 def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds | None:
     """What the tensors of a source were made, if they are known to be the same."""
     for form, seen, where, made in reversed(entries):
-        # Of one form: as many; each was seen once or twice.
-        pairs = zip(seen, source.tensors * 2, strict=False)
-        if (form, where) == (source.form, place) and all(each.are(ids) for each, ids in pairs):
+        # Of one form: as many.
+        same_form = (form, where) == (source.form, place)
+        if same_form and all(each.are(source.tensors) for each in seen):
             return made()
     return None
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops, not_ids, plan_batch, sum_rows
-from speedtorch.torch_internals import version_of
+from speedtorch.plan.seen_ids import SeenIds
 
-__all__ = ["ID_DTYPES", "BatchIds", "HostCopy", "PlannedBatch", "SeenIds", "check_ids"]
+__all__ = ["ID_DTYPES", "BatchIds", "HostCopy", "PlannedBatch", "check_ids"]
 
 _Made = TypeVar("_Made")
 
@@ -88,60 +88,6 @@ def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> N
             f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
             f" {list(ids.shape)}"
         )
-
-
-class SeenIds:
-    """Ids that are recognised when they come again.
-
-    Ids on the CPU are compared with a copy, which no other code writes to and which a GPU takes
-    without waiting. Those that are to stay `unread`, as they lie on a GPU, must be the same tensor,
-    unchanged. It is kept, and so is its memory, which it can be made to leave (`tensor.data =
-    other`): no other tensor comes to lie there.
-    """
-
-    def __init__(self, ids: Tensor, device: torch.device, *, unread: bool) -> None:
-        self.shape = ids.shape
-        self._is_copy = ids.is_cpu and not unread
-        self._unread: Tensor | None = None
-        if not self._is_copy:
-            self.values = ids.detach()
-        elif device.type == "cuda":  # where they will be needed
-            self.values = torch.empty_like(ids, pin_memory=True).copy_(ids)
-        else:
-            self.values = ids.clone()
-        if unread and not ids.is_inference():  # such a tensor does not count its versions
-            self._unread, self._state = ids, _state_of(ids)
-
-    @classmethod
-    def of_copy(cls, copied: Tensor, shape: torch.Size) -> SeenIds:
-        """Ids of this shape on the CPU, of which there is a copy that nothing writes to."""
-        seen = cls.__new__(cls)
-        seen.shape, seen.values = shape, copied if len(shape) == 1 else copied.view(shape)
-        seen._is_copy, seen._unread = True, None
-        return seen
-
-    @property
-    def copied(self) -> Tensor | None:
-        """A copy of the ids on the CPU, if that is how they are recognised."""
-        return self.values if self._is_copy else None
-
-    def are(self, ids: Tensor) -> bool:
-        """Whether these are the ids, for certain."""
-        if self._unread is not None:
-            return ids is self._unread and _state_of(ids) == self._state
-        same_kind = self._is_copy and ids.is_cpu and ids.dtype == self.values.dtype
-        return same_kind and torch.equal(ids, self.values)
-
-    def are_those(self, other: SeenIds) -> bool:
-        """Whether both are the same ids, for certain."""
-        if self._unread is None:
-            return other._is_copy and self.are(other.values)
-        return self._unread is other._unread and self._state == other._state
-
-
-def _state_of(tensor: Tensor) -> tuple[Hashable, ...]:
-    """What shows that a tensor has changed, without reading it."""
-    return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class BatchIds:
