@@ -15,6 +15,7 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = f"speedtorch {release}"
+html_show_copyright = False
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 default_role = "literal"  # what single backticks mean in docstrings
