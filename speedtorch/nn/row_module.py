@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.files.table_files import open_fields
-from speedtorch.nn.row_reading import checked_count
+from speedtorch.nn.row_reading import blocks_of
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.plan.planned_batch import check_ids
 from speedtorch.step.row_weight import show_rows
@@ -378,14 +378,8 @@ class RowModule(nn.Module):
             >>> [(first, block.shape[0]) for first, block in embedding.blocks(rows=2)]
             [(0, 2), (2, 2), (4, 1)]
         """
-        size = checked_count("rows", rows, "the most rows of a block")
-        self._refuse_share("blocks")
-        return self._blocks(size)
-
-    def _blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        for first in range(0, self.num_embeddings, size):
-            self._refuse_share("blocks")  # it may have been sharded since
-            yield first, self.trained_rows.copied(slice(first, first + size))
+        every = slice(0, self.num_embeddings)
+        return blocks_of(self.trained_rows, every, rows, partial(self._refuse_share, "blocks"))
 
     def numpy(self) -> npt.NDArray[Any]:
         """All rows as a NumPy array `[num_embeddings, embedding_dim]`, a view of the table.

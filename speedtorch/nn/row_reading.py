@@ -1,10 +1,34 @@
-"""Arguments of functions that read all rows of a module."""
+"""Reading all rows of a table, block after block."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterator
 
-__all__ = ["checked_count"]
+from torch import Tensor
+
+from speedtorch.step.trained_rows import TrainedRows
+
+__all__ = ["blocks_of", "checked_count"]
+
+
+def blocks_of(
+    trained_rows: TrainedRows, rows: slice, size: object, check: Callable[[], object]
+) -> Iterator[tuple[int, Tensor]]:
+    """Blocks of some rows of a table, as Embedding.blocks() gives them.
+
+    `check` raises where they cannot be read: now, or at a later block, when that has changed.
+    """
+    most = checked_count("rows", size, "the most rows of a block")
+    check()
+
+    def blocks() -> Iterator[tuple[int, Tensor]]:
+        for first in range(rows.start, rows.stop, most):
+            check()
+            block = slice(first, min(first + most, rows.stop))
+            yield first - rows.start, trained_rows.copied(block)
+
+    return blocks()
 
 
 def checked_count(argument: str, value: object, meaning: str, most: int | None = None) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from speedtorch.nn.row_module import loadable
+from speedtorch.nn.row_reading import blocks_of
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.torch_internals import as_plain, tree_map
 
@@ -174,6 +176,17 @@ class JoinedTable:
                 " weight.copy_(rows), or make the collection by from_pretrained"
             )
 
+    def blocks(self, rows: int = 65_536) -> Iterator[tuple[int, Tensor]]:
+        """Iterates over the table's rows, block after block, as Embedding.blocks() does."""
+        part = self._weight._part
+        return blocks_of(part.group.trained_rows, part.rows, rows, part.refuse_share)
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """The table's rows as a NumPy array, a view of them, as Embedding.numpy() gives."""
+        part = self._weight._part
+        part.refuse_share()
+        return part.group.numpy()[part.rows]
+
     def __getattr__(self, attribute: str) -> NoReturn:
         # Names with "_" are those that copy, pickle and torch ask for on their own.
         if attribute.startswith("_"):
@@ -194,12 +207,16 @@ class _Part(NamedTuple):
 
     def all_rows(self) -> Tensor:
         """As `rows_of`."""
+        self.refuse_share()
+        return self.group.table["weight"][self.rows]
+
+    def refuse_share(self) -> None:
+        """Raises RuntimeError where this rank has some of the rows alone."""
         if self.group.trained_rows.table.portion is not None:
             raise RuntimeError(
                 f"table {self.name!r}: this rank has a share of its rows: read them from"
                 " state_dict(), and write them by load_state_dict()"
             )
-        return self.group.table["weight"][self.rows]
 
     def has_no(self, attribute: str) -> str:
         """What to say of an attribute that would be that of a parameter."""

@@ -209,6 +209,22 @@ def test_a_joined_table_is_no_module_and_says_what_is() -> None:
     assert repr(table) == "JoinedTable(item: 30; columns=4)"
 
 
+@pytest.mark.parametrize("rows", [1, 7, 30, 100])
+def test_a_joined_table_gives_its_rows_in_blocks(rows: int) -> None:
+    ours = made()
+    train(ours)  # held rows are in the blocks, too
+    table = ours.embedding_bags["item"]
+    blocks = [*table.blocks(rows)]
+    assert [first for first, _ in blocks] == [*range(0, 30, rows)]
+    assert_same_bytes(torch.cat([block for _, block in blocks]), table.weight.clone())
+    assert_same_bytes(torch.from_numpy(table.numpy()), table.weight.clone())
+    blocks[0][1].zero_()  # a copy
+    table.numpy()[29] = 5  # a view
+    assert table.weight[29].tolist() == [5] * 4 and table.weight[0].any()
+    with pytest.raises(ValueError, match="rows: expected 1 or more"):
+        table.blocks(0)
+
+
 def test_a_joined_table_requires_a_gradient_as_its_group_does() -> None:
     ours = made()
     weight = ours.embedding_bags["item"].weight
