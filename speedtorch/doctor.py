@@ -26,6 +26,7 @@ from speedtorch.info import Info, Link, info, peak_gbps
 from speedtorch.memory import host_memory
 from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.calibration import measure_link
+from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.sysfs import names_in, told
 from speedtorch.ops.functions import _ops, pinned_gather, pinned_scatter, wait_for_rows
 
@@ -89,7 +90,9 @@ def check_gpus(facts: Info) -> Finding:
     return Finding("note", f"driver {facts.driver} is installed, torch sees no GPU", advice)
 
 
-def check_memory(kind: str, devices: Sequence[str], nbytes: int = _MEMORY_BYTES) -> Finding:
+def check_memory(
+    kind: HostMemoryKind, devices: Sequence[str], nbytes: int = _MEMORY_BYTES
+) -> Finding:
     """Allocates host memory of a kind; the CPU and each device write rows that the other reads."""
     if kind == "managed" and not _ops.managed_supported():
         advice = 'none is needed: memory="auto" takes registered memory here'
@@ -243,7 +246,7 @@ def checks(folder: str | None = None) -> list[Check]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with_kernels = gpus > 0 and _ops.built_with_cuda()
     devices = ["cpu", *(f"cuda:{index}" for index in range(gpus if with_kernels else 0))]
-    kinds = host_memory.HOST_KINDS[1:] if with_kernels else ("plain",)
+    kinds = [k for k in host_memory.HOST_KINDS if k == "plain" or (with_kernels and k != "auto")]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     less = "free host memory, update NVIDIA's driver, or use another kind until this check is ok"
     free = "free GPU memory (nvidia-smi shows which process has it), and check again"

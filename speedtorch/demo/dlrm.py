@@ -18,6 +18,7 @@ from speedtorch.demo.click_batches import ClickBatch, ClickBatches
 from speedtorch.demo.criteo import CATEGORIES, NUMBERS, Clicks
 from speedtorch.demo.processes import ALONE, Processes
 from speedtorch.demo.settings import check_least
+from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.collection import EmbeddingBagCollection
 from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.table_config import EmbeddingBagConfig
@@ -73,7 +74,7 @@ class DLRM(loop.Model):
         dim: int,
         *,
         plain: bool = False,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
@@ -116,7 +117,7 @@ class DLRM(loop.Model):
 
 
 def _host_bags(
-    rows: int, dim: int, device: torch.device | str, memory: str
+    rows: int, dim: int, device: torch.device | str, memory: MemoryKind
 ) -> EmbeddingBagCollection:
     tables = [
         EmbeddingBagConfig(num_embeddings=rows, embedding_dim=dim, name=name) for name in CATEGORIES

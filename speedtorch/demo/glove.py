@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from speedtorch.demo import loop
 from speedtorch.demo.glove_batches import PairBatch, PairBatches
+from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.embedding import Embedding
 
 __all__ = ["GloVe", "Outcome", "train"]
@@ -37,7 +38,7 @@ class GloVe(loop.Model):
         x_max: float = 100.0,
         alpha: float = 0.75,
         device: torch.device | str = "cpu",
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
     ) -> None:
         super().__init__()
         if not x_max > 0:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from speedtorch.demo import loop
 from speedtorch.demo.ranking import BatchStream, Candidates, RatingBatch, Score, score
+from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.embedding import Embedding
 
 __all__ = ["NeuMF", "Outcome", "held_out_score", "train"]
@@ -43,7 +44,7 @@ class NeuMF(loop.Model):
         items: int,
         dim: int,
         *,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from speedtorch.memory.placement import MemoryKind
+
 __all__ = [
     "CommonSettings",
     "RunSettings",
@@ -74,7 +76,7 @@ class CommonSettings:
 class RunSettings(CommonSettings):
     """What a demonstration with tables is asked as well."""
 
-    memory: str = option("auto", "where the tables are", choices=_MEMORY)
+    memory: MemoryKind = option("auto", "where the tables are", choices=_MEMORY)
 
 
 def add_arguments(parser: ArgumentParser, settings: type[CommonSettings]) -> None:

@@ -1,4 +1,4 @@
-"""Auto: units come as forward and backward reach them, and the next one in the order seen before.
+"""AutoOffload: units come as forward and backward reach them, and the next one ahead.
 
 **Operations.** What the program computes of a unit's tensors outside of its forward is a call, too.
 
@@ -31,7 +31,7 @@ from speedtorch.layers.unit import Unit
 from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.torch_internals import call_after_backward, calls_under_way, current_backward
 
-__all__ = ["Auto"]
+__all__ = ["AutoOffload"]
 
 
 class _Reached(NamedTuple):
@@ -56,7 +56,7 @@ class _Call(NamedTuple):
     depth: int
 
 
-class Auto:
+class AutoOffload:
     """Brings a Swapper's units as they are called; `remove()` ends that.
 
     Args:
@@ -115,7 +115,7 @@ class Auto:
         self._backward.clear()
         self._hooks.clear()  # last: until then an interrupted call can be repeated
 
-    def __enter__(self) -> Auto:
+    def __enter__(self) -> AutoOffload:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from speedtorch.layers.auto import Auto
+from speedtorch.layers.auto import AutoOffload
 from speedtorch.layers.first_state import FirstState
 from speedtorch.layers.module_hook import weak_call
 from speedtorch.layers.residency import Leaver, Residency
@@ -94,7 +94,7 @@ class Swapper:
         first_state = {each: FirstState(each).nbytes for each in stepped}
         self._residency = Residency(self.device, self.budget, self._traffic, first_state)
         self._steps: list[UnitSteps] = []
-        self._auto: Auto | None = None
+        self._auto: AutoOffload | None = None
         self._is_closed = False
         try:
             for name, module in named:
@@ -251,7 +251,7 @@ class Swapper:
             )
         return self._given[0].step(closure)
 
-    def auto(self, *, step: bool = False, ahead: int = 3) -> Auto:
+    def auto(self, *, step: bool = False, ahead: int = 3) -> AutoOffload:
         """Brings units as forward and backward reach them, and the next ones in the order seen.
 
         So does an operation that computes something of a unit's tensors elsewhere. Inputs that are
@@ -283,7 +283,7 @@ class Swapper:
         if self._auto is not None:
             self._auto.remove()
         steps = self._steps if step else []
-        self._auto = Auto(self._residency, list(self._units.values()), steps, ahead=ahead)
+        self._auto = AutoOffload(self._residency, list(self._units.values()), steps, ahead=ahead)
         return self._auto
 
     def report(self) -> SwapReport:

@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -38,9 +39,12 @@ __all__ = [
     "unpin_memory_",
 ]
 
-# As the library numbers them (MemoryKind in csrc/memory/host_memory.h); the first three it makes.
+HostMemoryKind: TypeAlias = Literal["auto", "plain", "registered", "managed"]
+"""What `empty` makes."""
+
+# As the library numbers them (MemoryKind in csrc/memory/host_memory.h).
 KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")
-HOST_KINDS: tuple[str, ...] = ("auto", *KIND_NAMES[:3])
+HOST_KINDS: tuple[HostMemoryKind, ...] = get_args(HostMemoryKind)
 
 # By id() of the tensor object, as tensors do not compare as keys must: what undoes the pinning when
 # the object dies, and the library's number of it.
@@ -60,7 +64,10 @@ def default_kind() -> str:
 
 
 def empty(
-    size: int | Sequence[int], *, dtype: torch.dtype = torch.float32, memory: str = "auto"
+    size: int | Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    memory: HostMemoryKind = "auto",
 ) -> Tensor:
     """A tensor of zeros in host memory, exactly as many bytes as it needs.
 

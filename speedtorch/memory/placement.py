@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 
@@ -12,15 +13,18 @@ from speedtorch.memory import host_memory
 from speedtorch.memory.calibration import calibrate_once
 from speedtorch.ops.functions import wait_for_rows
 
-__all__ = ["Placement", "check_kind"]
+__all__ = ["MemoryKind", "Placement", "check_kind"]
 
 _Device = str | int | torch.device | None
 _Path = str | os.PathLike[str] | None
 
-_KINDS = (*host_memory.HOST_KINDS, "cuda", "file")
+MemoryKind: TypeAlias = Literal["auto", "plain", "registered", "managed", "cuda", "file"]
+"""Where a table lies; see HostTable."""
+
+_KINDS = get_args(MemoryKind)
 
 
-def check_kind(kind: str, device: _Device = None, path: _Path = None) -> None:
+def check_kind(kind: MemoryKind, device: _Device = None, path: _Path = None) -> None:
     """Raises ValueError unless this is a kind of memory, with the arguments that go with it."""
     if kind not in _KINDS:
         raise ValueError(f"memory: expected one of {', '.join(_KINDS)}, got {kind!r}")
@@ -41,7 +45,7 @@ class Placement:
     Kind, device and path are those of HostTable; `memory` is the kind that "auto" became.
     """
 
-    def __init__(self, count: int, kind: str, device: _Device, path: _Path) -> None:
+    def __init__(self, count: int, kind: MemoryKind, device: _Device, path: _Path) -> None:
         check_kind(kind, device, path)
         if count >= 2**63:
             raise ValueError(f"rows: {count:,} bytes are more than any memory has (2^63 - 1)")
@@ -59,11 +63,11 @@ class Placement:
             if torch.device(place).type != "cuda":
                 raise ValueError(f"device: expected a GPU for memory='cuda', got {str(place)!r}")
             self.data = torch.zeros(count, dtype=torch.uint8, device=place)
-        else:
+        elif kind != "file":  # which has a path
             if kind != "plain":
                 calibrate_once(count)
             self.data = host_memory.empty(count, dtype=torch.uint8, memory=kind)
-            self.memory = host_memory.memory_kind(self.data)
+            self.memory = cast(MemoryKind, host_memory.memory_kind(self.data))
 
     def settle(self) -> None:
         """Waits until the GPU has done its work on the bytes; raises what it found wrong."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.jagged import (
     Features,
     GroupRows,
@@ -45,7 +46,7 @@ class TableCollection(nn.Module):
         tables: Sequence[Any],
         device: Device = None,
         *,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         freeze: bool = False,
         capacity: int | None = None,
     ) -> None:
@@ -183,7 +184,7 @@ class TableCollection(nn.Module):
         for group in self._groups():
             group.flush()
 
-    def _fill(self, embeddings: Mapping[str, Saved], memory: str) -> None:
+    def _fill(self, embeddings: Mapping[str, Saved], memory: MemoryKind) -> None:
         places = places_of(self._tables())
         if others := sorted(set(places) ^ set(embeddings)):
             raise ValueError(f"embeddings: expected those of {list(places)}; differing: {others}")
@@ -284,7 +285,7 @@ class EmbeddingBagCollection(TableCollection):
         is_weighted: bool = False,
         device: Device = None,
         *,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         freeze: bool = False,
         capacity: int | None = None,
     ) -> None:
@@ -308,6 +309,11 @@ class EmbeddingBagCollection(TableCollection):
     def embedding_bag_configs(self) -> list[Any]:
         """The configs of the tables."""
         return list(self._configs)
+
+    if TYPE_CHECKING:  # torch's is of any arguments
+
+        def __call__(self, features: Features) -> KeyedFeatures:  # noqa: D102
+            ...
 
     def forward(self, features: Features) -> KeyedFeatures:
         """Looks bags of rows up and reduces each to one.
@@ -371,7 +377,7 @@ class EmbeddingCollection(TableCollection):
         device: Device = None,
         need_indices: bool = False,
         *,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         freeze: bool = False,
         capacity: int | None = None,
     ) -> None:
@@ -396,6 +402,11 @@ class EmbeddingCollection(TableCollection):
     def need_indices(self) -> bool:
         """Whether the result has the ids."""
         return self._need_indices
+
+    if TYPE_CHECKING:  # torch's is of any arguments
+
+        def __call__(self, features: Features) -> RowsByFeature:  # noqa: D102
+            ...
 
     def forward(self, features: Features) -> RowsByFeature:
         """Looks rows up.

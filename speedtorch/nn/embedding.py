@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
+from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.row_module import Device, RowModule, Rows, Source, made_of_rows
 from speedtorch.torch_internals import as_plain, not_compiled
 
@@ -88,10 +91,15 @@ class Embedding(RowModule, nn.Embedding):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         capacity: int | None = None,
     ) -> None:
         RowModule.__init__(**locals())  # all arguments, by their names
+
+    if TYPE_CHECKING:  # torch's is of any arguments
+
+        def __call__(self, input: Tensor) -> Tensor:  # noqa: D102
+            ...
 
     def forward(self, input: Tensor) -> Tensor:
         """Looks rows up.
@@ -138,7 +146,7 @@ class Embedding(RowModule, nn.Embedding):
         sparse: bool = False,
         *,
         device: Device = None,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         capacity: int | None = None,
     ) -> Embedding:
         """Makes an Embedding of rows that exist.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.row_module import Device, RowModule, Rows, Source, made_of_rows
 from speedtorch.torch_internals import as_plain, not_compiled
 
-__all__ = ["EmbeddingBag"]
+__all__ = ["BagMode", "EmbeddingBag"]
+
+BagMode: TypeAlias = Literal["sum", "mean", "max"]
+"""How an EmbeddingBag reduces the rows of a bag to one."""
 
 
 class EmbeddingBag(RowModule, nn.EmbeddingBag):
@@ -51,7 +57,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
-        mode: str = "mean",
+        mode: BagMode = "mean",
         sparse: bool = False,
         _weight: Rows | None = None,
         include_last_offset: bool = False,
@@ -59,13 +65,22 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         capacity: int | None = None,
         _freeze: bool = False,
     ) -> None:
-        if mode not in ("sum", "mean", "max"):
+        if mode not in get_args(BagMode):
             raise ValueError(f"mode: expected 'sum', 'mean' or 'max', got {mode!r}")
         RowModule.__init__(**locals())  # all arguments, by their names
+
+    if TYPE_CHECKING:  # torch's is of any arguments
+
+        def __call__(  # noqa: D102
+            self,
+            input: Tensor,
+            offsets: Tensor | None = None,
+            per_sample_weights: Tensor | None = None,
+        ) -> Tensor: ...
 
     def forward(
         self,
@@ -131,20 +146,20 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             raise RuntimeError(f"{name} must be of {self.weight.dtype}, got {weights.dtype}")
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]  # of fewer modes than torch's str
         cls,
         embeddings: Source,
         freeze: bool = True,
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
-        mode: str = "mean",
+        mode: BagMode = "mean",
         sparse: bool = False,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         *,
         device: Device = None,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         capacity: int | None = None,
     ) -> EmbeddingBag:
         """Makes an EmbeddingBag of rows that exist.

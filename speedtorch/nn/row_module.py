@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.files.table_files import open_fields
+from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.row_reading import blocks_of
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.plan.planned_batch import check_ids
@@ -119,7 +120,7 @@ class RowModule(nn.Module):
         _freeze: bool,
         device: Device,
         dtype: torch.dtype | None,
-        memory: str,
+        memory: MemoryKind,
         capacity: int | None = None,
         **settings: Any,
     ) -> None:
@@ -196,7 +197,7 @@ class RowModule(nn.Module):
         module: nn.Embedding | nn.EmbeddingBag,
         *,
         device: Device = None,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         capacity: int | None = None,
     ) -> _Self:
         """Makes an Embedding or EmbeddingBag with the rows and arguments of torch's.
@@ -572,7 +573,7 @@ def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: An
     return made
 
 
-def opened(argument: str, source: Source, memory: str) -> Rows:
+def opened(argument: str, source: Source, memory: MemoryKind) -> Rows:
     """Rows as they are given, or those of a file, in this kind of memory.
 
     Raises ValueError if a file has no field "weight"; no row is read then.

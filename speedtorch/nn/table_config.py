@@ -6,8 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class EmbeddingBagConfig(EmbeddingConfig):
         pooling: "sum" or "mean", or torchrec's PoolingType. All others as in EmbeddingConfig.
     """
 
-    pooling: Any = "sum"
+    pooling: Literal["sum", "mean"] | Enum = "sum"
 
 
 class Table(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.jagged import Source
 from speedtorch.nn.row_module import Device, RowModule
 from speedtorch.nn.table_config import Table
@@ -36,7 +37,7 @@ class TableGroup(RowModule):
         self,
         tables: Sequence[Table],
         device: Device,
-        memory: str,
+        memory: MemoryKind,
         freeze: bool,
         capacity: int | None,
     ) -> None:

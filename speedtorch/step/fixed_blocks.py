@@ -110,8 +110,9 @@ class FixedBlocks:
             self._came[-1:] = -1
             self._every = torch.arange(size, device=device)
             # Memory of ours, as an op asks at each use whether that of others may go.
-            memory = "registered" if device.type == "cuda" else "plain"
-            self._fault = empty(8, dtype=torch.int64, memory=memory)
+            self._fault = empty(
+                8, dtype=torch.int64, memory="registered" if device.type == "cuda" else "plain"
+            )
             if self._padding is not None:
                 self._padding_id = torch.tensor([self._padding], device=device)
         # Read without a call of torch, at every lookup.

@@ -16,7 +16,7 @@ from torch import Tensor
 from speedtorch.files import table_files
 from speedtorch.files.npy_format import NPY_DTYPES
 from speedtorch.memory import host_memory
-from speedtorch.memory.placement import Placement
+from speedtorch.memory.placement import MemoryKind, Placement
 from speedtorch.ops.functions import pinned_gather, pinned_scatter
 from speedtorch.ops.shapes import check_span, row_shape
 from speedtorch.table import row_blocks
@@ -114,7 +114,7 @@ class HostTable:
         dim: int | Sequence[int],
         dtype: torch.dtype = torch.float32,
         state: Iterable[str] | Fields = (),
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         *,
         device: _Device = None,
         path: _Path | None = None,
@@ -126,7 +126,7 @@ class HostTable:
         cls,
         rows: int,
         fields: Fields,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         *,
         device: _Device = None,
         path: _Path | None = None,
@@ -147,7 +147,7 @@ class HostTable:
     def open(
         cls,
         source: _Path,
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         *,
         device: _Device = None,
         path: _Path | None = None,
@@ -182,7 +182,7 @@ class HostTable:
         return table
 
     def _take_memory(
-        self, rows: int, fields: Fields, kind: str, device: _Device, path: _Path | None
+        self, rows: int, fields: Fields, kind: MemoryKind, device: _Device, path: _Path | None
     ) -> None:
         if isinstance(rows, Sequence):
             raise TypeError(f"rows: expected an int, got {rows!r}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory import host_memory
-from speedtorch.memory.placement import check_kind
+from speedtorch.memory.placement import MemoryKind, check_kind
 from speedtorch.ops.shapes import row_shape
 from speedtorch.table.claim import Claim
 from speedtorch.table.host_table import HostTable
@@ -51,7 +51,7 @@ class LazyTable:
         self,
         name: str,
         table: HostTable | tuple[int, int, torch.dtype],
-        memory: str = "auto",
+        memory: MemoryKind = "auto",
         draws: Sequence[LazyInit] = (),
         portion: Portion | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class LazyTable:
         self._table: HostTable | None = None
         if isinstance(table, HostTable):
             self._table, self._owned = table, False
-            self._memory = "auto" if table.memory == "file" else table.memory
+            self._memory: MemoryKind = "auto" if table.memory == "file" else table.memory
             self.rows, (self.row_shape, self.stored_dtype) = table.rows, table.fields["weight"]
         else:
             rows, columns, self.stored_dtype = table

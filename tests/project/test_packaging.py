@@ -213,3 +213,35 @@ def test_a_type_checker_knows_every_public_name_of_the_wheel(
     last = f"names.py:{len(speedtorch.__all__) + 2}: error: Module has no attribute"
     assert done.stdout.startswith(last), done.stdout
     assert "Found 1 error in 1 file" in done.stdout
+
+
+_TYPED = """import torch
+import speedtorch
+from speedtorch import types
+
+kind: types.MemoryKind = "managed"
+embedding = speedtorch.Embedding(3, 2, memory=kind)
+rows: torch.Tensor = embedding(torch.tensor([1]))
+bags: torch.Tensor = speedtorch.EmbeddingBag(3, 2, mode="max")(torch.tensor([[1]]))
+config = speedtorch.EmbeddingBagConfig(3, 2, "t", pooling="mean")
+found = speedtorch.EmbeddingBagCollection([config])({"t": torch.tensor([1])})
+keyed: types.KeyedFeatures = found
+loop: types.Prefetch[torch.Tensor] = speedtorch.prefetch([rows], embedding, ids=lambda b: b)
+told: types.Explanation = speedtorch.explain("pinned_gather", rows, torch.tensor([0]))
+speedtorch.Embedding(3, 2, memory="pinned")
+speedtorch.EmbeddingBag(3, 2, mode="avg")
+speedtorch.EmbeddingBagConfig(3, 2, "t", pooling="max")
+speedtorch.empty(3, memory="cuda")
+embedding("one")
+"""
+
+
+def test_a_type_checker_finds_wrong_arguments_and_knows_results(
+    installed: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "typed.py").write_text(_TYPED)
+    check = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed]
+    done = run(*check, "typed.py", cwd=tmp_path)
+    wrong = [int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line]
+    assert wrong == [14, 15, 16, 17, 18], done.stdout

@@ -13,6 +13,7 @@ from documents import PAGES, README, ROOT, Block, blocks
 from warm_python import warm_python
 
 import speedtorch
+from speedtorch import types
 
 DOCS = ROOT / "docs"
 # Their examples have tests of their own, of what these print or save.
@@ -62,6 +63,12 @@ def test_every_page_is_in_the_table_of_contents() -> None:
 def test_the_api_page_has_every_public_name_once() -> None:
     named = re.findall(r"^\.\. auto\w+:: speedtorch\.(\w+)$", (DOCS / "api.md").read_text(), re.M)
     assert sorted(named) == sorted(speedtorch.__all__)
+
+
+def test_the_api_page_has_every_public_type_once() -> None:
+    page = (DOCS / "api.md").read_text()
+    named = re.findall(r"^\.\. auto\w+:: speedtorch\.types\.(\w+)$", page, re.M)
+    assert sorted(named) == sorted(types.__all__)
 
 
 def test_every_public_name_has_a_docstring() -> None:

@@ -1,0 +1,31 @@
+"""Types of arguments and results, for annotations: `def run(model: M, step: types.GraphedStep)`.
+
+What they do is told by the functions that take and give them.
+"""
+
+from speedtorch.info import Info
+from speedtorch.layers.auto import AutoOffload
+from speedtorch.layers.swap_report import Freed, SwapReport
+from speedtorch.memory.cost_model import Explanation
+from speedtorch.memory.host_memory import HostMemoryKind
+from speedtorch.memory.placement import MemoryKind
+from speedtorch.nn.embedding_bag import BagMode
+from speedtorch.nn.graphed import GraphedStep
+from speedtorch.nn.jagged import JaggedRows, KeyedFeatures, RowsByFeature
+from speedtorch.nn.prefetch import Prefetch
+
+__all__ = [
+    "AutoOffload",
+    "BagMode",
+    "Explanation",
+    "Freed",
+    "GraphedStep",
+    "HostMemoryKind",
+    "Info",
+    "JaggedRows",
+    "KeyedFeatures",
+    "MemoryKind",
+    "Prefetch",
+    "RowsByFeature",
+    "SwapReport",
+]
