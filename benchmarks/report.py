@@ -136,20 +136,30 @@ def memory_table(result: dict[str, Any]) -> list[str]:
 
 
 def steps_table(results: dict[str, Any]) -> str:
-    """What a step takes with its rows in host memory, and elsewhere, where all was measured."""
+    """What a step takes with its rows in host memory, and elsewhere, where all was measured.
+
+    Raises ValueError unless all steps were measured on one GPU at one commit.
+    """
     lines = [
         "| ms a step | speedtorch | FBGEMM, managed memory | FBGEMM, managed, 20 % cached |"
         " FBGEMM, all in GPU memory | torch, all in GPU memory |",
         "|---|---|---|---|---|---|",
     ]
+    measured = set()
     for step in STEPS:
-        figures = results.get(step.stem, {"figures": []})["figures"]
+        result = results.get(step.stem, {"figures": []})
+        figures = result["figures"]
         median = {f["name"]: f["median_ms"] for f in figures if f["section"] == step.section}
         names = [step.ours, *(f"{step.fbgemm}, {place}" for place in PLACES)]
         if all(name in median for name in names):
             cells = [f"{median[name]:.2f}" for name in names]
             cells.append(f"{median[step.torch]:.2f}" if step.torch else "")
             lines.append(f"| {step.title} | {' | '.join(cells)} |")
+            measured.add(tuple(result["machine"][key] for key in ("gpu", "commit", "date")))
+    if len(measured) > 1:
+        raise ValueError(f"steps of the README's table: measured apart, {sorted(measured)}")
+    for gpu, commit, date in measured:
+        lines.insert(0, f"Milliseconds a step, on an {gpu}, commit {commit}, {date}:\n")
     return "\n".join(lines)
 
 
