@@ -48,7 +48,7 @@ WHEEL_TOOLS := .venv-wheel
 WHEEL_TRIED := build/wheel-tried
 WHEEL_PATH := PATH=$(abspath $(WHEEL_TRIED))/bin
 
-.PHONY: help setup demo check test nightly clients lint sanitize bench docs wheel sdist clean force
+.PHONY: help setup demo check test nightly clients lint sanitize bench notebooks docs wheel sdist clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -95,6 +95,9 @@ sanitize: setup ## the ops' tests with gcc's address and undefined-behaviour san
 
 bench: setup ## on a GPU: benchmarks/results/, and the tables of README.md and docs/performance.md
 	$(PY) -m benchmarks $(ARGS)
+
+notebooks: setup ## on a GPU: runs the notebooks, and stores what they print and draw
+	$(PY) notebooks/execute.py $(ARGS)
 
 docs: setup ## build/docs: the pages of docs/ as HTML; a warning is an error
 	@$(PY) -c "import furo, myst_parser, sphinx" 2>/dev/null || $(PY) -m pip install --no-build-isolation -C editable_mode=compat -e '.[docs]'
