@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
-from documents import ROOT
+from documents import PAGES, ROOT, blocks
+from torch import Tensor, nn
 
 FOLDER = ROOT / "docs" / "examples"
 pytestmark = pytest.mark.slow
@@ -25,6 +27,23 @@ def example(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def commands(page: str) -> list[list[str]]:
+    """The programs and options that a page shows, in order."""
+    (document,) = (each for each in PAGES if each.stem == page)
+    lines = [line for block in blocks(document, "sh") for line in block.text.splitlines()]
+    found = [shlex.split(line, comments=True) for line in lines]
+    assert [each[:1] for each in found] == [["python"]] * len(found)
+    return [each[1:] for each in found]
+
+
+def run_commands(page: str, name: str, *smaller: str) -> list[Any]:
+    """What the commands of a page give, with options that make them fast."""
+    module = example(name)
+    known = commands(page)
+    assert len(known) > 1 and {file for file, *_ in known} == {f"docs/examples/{name}.py"}
+    return [module.main([*options, *smaller]) for _, *options in known]
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +98,87 @@ def test_two_ranks_train_and_save_the_rows_of_one_process(tmp_path: Path) -> Non
         checkpoint.load(rows, checkpoint_id=tmp_path / folder, no_dist=True)
         found.append(rows["model"]["items.weight"])
     assert torch.equal(*found)
+
+
+CLICKS = ["--lines", "6000", "--rows", "2000", "--columns", "8", "--batch", "128"]
+
+
+def same_tables(found: dict[str, Tensor], expected: dict[str, Tensor], close: float) -> bool:
+    """Whether all are there; the same bits, or with `close` values that are so near."""
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=close, atol=close)
+    return found.keys() == expected.keys()
+
+
+def test_dlrm_trains_as_torch_alone_and_ranks_clicks() -> None:
+    module = example("dlrm")
+    (losses, auc, tables), (plain_losses, plain_auc, plain_tables) = (
+        module.main([*CLICKS, *more]) for more in ([], ["--plain"])
+    )
+    on_gpu = torch.cuda.is_available()  # last bits differ: docs/embedding.md, sums of gradients
+    assert losses == (pytest.approx(plain_losses, rel=1e-3) if on_gpu else plain_losses)
+    assert auc == (pytest.approx(plain_auc, abs=0.01) if on_gpu else plain_auc)
+    assert same_tables(tables, plain_tables, 1e-3 if on_gpu else 0)
+    assert len(tables) == 26 and auc > 0.65
+
+
+def test_dlrm_trains_as_bags_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = example("dlrm")
+
+    class Bag(nn.EmbeddingBag):
+        def __init__(self, rows: int, columns: int) -> None:
+            super().__init__(rows, columns, mode="sum")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids[:, None])
+
+    class Bags(module.PlainTables):
+        def __init__(self, rows: int, columns: int) -> None:
+            super().__init__(rows, columns)
+            self.embedding_bags = nn.ModuleDict({each: Bag(rows, columns) for each in module.NAMES})
+
+    monkeypatch.setattr(module, "PlainTables", Bags)
+    options = [*CLICKS, "--lines", "3000", "--epochs", "1"]
+    (losses, _, tables), (plain_losses, _, plain_tables) = (
+        module.main([*options, *more]) for more in ([], ["--plain"])
+    )
+    # torch sorts a batch's ids by a sort that is not stable, and adds equal ids up in its order.
+    assert losses == pytest.approx(plain_losses, rel=1e-3)
+    assert same_tables(tables, plain_tables, 1e-3)
+
+
+def test_dlrm_reads_lines_of_criteos_format(tmp_path: Path) -> None:
+    module = example("dlrm")
+    line = (
+        "1\t" + "\t".join(["", "-2", "7", *"0" * 10]) + "\t" + "\t".join(["68fd1e64", *[""] * 25])
+    )
+    (tmp_path / "train.txt").write_text(line + "\n" + "0" + "\t" * 39 + "\nbroken\n")
+    labels, numbers, rows = module.read(tmp_path / "train.txt", rows=1000, lines=2)
+    assert labels.tolist() == [1, 0] and numbers.shape == (2, 13) and rows.shape == (2, 26)
+    assert numbers[0, :3].tolist() == pytest.approx([0, 0, torch.tensor(8.0).log().item()])
+    assert rows[0, 0] == 1 + 0x68FD1E64 % 999 and not rows[0, 1:].any() and not rows[1].any()
+    for wrong, message in (
+        ("x", "line 1 is not of Criteo's format: 1 fields, not 40"),
+        ("2" + line[1:], "the label is '2', not 0 or 1"),
+        (line.replace("68fd1e64", "xyz"), "line 1 is not of Criteo's format: invalid literal"),
+        ("", "there are no lines"),
+    ):
+        (tmp_path / "train.txt").write_text(wrong)
+        with pytest.raises(SystemExit, match=message):
+            module.read(tmp_path / "train.txt", rows=1000, lines=None)
+
+
+def test_dlrm_counts_equal_scores_half_in_auc() -> None:
+    auc = example("dlrm").auc
+    assert auc(torch.tensor([3.0, 1.0, 2.0, 1.0, 0.0]), torch.tensor([1.0, 1, 0, 0, 0])) == 0.75
+    assert auc(torch.zeros(5), torch.tensor([1.0, 0, 0, 1, 0])) == 0.5
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_the_commands_of_dlrms_page_run() -> None:
+    example("dlrm").write_synthetic(Path("train.txt"), 10_000)
+    default, plain, real = run_commands(
+        "example_dlrm", "dlrm", "--rows", "500", "--lines", "10000", "--columns", "4"
+    )
+    assert torch.cuda.is_available() or default[0] == plain[0]
+    assert len(real[0]) == 3  # batches of 9,000 lines, once
