@@ -182,3 +182,86 @@ def test_the_commands_of_dlrms_page_run() -> None:
     )
     assert torch.cuda.is_available() or default[0] == plain[0]
     assert len(real[0]) == 3  # batches of 9,000 lines, once
+
+
+GPT = ["--rows", "1000", "--width", "16", "--blocks", "1", "--context", "32", "--size", "4"]
+
+
+@pytest.fixture
+def short_text(tmp_path: Path) -> list[str]:
+    """The option that makes the GPT's text short."""
+    path = tmp_path / "text"
+    path.write_bytes(bytes(example("ngram_gpt").text_of(None)[:20_000].tolist()))
+    return ["--file", str(path)]
+
+
+def test_gpt_trains_as_torch_alone_and_goes_on_with_the_numbers_of_one_run(
+    short_text: list[str], tmp_path: Path
+) -> None:
+    module, saved = example("ngram_gpt"), str(tmp_path / "saved.pt")
+    options = [*GPT, *short_text]
+
+    def trained(*more: str) -> Any:
+        return module.main([*options, *more])
+
+    whole, without = trained("--steps", "20")
+    plain, plain_without = trained("--steps", "20", "--plain")
+    (half,) = trained("--steps", "10", "--save", saved)
+    (rest,) = trained("--steps", "20", "--resume", saved)
+    (plain_rest,) = trained("--steps", "20", "--resume", saved, "--plain")
+    on_gpu = torch.cuda.is_available()  # last bits differ: docs/embedding.md, sums of gradients
+    near = 1e-3 if on_gpu else 0
+    for found, expected, close in (
+        (plain, whole, near),
+        (rest, whole, 0),
+        (plain_rest, whole, near),
+        (plain_without, without, 0),
+    ):
+        assert found.bits == pytest.approx(expected.bits, rel=close, abs=close)
+        assert same_tables(found.state, expected.state, close)
+    assert half.losses + rest.losses == whole.losses
+    assert on_gpu or plain.losses == whole.losses == half.losses + plain_rest.losses
+    for table in ("tables.0.weight", "tables.1.weight"):  # rows of n-grams that no step had
+        untouched = (whole.state[table] == 0).all(1).sum()
+        assert 0 < untouched < 1000
+    assert 0 < whole.bits < without.bits < 8
+
+
+def test_gpts_micro_batches_give_the_gradient_of_their_samples_together(
+    short_text: list[str],
+) -> None:
+    module = example("ngram_gpt")
+    options = [*GPT, *short_text, "--steps", "4"]
+    (four, _), (one, _) = (
+        module.main([*options, "--parts", parts, "--size", size])
+        for parts, size in (("4", "2"), ("1", "8"))
+    )
+    assert four.losses == pytest.approx(one.losses, rel=1e-4)  # sums of other orders
+
+
+def test_gpts_ids_depend_on_the_last_bytes_alone() -> None:
+    module = example("ngram_gpt")
+    text = torch.tensor([*b"the cat, the hat"])
+    for order in (2, 3):
+        ids = module.hashed(text, order, 5000)
+        assert ids.shape == text.shape and set(ids.tolist()) <= set(range(5000))
+        same = (ids[:, None] == ids).nonzero()
+        ends = [text[max(0, place + 1 - order) : place + 1].tolist() for place in range(len(text))]
+        assert all(ends[left] == ends[right] for left, right in same.tolist())
+        assert len(ids.unique()) == len({tuple(end) for end in ends})
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_the_commands_of_gpts_page_run(short_text: list[str]) -> None:
+    small = [*GPT, "--context", "16", "--size", "2", *short_text]
+    (whole, _), (plain, _), (first,), (rest,) = run_commands(
+        "example_ngram_gpt", "ngram_gpt", *small
+    )
+    assert torch.cuda.is_available() or plain.losses == whole.losses
+    assert first.losses == whole.losses and len(rest.losses) == len(first.losses)
+
+
+def test_gpt_says_that_a_text_is_too_short(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("short")
+    with pytest.raises(SystemExit, match="5 bytes of text are too few for a context of 64"):
+        example("ngram_gpt").main(["--file", str(tmp_path / "text")])
