@@ -1,0 +1,227 @@
+"""A small GPT on bytes whose inputs add rows of the last 2 and 3 bytes, from tables in host memory.
+
+A byte's input is the sum of its embedding, its position's, and two rows: the last 2 bytes and the
+last 3 bytes are hashed to ids of two large tables. A table adds memory and hardly any arithmetic.
+The text is that of Python's documentation, or of --file. The model is trained with the tables, and
+without them for as many steps. With --save or --resume it is trained with them alone.
+
+    python ngram_gpt.py
+    python ngram_gpt.py --plain  # the same numbers on the CPU, with torch alone
+    python ngram_gpt.py --steps 200 --save gpt.pt
+    python ngram_gpt.py --steps 400 --resume gpt.pt  # the numbers of 400 steps in one run
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import speedtorch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ORDERS = (2, 3)  # how many bytes an n-gram has
+
+
+class Part(NamedTuple):
+    """A micro-batch: a step adds up the gradients of several."""
+
+    inputs: Tensor  # [samples, context] bytes
+    targets: Tensor  # [samples, context], the byte after each
+    ids: list[Tensor]  # for each table: [samples, context] ids of the n-grams that end there
+
+
+def text_of(path: Path | None) -> Tensor:
+    """The bytes of a file, or of Python's documentation."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        content = "\n".join(topics.values()).encode()
+    else:
+        content = path.read_bytes()
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+
+
+def hashed(text: Tensor, order: int, rows: int) -> Tensor:
+    """Ids `[bytes]` of the n-grams that end at each byte; bytes before the text are zeros."""
+    padded = F.pad(text, (order - 1, 0))
+    keys = sum(padded[order - 1 - back : len(padded) - back] << 8 * back for back in range(order))
+    # Fibonacci hashing: the high bits of the product depend on all bits of the key.
+    return (keys * 2654435769 % 2**32) * rows >> 32
+
+
+class Texts:
+    """Training and validation bytes, with the ids of their n-grams."""
+
+    def __init__(self, text: Tensor, context: int, rows: int) -> None:
+        self.text, self.context = text, context
+        self.ids = [hashed(text, order, rows) for order in ORDERS]
+        self.cut = len(text) * 9 // 10  # the last tenth is for validation
+        if len(text) - self.cut <= context:
+            raise SystemExit(f"{len(text):,} bytes of text are too few for a context of {context}")
+
+    def part(self, starts: Tensor) -> Part:
+        """A sample from each start `[samples]`."""
+        places = starts[:, None] + torch.arange(self.context)
+        taken = [each.to(DEVICE) for each in (self.text[places], self.text[places + 1])]
+        return Part(*taken, [each[places].to(DEVICE) for each in self.ids])
+
+    def steps(self, first: int, last: int, parts: int, size: int) -> Iterator[list[Part]]:
+        """The micro-batches of each step.
+
+        The step's number is the seed. A generator that goes on from step to step would have to be
+        saved, and prefetch takes batches from a loader before they are trained.
+        """
+        for step in range(first, last):
+            random = torch.Generator().manual_seed(step)
+            starts = torch.randint(self.cut - self.context, (parts, size), generator=random)
+            yield [self.part(each) for each in starts]
+
+    def validation(self, size: int = 64) -> Iterator[Part]:
+        """The bytes that no step has seen, once each."""
+        starts = torch.arange(self.cut, len(self.text) - self.context, self.context)
+        return (self.part(each) for each in starts.split(size))
+
+
+class Block(nn.Module):
+    """Attention to earlier bytes, then a perceptron, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[samples, context, width]` to the same."""
+        qkv = self.qkv(self.before_attention(x)).unflatten(2, (3, self.heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.before_mlp(x))))
+
+
+class GPT(nn.Module):
+    """Scores of the next byte."""
+
+    def __init__(self, width: int, blocks: int, context: int, rows: int, plain: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads=4) for _ in range(blocks)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
+        for each in (self.bytes, self.places):
+            nn.init.normal_(each.weight, std=0.02)
+        kind = nn.Embedding if plain else speedtorch.Embedding
+        self.tables = nn.ModuleList(
+            kind(rows, width, sparse=True, device=DEVICE) for _ in (ORDERS if rows else ())
+        )
+        for table in self.tables:
+            nn.init.zeros_(table.weight)
+
+    def forward(self, part: Part) -> Tensor:
+        """The mean loss of a micro-batch, in nats a byte."""
+        x = self.bytes(part.inputs) + self.places.weight
+        for table, ids in zip(self.tables, part.ids, strict=False):  # there may be no tables
+            x = x + table(ids)
+        scores = self.head(self.blocks(x))
+        return F.cross_entropy(scores.flatten(0, 1), part.targets.flatten())
+
+
+@torch.no_grad()
+def bits_per_byte(model: GPT, texts: Texts) -> float:
+    """The validation loss; 8 for a model that knows nothing."""
+    total = count = 0.0
+    for part in texts.validation():
+        total += model(part).item() * part.targets.numel()
+        count += part.targets.numel()
+    return total / count / math.log(2)
+
+
+class Trained(NamedTuple):
+    """What a run gives."""
+
+    losses: list[float]  # of each step
+    bits: float  # a byte of the validation text
+    state: dict[str, Tensor]  # of the model
+
+
+def train(chosen: argparse.Namespace, texts: Texts, rows: int) -> Trained:
+    """Trains a model with tables of so many rows, or without tables if `rows` is 0."""
+    model = GPT(chosen.width, chosen.blocks, chosen.context, rows, chosen.plain).to(DEVICE)
+    others = [each for name, each in model.named_parameters() if not name.startswith("tables")]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=2e-3)]
+    if rows:
+        # Adam for the rows that a step looked up; it changes no others.
+        optimizers.append(torch.optim.SparseAdam(list(model.tables.parameters()), lr=2e-3))
+        if not chosen.plain:
+            speedtorch.attach(optimizers[-1], model)
+    first = 0
+    if chosen.resume:  # after attach: the rows' state is loaded into the tables
+        saved = torch.load(chosen.resume, map_location="cpu")
+        model.load_state_dict(saved["model"])
+        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        first = saved["step"]
+    loader = texts.steps(first, chosen.steps, chosen.parts, chosen.size)
+    if rows and not chosen.plain:
+        # One batch of prefetch is one step: the ids of all of its micro-batches.
+        loader = speedtorch.prefetch(
+            loader,
+            model,
+            ids=lambda parts: {
+                table: [part.ids[number] for part in parts]
+                for number, table in enumerate(model.tables)
+            },
+        )
+    losses = []
+    for parts in loader:
+        total = 0.0
+        for part in parts:
+            loss = model(part) / len(parts)
+            loss.backward()
+            total += loss.item()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(total)
+    if chosen.save:
+        state = {"model": model.state_dict(), "step": chosen.steps}
+        torch.save({**state, "optimizers": [each.state_dict() for each in optimizers]}, chosen.save)
+    return Trained(losses, bits_per_byte(model, texts), model.state_dict())
+
+
+def main(arguments: list[str] | None = None) -> list[Trained]:
+    """Trains and prints the validation loss; gives the losses and the state of each model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--file", type=Path, help="text; by default Python's documentation")
+    parser.add_argument("--steps", type=int, default=200, help="with those before --save")
+    parser.add_argument("--rows", type=int, default=65_536, help="of each table")
+    parser.add_argument("--width", type=int, default=64, help="columns of tables and layers")
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--context", type=int, default=64, help="bytes of a sample")
+    parser.add_argument("--parts", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--size", type=int, default=16, help="samples of a micro-batch")
+    parser.add_argument("--save", type=Path, help="write a checkpoint after the last step")
+    parser.add_argument("--resume", type=Path, help="read a checkpoint before the first step")
+    parser.add_argument("--plain", action="store_true", help="torch.nn.Embedding instead")
+    chosen = parser.parse_args(arguments)
+    texts = Texts(text_of(chosen.file), chosen.context, chosen.rows)
+    both = not (chosen.save or chosen.resume)
+    found = []
+    for rows in (chosen.rows, 0) if both else (chosen.rows,):
+        found.append(train(chosen, texts, rows))
+        tables = f"{len(ORDERS)} tables of {rows:,} rows" if rows else "no tables"
+        print(f"{tables}: {found[-1].bits:.4f} bits a byte after {chosen.steps} steps")
+    return found
+
+
+if __name__ == "__main__":
+    main()
