@@ -18,7 +18,7 @@ from torch import Tensor
 from speedtorch.legacy import batch_ids
 from speedtorch.legacy.batch_ids import Indexes, all_within, flat_index
 from speedtorch.ops.functions import plan_rows
-from speedtorch.plan.seen_ids import SeenIds
+from speedtorch.plan.planned_batch import SeenIds
 from speedtorch.table.host_table import HostTable
 
 __all__ = ["Plan", "PlanMemo", "plans_of", "plans_pay"]

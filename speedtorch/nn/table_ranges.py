@@ -14,7 +14,7 @@ from torch import Tensor
 from speedtorch.nn.jagged import Jagged, Source
 from speedtorch.nn.table_config import Table
 from speedtorch.ops.functions import table_ids
-from speedtorch.plan.seen_ids import SeenTensors
+from speedtorch.plan.planned_batch import SeenTensors
 from speedtorch.step.trained_rows import Bags
 
 __all__ = ["TableIds", "TableRanges"]

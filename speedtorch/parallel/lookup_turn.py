@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speedtorch.plan.seen_ids import SeenIds
+from speedtorch.plan.planned_batch import SeenIds
 
 __all__ = ["LookupTurn"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 
-from speedtorch.plan.seen_ids import SeenIds, SeenTensors
+from speedtorch.plan.planned_batch import SeenIds, SeenTensors
 
 CPU = torch.device("cpu")
 

@@ -106,7 +106,7 @@ CLICKS = ["--lines", "6000", "--rows", "2000", "--columns", "8", "--batch", "128
 def same_tables(found: dict[str, Tensor], expected: dict[str, Tensor], close: float) -> bool:
     """Whether all are there; the same bits, or with `close` values that are so near."""
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=close, atol=close)
+        torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=close, atol=close)
     return found.keys() == expected.keys()
 
 
