@@ -143,6 +143,12 @@ def pin_memory_(tensor: Tensor) -> Tensor:
             already.
         RuntimeError: CUDA refused, or pins memory where kernels do not find it (WSL2); the message
             says why and what to do.
+
+    Example:
+        >>> rows = torch.zeros(1000, 4)
+        >>> if torch.cuda.is_available():
+        ...     assert memory_kind(pin_memory_(rows)) == "registered"
+        ...     assert memory_kind(unpin_memory_(rows)) == "plain"
     """
     _check_dense("pin_memory_", tensor)
     if not tensor.is_cpu:
@@ -166,6 +172,9 @@ def unpin_memory_(tensor: Tensor) -> Tensor:
     Raises:
         ValueError: the tensor was not pinned with `pin_memory_`.
         RuntimeError: a captured CUDA graph may still use it; see `release`.
+
+    Example:
+        See pin_memory_.
     """
     if id(tensor) not in _pinned:
         raise ValueError("unpin_memory_: the tensor was not pinned with pin_memory_")

@@ -39,6 +39,13 @@ class EmbeddingConfig:
         weight_init_min: The smallest; by default -sqrt(1 / num_embeddings).
         init_fn: Gives first values instead, called as `HostTable.init_` calls it.
         group: Tables of one group, embedding_dim and data_type are one parameter.
+
+    Raises:
+        TypeError, ValueError: By the collection that is given it: a field is missing or wrong.
+
+    Example:
+        >>> EmbeddingConfig(1000, 16, "user", feature_names=["user", "friend"]).feature_names
+        ['user', 'friend']
     """
 
     num_embeddings: int
@@ -58,6 +65,15 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
     Attributes:
         pooling: "sum" or "mean", or torchrec's PoolingType. All others as in EmbeddingConfig.
+
+    Raises:
+        TypeError, ValueError: By the collection that is given it: a field is missing or wrong.
+
+    Example:
+        >>> import speedtorch
+        >>> config = EmbeddingBagConfig(1000, 16, "user", pooling="mean")
+        >>> speedtorch.EmbeddingBagCollection([config])({"user": torch.tensor([[3, 5]])}).keys()
+        ['user']
     """
 
     pooling: Literal["sum", "mean"] | Enum = "sum"

@@ -43,6 +43,15 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: The norm is infinite or NaN, and that is asked to be an error; nothing has
             changed.
+
+    Example:
+        >>> import torch, speedtorch
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> layer(torch.full((3, 2), 100.0)).sum().backward()
+        >>> norm = clip_grad_norm_(layer.parameters(), max_norm=1.0)
+        >>> after = torch.stack([each.grad.norm() for each in layer.parameters()]).norm()
+        >>> bool(norm > 400), round(after.item(), 3)
+        (True, 1.0)
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
