@@ -174,7 +174,7 @@ def unpin_memory_(tensor: Tensor) -> Tensor:
         RuntimeError: a captured CUDA graph may still use it; see `release`.
 
     Example:
-        See pin_memory_.
+        See `pin_memory_`.
     """
     if id(tensor) not in _pinned:
         raise ValueError("unpin_memory_: the tensor was not pinned with pin_memory_")
