@@ -1,4 +1,4 @@
-"""Pictures of the curves: GB/s against row width, rows per batch and table size."""
+"""Pictures: GB/s against row width, rows per batch and table size; a step's time by Zipf's law."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ OVERLAP = "overlap"
 PICTURES = {
     "pinned_gather": "GB/s of rows from host memory to the GPU",
     "pinned_scatter": "GB/s of rows from the GPU to host memory",
+}
+STEPS = "embedding"
+# Ways to train, by the names of their figures, and how each is drawn.
+_WAYS: dict[str, dict[str, Any]] = {
+    "FBGEMM, Adam, managed memory": {"color": "tab:red", "marker": "^"},
+    "FBGEMM, Adam, managed memory, 20 % cache": {"color": "tab:orange", "marker": "v"},
+    "torch, SparseAdam, all in GPU memory": {"color": "tab:gray", "marker": "x"},
+    "speedtorch, Adam, fused": {"color": "tab:blue", "marker": "s"},
+    "speedtorch, Adam, fused, prefetch": {"color": "tab:green", "marker": "o"},
+    "FBGEMM, Adam, all in GPU memory": {"color": "black", "linestyle": "--"},
 }
 # Section, what is on the x axis, its label and unit.
 _AXES = (
@@ -84,16 +94,38 @@ def _draw_curves(result: dict[str, Any], title: str) -> Figure:
     return figure
 
 
+def _draw_steps(result: dict[str, Any]) -> Figure:
+    """Milliseconds of a step over the exponent of the ids' law, beside those of others."""
+    figure, ax = plt.subplots(figsize=(11, 4.2))
+    for name, style in _WAYS.items():
+        points = sorted(
+            (each["parameters"]["exponent"], each["median_ms"])
+            for each in result["figures"]
+            if each["name"] == name
+        )
+        if points:
+            ax.plot(*zip(*points, strict=True), label=name, **style)
+    ax.set_xlabel("exponent of Zipf's law; 0: all rows alike")
+    ax.set_ylabel("ms a step")
+    ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    ax.set_title(result["title"] + _machine(result), fontsize=9)
+    return figure
+
+
 def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return f" ({machine['gpu']}, torch {machine['torch']}, {machine['date']})"
 
 
 def draw(results: dict[str, Any], folder: Path | None = None) -> list[Path]:
-    """Writes a picture for each direction that has been measured, and of the overlap."""
+    """Writes a picture of each direction that has been measured, of steps, and of the overlap."""
     figures = {}
     if results.get(OVERLAP, {}).get("extra"):
         figures[OVERLAP] = _draw_overlap(results[OVERLAP])
+    if STEPS in results:
+        figures[STEPS] = _draw_steps(results[STEPS])
     for stem, title in PICTURES.items():
         if stem in results:
             figures[stem] = _draw_curves(results[stem], title)

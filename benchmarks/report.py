@@ -135,6 +135,12 @@ def memory_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+_PICTURES = {
+    plots.STEPS: "milliseconds of a step by Zipf's law, beside others",
+    plots.OVERLAP: "exchange beside compute",
+}
+
+
 def steps_table(results: dict[str, Any]) -> str:
     """What a step takes with its rows in host memory, and elsewhere, where all was measured.
 
@@ -167,7 +173,7 @@ def tables(results: dict[str, Any]) -> str:
     """Pictures and tables as Markdown, with the machine that they are from."""
     parts = [
         f"![{title}](../benchmarks/results/{name}.png)"
-        for name, title in {**plots.PICTURES, plots.OVERLAP: "exchange beside compute"}.items()
+        for name, title in {**_PICTURES, **plots.PICTURES}.items()
         if (RESULTS / f"{name}.png").is_file()
     ]
     for stem, result in results.items():
