@@ -145,7 +145,7 @@ def find_torch() -> ModuleType:
 
 def check_compiler() -> None:
     """Refuses a missing C++ compiler, of which torch and setuptools would say so in 200 lines."""
-    named = os.environ.get("CXX")
+    named = os.environ.get("CXX", "").strip()
     # Without CXX torch compiles with c++, and setuptools links with what Python was built with.
     for compiler in [named] if named else ["c++", sysconfig.get_config_var("CXX") or "c++"]:
         program = shlex.split(compiler)[0]

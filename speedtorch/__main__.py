@@ -24,9 +24,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command: what follows `speedtorch`, by default in this process.
 
     Returns:
-        The exit status: 0, 1 if a comparison found a difference, if this machine cannot be measured
-        or if `doctor` found something wrong, 2 for a wrong use, 130 after Ctrl-C.
+        The exit status: 0, 1 if a comparison found a difference, if this machine cannot be
+        measured, if `doctor` found something wrong or if nothing reads the output any more, 2 for a
+        wrong use, 130 after Ctrl-C.
     """
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `speedtorch doctor | head -1`
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser("speedtorch", description=__doc__)
     parser.add_argument("--version", action="version", version=f"speedtorch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

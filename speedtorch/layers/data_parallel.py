@@ -1,4 +1,4 @@
-"""Units within a DistributedDataParallel: it averages their gradients, or refuses by name.
+"""Units within a DistributedDataParallel: it averages their gradients, or an error tells why not.
 
 It learns of a gradient by a hook of the node of autograd that adds it up. Where `.data` changes its
 device, as that of a unit does, torch makes another node for the parameter, which has no such hook.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.torch_internals import as_plain, tree_leaves, tree_map
 
 __all__ = ["GraphedStep", "graphed"]
+
+_Kind = TypeVar("_Kind")
 
 _WARM_UPS = 3  # as torch's documentation of CUDA graphs has it
 
@@ -56,7 +58,7 @@ class GraphedStep(ABC):
                 this step. Another batch may come all the same, and gives the same numbers.
 
         Returns:
-            What the step returns; a replay writes to the same tensors again.
+            What the step returns, without a gradient; a replay writes to the same tensors again.
 
         Raises:
             IndexError: A batch before had an id out of range; this one was not trained.
@@ -187,6 +189,16 @@ def _changed(before: list[list[dict[str, Any]]], now: list[list[dict[str, Any]]]
     return ", ".join(f"{name} was {old}, is {new}" for name, old, new in pairs if old != new)
 
 
+def _listed(argument: str, given: object, kind: type[_Kind]) -> list[_Kind]:
+    """One of a kind, or several, in a list; TypeError for anything else."""
+    several = list(given) if isinstance(given, Iterable) else []
+    if isinstance(given, kind):
+        several = [given]
+    elif not isinstance(given, Iterable) or not all(isinstance(each, kind) for each in several):
+        raise TypeError(f"{argument}: expected a {kind.__name__} or a list of such, got {given!r}")
+    return several
+
+
 def _exchanges_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedExchange]:
     exchanges: dict[TrainedRows, FixedExchange] = {}
     found = [each for module in modules for each in module.modules() if isinstance(each, RowModule)]
@@ -277,8 +289,12 @@ def graphed(
     """Captures a whole training step in one CUDA graph: lookups, exchange, backward, optimizer.
 
     The rows come and go by what the GPU knows: nothing waits for the host, and a call costs one
-    launch. Warm-up and capture change no row, parameter, state or random number. Where rows are
-    held on the CPU nothing is captured: each call is the step itself, by the same rules.
+    launch. Warm-up and capture change no row, parameter, state or random number.
+
+    Where rows are held on the CPU nothing is captured, and each call is the step itself. What only
+    a capture needs is not asked for there: an optimizer that a graph can repeat, an example that
+    fits, and that the rows stay where they are. Each call returns new tensors, and the step works
+    on the tensors that it is given.
 
     Args:
         step: Trains one batch: zero_grad(), lookups, backward(), step() of the optimizers. Called
@@ -294,13 +310,14 @@ def graphed(
     Returns:
         What is called as `step(*batch)`, or `step(*batch, next_ids=...)` with those of the batch
         after it. A batch of other shapes is trained without the graph, and
-        so may be steps in between; flush, state_dict and evaluation see all rows. While it lives,
-        attach, detach, `.to` and closing the table are refused.
+        so may be steps in between; flush, state_dict and evaluation see all rows. While a graph
+        lives, attach, detach, `.to` and closing the table raise RuntimeError.
 
     Raises:
+        TypeError: The step is no function, or modules or optimizers are of another kind.
         ValueError: No module of ours, one without a capacity, or some on the CPU and some not.
         NotImplementedError: Rows are shared out among ranks.
-        RuntimeError: An optimizer whose steps a graph cannot repeat, by name.
+        RuntimeError: A graph cannot repeat the steps of an optimizer, which is named.
 
     Example:
         >>> import torch, speedtorch
@@ -319,8 +336,10 @@ def graphed(
         >>> step(ids).item() < first
         True
     """
-    modules = [modules] if isinstance(modules, nn.Module) else list(modules)
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    if not callable(step):
+        raise TypeError(f"step: expected a function that trains a batch, got {step!r}")
+    modules = _listed("modules", modules, nn.Module)
+    optimizers = _listed("optimizers", optimizers, Optimizer)
     exchanges = _exchanges_of(modules)
     if all(each.parameter.is_cpu for each in exchanges):
         return _Uncaptured(step, modules, optimizers, next_ids)

@@ -6,21 +6,21 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.row_reading import checked_count
+from speedtorch.nn.tables import Readable, check_readable
 from speedtorch.table.progress import progress_bar
 
 __all__ = ["nearest_neighbors"]
 
 _METRICS = ("cosine", "dot")
-# Scores that are in memory at once: 64 MiB of float32, and twice that while they are compared.
-_SCORES = 1 << 24
+# Scores that are in memory at once: 16 MiB of float32, and seven times that while compared.
+_SCORES = 1 << 22
 
 
 def nearest_neighbors(
-    emb: nn.Module,
+    emb: Readable,
     queries: Tensor,
     k: int = 10,
     *,
@@ -33,10 +33,11 @@ def nearest_neighbors(
     Rows are read by blocks, as `emb.blocks(rows)` gives them, and compared in float32 on the
     queries' device. The result is that of torch.topk over the scores of the whole table: the
     largest first, and of equal scores the lower id first; a score that is NaN counts as the
-    largest. A row that is a query itself is among its own neighbors.
+    largest. A row that is a query itself is among its own neighbors. The last bit of a score
+    depends on the shape of the matrix product that it is from, and so on `rows`.
 
     Args:
-        emb: An Embedding or EmbeddingBag.
+        emb: An Embedding or EmbeddingBag, or a table of a collection.
         queries: Vectors `[q, embedding_dim]` of floating numbers, on any device.
         k: How many rows to find for each query, from 1 to `emb.num_embeddings`.
         metric: "cosine", which is 0 for a vector of zeros, or "dot" for dot products.
@@ -48,10 +49,10 @@ def nearest_neighbors(
         Scores `[q, k]` in float32 and ids `[q, k]` in int64, on the queries' device.
 
     Raises:
-        TypeError: `emb` is no Embedding or EmbeddingBag, queries are no floating numbers, the table
-            has complex ones, or `k` or `rows` is no int.
-        ValueError: Queries have another shape, there are fewer than `k` rows, `rows` is less than
-            1, or there is no such metric.
+        TypeError: `emb` is no Embedding, EmbeddingBag or table of a collection, queries are no
+            floating numbers, the table has complex ones, or `k` or `rows` is no int.
+        ValueError: Queries have another shape, there are fewer than `k` rows or none, `rows` is
+            less than 1, or there is no such metric.
         RuntimeError: Ranks share the rows out.
 
     Example:
@@ -61,13 +62,13 @@ def nearest_neighbors(
         >>> ids, scores
         (tensor([[2, 1]]), tensor([[0.8000, 0.6000]]))
     """
-    if not isinstance(emb, RowModule):
-        kind = type(emb).__name__
-        raise TypeError(f"emb: expected a speedtorch Embedding or EmbeddingBag, got {kind}")
+    check_readable(emb)
     if metric not in _METRICS:
         raise ValueError(f"metric: expected 'cosine' or 'dot', got {metric!r}")
     _check_queries(emb, queries)
     wanted_rows = f"of the table's {emb.num_embeddings:,} rows"
+    if emb.num_embeddings == 0:
+        raise ValueError("emb: its table has no rows, so that there is none to find")
     k = checked_count("k", k, wanted_rows, emb.num_embeddings)
     blocks = emb.blocks(rows)
     wanted = queries.detach().to(torch.float32)
@@ -78,11 +79,10 @@ def nearest_neighbors(
         progress_bar(emb.num_embeddings, progress) as bar,
     ):
         if metric == "cosine":
-            wanted = F.normalize(wanted, dim=1)
+            wanted = _directions(queries.detach())
         for first, block in blocks:
-            held = block.to(wanted.device, torch.float32)
-            if metric == "cosine":
-                held = F.normalize(held, dim=1)
+            block = block.to(wanted.device)
+            held = _directions(block) if metric == "cosine" else block.to(torch.float32)
             parts = torch.split(wanted, max(1, _SCORES // len(held)))
             found = [_largest(part @ held.T, k) for part in parts]
             scores = torch.cat([scores, torch.cat([values for values, _ in found])], dim=1)
@@ -94,7 +94,7 @@ def nearest_neighbors(
     return scores, ids
 
 
-def _check_queries(emb: RowModule, queries: object) -> None:
+def _check_queries(emb: Readable, queries: object) -> None:
     if not isinstance(queries, Tensor):
         raise TypeError(f"queries: expected a tensor, got {type(queries).__name__}")
     if not queries.dtype.is_floating_point:
@@ -102,12 +102,24 @@ def _check_queries(emb: RowModule, queries: object) -> None:
             f"queries: expected vectors of floating numbers, got {queries.dtype}; the vectors of"
             " ids are emb(ids)"
         )
-    if (stored := emb.trained_rows.table.stored_dtype).is_complex:
+    if (stored := emb.weight.dtype).is_complex:
         raise TypeError(f"emb: rows of {stored} have no order by likeness; use real numbers")
     columns = emb.embedding_dim
     if queries.layout != torch.strided or queries.dim() != 2 or queries.shape[1] != columns:
         shape, layout = [*queries.shape], queries.layout
         raise ValueError(f"queries: expected dense [q, {columns}], got {shape} of {layout}")
+
+
+def _directions(vectors: Tensor) -> Tensor:
+    """Vectors `[n, columns]` made 1 long, in float32; those of zeros stay."""
+    if vectors.dtype != torch.float64:
+        vectors = vectors.to(torch.float32)
+    if vectors.numel():
+        # By a power of two, which changes no bits: squares must not overflow or vanish.
+        most = math.frexp(torch.finfo(vectors.dtype).max)[1] - 2
+        exponents = torch.frexp(vectors.abs().amax(1, keepdim=True)).exponent
+        vectors = torch.ldexp(vectors, -exponents.clamp(-most, most))
+    return F.normalize(vectors.to(torch.float32), dim=1)
 
 
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -371,6 +371,8 @@ class RowModule(nn.Module):
         Raises:
             TypeError, ValueError: `rows` is no int, or less than 1.
             RuntimeError: Ranks share the rows out.
+            RuntimeError, ValueError: At the next block, another module trains the rows now, or the
+                table is closed.
             IndexError: An id that the GPU found out of range, at the next block.
 
         Example:
@@ -380,7 +382,7 @@ class RowModule(nn.Module):
             [(0, 2), (2, 2), (4, 1)]
         """
         every = slice(0, self.num_embeddings)
-        return blocks_of(self.trained_rows, every, rows, partial(self._refuse_share, "blocks"))
+        return blocks_of(self.trained_rows, every, rows, self._refuse_share)
 
     def numpy(self) -> npt.NDArray[Any]:
         """All rows as a NumPy array `[num_embeddings, embedding_dim]`, a view of the table.
@@ -389,7 +391,7 @@ class RowModule(nn.Module):
         flush(). attach() may move the rows to other memory: attach first, or call numpy() again.
 
         Raises:
-            RuntimeError: Ranks share the rows out.
+            RuntimeError: Ranks share the rows out, or another module trains them now.
             ValueError: The table is on a GPU (memory="cuda"), or NumPy has no such dtype
                 (bfloat16): blocks() reads those. Or the table is closed.
             IndexError: An id that the GPU found out of range.
@@ -400,16 +402,16 @@ class RowModule(nn.Module):
             >>> embedding.numpy().tolist()
             [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
         """
-        self._refuse_share("numpy")
+        self._refuse_share()
         self.flush()
         return self.table.numpy()
 
-    def _refuse_share(self, method: str) -> None:
+    def _refuse_share(self) -> None:
         """Raises RuntimeError where this rank has some of the rows alone."""
         if self.trained_rows.table.portion is not None:
             raise RuntimeError(
-                f"{self.trained_rows.name}: {method} needs all rows, and this rank has a share of"
-                " them: read the share from state_dict(), or all rows on the first rank from"
+                f"{self.trained_rows.name}: not all rows can be read here, as this rank has a share"
+                " of them: read the share from state_dict(), or all rows on the first rank from"
                 " state_dict() within speedtorch.full_state_dict(model)"
             )
 

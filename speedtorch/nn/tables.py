@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from speedtorch.nn.row_module import loadable
+from speedtorch.nn.row_module import RowModule, loadable
 from speedtorch.nn.row_reading import blocks_of
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.torch_internals import as_plain, tree_map
 
-__all__ = ["JoinedTable", "TableWeight", "Tables", "groups_of", "place_of", "places_of", "rows_of"]
+__all__ = [
+    "JoinedTable",
+    "Readable",
+    "TableWeight",
+    "Tables",
+    "check_readable",
+    "groups_of",
+    "place_of",
+    "places_of",
+    "rows_of",
+]
+
+
+def check_readable(emb: object) -> None:
+    """Raises TypeError for what does not give all rows by blocks()."""
+    if not isinstance(emb, RowModule | JoinedTable):
+        raise TypeError(
+            "emb: expected a speedtorch Embedding or EmbeddingBag, or a table of a collection, got"
+            f" {type(emb).__name__}"
+        )
 
 
 class Tables(nn.Module):
@@ -196,6 +215,10 @@ class JoinedTable:
     def __repr__(self) -> str:
         name, rows = self._weight._part.name, self.num_embeddings
         return f"{type(self).__name__}({name}: {rows}; columns={self.embedding_dim})"
+
+
+Readable: TypeAlias = RowModule | JoinedTable
+"""What gives all rows by blocks()."""
 
 
 class _Part(NamedTuple):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speedtorch.files.new_files import replace_files
-from speedtorch.nn.row_module import RowModule
+from speedtorch.nn.tables import Readable, check_readable
 from speedtorch.table.progress import progress_bar
 
 __all__ = ["save_word2vec_format"]
@@ -23,7 +24,7 @@ _ENDS = frozenset(" \t\n\v\f\r")
 
 
 def save_word2vec_format(
-    emb: nn.Module,
+    emb: Readable,
     path: str | os.PathLike[str],
     words: Sequence[str],
     *,
@@ -41,15 +42,15 @@ def save_word2vec_format(
     the new one is whole and on the disk.
 
     Args:
-        emb: An Embedding or EmbeddingBag.
+        emb: An Embedding or EmbeddingBag, or a table of a collection.
         path: The file.
         words: A word for each row, in the order of the ids, all different.
         binary: Numbers as bytes, or as text, which is larger and slower to read.
         progress: As for nearest_neighbors.
 
     Raises:
-        TypeError: `emb` is no Embedding or EmbeddingBag, its rows are complex, or `words` is no
-            sequence of str.
+        TypeError: `emb` is no Embedding, EmbeddingBag or table of a collection, its rows are
+            complex, or `words` is no sequence of str.
         ValueError: There are more or fewer words than rows, or a word is empty, has a space, a tab
             or a line end within, is there twice, or cannot be written as UTF-8.
         RuntimeError: Ranks share the rows out.
@@ -66,10 +67,8 @@ def save_word2vec_format(
         a 0.5 1.0
         b 2.0 0.1
     """
-    if not isinstance(emb, RowModule):
-        kind = type(emb).__name__
-        raise TypeError(f"emb: expected a speedtorch Embedding or EmbeddingBag, got {kind}")
-    if (stored := emb.trained_rows.table.stored_dtype).is_complex:
+    check_readable(emb)
+    if (stored := emb.weight.dtype).is_complex:
         raise TypeError(f"emb: the format has real numbers, and the rows are {stored}")
     named = _checked(words, emb.num_embeddings)
     row_bytes = 4 * emb.embedding_dim
@@ -93,8 +92,7 @@ def _checked(words: object, rows: int) -> list[str]:
     is_sequence = hasattr(words, "__len__") and hasattr(words, "__getitem__")
     if not is_sequence or isinstance(words, str | bytes | Mapping | Set):
         raise TypeError(f"words: expected a sequence of str, got {type(words).__name__}")
-    assert isinstance(words, Iterable)
-    named = list(words)
+    named = list(cast(Iterable[Any], words))
     if len(named) != rows:
         raise ValueError(f"words: expected {rows:,}, one for each row, got {len(named):,}")
     seen: set[str] = set()

@@ -38,11 +38,11 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     torch.optim.SparseAdam. A momentum buffer starts as zeros (torch's SGD starts it as the first
     gradient, which is the same unless there is dampening).
 
-    An optimizer is refused by name if it does not treat rows separately (a norm of all rows, a
-    factor of them), keeps something for all rows that depends on which were stepped, starts a row's
-    state from its first gradient, its own value or at random, keeps its state in lists or dicts of
-    tensors or in another kind where a batch has many rows (8-bit optimizers), wraps another
-    optimizer, or needs a closure. A probe of a few rows finds that out.
+    It raises RuntimeError for an optimizer that does not treat rows separately (a norm of all rows,
+    a factor of them), keeps something for all rows that depends on which were stepped, starts a
+    row's state from its first gradient, its own value or at random, keeps its state in lists or
+    dicts of tensors or in another kind where a batch has many rows (8-bit optimizers), wraps
+    another optimizer, or needs a closure. A probe of a few rows finds that out.
 
     Args:
         optimizer: any torch optimizer that treats rows separately, also one that torch does not

@@ -8,7 +8,7 @@ makes and how that starts. A batch of rows can be stepped without the rest of it
 - a row's state starts alike for every row: a step that begins with that start is a first step;
 - the kind of the state does not depend on how many rows a batch has.
 
-Whatever breaks this rule is refused by name, with what broke it.
+Whatever breaks this rule raises an error that tells what broke it.
 """
 
 from __future__ import annotations

@@ -323,6 +323,63 @@ def test_numpy_has_no_bfloat16() -> None:
 # Nearest neighbors
 
 
+@pytest.mark.parametrize("size", [1e20, 1e-13, 1e-30, 3e38, 1e-38])
+def test_rows_of_any_size_have_a_direction(size: float) -> None:
+    rows = torch.tensor([[3.0, 4.0], [4.0, -3.0], [0.0, 0.0]]) * (size / 4)
+    emb = speedtorch.Embedding.from_pretrained(rows)
+    for queries in (rows, rows / size):
+        scores, ids = speedtorch.nearest_neighbors(emb, queries, 1)
+        assert ids.tolist() == [[0], [1], [0]]
+        torch.testing.assert_close(scores, torch.tensor([[1.0], [1.0], [0.0]]))
+
+
+def test_rows_of_float64_that_float32_cannot_hold_have_a_direction() -> None:
+    rows = torch.tensor([[3e300, 4e300], [4e-300, -3e-300]], dtype=torch.float64)
+    emb = speedtorch.Embedding.from_pretrained(rows)
+    scores, ids = speedtorch.nearest_neighbors(emb, rows, 1)
+    assert ids.tolist() == [[0], [1]]
+    torch.testing.assert_close(scores, torch.ones(2, 1))
+
+
+def test_a_table_without_rows_is_told_so() -> None:
+    with pytest.raises(ValueError, match="emb: its table has no rows"):
+        speedtorch.nearest_neighbors(speedtorch.Embedding(0, WIDTH), QUERY)
+
+
+def test_a_table_of_a_collection_is_read_as_one_of_its_own(tmp_path: Path) -> None:
+    config = speedtorch.EmbeddingBagConfig
+    tables = [config(3, WIDTH, "other"), config(5, WIDTH, "wanted")]
+    collection = speedtorch.EmbeddingBagCollection(tables)
+    collection.embedding_bags["wanted"].weight.copy_(values(5))
+    table, alone = collection.embedding_bags["wanted"], made(values(5))
+    queries = torch.randn(4, WIDTH)
+    for found, expected in zip(
+        speedtorch.nearest_neighbors(table, queries, 3),
+        speedtorch.nearest_neighbors(alone, queries, 3),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
+    for name, each in (("table", table), ("alone", alone)):
+        speedtorch.save_word2vec_format(each, tmp_path / name, ["a", "b", "c", "d", "e"])
+    assert (tmp_path / "table").read_bytes() == (tmp_path / "alone").read_bytes()
+
+
+class FewWords:
+    """A sequence without __iter__."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, place: int) -> str:
+        return ["a", "b"][place]
+
+
+def test_any_sequence_of_words_will_do(tmp_path: Path) -> None:
+    speedtorch.save_word2vec_format(made(values(2)), tmp_path / "file", FewWords(), binary=False)
+    lines = (tmp_path / "file").read_text().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["a", "b"]
+
+
 def topk(rows: Tensor, queries: Tensor, k: int, metric: str) -> Any:
     rows, queries = rows.float(), queries.float()
     if metric == "cosine":
@@ -480,7 +537,7 @@ def test_complex_rows_are_refused(of: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of", ["neighbors", "file"])
 def test_torchs_own_embedding_is_refused(of: str, tmp_path: Path) -> None:
-    message = "emb: expected a speedtorch Embedding or EmbeddingBag, got Embedding"
+    message = "emb: expected a speedtorch Embedding or EmbeddingBag, or a table .* got Embedding"
     with pytest.raises(TypeError, match=message):
         if of == "file":
             speedtorch.save_word2vec_format(nn.Embedding(1, WIDTH), tmp_path / "file", ["a"])

@@ -91,6 +91,36 @@ def test_rows_without_a_capacity_are_the_same_error() -> None:
         World(capacity=None).graphed(*batches()[0])
 
 
+def test_wrong_arguments_are_named() -> None:
+    world, (given, *_) = World(), batches()
+    with pytest.raises(TypeError, match="step: expected a function that trains a batch, got None"):
+        speedtorch.graphed(None, *given, modules=world.embedding, optimizers=world.optimizer)
+    with pytest.raises(TypeError, match="modules: expected a Module or a list of such, got 5"):
+        speedtorch.graphed(world.step, *given, modules=5, optimizers=world.optimizer)
+    with pytest.raises(TypeError, match=r"optimizers: expected a Optimizer or .* got \[3\]"):
+        speedtorch.graphed(world.step, *given, modules=world.embedding, optimizers=[3])
+
+
+def test_what_only_a_capture_needs_is_not_asked_for() -> None:
+    """As the documentation says: an optimizer that a graph repeats, tensors of its own."""
+    embedding = speedtorch.Embedding(ROWS, WIDTH, capacity=16)
+    adagrad = optim.Adagrad(embedding.parameters())
+    speedtorch.attach(adagrad, embedding)
+
+    def train(ids: Tensor) -> Tensor:
+        adagrad.zero_grad()
+        loss = embedding(ids).sum()
+        loss.backward()
+        adagrad.step()
+        return loss
+
+    step = speedtorch.graphed(train, torch.arange(40), modules=embedding, optimizers=adagrad)
+    first, second = step(torch.arange(3)), step(torch.arange(5))
+    assert first.data_ptr() != second.data_ptr()
+    embedding.to("cpu")
+    speedtorch.detach(adagrad)
+
+
 @NEEDS_GPU
 def test_rows_on_both_devices_are_refused() -> None:
     world = World()

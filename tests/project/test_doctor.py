@@ -383,3 +383,14 @@ def test_the_module_runs_the_doctor() -> None:
     told = json.loads(done.stdout)
     assert done.returncode == int("wrong" in [each["status"] for each in told]), done.stderr
     assert done.stderr == ""
+
+
+def test_a_reader_that_goes_away_ends_the_command_in_silence() -> None:
+    command = [warm_python(), "-m", "speedtorch", "doctor"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 1

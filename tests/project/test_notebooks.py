@@ -122,6 +122,9 @@ def test_a_notebook_runs(
         moved = re.search(r"([0-9.]+) MiB to the device, ([0-9.]+) MiB back", printed)
         assert moved is not None and float(moved[1]) > 2 * float(moved[2])
         return
+    if path.stem == "10_larger_than_the_gpu":
+        assert printed.count("ms a step") == 2
+        return
     if path.stem == "06_glove":
         assert "training: " in printed  # the progress bar
         neighbours = [line for line in printed.splitlines() if line.count(", ") == 5]

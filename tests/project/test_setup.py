@@ -73,12 +73,14 @@ def test_a_build_without_torch_says_how_to_get_it(tree: Path, command: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["build_ext", "build"])
-@pytest.mark.parametrize("named", ["", "no-such-compiler -O1"], ids=["none", "not there"])
+@pytest.mark.parametrize(
+    "named", ["", " ", "no-such-compiler -O1"], ids=["none", "blank", "not there"]
+)
 def test_a_build_without_a_compiler_says_what_it_needs(
     tree: Path, command: str, named: str
 ) -> None:
     line = setup_ends_with(tree, NO_PROGRAMS, command, SPEEDTORCH_CUDA="0", CXX=named)
-    program = named.split()[0] if named else "c++"
+    program = named.split()[0] if named.strip() else "c++"
     assert line.startswith("error: speedtorch: the build needs a C++20 compiler, and ")
     assert f" {program} was not found: install g++, or name a compiler in CXX" in line
 
