@@ -18,7 +18,7 @@ PICTURES = {
     "pinned_gather": "GB/s of rows from host memory to the GPU",
     "pinned_scatter": "GB/s of rows from the GPU to host memory",
 }
-STEPS = "embedding"
+STEP_TIMES = "embedding"
 # Ways to train, by the names of their figures, and how each is drawn.
 _WAYS: dict[str, dict[str, Any]] = {
     "FBGEMM, Adam, managed memory": {"color": "tab:red", "marker": "^"},
@@ -95,7 +95,7 @@ def _draw_curves(result: dict[str, Any], title: str) -> Figure:
 
 
 def _draw_steps(result: dict[str, Any]) -> Figure:
-    """Milliseconds of a step over the exponent of the ids' law, beside those of others."""
+    """Milliseconds of a step over the exponent of the ids' law, beside FBGEMM and torch."""
     figure, ax = plt.subplots(figsize=(11, 4.2))
     for name, style in _WAYS.items():
         points = sorted(
@@ -124,8 +124,8 @@ def draw(results: dict[str, Any], folder: Path | None = None) -> list[Path]:
     figures = {}
     if results.get(OVERLAP, {}).get("extra"):
         figures[OVERLAP] = _draw_overlap(results[OVERLAP])
-    if STEPS in results:
-        figures[STEPS] = _draw_steps(results[STEPS])
+    if STEP_TIMES in results:
+        figures[STEP_TIMES] = _draw_steps(results[STEP_TIMES])
     for stem, title in PICTURES.items():
         if stem in results:
             figures[stem] = _draw_curves(results[stem], title)

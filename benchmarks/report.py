@@ -16,6 +16,10 @@ ROOT = Path(__file__).parent.parent
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 FIRST, LAST = "<!-- steps -->", "<!-- /steps -->"
+_PICTURES = {
+    plots.STEP_TIMES: "milliseconds of a step by Zipf's law, beside FBGEMM and torch",
+    plots.OVERLAP: "exchange beside compute",
+}
 
 
 class Step(NamedTuple):
@@ -133,12 +137,6 @@ def memory_table(result: dict[str, Any]) -> list[str]:
         tables = run["page_table_bytes"] / 2**20
         lines.append(f"| {kind} | {run['seconds']:.2f} | {beyond:.1f} | {tables:.1f} |")
     return lines
-
-
-_PICTURES = {
-    plots.STEPS: "milliseconds of a step by Zipf's law, beside others",
-    plots.OVERLAP: "exchange beside compute",
-}
 
 
 def steps_table(results: dict[str, Any]) -> str:

@@ -39,6 +39,8 @@ def main() -> None:
     given = parser.parse_args()
     found = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), found]))
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
     failed = False
     for path in given.notebooks or sorted(HERE.glob("*.ipynb")):
         begin = time.monotonic()
@@ -49,7 +51,9 @@ def main() -> None:
             print(f"{path.name} failed: {error}", flush=True)
             continue
         target = path if given.out is None else given.out / path.name
-        nbformat.write(notebook, target)
+        fresh = target.with_suffix(".partial")  # then it is replaced as a whole
+        nbformat.write(notebook, fresh)
+        fresh.replace(target)
         kib = target.stat().st_size / 1024
         print(f"{path.name}: {time.monotonic() - begin:.0f} s, {kib:.0f} KiB", flush=True)
     if failed:

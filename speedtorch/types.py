@@ -1,6 +1,6 @@
-"""Types of arguments and results, for annotations: `def run(model: M, step: types.GraphedStep)`.
+"""Types of arguments and results, for annotations: `def run(step: types.GraphedStep)`.
 
-What they do is told by the functions that take and give them.
+The functions that take or return them document them.
 """
 
 from speedtorch.info import Info

@@ -195,7 +195,7 @@ def _listed(argument: str, given: object, kind: type[_Kind]) -> list[_Kind]:
     if isinstance(given, kind):
         several = [given]
     elif not isinstance(given, Iterable) or not all(isinstance(each, kind) for each in several):
-        raise TypeError(f"{argument}: expected a {kind.__name__} or a list of such, got {given!r}")
+        raise TypeError(f"{argument}: expected {kind.__name__} or a list of them, got {given!r}")
     return several
 
 

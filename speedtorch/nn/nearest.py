@@ -15,7 +15,7 @@ from speedtorch.table.progress import progress_bar
 __all__ = ["nearest_neighbors"]
 
 _METRICS = ("cosine", "dot")
-# Scores that are in memory at once: 16 MiB of float32, and seven times that while compared.
+# Scores that are in memory at once: 16 MiB of float32, and ten times that while they are compared.
 _SCORES = 1 << 22
 
 
@@ -71,22 +71,27 @@ def nearest_neighbors(
         raise ValueError("emb: its table has no rows, so that there is none to find")
     k = checked_count("k", k, wanted_rows, emb.num_embeddings)
     blocks = emb.blocks(rows)
-    wanted = queries.detach().to(torch.float32)
+    wanted = queries.detach()
+    wanted = _directions(wanted) if metric == "cosine" else wanted.to(torch.float32)
     scores = torch.empty(len(wanted), 0, dtype=torch.float32, device=wanted.device)
     ids = torch.empty(len(wanted), 0, dtype=torch.int64, device=wanted.device)
     with (
         torch.autocast(wanted.device.type, enabled=False),
         progress_bar(emb.num_embeddings, progress) as bar,
     ):
-        if metric == "cosine":
-            wanted = _directions(queries.detach())
         for first, block in blocks:
             block = block.to(wanted.device)
             held = _directions(block) if metric == "cosine" else block.to(torch.float32)
-            parts = torch.split(wanted, max(1, _SCORES // len(held)))
-            found = [_largest(part @ held.T, k) for part in parts]
-            scores = torch.cat([scores, torch.cat([values for values, _ in found])], dim=1)
-            ids = torch.cat([ids, torch.cat([places for _, places in found]) + first], dim=1)
+            most = min(k, len(held))
+            values = wanted.new_empty(len(wanted), most)
+            places = ids.new_empty(len(wanted), most)
+            # Into memory that is there: new memory between scores would fragment the heap.
+            count = max(1, _SCORES // len(held))
+            for begin in range(0, len(wanted), count):
+                some = slice(begin, begin + count)
+                values[some], places[some] = _largest(wanted[some] @ held.T, k)
+            scores = torch.cat([scores, values], dim=1)
+            ids = torch.cat([ids, places + first], dim=1)
             # Of equal scores those of earlier blocks stay first, and so do lower ids of this one.
             order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
             scores, ids = scores.gather(1, order), ids.gather(1, order)

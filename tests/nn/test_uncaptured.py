@@ -95,9 +95,9 @@ def test_wrong_arguments_are_named() -> None:
     world, (given, *_) = World(), batches()
     with pytest.raises(TypeError, match="step: expected a function that trains a batch, got None"):
         speedtorch.graphed(None, *given, modules=world.embedding, optimizers=world.optimizer)
-    with pytest.raises(TypeError, match="modules: expected a Module or a list of such, got 5"):
+    with pytest.raises(TypeError, match="modules: expected Module or a list of them, got 5"):
         speedtorch.graphed(world.step, *given, modules=5, optimizers=world.optimizer)
-    with pytest.raises(TypeError, match=r"optimizers: expected a Optimizer or .* got \[3\]"):
+    with pytest.raises(TypeError, match=r"optimizers: expected Optimizer or .* got \[3\]"):
         speedtorch.graphed(world.step, *given, modules=world.embedding, optimizers=[3])
 
 

@@ -55,7 +55,7 @@ def test_every_benchmark_leaves_its_results(results: tuple[Path, dict[str, Any],
 @pytest.mark.slow
 def test_pictures_are_drawn_of_every_curve(results: tuple[Path, dict[str, Any], str]) -> None:
     folder, by_stem, _ = results
-    assert (folder / f"{plots.STEPS}.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / f"{plots.STEP_TIMES}.png").read_bytes().startswith(b"\x89PNG")
     for stem in plots.PICTURES:
         assert (folder / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
         widths = plots.curve(by_stem[stem], "curve: row width", "managed", "row_bytes")
