@@ -3,7 +3,7 @@
 #   VENV     the environment that make setup makes; empty: use PYTHON's own as it is
 #   PYTHON   the interpreter that .venv is made from, or that is used where VENV is empty
 #   TORCH    what to install where PYTHON has no torch >= 2.11
-#   ARGS     more arguments for demo, check, test, nightly and bench
+#   ARGS     more arguments for demo, check, test, examples, nightly and bench
 #   PROGRAMS how many random programs make nightly runs
 #   PLATFORM the tag of make wheel's wheel, which auditwheel checks
 
@@ -48,7 +48,7 @@ WHEEL_TOOLS := .venv-wheel
 WHEEL_TRIED := build/wheel-tried
 WHEEL_PATH := PATH=$(abspath $(WHEEL_TRIED))/bin
 
-.PHONY: help setup demo check test nightly clients lint sanitize bench notebooks docs wheel sdist clean force
+.PHONY: help setup demo check test examples nightly clients lint sanitize bench notebooks docs wheel sdist clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -59,10 +59,13 @@ demo: setup ## word2vec on real text with its table in host memory
 	$(PY) -m speedtorch demo word2vec $(ARGS)
 
 check: lint ## lint, and the tests that are fast: before each commit
-	$(TEST) -m 'not slow and not nightly and not clients' $(ARGS)
+	$(TEST) -m 'not slow and not nightly and not clients and not examples' $(ARGS)
 
 test: setup ## the tests, on all cores; with a GPU those that need one, too
 	$(TEST) $(ARGS)
+
+examples: setup ## whole programs at a small size: examples, notebooks, benchmarks, a wheel
+	$(TEST) -m 'examples and not nightly' $(ARGS)
 
 nightly: setup ## the tests, whole grids, errors at every line, other random programs: hours
 	SPEEDTORCH_PROGRAMS=$(PROGRAMS) $(TEST) --dist load -m 'not clients' $(PATIENT) $(ARGS)

@@ -156,11 +156,14 @@ class Place:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
+GPU_MEMORY = ["managed", "registered", "torch_pinned", "pageable", "cuda"]
+if not torch.cuda.is_available():  # thousands of tests that are not run take time to be made
+    del GPU_MEMORY[1:]
 PLACES = [
     pytest.param(Place("cpu", "plain"), id="cpu"),
     *(
         pytest.param(Place("cuda", memory), id=f"cuda-{memory}", marks=NEEDS_GPU)
-        for memory in ("managed", "registered", "torch_pinned", "pageable", "cuda")
+        for memory in GPU_MEMORY
     ),
 ]
 

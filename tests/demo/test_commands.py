@@ -76,7 +76,7 @@ def test_the_demonstration_runs_on_a_gpu(name: str, memory: str, tmp_path: Path)
         assert found["after"]["hit_rate"] > found["before"]["hit_rate"]
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @OF_TEXT
 def test_the_seed_decides_everything(name: str, tmp_path: Path) -> None:
     for folder, seed in (("a", "3"), ("b", "3"), ("c", "4")):
@@ -89,7 +89,7 @@ def test_the_seed_decides_everything(name: str, tmp_path: Path) -> None:
 # Ctrl-C
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @OF_TEXT
 def test_ctrl_c_saves_what_there_is(name: str, tmp_path: Path) -> None:
     given = ("--corpus", str(demo_file(name)), "--out", str(tmp_path), "--device", "cpu")

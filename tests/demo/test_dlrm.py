@@ -164,7 +164,7 @@ def test_on_a_gpu_the_loss_is_plain_torchs(clicks: Clicks) -> None:
     assert ours.losses == pytest.approx(theirs.losses, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.usefixtures("one_thread")
 def test_training_raises_the_auc_clearly_above_chance(tmp_path: Path) -> None:
     write_clicks(tmp_path / "clicks", lines=30_000)

@@ -54,7 +54,7 @@ def numbers(model: DLRM, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_torchrun_trains_scores_and_saves_what_one_process_does(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def check_score_and_stop() -> None:
     assert (outcome.steps, outcome.samples, outcome.finished) == (3, 6, False)
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_processes_score_as_one_does_and_one_of_them_stops_all() -> None:
     in_processes(2, check_score_and_stop)
 

@@ -112,7 +112,7 @@ def test_every_epoch_has_each_pair_once_in_an_order_of_its_own(pairs: Cooccurren
     assert [len(b) for b in PairBatches(pairs, batch=10**6, steps=3)] == [len(pairs)] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_training_lowers_the_loss_and_finds_the_topics(
     corpus: Corpus, pairs: Cooccurrence, device: str
 ) -> None:

@@ -42,7 +42,7 @@ def stream_of(ratings: Ratings) -> BatchStream:
     return BatchStream(leave_one_out(ratings), len(ratings.item_ids), batch=256)
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.usefixtures("one_thread")
 def test_training_raises_the_hit_rate_clearly_above_chance(ratings: Ratings, device: str) -> None:
     model, optimizer = made(ratings, device)

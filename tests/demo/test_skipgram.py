@@ -145,7 +145,7 @@ def test_gradients_of_a_word_that_occurs_twice_add_up(device: str) -> None:
         assert torch.allclose(rows, expected, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.usefixtures("one_thread")
 def test_training_finds_the_topics(corpus: Corpus, device: str) -> None:
     stream = PairStream(corpus, batch=128, sample=0)

@@ -220,6 +220,7 @@ def test_the_next_unit_is_there_when_it_is_called(device: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.dealt("steps")
 @pytest.mark.parametrize("steps", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("way", ["torch.compile(module)", "module.compile()"])
 def test_compiled_units_come_by_themselves(device: str, way: str, steps: bool) -> None:

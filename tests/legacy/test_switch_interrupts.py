@@ -253,6 +253,7 @@ def test_an_interrupted_call_is_wholly_done_or_not_done(make: Any, call: str) ->
     assert not done[0]
 
 
+@pytest.mark.dealt("make")
 @pytest.mark.parametrize(("make", "call"), INTERRUPTED)
 def test_training_goes_on_with_the_next_batch_after_an_interrupt(make: Any, call: str) -> None:
     for training, _ in interrupts(make, call, torch.OutOfMemoryError):
@@ -260,6 +261,7 @@ def test_training_goes_on_with_the_next_batch_after_an_interrupt(make: Any, call
         assert any(outcomes(training, call, more=True))
 
 
+@pytest.mark.dealt("make")
 @pytest.mark.parametrize(("make", "call"), INTERRUPTED)
 def test_an_interrupted_call_can_be_made_again(make: Any, call: str) -> None:
     for training, _ in interrupts(make, call, IndexError):

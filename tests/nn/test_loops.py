@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.dealt("overlap", "way")
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "plain"])
 @pytest.mark.parametrize("overlap", [0, 0.5, 1], ids=["apart", "half", "same"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)

@@ -150,7 +150,7 @@ def test_a_graph_does_what_the_op_does(device: str, name: str, build: Any) -> No
     check([name], build, device)
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
     reason="the loader of torch 2.11 crashes on a package with these ops",

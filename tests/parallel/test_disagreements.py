@@ -24,6 +24,7 @@ def test_a_mesh_is_refused_with_the_remedy() -> None:
 
 
 @pytest.mark.dealt("capacity")
+@pytest.mark.dealt("ranks")
 @pytest.mark.parametrize("capacity", [None, 41], ids=["counted", "capacity"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_exchange_that_differs_is_named_before_a_row_changes(
@@ -33,7 +34,11 @@ def test_an_exchange_that_differs_is_named_before_a_row_changes(
 
 
 @pytest.mark.dealt("capacity")
-@pytest.mark.parametrize("capacity", [None, 41], ids=["counted", "capacity"])
+@pytest.mark.parametrize(
+    "capacity",
+    [None, pytest.param(41, marks=pytest.mark.nightly)],
+    ids=["counted", "capacity"],
+)
 def test_so_is_one_between_machines(capacity: int | None) -> None:
     in_processes(2, check_other_calls_on_machines, capacity)
 

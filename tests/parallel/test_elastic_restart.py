@@ -63,7 +63,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_killed_rank_changes_no_bit_of_what_is_trained(tmp_path: Path) -> None:
     rows, said = [], []

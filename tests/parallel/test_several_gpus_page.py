@@ -18,7 +18,7 @@ PROCESSES = ["--nproc-per-node", "2"]
 PAGE = ROOT / "docs" / "several_gpus.md"
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_example_trains_and_saves_all_rows(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -39,7 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return folder, report.read_results(folder), done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_every_benchmark_leaves_its_results(results: tuple[Path, dict[str, Any], str]) -> None:
     folder, by_stem, _ = results
     assert tuple(by_stem) == report.STEMS
@@ -52,7 +52,7 @@ def test_every_benchmark_leaves_its_results(results: tuple[Path, dict[str, Any],
     assert json.loads((folder / "cpu.json").read_text()) == by_stem["cpu"]
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_pictures_are_drawn_of_every_curve(results: tuple[Path, dict[str, Any], str]) -> None:
     folder, by_stem, _ = results
     assert (folder / f"{plots.STEP_TIMES}.png").read_bytes().startswith(b"\x89PNG")
@@ -65,7 +65,7 @@ def test_pictures_are_drawn_of_every_curve(results: tuple[Path, dict[str, Any], 
             assert len(plots.curve(by_stem[stem], f"curve: {section}", "managed", x)) >= 6
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_every_target_has_a_line(results: tuple[Path, dict[str, Any], str]) -> None:
     _, by_stem, printed = results
     all_targets = targets.targets(by_stem)
@@ -92,7 +92,7 @@ def test_the_documents_tables_are_those_of_the_results() -> None:
     assert len(first.splitlines()) > 2  # a name of a figure that is none leaves its line out
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     assert "no GPU here" in run("cpu").stderr
     assert "needs a folder for its results in OUT" in run("--small").stderr

@@ -113,7 +113,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "gather"
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @needs("g++")
 @pytest.mark.parametrize(
     "environment", [{}, {"LD_BIND_NOW": "1"}], ids=["bound-at-first-call", "bound-at-load"]

@@ -158,7 +158,7 @@ def test_a_checkout_without_a_built_library_is_refused(tmp_path: Path) -> None:
     assert "has no built library; run `python setup.py build_ext --inplace` in" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_two_checkouts_are_compared_on_the_benchmarks_of_one(tmp_path: Path) -> None:
     old = tmp_path / "old"
     shutil.copytree(ROOT / "speedtorch", old / "speedtorch")

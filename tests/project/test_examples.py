@@ -17,7 +17,7 @@ from documents import PAGES, ROOT, blocks
 from torch import Tensor, nn
 
 FOLDER = ROOT / "docs" / "examples"
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.examples
 
 
 def example(name: str) -> Any:

@@ -75,7 +75,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     return folder.name
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(
     path: Path, kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

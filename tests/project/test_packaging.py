@@ -25,7 +25,7 @@ tools = {package.metadata["Name"] for package in importlib.metadata.distribution
 missing = [name for name in ("pip", "setuptools", "wheel") if name not in tools]
 missing += [] if shutil.which("g++") else ["g++"]
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.examples,
     pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}"),
 ]
 

@@ -119,7 +119,9 @@ def test_all_that_a_program_has_started_ends_with_its_asker(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "another"])
+@pytest.mark.parametrize(
+    "warm", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["warm", "another"]
+)
 def test_a_program_that_hangs_fails_with_what_it_has_said(tmp_path: Path, warm: bool) -> None:
     (tmp_path / "family.py").write_text(FAMILY)
     python = warm_python() if warm else sys.executable
