@@ -28,6 +28,7 @@ from speedtorch.legacy.optimizer_factory import (
 from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
 from speedtorch.memory.calibration import calibrate, load_costs_with_first_gpu
 from speedtorch.memory.cost_model import explain, get_num_sms, set_num_sms
+from speedtorch.nn.cache import cache
 from speedtorch.nn.collection import EmbeddingBagCollection, EmbeddingCollection
 from speedtorch.nn.embedding import Embedding
 from speedtorch.nn.embedding_bag import EmbeddingBag
@@ -88,6 +89,7 @@ __all__ = [
     "PytorchOptimizerFactory",
     "Swapper",
     "attach",
+    "cache",
     "calibrate",
     "clip_grad_norm_",
     "detach",

@@ -13,10 +13,12 @@ from speedtorch.nn.embedding_bag import BagMode
 from speedtorch.nn.graphed import GraphedStep
 from speedtorch.nn.jagged import JaggedRows, KeyedFeatures, RowsByFeature
 from speedtorch.nn.prefetch import Prefetch
+from speedtorch.step.hot_rows import CacheReport
 
 __all__ = [
     "AutoOffload",
     "BagMode",
+    "CacheReport",
     "Explanation",
     "Freed",
     "GraphedStep",

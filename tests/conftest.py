@@ -31,6 +31,7 @@ from torch import Tensor
 import speedtorch
 from speedtorch import memory_stats
 from speedtorch.files import table_files
+from speedtorch.step import hot_rows
 
 # Large tables of tests are no reason to measure the machine.
 os.environ["SPEEDTORCH_CALIBRATE"] = "0"
@@ -225,6 +226,15 @@ def on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     """Stderr is captured, and says that it is a terminal: progress bars are shown."""
     # Of the class: capsys takes another object for the test itself.
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True)
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a cache change places before every exchange, for the smallest gain."""
+    monkeypatch.setattr(hot_rows, "FIRST", range(1 << 20))
+    monkeypatch.setattr(hot_rows, "EVERY", 16)
+    monkeypatch.setattr(hot_rows, "_SURE", 0.0)
+    monkeypatch.setattr(hot_rows, "CHUNK_BYTES", 100)  # a row or two at once
 
 
 @pytest.fixture

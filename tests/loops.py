@@ -47,11 +47,13 @@ class Way:
         ahead: whether batches are prefetched.
         capacity: of the embedding.
         by_torch: whether it is torch's own embedding.
+        cache: of the embedding.
     """
 
     ahead: bool = False
     capacity: int | None = None
     by_torch: bool = False
+    cache: str | None = None
 
 
 TORCH, PLAIN = Way(by_torch=True), Way()
@@ -91,6 +93,7 @@ class Training:
             self.emb = nn.Embedding(ROWS, WIDTH, _weight=first_rows(), **settings).to(device)
         else:
             given = {"_weight": first_rows(), "device": device, "capacity": way.capacity}
+            given["cache"] = way.cache
             kind = speedtorch.EmbeddingBag if bags else speedtorch.Embedding
             self.emb = kind(ROWS, WIDTH, **given, **settings)
         self.scale = nn.Parameter(torch.ones(WIDTH, device=device))

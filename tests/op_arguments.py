@@ -54,6 +54,7 @@ def op_arguments(
     sums, apart = block.double(), ids(0, 5, 5, ROWS - 5).view(2, 2)
     held, held_ids = [rows(COUNT, 8), rows(COUNT, 9)[:, :2].contiguous()], ids(1, 2, 6, 8)
     changes = (ids(0, 2, 1, 3), places, ids(5, 6, 7, 8), ids(1, 2, 0, 3), ids(3, 2, 1, 2), up)
+    slots = torch.tensor([[0, 1]] + [[-1, 0]] * (ROWS - 1), dtype=torch.int32, device=device)
     word, held_status = (torch.zeros(8, dtype=torch.int64, device=device) for _ in range(2))
     return {
         "plan_rows": (ops.plan_rows.default, (index, ROWS)),
@@ -75,6 +76,10 @@ def op_arguments(
         "exchange_rows": (ops.exchange_rows.default, (host, *moved)),
         "exchange_rows, of tables": (ops.exchange_rows.default, ([*host, *second], *moved, 2)),
         "exchange_rows, counted": (ops.exchange_rows.default, (host, *moved, 1, ids(3), ids(2))),
+        "exchange_cached": (
+            ops.exchange_cached.default,
+            (host, [rows(5, 12), rows(5, 13)[:, :2].contiguous()], slots, *moved),
+        ),
         "pinned_copy": (ops.pinned_copy.default, (hosted(rows(COUNT, 1)), block)),
         "sum_rows": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3)),
         "sum_rows, of bags": (ops.sum_rows.default, (sums, plan, ROWS, 0, 3, ids(1, 1, 0, 3))),

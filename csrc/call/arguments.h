@@ -46,6 +46,9 @@ inline Argument read(const char* name, const std::optional<Tensors>& list) {
 inline Argument written(const char* name, const Tensor& tensor) {
   return {name, &tensor, 1, false, true, true};
 }
+inline Argument written(const char* name, const std::optional<Tensor>& tensor, bool changes) {
+  return {name, tensor ? &*tensor : nullptr, tensor ? size_t{1} : size_t{0}, false, true, changes};
+}
 // `changes`: whether any of them will be written to in this call.
 inline Argument written(const char* name, const Tensors& list, bool changes) {
   return {name, list.data(), list.size(), true, true, changes};

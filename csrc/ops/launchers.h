@@ -87,10 +87,12 @@ struct CheckedLists {
   int64_t blocks_done;
 };
 
+constexpr int64_t kFromHost = -1, kNotMoved = -2;
+
 // Scratch memory that the caller allocates.
 struct SwapScratch {
   CheckedLists* checked;
-  int64_t* arrives_from;  // [load]: place in `leaving` of a row that is in both lists, or -1
+  int64_t* arrives_from;  // [load]: place in `leaving` of a row in both lists, or one of the above
   uint8_t* stays;         // [evict]: the row is in both lists and is not written to the host
 };
 
@@ -104,6 +106,44 @@ int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedL
 int launch_swap(const SwapField* fields, int field_count, const SwapTables* tables, int64_t rows,
                 const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
                 int most_blocks, ErrorRecord* record, void* stream);
+
+// ------------------------------------------------------------------------------------------------
+// hot_rows.cu
+
+// What is kept of each row of a table that has a cache.
+struct HotRow {
+  int32_t slot;  // of the cache, which has the newer copy of the row; or -1
+  int32_t uses;  // how often it was loaded, in host memory or in its slot
+};
+
+struct HotRows {
+  HotRow* rows;
+  int64_t slots;
+};
+
+// Both lists of a swap, with what launch_swap_match finds of them.
+struct SwapLists {
+  PlanView evict, load;
+  SwapScratch scratch;
+};
+
+// Lists of one table or cache, of so many rows or slots.
+struct SwapPart {
+  const SwapField* fields;
+  int64_t rows;
+  SwapLists lists;
+};
+
+// Moves the rows of both parts at once, those of `host` by few blocks. Of optimizer_state_swap.cu.
+int launch_swap_parts(const SwapPart& host, const SwapPart& cached, int field_count,
+                      int most_host_blocks, ErrorRecord* record, void* stream);
+// Parts lists that launch_swap_match has matched: `host` moves rows of the table, `cached` those of
+// slots, whose numbers its ids are, and rows in both lists. Counts the loads. `memory` has
+// part_lists_bytes.
+int64_t part_lists_bytes(int64_t evict_count, int64_t load_count);
+int launch_part_lists(const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
+                      int64_t rows, const HotRows& hot, SwapLists* host, SwapLists* cached,
+                      void* memory, void* stream);
 
 // ------------------------------------------------------------------------------------------------
 // row_sums.cu. Kinds are floating point. A place out of range counts as a row of zeros.

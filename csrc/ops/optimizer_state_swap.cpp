@@ -32,22 +32,30 @@ constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that i
 struct SwapTable {
   int64_t first;  // the id of its row 0
   std::vector<SwapField> fields;
+  HotRow* hot = nullptr;              // [rows], if it has a cache
+  const SwapTable* cached = nullptr;  // its cache
 
   int64_t end() const { return first + fields[0].host.count; }
+  // Where a row is on the CPU, in the table or in its cache.
+  char* row(size_t field, int64_t id) const {
+    const int64_t slot = hot == nullptr ? -1 : hot[id - first].slot;
+    return slot < 0 ? fields[field].host.row(id - first) : cached->fields[field].host.row(slot);
+  }
 };
 
 // The fields of the table that begins at host[first]. Throws ValueError unless shapes, dtypes and
 // devices match and the sides have room for the rows of both lists.
-std::vector<SwapField> check_fields_of(size_t first, const Tensors& host, const Tensors& leaving,
-                                       const Tensors& arriving, int64_t evicted, int64_t loaded) {
+std::vector<SwapField> check_fields_of(const char* home_list, size_t first, const Tensors& host,
+                                       const Tensors& leaving, const Tensors& arriving,
+                                       int64_t evicted, int64_t loaded) {
   std::vector<SwapField> fields;
   for (size_t k = 0; k < arriving.size(); ++k) {
     const Tensor& home = host[first + k];
-    const std::string host_name = item("host", first + k);
+    const std::string host_name = item(home_list, first + k);
     SwapField field;
     field.host = as_writable_rows(kOp, host_name.c_str(), home);
     if (home.size(0) != host[first].size(0)) {
-      throw_value_error(kOp, host_name, " has ", home.size(0), " rows, ", item("host", first),
+      throw_value_error(kOp, host_name, " has ", home.size(0), " rows, ", item(home_list, first),
                         " has ", host[first].size(0), "; all fields of a table have the same rows");
     }
     check_device(kOp, host_name.c_str(), home, "arriving[0]", arriving[0]);
@@ -71,12 +79,12 @@ std::vector<SwapField> check_fields_of(size_t first, const Tensors& host, const 
 // The tables whose fields are listed in host, one table after another.
 std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Tensors& leaving,
                                     const Tensors& arriving, int64_t evicted = 0,
-                                    int64_t loaded = 0) {
+                                    int64_t loaded = 0, const char* home_list = "host") {
   const size_t fields = count < 1 ? 0 : host.size() / static_cast<size_t>(count);
-  check_fields(kOp, "host", fields);
+  check_fields(kOp, home_list, fields);
   if (leaving.size() != fields || arriving.size() != fields) {
-    throw_value_error(kOp, "host, leaving and arriving must be lists of one length, got ", fields,
-                      ", ", leaving.size(), " and ", arriving.size());
+    throw_value_error(kOp, home_list, ", leaving and arriving must be lists of one length, got ",
+                      fields, ", ", leaving.size(), " and ", arriving.size());
   }
   if (host.size() != fields * static_cast<size_t>(count)) {
     throw_value_error(kOp, "host has ", host.size(), " fields, expected as many of each of ", count,
@@ -85,7 +93,8 @@ std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Te
   std::vector<SwapTable> tables;
   for (size_t first = 0; first < host.size(); first += fields) {
     const int64_t row = tables.empty() ? 0 : tables.back().end();
-    tables.push_back({row, check_fields_of(first, host, leaving, arriving, evicted, loaded)});
+    tables.push_back(
+        {row, check_fields_of(home_list, first, host, leaving, arriving, evicted, loaded)});
   }
   return tables;
 }
@@ -133,9 +142,11 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = load.unique[m];
       const int64_t* found = evicted.find(id);
-      for (const SwapField& field : table.fields) {
+      if (table.hot != nullptr && found == nullptr) table.hot[id - table.first].uses += 1;
+      for (size_t k = 0; k < table.fields.size(); ++k) {
+        const SwapField& field = table.fields[k];
         const char* from = found != nullptr ? field.leaving.row(evict.order[found - evict.unique])
-                                            : field.host.row(id - table.first);
+                                            : table.row(k, id);
         move(field.arriving.row(load.order[m]), from, field.host.row_bytes);
       }
     }
@@ -145,9 +156,9 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = evict.unique[m];
       if (!write_through && loaded.find(id) != nullptr) continue;
-      for (const SwapField& field : table.fields) {
-        move(field.host.row(id - table.first), field.leaving.row(evict.order[m]),
-             field.host.row_bytes);
+      for (size_t k = 0; k < table.fields.size(); ++k) {
+        const SwapField& field = table.fields[k];
+        move(table.row(k, id), field.leaving.row(evict.order[m]), field.host.row_bytes);
       }
     }
   });
@@ -195,12 +206,37 @@ SwapTables places_of(const std::vector<SwapTable>& tables, size_t table, size_t 
   return some;
 }
 
+// Moves the rows of matched lists: those of `host`, the fields of all tables.
+void launch_swaps(const Tensors& host, const std::vector<SwapTable>& tables, const SwapLists& lists,
+                  const CurrentStream& stream) {
+  if constexpr (kWithCuda) {
+    const std::vector<SwapField>& fields = tables[0].fields;
+    const bool crosses_link =
+        std::any_of(host.begin(), host.end(), [](const Tensor& field) { return !field.is_cuda(); });
+    for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
+      const size_t last = std::min(fields.size(), first + kFieldsPerLaunch);
+      for (size_t table = 0; table < tables.size();) {
+        const SwapTables some = places_of(tables, table, first, last);
+        check_cuda(
+            launch_swap(&fields[first], static_cast<int>(last - first),
+                        tables.size() > 1 ? &some : nullptr, tables.back().end(), lists.evict,
+                        lists.load, lists.scratch, crosses_link ? swap_sms(stream) : kDeviceBlocks,
+                        first + table == 0 ? error_record(stream.device()) : nullptr, stream.get()),
+            kOp);
+        for (const size_t end = table + static_cast<size_t>(some.count); table < end; ++table) {
+          note_use_of(&host[table * fields.size() + first], &tables[table].fields[first],
+                      last - first, stream);
+        }
+      }
+    }
+  }
+}
+
 // Lists with places (`placed` is not null) have no status yet.
 void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, PlanView evict,
                  PlanView load, const PlacedLists* placed, const Tensor& on,
                  const CurrentStream& stream, const Arguments& all) {
   if constexpr (kWithCuda) {
-    const std::vector<SwapField>& fields = tables[0].fields;
     const int64_t rows = tables.back().end();
     const int64_t load_bytes = load.count * static_cast<int64_t>(sizeof(int64_t));
     const Tensor memory =
@@ -215,27 +251,30 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, Plan
       evict.status = &checked->evict;
       load.status = &checked->load;
     }
+    const SwapTable* cached = tables[0].cached;
+    const int64_t part_bytes = cached == nullptr ? 0 : part_lists_bytes(evict.count, load.count);
+    const Tensor parts = new_tensor(kOp, {part_bytes}, ScalarType::Byte, on);
     check_cuda(launch_swap_match(evict, load, placed, rows, scratch, error_record(stream.device()),
                                  stream.get()),
                kOp);
     all.mark_written();
+    if (cached == nullptr) return launch_swaps(host, tables, {evict, load, scratch}, stream);
+    SwapPart of_host{.fields = nullptr, .rows = rows, .lists = {}};
+    SwapPart of_cache{.fields = nullptr, .rows = cached->end(), .lists = {}};
+    const HotRows hot{.rows = tables[0].hot, .slots = cached->end()};
+    check_cuda(launch_part_lists(evict, load, scratch, rows, hot, &of_host.lists, &of_cache.lists,
+                                 parts.data_ptr(), stream.get()),
+               kOp);
+    const std::vector<SwapField>& fields = tables[0].fields;
     for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
       const size_t last = std::min(fields.size(), first + kFieldsPerLaunch);
-      const bool crosses_link = std::any_of(host.begin(), host.end(),
-                                            [](const Tensor& field) { return !field.is_cuda(); });
-      for (size_t table = 0; table < tables.size();) {
-        const SwapTables some = places_of(tables, table, first, last);
-        check_cuda(
-            launch_swap(&fields[first], static_cast<int>(last - first),
-                        tables.size() > 1 ? &some : nullptr, rows, evict, load, scratch,
-                        crosses_link ? swap_sms(stream) : kDeviceBlocks,
-                        first + table == 0 ? error_record(stream.device()) : nullptr, stream.get()),
-            kOp);
-        for (const size_t end = table + static_cast<size_t>(some.count); table < end; ++table) {
-          note_use_of(&host[table * fields.size() + first], &tables[table].fields[first],
-                      last - first, stream);
-        }
-      }
+      of_host.fields = &fields[first];
+      of_cache.fields = &cached->fields[first];
+      check_cuda(
+          launch_swap_parts(of_host, of_cache, static_cast<int>(last - first), swap_sms(stream),
+                            first == 0 ? error_record(stream.device()) : nullptr, stream.get()),
+          kOp);
+      note_use_of(&host[first], &fields[first], last - first, stream);
     }
   }
 }
@@ -418,6 +457,24 @@ void check_side_rows(const char* name, const Tensors& side) {
   }
 }
 
+// Refuses a cache whose slots are not rows of the table, or whose map is not one of all rows.
+void check_hot(const Tensors& cache, const SwapTable& slots, const Tensor& hot,
+               const SwapTable& table, const Tensor& on) {
+  for (size_t k = 0; k < cache.size(); ++k) {
+    const std::string name = item("cache", k);
+    check_same_device(kOp, name.c_str(), cache[k], "arriving[0]", on);
+    if (slots.fields[k].host.row_bytes != table.fields[k].host.row_bytes) {
+      throw_value_error(kOp, name, " has other rows than ", item("host", k));
+    }
+  }
+  if (slots.end() < 1) throw_value_error(kOp, "cache must have a slot or more");
+  if (hot.scalar_type() != ScalarType::Int || !hot.is_contiguous()) {
+    throw_value_error(kOp, "hot must be a contiguous int32 tensor [rows, 2]");
+  }
+  check_shape(kOp, "hot", hot, {table.end(), 2});
+  check_same_device(kOp, "hot", hot, "arriving[0]", on);
+}
+
 // Reads and writes rows on the GPU at places that were checked.
 Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& stream) {
   std::vector<int64_t> shape = shape_of(side);
@@ -449,17 +506,26 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
 }
 
 // With counts, rows in both lists are written to the host as well, so that the caller may discard
-// the loaded rows. On a GPU a bad entry stops all others, or alone is not moved.
+// the loaded rows. On a GPU a bad entry stops all others, or alone is not moved. `cache`: the
+// fields of slots, of one table; `hot`: the slot and the uses of each of its rows.
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
                     const Tensor& evict_places, const std::optional<Tensor>& evict_count,
                     const Tensors& arriving, const Tensor& load, const Tensor& load_places,
-                    const std::optional<Tensor>& load_count, bool all_or_none) {
+                    const std::optional<Tensor>& load_count, bool all_or_none,
+                    const Tensors& cache = {}, const std::optional<Tensor>& hot = std::nullopt) {
   const Arguments all(
-      kOp, {written("host", host, evict.numel() > 0), read("leaving", leaving),
-            read("evict", evict), read("evict_places", evict_places),
-            read("evict_count", evict_count), written("arriving", arriving, load.numel() > 0),
-            read("load", load), read("load_places", load_places), read("load_count", load_count)});
-  const std::vector<SwapTable> tables = check_tables(host, count, leaving, arriving);
+      kOp, {written("host", host, evict.numel() > 0), written("cache", cache, evict.numel() > 0),
+            written("hot", hot, load.numel() > 0), read("leaving", leaving), read("evict", evict),
+            read("evict_places", evict_places), read("evict_count", evict_count),
+            written("arriving", arriving, load.numel() > 0), read("load", load),
+            read("load_places", load_places), read("load_count", load_count)});
+  std::vector<SwapTable> tables = check_tables(host, count, leaving, arriving), slots;
+  if (hot) {
+    slots = check_tables(cache, 1, leaving, arriving, 0, 0, "cache");
+    check_hot(cache, slots[0], *hot, tables[0], arriving[0]);
+    tables[0].hot = static_cast<HotRow*>(hot->data_ptr());
+    tables[0].cached = slots.data();
+  }
   const std::vector<SwapField>& fields = tables[0].fields;
   check_side_rows("leaving", leaving);
   check_side_rows("arriving", arriving);
@@ -489,9 +555,11 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
                              .all_or_none = all_or_none};
     return swap_on_gpu(host, tables, leaves.view(), arrives.view(), &placed, on, stream, all);
   }
-  if (counted || tables.size() > 1) {
+  if (counted || hot || tables.size() > 1) {
     throw_value_error(kOp, "a host field is in pageable memory, which takes the host, and ",
-                      counted ? "counts are not known there" : "it would take each table by itself",
+                      counted ? "counts are not known there"
+                      : hot   ? "so are the slots of a cache"
+                              : "it would take each table by itself",
                       "; pin it with speedtorch.pin_memory_(field) or keep it in a HostTable");
   }
   stream.refuse_capture_of_pageable(kOp, "a host field", "field");
@@ -529,6 +597,15 @@ void exchange_rows(const Tensors& host, const Tensors& leaving, const Tensor& ev
                  load_places, load_count, false);
 }
 
+void exchange_cached(const Tensors& host, const Tensors& cache, const Tensor& hot,
+                     const Tensors& leaving, const Tensor& evict, const Tensor& evict_places,
+                     const Tensors& arriving, const Tensor& load, const Tensor& load_places,
+                     const std::optional<Tensor>& evict_count,
+                     const std::optional<Tensor>& load_count) {
+  swap_at_places(host, 1, leaving, evict, evict_places, evict_count, arriving, load, load_places,
+                 load_count, false, cache, hot);
+}
+
 void optimizer_state_swap(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                           const Tensors& arriving, const Tensor& load) {
   swap(host, leaving, evict, std::nullopt, arriving, load, std::nullopt);
@@ -558,6 +635,12 @@ const Ops kOps{
      "Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places, int tables=1, Tensor? "
      "evict_count=None, Tensor? load_count=None) -> ()",
      TORCH_BOX(&exchange_rows)},
+    // The same of one table of which a cache on the device has some rows: hot is [rows, 2], int32,
+    // the slot of each row, or -1, and how often it was loaded.
+    {"exchange_cached(Tensor(a! -> *)[] host, Tensor(b! -> *)[] cache, Tensor(c!) hot, Tensor[] "
+     "leaving, Tensor evict, Tensor evict_places, Tensor(d! -> *)[] arriving, Tensor load, Tensor "
+     "load_places, Tensor? evict_count=None, Tensor? load_count=None) -> ()",
+     TORCH_BOX(&exchange_cached)},
 };
 
 }  // namespace

@@ -39,8 +39,6 @@ __device__ int64_t find(const PlanView& list, int64_t id) {
   return at < list.count && list.unique[at] == id ? at : -1;
 }
 
-constexpr int64_t kFromHost = -1, kNotMoved = -2;  // of SwapScratch::arrives_from
-
 __device__ bool is_good(const PlanView& list, int64_t m, int64_t rows, int64_t side_rows) {
   return !is_outside(list.unique[m], rows) && !is_outside(list.order[m], side_rows);
 }
@@ -167,12 +165,13 @@ static_assert(sizeof(Fields) + sizeof(SomeTables) + 2 * sizeof(PlanView) + sizeo
 // m-th in address order, so that both directions work on the same neighbourhood of the table and
 // share its pages. Loads of all entries come before their stores. No row is read and written at
 // once: a row in both lists is not read from the host.
+// `blocks` blocks work on the lists; this is one of them.
 template <typename Vec, typename Tables>
-__global__ void __launch_bounds__(kMoverThreads)
-    swap_kernel(const __grid_constant__ Fields fields, const __grid_constant__ Tables tables,
-                PlanView evict, PlanView load, SwapScratch scratch, int lanes, Report evicting,
-                Report loading) {
-  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+__device__ void swap_rows(const Fields& fields, const Tables& tables, const PlanView& evict,
+                          const PlanView& load, const SwapScratch& scratch, int lanes,
+                          const Report& evicting, const Report& loading, int64_t block,
+                          int64_t blocks) {
+  const int64_t thread = block * blockDim.x + threadIdx.x;
   const bool bad_evict = is_bad(*evict.status, evicting.rows),
              bad_load = is_bad(*load.status, loading.rows);
   if (bad_evict || bad_load) {
@@ -180,7 +179,7 @@ __global__ void __launch_bounds__(kMoverThreads)
       bad_evict ? report_bad(evicting, *evict.status) : report_bad(loading, *load.status);
     return;
   }
-  const int64_t groups = int64_t{gridDim.x} * blockDim.x / lanes;
+  const int64_t groups = blocks * blockDim.x / lanes;
   const int64_t group = thread / lanes;
   const int lane = static_cast<int>(thread % lanes);
   if (group >= groups) return;
@@ -237,6 +236,64 @@ __global__ void __launch_bounds__(kMoverThreads)
   }
 }
 
+template <typename Vec, typename Tables>
+__global__ void __launch_bounds__(kMoverThreads)
+    swap_kernel(const __grid_constant__ Fields fields, const __grid_constant__ Tables tables,
+                PlanView evict, PlanView load, SwapScratch scratch, int lanes, Report evicting,
+                Report loading) {
+  swap_rows<Vec>(fields, tables, evict, load, scratch, lanes, evicting, loading, blockIdx.x,
+                 gridDim.x);
+}
+
+// Lists of one table, and how its rows are moved.
+struct Part {
+  Fields fields;
+  PlanView evict, load;
+  SwapScratch scratch;
+  int lanes;
+  int64_t rows;
+};
+
+static_assert(2 * sizeof(Part) + sizeof(int) + sizeof(ErrorRecord*) <= 4096);
+
+// The first blocks work on rows that cross the link, which few can keep busy, and the others on
+// rows of the GPU's own memory: at the same time.
+template <typename Vec>
+__global__ void __launch_bounds__(kMoverThreads)
+    swap_parts_kernel(const __grid_constant__ Part host, const __grid_constant__ Part cached,
+                      int host_blocks, ErrorRecord* record) {
+  const bool is_host = blockIdx.x < host_blocks;
+  const Part& part = is_host ? host : cached;
+  const Report evicting{record, Op::kSwap, IdList::kEvict, part.rows};
+  const Report loading{record, Op::kSwap, IdList::kLoad, part.rows};
+  swap_rows<Vec>(part.fields, OneTable{}, part.evict, part.load, part.scratch, part.lanes, evicting,
+                 loading, is_host ? blockIdx.x : blockIdx.x - host_blocks,
+                 is_host ? host_blocks : gridDim.x - host_blocks);
+}
+
+// Bits of all addresses, strides and row lengths, or'ed together; adds up the bytes of a record.
+uint64_t bits_of(const SwapField* fields, int field_count, int64_t* record_bytes) {
+  uint64_t bits = 0;
+  for (int f = 0; f < field_count; ++f) {
+    const SwapField& field = fields[f];
+    bits |= field.host.bits() | static_cast<uint64_t>(field.host.row_bytes) |
+            reinterpret_cast<uint64_t>(field.leaving.base) |
+            reinterpret_cast<uint64_t>(field.arriving.base);
+    *record_bytes += field.host.row_bytes;
+  }
+  return bits;
+}
+
+Fields fields_of(const SwapField* fields, int field_count, int vec_bytes) {
+  Fields all{};
+  all.count = field_count;
+  for (int f = 0; f < field_count; ++f) {
+    all.field[f] = fields[f];
+    all.first_vec[f + 1] = all.first_vec[f] + fields[f].host.row_bytes / vec_bytes;
+  }
+  return all;
+}
+
 }  // namespace
 
 int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedLists* placed,
@@ -265,20 +322,9 @@ int launch_swap(const SwapField* fields, int field_count, const SwapTables* tabl
     bits |= reinterpret_cast<uint64_t>(place.base) | static_cast<uint64_t>(place.stride_bytes);
   }
   int64_t record_bytes = 0;
-  for (int f = 0; f < field_count; ++f) {
-    const SwapField& field = fields[f];
-    bits |= field.host.bits() | static_cast<uint64_t>(field.host.row_bytes) |
-            reinterpret_cast<uint64_t>(field.leaving.base) |
-            reinterpret_cast<uint64_t>(field.arriving.base);
-    record_bytes += field.host.row_bytes;
-  }
+  bits |= bits_of(fields, field_count, &record_bytes);
   const MoveShape shape = move_shape(record_bytes, bits, max(evict.count, load.count), most_blocks);
-  Fields all{};
-  all.count = field_count;
-  for (int f = 0; f < field_count; ++f) {
-    all.field[f] = fields[f];
-    all.first_vec[f + 1] = all.first_vec[f] + fields[f].host.row_bytes / shape.vec_bytes;
-  }
+  const Fields all = fields_of(fields, field_count, shape.vec_bytes);
   const Report evicting{record, Op::kSwap, IdList::kEvict, rows};
   const Report loading{record, Op::kSwap, IdList::kLoad, rows};
   with_vec_type(shape.vec_bytes, [&](auto vec) {
@@ -288,6 +334,33 @@ int launch_swap(const SwapField* fields, int field_count, const SwapTables* tabl
               all, found, evict, load, scratch, shape.lanes_per_row, evicting, loading);
     };
     tables == nullptr ? launch(OneTable{}) : launch(SomeTables{*tables, field_count});
+  });
+  return cudaGetLastError();
+}
+
+int launch_swap_parts(const SwapPart& host, const SwapPart& cached, int field_count,
+                      int most_host_blocks, ErrorRecord* record, void* stream) {
+  int64_t record_bytes = 0, same = 0;
+  const uint64_t bits =
+      bits_of(host.fields, field_count, &record_bytes) | bits_of(cached.fields, field_count, &same);
+  auto shape_of = [&](const SwapPart& part, int most_blocks) {
+    const int64_t entries = max(part.lists.evict.count, part.lists.load.count);
+    return move_shape(record_bytes, bits, entries, most_blocks);
+  };
+  auto part_of = [&](const SwapPart& part, const MoveShape& shape) {
+    return Part{fields_of(part.fields, field_count, shape.vec_bytes),
+                part.lists.evict,
+                part.lists.load,
+                part.lists.scratch,
+                shape.lanes_per_row,
+                part.rows};
+  };
+  const MoveShape over_link = shape_of(host, most_host_blocks);
+  const MoveShape on_gpu = shape_of(cached, kDeviceBlocks);
+  with_vec_type(over_link.vec_bytes, [&](auto vec) {
+    swap_parts_kernel<decltype(vec)>
+        <<<over_link.blocks + on_gpu.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+            part_of(host, over_link), part_of(cached, on_gpu), over_link.blocks, record);
   });
   return cudaGetLastError();
 }

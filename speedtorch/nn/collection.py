@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from speedtorch.memory.byte_count import bytes_of
 from speedtorch.memory.placement import MemoryKind
+from speedtorch.nn.cache import share_cache
 from speedtorch.nn.jagged import (
     Features,
     GroupRows,
@@ -26,6 +28,7 @@ from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.nn.table_ranges import TableIds
 from speedtorch.nn.tables import Tables, groups_of, place_of, places_of, rows_of
+from speedtorch.step.hot_rows import CacheReport
 from speedtorch.table.host_table import HostTable
 from speedtorch.torch_internals import not_compiled
 
@@ -49,6 +52,7 @@ class TableCollection(nn.Module):
         memory: MemoryKind = "auto",
         freeze: bool = False,
         capacity: int | None = None,
+        cache: int | str | None = None,
     ) -> None:
         super().__init__()
         tables = list(tables)
@@ -67,6 +71,8 @@ class TableCollection(nn.Module):
         setattr(self, self._kept_as, Tables(groups, [each.name for each in described]))
         self._names = _result_names(described)
         self._places = self._placed(described)
+        if cache is not None:
+            share_cache(groups, bytes_of("cache", cache))
 
     def _placed(self, tables: Sequence[Table]) -> dict[str, tuple[int, int]]:
         """What the result calls each feature, its group and its number there, in table order."""
@@ -179,6 +185,14 @@ class TableCollection(nn.Module):
         for group in self._groups():
             group.reset_parameters()
 
+    def report(self) -> dict[str, CacheReport]:
+        """What the cache of each group holds and saves, by the name of its first table.
+
+        Raises:
+            ValueError: There is no cache, or no step has loaded rows yet.
+        """
+        return {group.ranges.tables[0].name: group.report() for group in self._groups()}
+
     def flush(self) -> None:
         """Brings the tables up to date, for code that keeps views of them."""
         for group in self._groups():
@@ -256,6 +270,8 @@ class EmbeddingBagCollection(TableCollection):
         memory: The tables' memory, as for HostTable.
         freeze: Do not train the rows.
         capacity: The most distinct rows of a step in each group, as for Embedding.
+        cache: Bytes of the device for rows of all tables that are loaded often; see
+            speedtorch.cache.
 
     Raises:
         ValueError: There are no tables, two of one name, or a config cannot be a table.
@@ -288,8 +304,10 @@ class EmbeddingBagCollection(TableCollection):
         memory: MemoryKind = "auto",
         freeze: bool = False,
         capacity: int | None = None,
+        cache: int | str | None = None,
     ) -> None:
-        super().__init__(tables, device, memory=memory, freeze=freeze, capacity=capacity)
+        more: Any = {"memory": memory, "freeze": freeze, "capacity": capacity, "cache": cache}
+        super().__init__(tables, device, **more)
         self._is_weighted = is_weighted
         columns = [group.embedding_dim for group in self._groups()]
         self._columns = {
@@ -355,6 +373,8 @@ class EmbeddingCollection(TableCollection):
         memory: The tables' memory, as for HostTable.
         freeze: Do not train the rows.
         capacity: The most distinct rows of a step in each group, as for Embedding.
+        cache: Bytes of the device for rows of all tables that are loaded often; see
+            speedtorch.cache.
 
     Raises:
         As for EmbeddingBagCollection.
@@ -380,8 +400,10 @@ class EmbeddingCollection(TableCollection):
         memory: MemoryKind = "auto",
         freeze: bool = False,
         capacity: int | None = None,
+        cache: int | str | None = None,
     ) -> None:
-        super().__init__(tables, device, memory=memory, freeze=freeze, capacity=capacity)
+        more: Any = {"memory": memory, "freeze": freeze, "capacity": capacity, "cache": cache}
+        super().__init__(tables, device, **more)
         self._need_indices = need_indices
 
     def embedding_configs(self) -> list[Any]:

@@ -59,6 +59,10 @@ class Embedding(RowModule, nn.Embedding):
         memory: The table's memory, as for HostTable.
         capacity: The most distinct rows of a step, without that of padding_idx; None for any
             number, which each step waits for. What it bounds on several ranks: see shard.
+        cache: Bytes of the device, as "2GiB", for rows that are loaded often, with their state;
+            see speedtorch.cache. None: no cache.
+        cache_rows: Ids of the rows that the cache has, the most important first; by default those
+            that steps load most often.
 
     Attributes:
         weight: The parameter, which stands for all rows `[num_embeddings, embedding_dim]`.
@@ -93,6 +97,8 @@ class Embedding(RowModule, nn.Embedding):
         *,
         memory: MemoryKind = "auto",
         capacity: int | None = None,
+        cache: int | str | None = None,
+        cache_rows: Tensor | None = None,
     ) -> None:
         RowModule.__init__(**locals())  # all arguments, by their names
 

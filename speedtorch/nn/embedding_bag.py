@@ -39,6 +39,10 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         memory: The table's memory, as for HostTable.
         capacity: The most distinct rows of a step, without that of padding_idx; None for any
             number, which each step waits for. What it bounds on several ranks: see shard.
+        cache: Bytes of the device, as "2GiB", for rows that are loaded often, with their state;
+            see speedtorch.cache. None: no cache.
+        cache_rows: Ids of the rows that the cache has, the most important first; by default those
+            that steps load most often.
 
     Raises:
         MemoryError, NotImplementedError: As for Embedding.
@@ -67,6 +71,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         *,
         memory: MemoryKind = "auto",
         capacity: int | None = None,
+        cache: int | str | None = None,
+        cache_rows: Tensor | None = None,
         _freeze: bool = False,
     ) -> None:
         if mode not in get_args(BagMode):

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.files.table_files import open_fields
+from speedtorch.memory.byte_count import bytes_of
 from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.row_reading import blocks_of
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.plan.planned_batch import check_ids
+from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.row_weight import show_rows
 from speedtorch.step.trained_rows import Bags, TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
@@ -122,6 +124,8 @@ class RowModule(nn.Module):
         dtype: torch.dtype | None,
         memory: MemoryKind,
         capacity: int | None = None,
+        cache: int | str | None = None,
+        cache_rows: Tensor | None = None,
         **settings: Any,
     ) -> None:
         nn.Module.__init__(self)
@@ -142,6 +146,8 @@ class RowModule(nn.Module):
             raise ValueError(f"capacity: expected the most rows of a step, got {capacity}")
         self.capacity = None if capacity is None else min(operator.index(capacity), num_embeddings)
         self._settings = tuple(settings)
+        self._cache = None if cache is None else bytes_of("cache", cache)
+        self._cache_rows = _members(cache_rows, cache, num_embeddings)
         shape = (num_embeddings, embedding_dim)
         given = shape if _weight is None else _shape_of("_weight", _weight, "a tensor")
         if given != shape:
@@ -169,6 +175,8 @@ class RowModule(nn.Module):
         name, capacity = self._called(), self.capacity
         self.trained_rows = TrainedRows(name, table, parameter, padding, capacity)
         self.lookups: Lookups = self.trained_rows
+        if self._cache is not None:
+            self.trained_rows.cache(self._cache, self._cache_rows)
         show_rows(parameter, self.trained_rows)
         # The weight may outlive the module, and so may a table that the caller gave or asked for.
         self._end = weakref.finalize(self, self.trained_rows.let_go)
@@ -183,6 +191,11 @@ class RowModule(nn.Module):
         whose blocks not all places are of rows, the id behind the last is that of none. Raises
         RuntimeError if the rows have been used; nothing has changed then.
         """
+        if self._cache_rows is not None:
+            raise ValueError(
+                f"{self._called()}: cache_rows names rows of the whole table, of which each rank"
+                " has a share: build it with cache= alone"
+            )
         table = self.trained_rows.table.shared_out(portion)
         padding = portion.place(self.padding_idx)
         if self.capacity is not None and padding is None:
@@ -234,6 +247,26 @@ class RowModule(nn.Module):
         Its methods bring held rows home first. Once it is closed, lookups raise ValueError.
         """
         return self.trained_rows.table.host_table
+
+    def set_cache(self, nbytes: int | None) -> None:
+        """Keeps rows that are loaded often on the device; see speedtorch.cache."""
+        self.trained_rows.cache(nbytes)
+        self._cache, self._cache_rows = nbytes, None
+
+    def report(self) -> CacheReport:
+        """What the cache of hot rows holds and saves, as of now; waits for the device.
+
+        Raises:
+            ValueError: There is no cache, or no step has loaded rows yet.
+
+        Example:
+            >>> import speedtorch
+            >>> embedding = speedtorch.Embedding(1000, 4, cache="64KiB")
+            >>> embedding(torch.tensor([1, 2])).sum().backward()
+            >>> embedding.report().slots
+            1000
+        """
+        return self.trained_rows.cache_report()
 
     @property
     def settings(self) -> dict[str, object]:
@@ -573,6 +606,22 @@ def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: An
     if isinstance(rows, HostTable) and rows is not embeddings:
         made.trained_rows.table.own()
     return made
+
+
+def _members(ids: object, cache: object, rows: int) -> Tensor | None:
+    """Ids of the rows that a cache is to have, checked."""
+    if ids is None:
+        return None
+    if cache is None:
+        raise ValueError("cache_rows: says which rows the cache has; give cache= as well")
+    check_ids("cache_rows", ids)
+    assert isinstance(ids, Tensor)
+    members = ids.detach().reshape(-1).to("cpu", torch.int64)
+    if members.numel() and not 0 <= int(members.min()) <= int(members.max()) < rows:
+        bad = members[(members < 0) | (members >= rows)]
+        raise IndexError(f"cache_rows: expected ids of {rows} rows, got {int(bad[0])}")
+    first: dict[int, None] = dict.fromkeys(members.tolist())  # in order, each once
+    return torch.tensor([*first], dtype=torch.int64)
 
 
 def opened(argument: str, source: Source, memory: MemoryKind) -> Rows:

@@ -306,6 +306,14 @@ written to host as well.
 """
 
 
+exchange_cached: Callable[..., None] = _ops.exchange_cached
+"""As exchange_rows for one table of which a cache on the device has some rows.
+
+`cache` and `hot` follow host: the fields of slots, and int32 `[rows, 2]`, the slot of each row, or
+-1, and how often it was loaded. A row that has a slot leaves for it and arrives from it.
+"""
+
+
 def carry_rows(
     rows: Sequence[Tensor], places: Tensor, others: Sequence[Tensor], other_places: Tensor
 ) -> None:
@@ -674,6 +682,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "optimizer_state_swap.planned": _refuse_meta_mix,
     "optimizer_state_swap.placed": _refuse_meta_mix,
     "exchange_rows": _refuse_meta_mix,
+    "exchange_cached": _refuse_meta_mix,
     "hold_rows": _refuse_meta_mix,
     "clear_rows": _refuse_meta_mix,
     "check_owner": _refuse_meta_mix,

@@ -193,6 +193,20 @@ class Exchange(ABC):
         for batch in () if now.captured else now.batches:  # a graph keeps its own memory
             yield from batch.tensors()
 
+    @property
+    def store(self) -> RowStore:
+        """Where rows come from and go to."""
+        return self._store
+
+    @alone
+    def use(self, store: RowStore) -> None:
+        """Exchanges rows with another store of the same table from now on."""
+        self.refuse_if_captured("changing its cache")
+        self.raise_faults()
+        self.write_back()
+        before, self._store = self._store, store
+        before.let_go()
+
     def refuse_if_captured(self, what: str) -> None:  # noqa: B027
         """Raises RuntimeError if a CUDA graph that is still there uses the rows' memory."""
 
@@ -306,6 +320,8 @@ class Exchange(ABC):
         self.complete(ahead=False)
         self._drop_prefetched()
         self.now = self._written_back(changes=changes)
+        if changes:
+            self._store.bring_home()
 
     @alone
     def moving(self, move: Callable[[], object]) -> None:

@@ -66,7 +66,7 @@ class FixedBlocks:
         self.hold_some = False
         """Whether rows may be held, for all that the host knows."""
         self._name = name
-        self._store = store
+        self.store = store
         self._padding = padding
         self._left_some = False
         """Whether rows may lie in `_left` that have yet to go home."""
@@ -183,7 +183,7 @@ class FixedBlocks:
                 left = (changes.leaving, changes.leaving_places, changes.counts[3:4])
                 leaving = Counted(self.rows, *left)
                 self._forget_foreseen()
-            self._store.exchange_counted(
+            self.store.exchange_counted(
                 self._fields, leaving, Counted(self._coming, *lists, number)
             )
         put_aside = come is not False
@@ -221,9 +221,9 @@ class FixedBlocks:
 
     def fetch_padding(self) -> None:
         """Reads the padding's row, all fields of it."""
-        if self._padding is not None and self._padding < self._store.rows:
+        if self._padding is not None and self._padding < self.store.rows:
             for name, rows in zip(self._fields, self.rows, strict=True):
-                self._store.read(self._padding_id, rows[-1:], name)
+                self.store.read(self._padding_id, rows[-1:], name)
 
     def send(self, following: FixedSizeBatch | None, *, foreseen: bool = False) -> None:
         """Rows that were put aside go home, those of the next batch arrive, but do not yet stay.
@@ -242,7 +242,7 @@ class FixedBlocks:
                 self._foresees = True
         if not foreseen:
             self._forget_foreseen()
-        self._store.exchange_counted(self._fields, self.put_aside, arriving)
+        self.store.exchange_counted(self._fields, self.put_aside, arriving)
         self._left_count.zero_()
         self._left_some = False
 
@@ -253,7 +253,7 @@ class FixedBlocks:
         if self._left_some:
             self.send(None)
         self._forget_foreseen()
-        self._store.exchange_counted(self._fields, self._held(), self._nowhere(self._coming))
+        self.store.exchange_counted(self._fields, self._held(), self._nowhere(self._coming))
         if not stay:
             self.hold_none()
 
@@ -261,7 +261,7 @@ class FixedBlocks:
         """Where `fault`, `[1]`, is not 0: held rows go home as they are, and no row moves then."""
         number = torch.where(fault > 0, self._number, self._none)
         held = Counted(self.rows, self.ids, self._every, number)
-        self._store.exchange_counted(self._fields, held, self._nowhere(self._coming))
+        self.store.exchange_counted(self._fields, held, self._nowhere(self._coming))
         self._status.masked_fill_(fault > 0, 0)
         torch.maximum(self.is_halted, fault, out=self.is_halted)
 
@@ -274,13 +274,13 @@ class FixedBlocks:
     def read_again(self) -> None:
         """Held rows are those of the table again."""
         self._forget_foreseen()
-        self._store.exchange_counted(self._fields, self._nowhere(self._left), self._held())
+        self.store.exchange_counted(self._fields, self._nowhere(self._left), self._held())
         self.fetch_padding()
 
     def with_fields(self, fields: Fields) -> FixedBlocks:
         """Blocks for rows of other fields, which hold the same ones once they are read again."""
         assert self._made is not None
-        made = FixedBlocks(self._name, self._store, self.capacity, self._padding)
+        made = FixedBlocks(self._name, self.store, self.capacity, self._padding)
         made.make(self._made[0], fields)
         made.ids, made._status, made._halt = self.ids, self._status, self._halt
         made._number, made.is_halted = self._number, self.is_halted

@@ -64,6 +64,14 @@ class FixedExchange(Exchange):
         super().__init__(name, store, view, padding)
         raises_later(weakref.WeakMethod(self.raise_faults))
 
+    @property
+    def _store(self) -> RowStore:
+        return self._blocks.store
+
+    @_store.setter
+    def _store(self, store: RowStore) -> None:
+        self._blocks.store = store
+
     def _plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> FixedSizeBatch:
         assert after is None or isinstance(after, FixedSizeBatch)
         rows, device, padding = self._named_rows, self.device, self._padding
@@ -335,6 +343,7 @@ class FixedExchange(Exchange):
         self.complete(ahead=False)
         self._drop_prefetched()
         self._read_again()
+        self._store.before_replay()
         self._end_step()
 
     def refuse_if_captured(self, what: str) -> None:

@@ -68,7 +68,8 @@ class RowStore:
       so that what was interrupted can be repeated; one that raises has changed nothing.
     - `read` and `write` see what `exchange` wrote before on the current stream, and it sees what
       they wrote.
-    - `settle` waits until the CPU sees all of it in the table.
+    - `bring_home` writes what is kept elsewhere to the table, whose rows count from then on, and
+      `settle` waits until the CPU sees all of it there.
 
     Args:
         table: The rows.
@@ -108,6 +109,15 @@ class RowStore:
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Puts weights `[*ids.shape, ...]` in the place of those of the ids."""
         pinned_scatter(self._table.field("weight"), ids, rows)
+
+    def bring_home(self) -> None:
+        """Writes rows that are kept elsewhere to the table, which may change after this."""
+
+    def before_replay(self) -> None:
+        """Called before a CUDA graph that holds exchanges is replayed."""
+
+    def let_go(self) -> None:
+        """Gives back what is kept elsewhere; all rows are home."""
 
     def settle(self, device: torch.device) -> None:
         """Waits until the CPU sees what a device has written; raises what it found wrong.

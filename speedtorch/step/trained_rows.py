@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from speedtorch.ops.functions import pool_rows, rows_at
+from speedtorch.step.cached_store import CachedStore
 from speedtorch.step.counted_exchange import CountedExchange
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
+from speedtorch.step.hot_rows import BYTES_OF_SLOT, CacheReport
 from speedtorch.step.parameter_view import OptimizerState, ParameterView
 from speedtorch.step.row_store import Fields, RowStore
 from speedtorch.step.step import Batch, LookupPlaces
@@ -93,7 +96,7 @@ class TrainedRows:
         self.name = name
         self.table = table
         self.fields = WholeFields(table)
-        self._store = store = RowStore(table, parameter.dtype)
+        store = RowStore(table, parameter.dtype)
         self.held_dtype = store.held_dtype
         self.shape = torch.Size((table.rows, *table.row_shape))
         self._padding = None if padding == table.rows else padding
@@ -109,6 +112,40 @@ class TrainedRows:
         self._sums = GradientSums()
         if parameter.requires_grad:
             table.claim.take(self)
+
+    @property
+    def _store(self) -> RowStore:
+        return self.exchange.store
+
+    def cache(self, nbytes: int | None, members: Tensor | None = None) -> None:
+        """Keeps rows that are loaded often on the device, in so many bytes; None: no more.
+
+        With `members` `[n]` those of these distinct ids. Raises RuntimeError while a CUDA graph
+        uses the rows' memory; nothing has changed then.
+        """
+        store = RowStore(self.table, self.held_dtype)
+        if nbytes is not None:
+            store = CachedStore(self.name, self.table, self.held_dtype, nbytes, members)
+        with as_plain():
+            self.exchange.use(store)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of a cache that has all rows, as they are kept now."""
+        row_bytes = sum(
+            prod(shape) * dtype.itemsize for shape, dtype in self.exchange.fields.values()
+        )
+        return self.shape[0] * (row_bytes + BYTES_OF_SLOT)
+
+    @alone
+    def cache_report(self) -> CacheReport:
+        """What the cache holds and saves; ValueError if there is none, or nothing was loaded."""
+        if not isinstance(self._store, CachedStore):
+            raise ValueError(
+                f"{self.name}: it has no cache to report of; give it one by cache= or"
+                " speedtorch.cache(module, '1GiB')"
+            )
+        return self._store.report()
 
     def claim(self) -> None:
         """Trains the rows from now on, or refuses to if another module was made to."""

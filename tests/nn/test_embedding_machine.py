@@ -102,6 +102,9 @@ KINDS = [
     Kind("Adam", True, ({"tables": True}, {})),
     Kind("Adam", True, ({"capacity": ROWS}, {"capacity": ROWS, "padding_idx": 0})),
     Kind("SGD-momentum", True, ({}, {}, {"bag": True})),
+    Kind("Adam", True, ({"cache": "300B"}, {"cache": "200B", "padding_idx": 0})),
+    Kind("SGD-momentum", True, ({"cache": "200B", "max_norm": 1.0}, {"bag": True})),
+    Kind("Adam", True, ({"capacity": ROWS, "cache": "300B"},)),
 ]
 
 
@@ -846,7 +849,7 @@ PROFILE = settings(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "restless")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_programs_give_the_numbers_of_plain_training(kind: Kind) -> None:
     programs = type("Programs", (Programs,), {"kind": kind})

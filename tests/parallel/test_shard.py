@@ -45,7 +45,9 @@ def test_ranks_train_as_one_process_does(ranks: int, backend: str, every_way: bo
     in_processes(ranks, check_training, True, CASES, ways, backend=backend)
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))]
+)
 def test_random_programs_train_as_one_process_does(ranks: int) -> None:
     in_processes(ranks, check_programs, FIRST, ROUNDS)
 

@@ -64,6 +64,8 @@ def test_ranks_send_each_other_a_share_of_the_capacity(ranks: int, backend: str)
     in_processes(ranks, check_bytes, backend=backend)
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))]
+)
 def test_random_batches_are_trained_or_raise_on_all(ranks: int) -> None:
     in_processes(ranks, check_random_batches, FIRST, ROUNDS)

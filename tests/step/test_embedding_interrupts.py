@@ -49,6 +49,7 @@ ROWS, WIDTH = 10, 2
 ROUND = [[1, 2], [3, 4], [1, 5, 5], [6, 2, 7]]
 """Ids of the batches: a row comes back after one batch without it; counts that are equal or not."""
 pytestmark = [
+    pytest.mark.usefixtures("restless"),
     pytest.mark.slow,
     pytest.mark.filterwarnings(
         "ignore::pytest.PytestUnraisableExceptionWarning"  # what may not fail swallows an interrupt
@@ -335,6 +336,18 @@ def prefetched_with_a_capacity(begin: int, device: str) -> Iterator[Call]:
     yield from several_tables_prefetched(begin, device)
 
 
+def with_a_cache(begin: int, device: str) -> Iterator[Call]:
+    yield from plain_loop(begin, device)
+
+
+def prefetched_with_a_cache(begin: int, device: str) -> Iterator[Call]:
+    yield from prefetch_loop(begin, device)
+
+
+def with_a_cache_and_a_capacity(begin: int, device: str) -> Iterator[Call]:
+    yield from plain_loop(begin, device)
+
+
 Loop = Callable[[int, str], Iterator[Call]]
 LOOPS: list[Loop] = [
     plain_loop,
@@ -344,9 +357,13 @@ LOOPS: list[Loop] = [
     several_tables_prefetched,
     with_a_capacity,
     prefetched_with_a_capacity,
+    with_a_cache,
+    prefetched_with_a_cache,
+    with_a_cache_and_a_capacity,
 ]
 TWO_TABLES = [several_tables, several_tables_prefetched, prefetched_with_a_capacity]
-CAPACITIES = {with_a_capacity: 3, prefetched_with_a_capacity: 4}
+CAPACITIES = {with_a_capacity: 3, prefetched_with_a_capacity: 4, with_a_cache_and_a_capacity: 3}
+CACHED = [with_a_cache, prefetched_with_a_cache, with_a_cache_and_a_capacity]
 OPTIMIZERS = ["SGD-momentum", "Adam"]
 
 
@@ -378,6 +395,8 @@ class Interrupted:
         if ours is None:
             capacity = CAPACITIES.get(self.loop)
             ours = Ours(self.optimizer, self.tables, self.device, capacity)
+            if self.loop in CACHED:
+                speedtorch.cache(ours.model, 100)  # three rows with their state, or four
         self._ours = None
         ours.begin_anew()
         return ours

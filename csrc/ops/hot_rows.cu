@@ -1,0 +1,156 @@
+// Kernels that part the lists of a swap where a cache has some of the table's rows. Called by
+// optimizer_state_swap.cpp. Everything is in GPU memory.
+
+#include <cuda_runtime.h>
+
+#include "ops/launchers.h"
+#include "plan/ids.cuh"
+
+namespace speedtorch {
+namespace {
+
+// Entries that count, of a list whose status match_kernel has written.
+__device__ int64_t count_of(const PlanView& list) {
+  return clamped(list.status->distinct, list.count);
+}
+
+// The slot of a row that match_kernel has found good, or -1.
+__device__ int64_t slot_of(const HotRows& hot, int64_t id) {
+  const int64_t slot = hot.rows[id].slot;
+  return is_outside(slot, hot.slots) ? -1 : slot;
+}
+
+// A thread owns entries of both lists, one after the other: 1 where a row crosses the link. Counts
+// the loads of each row, of which none stands in the list twice.
+__global__ void mark_host_kernel(PlanView evict, PlanView load, SwapScratch scratch, HotRows hot,
+                                 int32_t* in_host) {
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  const int64_t evicted = count_of(evict), loaded = count_of(load);
+  for (int64_t i = first; i < evict.count + load.count; i += stride) {
+    const int64_t m = i - evict.count;
+    bool crosses = false;
+    if (m < 0) {
+      crosses = i < evicted && !scratch.stays[i] && slot_of(hot, evict.unique[i]) < 0;
+    } else if (m < loaded && scratch.arrives_from[m] == kFromHost) {
+      hot.rows[load.unique[m]].uses += 1;
+      crosses = slot_of(hot, load.unique[m]) < 0;
+    }
+    in_host[i] = crosses;
+  }
+}
+
+// Entry k of a parted list.
+__device__ void put(const PlanView& list, int64_t k, int64_t id, int64_t place) {
+  list.unique[k] = id;
+  list.order[k] = place;
+}
+
+// A thread owns entries of both lists; ranks[i] is the number of marks up to entry i. Rows that
+// cross nothing, from one side to the other or not at all, go with those of the cache.
+__global__ void part_lists_kernel(PlanView evict, PlanView load, SwapScratch scratch, HotRows hot,
+                                  const int32_t* in_host, const int32_t* ranks, SwapLists host,
+                                  SwapLists cached, int64_t rows) {
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  const int64_t evicted = count_of(evict), loaded = count_of(load);
+  const int64_t entries = evict.count + load.count;
+  const int64_t host_evicted = evict.count > 0 ? ranks[evict.count - 1] : 0;
+  if (first == 0) {
+    const int64_t host_loaded = (entries > 0 ? ranks[entries - 1] : 0) - host_evicted;
+    *host.evict.status = status_of_distinct(host_evicted, rows);
+    *host.load.status = status_of_distinct(host_loaded, rows);
+    *cached.evict.status = status_of_distinct(evicted - host_evicted, hot.slots);
+    *cached.load.status = status_of_distinct(loaded - host_loaded, hot.slots);
+  }
+  for (int64_t i = first; i < entries; i += stride) {
+    const int64_t rank = ranks[i] - in_host[i];
+    if (i < evict.count) {
+      if (i >= evicted) continue;
+      const int64_t id = evict.unique[i], place = evict.order[i];
+      if (in_host[i]) {
+        put(host.evict, rank, id, place);
+        host.scratch.stays[rank] = false;
+      } else {
+        const bool stays = scratch.stays[i];
+        put(cached.evict, i - rank, stays ? 0 : slot_of(hot, id), place);
+        cached.scratch.stays[i - rank] = stays;
+      }
+      continue;
+    }
+    const int64_t m = i - evict.count, host_rank = rank - host_evicted;
+    if (m >= loaded) continue;
+    const int64_t id = load.unique[m], place = load.order[m], from = scratch.arrives_from[m];
+    if (in_host[i]) {
+      put(host.load, host_rank, id, place);
+      host.scratch.arrives_from[host_rank] = from;
+    } else {
+      put(cached.load, m - host_rank, from == kFromHost ? slot_of(hot, id) : 0, place);
+      cached.scratch.arrives_from[m - host_rank] = from;
+    }
+  }
+}
+
+// Pieces of the memory that the caller allocates.
+class Pieces {
+ public:
+  explicit Pieces(void* memory) : next_(static_cast<char*>(memory)) {}
+
+  template <typename T>
+  T* take(int64_t count) {
+    auto* piece = reinterpret_cast<T*>(next_);
+    next_ += padded(count * static_cast<int64_t>(sizeof(T)));
+    return piece;
+  }
+
+ private:
+  char* next_;
+};
+
+SwapLists lists_of(Pieces& pieces, int64_t evict_count, int64_t load_count) {
+  SwapLists lists{};
+  lists.scratch.checked = pieces.take<CheckedLists>(1);
+  lists.scratch.arrives_from = pieces.take<int64_t>(load_count);
+  lists.scratch.stays = pieces.take<uint8_t>(evict_count);
+  for (PlanView* list : {&lists.evict, &lists.load}) {
+    list->count = list == &lists.evict ? evict_count : load_count;
+    list->unique = pieces.take<int64_t>(list->count);
+    list->order = pieces.take<int64_t>(list->count);
+  }
+  lists.evict.status = &lists.scratch.checked->evict;
+  lists.load.status = &lists.scratch.checked->load;
+  return lists;
+}
+
+}  // namespace
+
+int64_t part_lists_bytes(int64_t evict_count, int64_t load_count) {
+  const int64_t entries = evict_count + load_count;
+  const int64_t lists = padded(sizeof(CheckedLists)) + padded(evict_count) +
+                        2 * padded(evict_count * 8) + 3 * padded(load_count * 8);
+  return 2 * lists + 2 * padded(entries * 4) + count_scratch_bytes(entries);
+}
+
+int launch_part_lists(const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
+                      int64_t rows, const HotRows& hot, SwapLists* host, SwapLists* cached,
+                      void* memory, void* stream) {
+  auto on = static_cast<cudaStream_t>(stream);
+  Pieces pieces(memory);
+  *host = lists_of(pieces, evict.count, load.count);
+  *cached = lists_of(pieces, evict.count, load.count);
+  const int64_t entries = evict.count + load.count;
+  auto* in_host = pieces.take<int32_t>(entries);
+  auto* ranks = pieces.take<int32_t>(entries);
+  const int blocks = entries > 0 ? blocks_for_ids(entries) : 1;
+  mark_host_kernel<<<blocks, kIdThreads, 0, on>>>(evict, load, scratch, hot, in_host);
+  if (entries > 0) {
+    const int error = count_marks(in_host, entries, ranks, pieces.take<char>(0),
+                                  count_scratch_bytes(entries), stream);
+    if (error != cudaSuccess) return error;
+  }
+  part_lists_kernel<<<blocks, kIdThreads, 0, on>>>(evict, load, scratch, hot, in_host, ranks, *host,
+                                                   *cached, rows);
+  return cudaGetLastError();
+}
+
+}  // namespace speedtorch

@@ -1,0 +1,77 @@
+"""cache: rows that steps load often stay on the device, with their state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from speedtorch.memory.byte_count import bytes_of
+from speedtorch.nn.row_module import RowModule
+from speedtorch.step.hot_rows import BYTES_OF_SLOT
+
+__all__ = ["cache", "share_cache"]
+
+
+def cache(module: nn.Module, nbytes: int | str | None) -> None:
+    """Keeps the rows that steps load most often, with their state, in memory of the device.
+
+    Steps give the numbers that they give without. Rows that are in the cache do not cross the link:
+    where ids follow a power law a tenth of the rows saves half of what crosses it, and where all
+    ids are as frequent it saves its share. Which rows it has is decided by how often they were
+    loaded, after 4, 16, 64 and then every 64 steps, between two steps; a row takes the place of
+    another only where that was surely loaded less often. With capacity= and speedtorch.graphed it
+    is decided between two replays.
+
+    The bytes are shared out over the tables of the module: as many to each, and what a small table
+    does not need to others. Call it after attach(), which says how large a row's state is. Beside
+    them 8 bytes of the device are taken for every row of a table, and up to 64 MiB for a moment
+    when rows change places. All that reads or writes a table (flush, save, state_dict, emb.table)
+    writes the rows home first, and the next step brings them back.
+
+    Args:
+        module: Or one that has Embedding, EmbeddingBag or collections within it.
+        nbytes: Of the device in all, as a number or a text as "4GiB"; None: no cache any more.
+
+    Raises:
+        TypeError, ValueError: nbytes is no number of bytes, or too few for one row; there is no
+            such module; the table's memory is none that the GPU reads in place.
+        RuntimeError: A CUDA graph uses the rows; nothing has changed.
+
+    Example:
+        >>> import torch, speedtorch
+        >>> model = torch.nn.Sequential(speedtorch.Embedding(1000, 4))
+        >>> speedtorch.cache(model, "64KiB")
+        >>> model(torch.tensor([1, 2])).sum().backward()
+        >>> model[0].report().slots
+        1000
+    """
+    modules = [each for each in module.modules() if isinstance(each, RowModule)]
+    if not modules:
+        raise ValueError(
+            f"cache: {type(module).__name__} has no speedtorch.Embedding, EmbeddingBag or"
+            " collection in it"
+        )
+    if nbytes is None:
+        for each in modules:
+            each.set_cache(None)
+        return
+    share_cache(modules, bytes_of("nbytes", nbytes))
+
+
+def share_cache(modules: Sequence[RowModule], nbytes: int) -> None:
+    """Shares bytes out: as many to each module, and what one does not need to the others."""
+    needs = {each: each.trained_rows.cached_bytes for each in modules}
+    left, open_modules = nbytes, sorted(modules, key=lambda each: needs[each])
+    shares = {}
+    for number, each in enumerate(open_modules):
+        shares[each] = min(needs[each], left // (len(open_modules) - number))
+        left -= shares[each]
+    for each, share in shares.items():
+        if share < (least := needs[each] // each.trained_rows.shape[0]):
+            raise ValueError(
+                f"cache: {nbytes} bytes are {share} for a table whose rows take {least} each, with"
+                f" {BYTES_OF_SLOT} for their ids; give more"
+            )
+    for each, share in shares.items():
+        each.set_cache(share)

@@ -1,0 +1,337 @@
+"""HotRows: rows of a table that are loaded most often, in memory of the device that trains them.
+
+A row is in one place. One that has a slot is there, and what the table has of it is older. Which
+rows have slots changes between two exchanges only, and where is written on the device: an exchange
+that was planned, queued or captured before finds each row where it is then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtorch.memory.byte_count import text_of
+from speedtorch.ops.functions import exchange_rows
+from speedtorch.torch_internals import current_stream
+
+__all__ = ["BYTES_OF_SLOT", "CacheReport", "HotRows", "Refresh", "planned_refresh"]
+
+BYTES_OF_SLOT = 8
+"""What a slot takes beside its row: the id of it."""
+CHUNK_BYTES = 64 << 20
+"""Of rows that take slots at once, which lie elsewhere meanwhile."""
+FIRST, EVERY = (4, 16, 64), 64
+"""After how many exchanges that load rows the slots are given anew; from then on, every so many."""
+_MOST = 255  # uses beyond which rows are not told apart
+_SURE = 2.0  # standard deviations
+
+
+class Refresh(NamedTuple):
+    """Which rows take slots and which leave them, by how often they were loaded."""
+
+    entering: int
+    """How many take slots: the most used ones."""
+    enter_above: int
+    """All rows that were used more often than this are among them, and some that were as often."""
+    leaving: int
+    """How many leave: the least used ones."""
+    leave_below: int
+    """All rows that were used less often than this are among them, and some that were as often."""
+
+
+def surely_above(uses: int) -> int:
+    """How often a row must have been used to be surely used more often than one of so many uses.
+
+    Uses are counts of events: the difference of two of them varies by the root of their sum.
+    """
+    more = uses + 1
+    while more - uses <= _SURE * sqrt(more + uses):
+        more += 1
+    return more
+
+
+def planned_refresh(outside: Sequence[int], inside: Sequence[int], free: int) -> Refresh:
+    """Plans which rows change places; a row moves only where the gain is certain.
+
+    Args:
+        outside: How many rows without a slot were used 0, 1, 2, ... times.
+        inside: The same of rows with one.
+        free: Slots without a row, which any rows take that were used.
+    """
+    above = [*accumulate(reversed(outside))][::-1]  # rows of so many uses or more
+    entering = leaving = 0
+    room = free
+    for least in range(-1, len(inside)):
+        room += inside[least] if least >= 0 else 0
+        needed = surely_above(least) if least >= 0 else 1
+        if needed >= len(outside):
+            break
+        if (some := min(room, above[needed])) > entering:
+            entering, leaving = some, max(0, some - free)
+    enter_above = next((uses for uses in range(len(above)) if above[uses] <= entering), len(above))
+    below = [0, *accumulate(inside)]
+    leave_below = 0
+    if leaving:
+        leave_below = max(uses for uses in range(len(below)) if below[uses] <= leaving)
+    return Refresh(entering, enter_above - 1, leaving, leave_below)
+
+
+class CacheReport(NamedTuple):
+    """What a cache of hot rows holds and saves."""
+
+    slots: int
+    """Rows that fit."""
+    rows: int
+    """Rows that are in it now."""
+    nbytes: int
+    """Bytes on the device: the rows in it and their ids."""
+    map_nbytes: int
+    """Bytes on the device of what is kept of every row of the table."""
+    hit_rate: float | None
+    """Of the rows that were loaded lately the share that was in it; None before a refresh."""
+    hit_rate_of_half: float | None
+    """What that would be, as far as the counts tell, with half as many slots."""
+    hit_rate_of_double: float | None
+    """And with twice as many."""
+    refreshes: int
+    """How often rows took slots of others."""
+    failed: int
+    """How many other refreshes found too little memory on the device, and left the rows there."""
+    rows_moved: int
+    """Rows that took a slot or left one in all of them."""
+    seconds: float
+    """What they took in all."""
+
+    def __str__(self) -> str:
+        said = f"{self.rows:,} of {self.slots:,} slots hold rows, {text_of(self.nbytes)}"
+        if self.hit_rate is None:
+            return said
+        assert self.hit_rate_of_half is not None
+        assert self.hit_rate_of_double is not None
+        return (
+            f"{said}; {self.hit_rate:.1%} of the rows that were loaded lately were in them (half as"
+            f" many slots: {self.hit_rate_of_half:.1%}, twice as many: "
+            f"{self.hit_rate_of_double:.1%}); {self.refreshes} refreshes moved"
+            f" {self.rows_moved:,} rows in {self.seconds * 1e3:,.1f} ms"
+        )
+
+
+class HotRows:
+    """The slots of one table: which rows have them, and how often each row was loaded.
+
+    Args:
+        rows: Of the table.
+        fields: All rows of the table's fields, of which a slot has one row each.
+        slots: How many.
+        device: Where.
+        members: Rows that are to have the slots from the first exchange on, and no others:
+            distinct ids `[n]`. By default those that are loaded most often, once that is known.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        fields: dict[str, Tensor],
+        slots: int,
+        device: torch.device,
+        members: Tensor | None,
+    ) -> None:
+        with torch.inference_mode(False):
+            self.fields = [
+                torch.zeros((slots, *each.shape[1:]), dtype=each.dtype, device=device)
+                for each in fields.values()
+            ]
+            self.map = torch.zeros((rows, 2), dtype=torch.int32, device=device)
+            """The slot of each row, or -1, and how often it was loaded."""
+            self._ids = torch.full((slots,), -1, dtype=torch.int64, device=device)
+            """The row of each slot, if the map says so, too."""
+            self._slot_of, self._uses = self.map[:, 0], self.map[:, 1]
+            self._slot_of.fill_(-1)
+            if members is not None:
+                self._ids[: members.shape[0]] = members.to(device)
+        self.names = tuple(fields)
+        self.device, self.slots = device, slots
+        self._is_fixed = members is not None
+        self.are_away = members is not None
+        """Whether rows are to take the slots of `_ids` again that they had before."""
+        self._exchanges = self._refreshes = self._failed = self._moved = 0
+        self._histogram: list[int] | None = None
+        self._hits: float | None = None
+        self._times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(each.nbytes for each in self.fields)
+
+    # ---- between two exchanges
+
+    def before_exchange(self, fields: Sequence[Tensor]) -> None:
+        """Gives slots to the rows that are to have them; `fields` are all rows of the table.
+
+        Called before an exchange, or before a CUDA graph that holds some is replayed.
+        """
+        if self.are_away:
+            self._take_slots_again(fields)
+        self._exchanges += 1
+        is_due = self._exchanges in FIRST or self._exchanges % EVERY == 0
+        if is_due and not self._is_fixed:
+            try:
+                self.refresh(fields)
+            except torch.OutOfMemoryError:  # as the report says: training goes on with the old set
+                self._failed += 1
+
+    def refresh(self, fields: Sequence[Tensor]) -> None:
+        """Gives slots to rows that are surely loaded more often than those that have them.
+
+        Wherever an exception ends it each row is where the map says, as new as before.
+        """
+        begin = self._now()
+        slot_of, used = self._slot_of, self._uses.clamp(max=_MOST)
+        has_slot = slot_of >= 0
+        size = _MOST + 1
+        counted = torch.bincount(used + size * has_slot, minlength=2 * size).tolist()
+        outside, inside = counted[:size], counted[size:]
+        of_slots = self._slots_with_rows()
+        free = self.slots - sum(inside)
+        plan = planned_refresh(outside, inside, free)
+        if plan.entering:
+            enter = self._some(~has_slot, used, plan.entering, plan.enter_above, most=True)
+            uses_of_slots = torch.where(of_slots, used[self._ids.clamp(min=0)], _MOST + 1)
+            leave = self._some(of_slots, uses_of_slots, plan.leaving, plan.leave_below, most=False)
+            (unused,) = torch.where(~of_slots)
+            self._move(fields, enter, leave, unused[: max(0, plan.entering - plan.leaving)])
+        loaded, hits = (
+            sum(uses * rows for uses, rows in enumerate(each))
+            for each in ([a + b for a, b in zip(outside, inside, strict=True)], inside)
+        )
+        self._histogram = [a + b for a, b in zip(outside, inside, strict=True)]
+        self._hits = hits / loaded if loaded else None
+        self._refreshes += 1
+        self._moved += plan.entering + plan.leaving
+        if self._exchanges >= EVERY:  # what was long ago counts for less
+            self._uses.bitwise_right_shift_(1)
+        self._note_time(begin)
+
+    @staticmethod
+    def _some(among: Tensor, uses: Tensor, number: int, edge: int, *, most: bool) -> Tensor:
+        """Numbers of so many entries of `among`, ascending: those beyond the edge, some at it."""
+        (beyond,) = torch.where(among & ((uses > edge) if most else (uses < edge)))
+        (at,) = torch.where(among & (uses == edge))
+        some = torch.cat([beyond[:number], at[: max(0, number - beyond.shape[0])]])
+        return some.sort().values
+
+    def _move(self, fields: Sequence[Tensor], enter: Tensor, leave: Tensor, free: Tensor) -> None:
+        """Rows `enter` take the slots `leave`, whose rows go home, and free ones."""
+        rows = max(1, CHUNK_BYTES // (self._nbytes // self.slots))
+        leave_ids, order = self._ids[leave].sort()
+        leave = leave[order]
+        slots = torch.cat([leave, free])
+        for first in range(0, enter.shape[0], rows):
+            some, to = enter[first : first + rows], slots[first : first + rows]
+            going, left = leave_ids[first : first + rows], leave[first : first + rows]
+            come = [each.new_empty((some.shape[0], *each.shape[1:])) for each in self.fields]
+            places = torch.arange(some.shape[0], device=self.device)
+            exchange_rows(fields, self.fields, going, left, come, some, places)
+            # From here on these rows are at home, and their slots have none.
+            self._slot_of[going] = -1
+            self._ids[left] = -1
+            for own, arrived in zip(self.fields, come, strict=True):
+                own[to] = arrived
+            self._ids[to] = some
+            self._slot_of[some] = to.int()
+
+    def _slots_with_rows(self) -> Tensor:
+        """Which slots have a row: those whose row has them."""
+        slots = torch.arange(self.slots, device=self.device)
+        return (self._ids >= 0) & (self._slot_of[self._ids.clamp(min=0)] == slots)
+
+    # ---- without slots
+
+    def bring_home(self, fields: Sequence[Tensor]) -> None:
+        """Writes rows of slots to the table, which may change then; they take the slots again."""
+        has_row = self._slots_with_rows()
+        (slots,) = torch.where(has_row)
+        ids, order = self._ids[slots].sort()
+        nothing, none = [each[:0] for each in self.fields], ids[:0]
+        exchange_rows(fields, self.fields, ids, slots[order], nothing, none, none)
+        if not self._is_fixed:  # rows that have left since then
+            self._ids.masked_fill_(~has_row, -1)
+        self._slot_of.fill_(-1)
+        self.are_away = True
+
+    def _take_slots_again(self, fields: Sequence[Tensor]) -> None:
+        (slots,) = torch.where(self._ids >= 0)
+        ids, order = self._ids[slots].sort()
+        slots = slots[order]
+        nothing, none = [each[:0] for each in self.fields], ids[:0]
+        exchange_rows(fields, nothing, none, none, self.fields, ids, slots)
+        self.are_away = False  # before the table may become another again
+        self._slot_of[ids] = slots.int()
+
+    # ---- single rows
+
+    def read(self, ids: Tensor, out: Tensor, name: str) -> None:
+        """Replaces rows of a field by those of slots: `out` `[*ids.shape, ...]` has the table's."""
+        field = self.fields[self.names.index(name)]
+        found = self._slot_of[ids.to(self.device).clamp(0, self.map.shape[0] - 1)]
+        found = found.to(torch.int64)
+        rows = field[found.clamp(min=0)]
+        mask = (found >= 0).view(*found.shape, *[1] * (field.dim() - 1))
+        out.copy_(torch.where(mask, rows, out.to(self.device, rows.dtype)))
+
+    # ---- report
+
+    def report(self) -> CacheReport:
+        """What it holds and saves; waits for the device."""
+        for begin, end in self._times:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1e3
+        self._times.clear()
+        half, double = (self._expected(slots) for slots in (self.slots // 2, self.slots * 2))
+        return CacheReport(
+            self.slots,
+            0 if self.are_away else int(self._slots_with_rows().sum()),
+            self._nbytes + self.slots * BYTES_OF_SLOT,
+            self.map.nbytes,
+            self._hits,
+            half,
+            double,
+            self._refreshes,
+            self._failed,
+            self._moved,
+            self._seconds,
+        )
+
+    def _expected(self, slots: int) -> float | None:
+        """The share of loads that so many of the most used rows had at the last refresh."""
+        counted = self._histogram
+        if counted is None or self._hits is None:
+            return None
+        hits, left = 0, slots
+        for uses in reversed(range(len(counted))):
+            some = min(left, counted[uses])
+            hits, left = hits + some * uses, left - some
+        return hits / sum(uses * rows for uses, rows in enumerate(counted))
+
+    def _now(self) -> torch.cuda.Event | float:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(current_stream(self.device))
+        return event
+
+    def _note_time(self, begin: torch.cuda.Event | float) -> None:
+        end = self._now()
+        if isinstance(begin, float):
+            assert isinstance(end, float)
+            self._seconds += end - begin
+        else:
+            assert not isinstance(end, float)
+            self._times.append((begin, end))

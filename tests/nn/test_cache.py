@@ -1,0 +1,246 @@
+"""A cache of hot rows changes where rows are, and no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loops import CAPACITY, JOINING, LOOPS, PLAIN, TORCH, Way, assert_same_numbers
+from optimizer_cases import CASES
+from torch import Tensor, nn, optim
+
+import speedtorch
+from speedtorch.step import hot_rows
+from speedtorch.step.hot_rows import Refresh, planned_refresh, surely_above
+
+WAYS = {
+    "cache": Way(cache="1KiB"),
+    "prefetch": Way(cache="1KiB", ahead=True),
+    "capacity": Way(cache="1KiB", capacity=CAPACITY),
+    "capacity-prefetch": Way(cache="1KiB", capacity=CAPACITY, ahead=True),
+}
+GRID = [(name, way) for name in LOOPS for way in WAYS]
+GRID += [(name, way) for name in JOINING for way in ("cache", "prefetch")]
+
+
+@pytest.mark.usefixtures("deterministic", "restless")
+@pytest.mark.parametrize(("loop", "way"), GRID)
+def test_rows_are_those_of_torchs_embedding(loop: str, way: str, device: str) -> None:
+    train = {**LOOPS, **JOINING}[loop]
+    assert_same_numbers(train, (WAYS[way], TORCH), optim.SGD, device)
+
+
+@pytest.mark.usefixtures("deterministic", "restless")
+@pytest.mark.parametrize(("loop", "way"), GRID)
+def test_rows_and_state_are_those_without_a_cache(loop: str, way: str, device: str) -> None:
+    train = {**LOOPS, **JOINING}[loop]
+    assert_same_numbers(train, (WAYS[way], PLAIN), optim.Adam, device)
+
+
+@pytest.mark.usefixtures("deterministic", "restless")
+@pytest.mark.dealt("way")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"padding_idx": 3},
+        {"max_norm": 0.5},
+        {"padding_idx": 3, "max_norm": 0.5},
+        {"bags": True, "mode": "sum", "padding_idx": 3},
+        {"sparse": True, "make": optim.SparseAdam},
+    ],
+    ids=["padding", "max_norm", "both", "bags", "sparse"],
+)
+@pytest.mark.parametrize("loop", ["one_lookup_a_step", "all_of_these_by_turns"])
+def test_settings_of_lookups_train_alike(
+    loop: str, settings: dict[str, Any], way: str, device: str
+) -> None:
+    assert_same_numbers(LOOPS[loop], (WAYS[way], PLAIN), device=device, **settings)
+
+
+def trained(
+    cache: str | None, make: Any = optim.Adam, device: str = "cpu", **settings: Any
+) -> tuple[speedtorch.Embedding, dict[str, Tensor]]:
+    """An embedding after 12 steps, and its rows and state."""
+    torch.manual_seed(0)
+    embedding = speedtorch.Embedding(50, 4, device=device, cache=cache, **settings)
+    optimizer = make(embedding.parameters(), lr=0.1)
+    speedtorch.attach(optimizer, embedding)
+    random = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        ids = (torch.rand(20, generator=random) ** 3 * 50).long().to(device)
+        optimizer.zero_grad()
+        (embedding(ids) ** 2).sum().backward()
+        optimizer.step()
+    embedding.flush()
+    return embedding, {name: embedding.table[name].clone() for name in embedding.table.fields}
+
+
+@pytest.mark.usefixtures("restless")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_optimizer_trains_as_without(case: Any) -> None:
+    _, plain = trained(None, case.make)
+    _, cached = trained("600B", case.make)
+    assert plain.keys() == cached.keys()
+    for name, rows in plain.items():
+        assert torch.equal(rows, cached[name]), name
+
+
+@pytest.mark.usefixtures("restless")
+def test_rows_take_slots_and_the_report_says_so(device: str) -> None:
+    embedding, _ = trained("600B", device=device)
+    report = embedding.report()
+    assert report.slots == 600 // (3 * 4 * 4 + 8)
+    assert report.rows == 0, "flush() has written them home"
+    assert report.rows_moved > report.slots
+    assert report.refreshes >= 11
+    assert report.nbytes == report.slots * 56
+    assert report.map_nbytes == 50 * 8
+    assert report.hit_rate is not None
+    assert 0 < report.hit_rate <= 1
+    assert report.hit_rate_of_half is not None
+    assert report.hit_rate_of_double is not None
+    assert report.hit_rate_of_half < report.hit_rate_of_double
+    for word in ("slots", "half as many", "refreshes moved"):
+        assert word in str(report)
+    embedding(torch.tensor([1], device=device)).sum().backward()
+    assert embedding.report().rows == report.slots, "they have taken the slots again"
+
+
+def test_the_rows_of_slots_are_those_that_were_given(device: str) -> None:
+    members = torch.tensor([7, 3, 7, 11])
+    embedding, rows = trained("600B", device=device, cache_rows=members)
+    _, plain = trained(None, device=device)
+    for name, each in plain.items():
+        assert torch.equal(each, rows[name])
+    embedding(torch.tensor([1], device=device)).sum().backward()
+    report = embedding.report()
+    assert (report.rows, report.refreshes) == (3, 0)
+
+
+@pytest.mark.usefixtures("restless")
+def test_what_is_written_to_the_table_counts(device: str) -> None:
+    embedding, _ = trained("600B", device=device)
+    embedding(torch.arange(3, device=device))
+    for row in (0, 49):
+        embedding.table["weight"][row] = 7
+        assert embedding(torch.tensor([row], device=device)).tolist() == [[7.0] * 4]
+    with torch.no_grad():
+        assert torch.equal(embedding(torch.arange(50)).cpu(), embedding.table["weight"])
+
+
+@pytest.mark.usefixtures("restless")
+def test_a_cache_can_be_given_changed_and_taken_away_between_steps(device: str) -> None:
+    def train(caches: list[str | None]) -> list[Tensor]:
+        torch.manual_seed(0)
+        embedding = speedtorch.Embedding(50, 4, device=device)
+        optimizer = optim.Adam(embedding.parameters(), lr=0.1)
+        speedtorch.attach(optimizer, embedding)
+        random = torch.Generator().manual_seed(1)
+        for cache in caches:
+            speedtorch.cache(embedding, cache)
+            for _ in range(4):
+                ids = (torch.rand(20, generator=random) ** 3 * 50).long().to(device)
+                optimizer.zero_grad()
+                (embedding(ids) ** 2).sum().backward()
+                optimizer.step()
+        return [embedding.table[name].clone() for name in embedding.table.fields]
+
+    plain = train([None] * 4)
+    for rows, others in zip(train(["600B", None, "1KiB", "1MiB"]), plain, strict=True):
+        assert torch.equal(rows, others)
+
+
+def test_a_cache_larger_than_the_table_is_the_table() -> None:
+    embedding, _ = trained("1GiB")
+    assert embedding.report().slots == 50
+
+
+@pytest.mark.usefixtures("restless")
+def test_a_collection_and_a_model_share_a_budget_out() -> None:
+    configs = [speedtorch.EmbeddingConfig(rows, 4, name) for rows, name in ((3, "a"), (100, "b"))]
+    collection = speedtorch.EmbeddingCollection(configs, cache="1KiB")
+    model = nn.Sequential(collection, speedtorch.Embedding(2, 4))
+    speedtorch.cache(model, "1KiB")
+    few, many = model[1].trained_rows, collection.group_of("a").trained_rows
+    assert few.exchange.store.nbytes == 2 * (16 + 8)
+    assert many.exchange.store.nbytes == 1024 - 48
+    collection({"a": torch.tensor([[1, 2]]), "b": torch.tensor([[5, 99]])})
+    assert collection.report()["a"].slots == (1024 - 48) // 24
+    speedtorch.cache(model, None)
+    with pytest.raises(ValueError, match=r"has no cache to report of; give it one by cache="):
+        collection.report()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"cache": "2 lots"}, ValueError, "cache: expected bytes as '12GiB'"),
+        ({"cache": 0}, ValueError, "cache: expected more than 0 bytes, got 0"),
+        ({"cache": 1.5}, TypeError, "cache: expected bytes or a text as '12GiB', got float"),
+        ({"cache_rows": torch.tensor([1])}, ValueError, "give cache= as well"),
+        ({"cache": 99, "cache_rows": [1]}, TypeError, "cache_rows"),
+        ({"cache": 99, "cache_rows": torch.tensor([9])}, IndexError, "ids of 5 rows, got 9"),
+    ],
+)
+def test_wrong_arguments_are_told(
+    arguments: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        speedtorch.Embedding(5, 4, **arguments)
+
+
+def test_a_cache_that_holds_no_row_is_told_at_once() -> None:
+    embedding = speedtorch.Embedding(5, 4)
+    with pytest.raises(ValueError, match="cache: 9 bytes are 9 for a table whose rows take 24"):
+        speedtorch.cache(embedding, 9)
+    with pytest.raises(ValueError, match="Linear has no speedtorch.Embedding"):
+        speedtorch.cache(nn.Linear(2, 2), "1KiB")
+
+
+@pytest.mark.usefixtures("restless")
+def test_too_little_memory_for_a_refresh_leaves_the_rows_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hot_rows.HotRows, "_move", refuse)
+        embedding, rows = trained("600B")
+        assert embedding.report().failed > 0
+        assert embedding.report().rows == 0
+    _, plain = trained(None)
+    assert all(torch.equal(rows[name], each) for name, each in plain.items())
+
+
+# ------------------------------------------------------------------------------------------------
+# Which rows change places
+
+
+def test_free_slots_are_for_the_most_used_rows() -> None:
+    assert planned_refresh([90, 3, 1, 1], [0, 0, 0, 0], 9) == Refresh(5, 0, 0, 0)
+    assert planned_refresh([90, 8, 1, 1], [0, 0, 0, 0], 3) == Refresh(3, 1, 0, 0)
+    assert planned_refresh([90, 8, 1, 1], [0, 0, 0, 0], 1) == Refresh(1, 2, 0, 0)
+
+
+def test_a_row_takes_anothers_slot_only_where_the_gain_is_certain() -> None:
+    needed = surely_above(0)
+    for uses in range(needed + 2):
+        outside = [0] * uses + [1] + [0] * 20
+        moved = planned_refresh(outside, [1] + [0] * 20, 0)
+        assert moved.entering == moved.leaving == (uses >= needed)
+
+
+@pytest.mark.parametrize("uses", range(100))
+def test_sure_is_two_standard_deviations_of_the_difference(uses: int) -> None:
+    more = surely_above(uses)
+    assert more - uses > 2 * (more + uses) ** 0.5
+    assert more - 1 - uses <= 2 * (more - 1 + uses) ** 0.5
+
+
+def test_the_most_used_enter_and_the_least_used_leave() -> None:
+    outside = [0, 0, 0, 0, 0, 0, 3, 2, 0, 1]  # six rows, used 6 to 9 times
+    inside = [4, 0, 0, 0, 0, 0, 0, 0, 0, 2]
+    assert planned_refresh(outside, inside, 1) == Refresh(5, 6, 4, 9)
