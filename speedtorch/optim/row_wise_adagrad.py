@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,28 +173,26 @@ class RowWiseAdagrad(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            together: dict[
-                tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Any, ...]]
-            ] = {}
+            together: dict[tuple[torch.device, torch.dtype, torch.dtype], list[_Rows]] = {}
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is None:
                     continue
                 state = self._state_of(parameter, group)
                 sums, step = state["sum"], state["step"]
                 step += 1
-                rate = _rate(step, group)
+                rows = _Rows(parameter, gradient, sums, _rate(step, group))
                 if parameter.numel() == 0:
                     continue
                 foreach = parameter.is_cuda if group["foreach"] is None else group["foreach"]
                 if gradient.is_sparse:
-                    _step_named(parameter, gradient, sums, rate, group)
+                    _step_named(rows, group)
                 elif foreach:
                     kind = parameter.device, parameter.dtype, sums.dtype
-                    together.setdefault(kind, []).append((parameter, gradient, sums, rate))
+                    together.setdefault(kind, []).append(rows)
                 else:
-                    _step_one(parameter, gradient, sums, rate, group)
-            for each in together.values():
-                _step_many(*map(list, zip(*each, strict=True)), group=group)
+                    _step_one(rows, group)
+            for alike in together.values():
+                _step_many(alike, group)
         return loss
 
     def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -223,74 +221,63 @@ def _rate(step: Tensor, group: dict[str, Any]) -> float | Tensor:
     return rate / (1 + (step - 1) * decay) if decay else rate
 
 
-def _step_one(
-    parameter: Tensor,
-    gradient: Tensor,
-    sums: Tensor,
-    rate: float | Tensor,
-    group: dict[str, Any],
-) -> None:
-    """Steps rows.
+class _Rows(NamedTuple):
+    """What a step changes, and by what."""
 
-    Args:
-        parameter: the rows, `[N, ...]`.
-        gradient: of the same shape.
-        sums: `[N, 1]`, in the dtype to compute in.
-        rate: the learning rate.
-        group: the options.
-    """
-    rows, gradient = parameter.to(sums.dtype), gradient.to(sums.dtype)
+    parameter: Tensor
+    """`[N, ...]`."""
+    gradient: Tensor
+    """Of the same shape."""
+    sums: Tensor
+    """`[N, 1]`, in the dtype to compute in."""
+    rate: float | Tensor
+    """The learning rate."""
+
+
+def _step_one(rows: _Rows, group: dict[str, Any]) -> None:
+    """Steps the rows of one dense gradient."""
+    parameter, gradient, sums, rate = rows
+    weights, gradient = parameter.to(sums.dtype), gradient.to(sums.dtype)
     if group["maximize"]:
         gradient = -gradient
     if group["weight_decay"]:
-        gradient = gradient.add(rows, alpha=group["weight_decay"])
+        gradient = gradient.add(weights, alpha=group["weight_decay"])
     sums.add_(_mean_of_rows(gradient * gradient))
-    divisor = _beside(sums, rows).sqrt().add_(group["eps"])
+    divisor = _beside(sums, weights).sqrt().add_(group["eps"])
     if isinstance(rate, Tensor):
-        rows.addcdiv_(gradient * -rate, divisor)
+        weights.addcdiv_(gradient * -rate, divisor)
     else:
-        rows.addcdiv_(gradient, divisor, value=-rate)
-    if rows is not parameter:
-        parameter.copy_(rows)
+        weights.addcdiv_(gradient, divisor, value=-rate)
+    if weights is not parameter:
+        parameter.copy_(weights)
 
 
-def _step_many(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    sums: list[Tensor],
-    rates: list[float] | list[Tensor],
-    *,
-    group: dict[str, Any],
-) -> None:
+def _step_many(rows: list[_Rows], group: dict[str, Any]) -> None:
     """As _step_one() for each of several parameters of one device and dtype."""
-    dtype = sums[0].dtype
-    rows = [each.to(dtype) for each in parameters]
-    gradients = [each.to(dtype) for each in gradients]
+    dtype = rows[0].sums.dtype
+    sums = [each.sums for each in rows]
+    weights = [each.parameter.to(dtype) for each in rows]
+    gradients = [each.gradient.to(dtype) for each in rows]
     if group["maximize"]:
         gradients = foreach_neg(gradients)
     if group["weight_decay"]:
-        gradients = foreach_add(gradients, rows, alpha=group["weight_decay"])
+        gradients = foreach_add(gradients, weights, alpha=group["weight_decay"])
     squares = foreach_mul(gradients, gradients)
     foreach_add_(sums, [_mean_of_rows(each) for each in squares])
-    divisors = foreach_sqrt([_beside(*each) for each in zip(sums, rows, strict=True)])
+    divisors = foreach_sqrt([_beside(*each) for each in zip(sums, weights, strict=True)])
     foreach_add_(divisors, group["eps"])
-    if isinstance(rates[0], Tensor):
-        gradients = foreach_mul(gradients, foreach_neg(rates))
-        foreach_addcdiv_(rows, gradients, divisors)
+    if isinstance(rows[0].rate, Tensor):
+        gradients = foreach_mul(gradients, [-each.rate for each in rows])
+        foreach_addcdiv_(weights, gradients, divisors)
     else:
-        foreach_addcdiv_(rows, gradients, divisors, [-rate for rate in rates])
-    if rows[0] is not parameters[0]:
-        foreach_copy_(parameters, rows)
+        foreach_addcdiv_(weights, gradients, divisors, [-each.rate for each in rows])
+    if weights[0] is not rows[0].parameter:
+        foreach_copy_([each.parameter for each in rows], weights)
 
 
-def _step_named(
-    parameter: Tensor,
-    gradient: Tensor,
-    sums: Tensor,
-    rate: float | Tensor,
-    group: dict[str, Any],
-) -> None:
+def _step_named(rows: _Rows, group: dict[str, Any]) -> None:
     """As _step_one() for the rows that a sparse gradient names."""
+    parameter, gradient, sums, _ = rows
     if gradient.sparse_dim() != 1:
         raise ValueError(
             f"RowWiseAdagrad: a sparse gradient of shape {list(gradient.shape)} must name rows"
@@ -300,9 +287,9 @@ def _step_named(
     ids, values = sparse_indices(gradient)[0], sparse_values(gradient)
     if values.numel() == 0:
         return
-    rows, of_rows = parameter.index_select(0, ids), sums.index_select(0, ids)
-    _step_one(rows, values, of_rows, rate, group)
-    parameter.index_copy_(0, ids, rows)
+    weights, of_rows = parameter.index_select(0, ids), sums.index_select(0, ids)
+    _step_one(_Rows(weights, values, of_rows, rows.rate), group)
+    parameter.index_copy_(0, ids, weights)
     sums.index_copy_(0, ids, of_rows)
 
 
@@ -333,8 +320,9 @@ def _check_options(group: dict[str, Any]) -> None:
             f"RowWiseAdagrad: lr must be a number or a tensor of one element, got {rate.numel()}"
         )
     for name in ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"):
-        value: Any = group[name]
-        if not (isinstance(value, Real) or (name == "lr" and isinstance(value, Tensor))):
+        value = group[name]
+        is_number = isinstance(value, Real) or (name == "lr" and isinstance(value, Tensor))
+        if not is_number:
             raise TypeError(
                 f"RowWiseAdagrad: {name} must be a number, got {value!r} ({type(value).__name__})"
             )
