@@ -39,6 +39,10 @@ _SUM_DTYPES = {
     torch.bfloat16: torch.float32,
 }
 
+# torch adds up fewer rows than these in another order: on the CPU several threads share a single
+# row of more than 32,768 elements, on a GPU a block of 512 threads shares 16 rows or fewer.
+_FEWEST_ROWS, _FEWEST_ROWS_ON_GPU = 2, 16
+
 
 class RowWiseAdagrad(Optimizer):
     """Adagrad that keeps the mean square of a row's gradients instead of one for each element.
@@ -297,10 +301,10 @@ def _mean_of_rows(values: Tensor) -> Tensor:
     """The mean of each row of `[N, ...]`, `[N, 1]`, whose bits depend on that row alone."""
     # Strided memory is added up in another order.
     values = values.contiguous().view(len(values), -1)
-    # Several threads share the sum of a single long row, in another order than that of many rows.
-    if len(values) == 1:
-        return values.expand(2, -1).mean(1, keepdim=True)[:1]
-    return values.mean(1, keepdim=True)
+    least, count = _FEWEST_ROWS_ON_GPU if values.is_cuda else _FEWEST_ROWS, len(values)
+    if count < least:
+        values = values.repeat(-(-least // count), 1)
+    return values.mean(1, keepdim=True)[:count]
 
 
 def _beside(sums: Tensor, rows: Tensor) -> Tensor:
