@@ -1,5 +1,6 @@
 """Train on rows that live in host memory: tables larger than the GPU, at the speed of its link."""
 
+from speedtorch import optim as optim
 from speedtorch.info import info
 from speedtorch.layers.host_init import host_init
 from speedtorch.layers.swapper import Swapper

@@ -55,6 +55,13 @@ __all__ = [
     "current_backward",
     "current_node",
     "current_stream",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_addcdiv_",
+    "foreach_copy_",
+    "foreach_mul",
+    "foreach_neg",
+    "foreach_sqrt",
     "forget_failed_backward",
     "gradient_hooks",
     "group_like",
@@ -418,6 +425,17 @@ def forget_failed_backward(device: torch.device) -> None:
         with torch.enable_grad(), torch.inference_mode(False):
             for each in {torch.device("cpu"), device}:
                 torch.zeros((), device=each, requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+
+
+# Operations on lists of tensors: on a GPU one kernel for many dense tensors of one shape a place,
+# else one kernel for each. A name that ends in _ writes to the first list.
+foreach_add: Callable[..., Any] = torch._foreach_add
+foreach_add_: Callable[..., Any] = torch._foreach_add_
+foreach_addcdiv_: Callable[..., Any] = torch._foreach_addcdiv_
+foreach_copy_: Callable[..., Any] = torch._foreach_copy_
+foreach_mul: Callable[..., Any] = torch._foreach_mul
+foreach_neg: Callable[..., Any] = torch._foreach_neg
+foreach_sqrt: Callable[..., Any] = torch._foreach_sqrt
 
 
 def can_skip(optimizer: Optimizer) -> bool:

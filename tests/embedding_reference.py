@@ -109,7 +109,7 @@ def train_in_place(
     optimizer = make_optimizer(case, variant, held, [] if is_sparse else [loss.scale])
     sparse = is_sparse and not in_order
     weight = first_weight(rows, width).to(device)
-    fields = {name: torch.full_like(weight, value) for name, value in case.rows.items()}
+    fields = case.first_fields(weight)
     scalars = first_scalars(case, variant, device)
     for number, ids in enumerate(batches):
         touched, local = torch.unique(ids.to(device), return_inverse=True)

@@ -1,4 +1,4 @@
-"""Every optimizer of torch that treats rows separately, for the tests of exact training."""
+"""Every optimizer of torch that treats rows separately, and ours, for tests of exact training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+
+from speedtorch.optim import RowWiseAdagrad
 
 
 def zero() -> Tensor:
@@ -24,7 +26,8 @@ class Case:
         rows: the first value of each state field that goes by rows.
         scalars: makes the first values of the others.
         settings: arguments of the optimizer.
-        variants: arguments that choose one of torch's implementations.
+        variants: arguments that choose one of its implementations.
+        by_rows: whether each state field has one number a row, `[rows, 1]`.
     """
 
     make: Callable[..., optim.Optimizer]
@@ -32,6 +35,12 @@ class Case:
     scalars: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: {"step": zero})
     settings: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[str, ...] = ("foreach", "single")
+    by_rows: bool = False
+
+    def first_fields(self, weight: Tensor) -> dict[str, Tensor]:
+        """The state of all rows of a weight before its first update."""
+        shape = (len(weight), 1) if self.by_rows else weight.shape
+        return {name: weight.new_full(shape, value) for name, value in self.rows.items()}
 
 
 MOMENTS = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
@@ -65,6 +74,12 @@ CASES = {
         {"sum": 0.25},
         settings={"initial_accumulator_value": 0.25, "lr_decay": 0.01},
         variants=("foreach", "single", "fused"),
+    ),
+    "RowWiseAdagrad": Case(
+        RowWiseAdagrad,
+        {"sum": 0.25},
+        settings={"initial_accumulator_value": 0.25, "lr_decay": 0.01, "weight_decay": 0.1},
+        by_rows=True,
     ),
     "RMSprop": Case(optim.RMSprop, {"square_avg": 0.0}),
     "RMSprop-centered-momentum": Case(

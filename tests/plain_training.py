@@ -229,7 +229,7 @@ class PlainTraining:
     def forget_state(self, number: int) -> None:
         """The state is that before the first step."""
         table = self.tables[number]
-        table.fields = {n: torch.full_like(table.weight, v) for n, v in self.case.rows.items()}
+        table.fields = self.case.first_fields(table.weight)
         table.scalars = {name: make() for name, make in self.case.scalars.items()}
 
     def is_refused(self) -> bool:

@@ -32,17 +32,19 @@ MORE = {
         optim.Adam, MOMENTS, settings={"lr": torch.tensor(0.1)}, variants=("single",)
     ),
 }
-LEARNT: list[tuple[str, Make, Mapping[str, float], dict[str, float]]] = [
+LEARNT: list[tuple[str, Make, Mapping[str, float], dict[str, float], bool]] = [
     (
         f"{name}-{variant}",
         partial(case.make, **settings_of(case, variant)),
         case.rows,
         {scalar: float(first()) for scalar, first in case.scalars.items()},
+        case.by_rows,
     )
     for name, case in {**CASES, **MORE}.items()
     for variant in case.variants
 ]
-"""A name, what makes the optimizer, and the state before its first update, of rows and beside."""
+"""A name, what makes the optimizer, the state before its first update, of rows and beside, and
+whether each field has one number a row."""
 
 
 class Own(optim.Optimizer):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from speedtorch.optim.attached_state import AttachedState, SavedState, state_of
 from speedtorch.optim.optimizer_copy import group_of
 from speedtorch.optim.probe import OptimizerProbe, agree, probe_optimizer
+from speedtorch.optim.row_wise_adagrad import RowWiseAdagrad
 from speedtorch.optim.wrappers import show_all_rows, show_held_rows, stepped_by
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.torch_internals import as_plain
@@ -138,14 +139,15 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
 class _Probes:
     """What one optimizer keeps of rows, learnt once for equal tables.
 
-    Optimizers of torch treat parameters alike that have a group, the shape of a row, dtype and
-    device in common, and equal states to start from. An optimizer of another library may know more
-    of a parameter, and is tried with each.
+    Optimizers of torch and ours treat parameters alike that have a group, the shape of a row, dtype
+    and device in common, and equal states to start from. An optimizer of another library may know
+    more of a parameter, and is tried with each.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._treats_alike = type(optimizer).__module__.startswith("torch.optim.")
+        kind = type(optimizer)
+        self._treats_alike = kind is RowWiseAdagrad or kind.__module__.startswith("torch.optim.")
         self._known: dict[tuple[Any, ...], list[tuple[dict[str, Any], OptimizerProbe]]] = {}
 
     def of(self, rows: TrainedRows, *, sparse: bool) -> OptimizerProbe:

@@ -14,10 +14,14 @@ from torch.optim import Optimizer
 
 from speedtorch.optim.optimizer_copy import group_of, settings_of, snapshot
 from speedtorch.optim.probe import OptimizerProbe, forgotten_by, learn_state, probe_optimizer
+from speedtorch.optim.row_wise_adagrad import RowWiseAdagrad
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["AttachedState", "SavedState", "state_of"]
+
+# What loads by torch's load_state_dict, with its hooks.
+_CALL_HOOKS = (Optimizer.load_state_dict, RowWiseAdagrad.load_state_dict)
 
 
 class Loading(NamedTuple):
@@ -324,7 +328,7 @@ class SavedState:
         self.states: list[AttachedState] = []
         """What it keeps of each table's rows."""
         self._handles = [optimizer.register_state_dict_post_hook(self._complete)]
-        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        if type(optimizer).load_state_dict in _CALL_HOOKS:
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._finish))
         else:

@@ -191,7 +191,7 @@ def _check_capture(optimizer: Optimizer, rows: list[TrainedRows]) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__}: a CUDA graph would repeat this very step of it: build it"
             " with capturable=True (Adam, AdamW, NAdam, RAdam, Adamax, Rprop, RMSprop, ASGD,"
-            " Adadelta), or use SGD"
+            " Adadelta, speedtorch.optim.RowWiseAdagrad), or use SGD"
         )
 
 

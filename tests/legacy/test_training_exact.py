@@ -40,7 +40,8 @@ def train_through_factories(
     model = nn.ModuleDict({"embedding": nn.Embedding(1, width, sparse=sparse, device=device)})
     weight = model["embedding"].weight
     optimizer = make_optimizer(case, variant, weight, [] if sparse else [loss.scale])
-    table = speedtorch.HostTable(ROWS, width, state=tuple(case.rows)) if shared else None
+    state = dict.fromkeys(case.rows, (1 if case.by_rows else width, torch.float32))
+    table = speedtorch.HostTable(ROWS, width, state=state) if shared else None
     weights = speedtorch.ModelFactory(model["embedding"], ROWS, width, CPUPinn=True, table=table)
     states = speedtorch.OptimizerFactory(
         optimizer, ROWS, width, model, "embedding", CPUPinn=True, table=table

@@ -14,6 +14,7 @@ from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.optim import RowWiseAdagrad
 
 pytestmark = NEEDS_GPU
 ROWS, COLUMNS, IDS = 97, 8, 40
@@ -29,6 +30,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "RMSprop": lambda p: optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True, capturable=True),
     "ASGD": lambda p: optim.ASGD(p, lr=0.1, capturable=True),
     "Adadelta": lambda p: optim.Adadelta(p, lr=0.1, capturable=True),
+    "RowWiseAdagrad": lambda p: RowWiseAdagrad(p, lr=0.1, lr_decay=0.1, capturable=True),
     "SGD": lambda p: optim.SGD(p, lr=0.1),
     "SGD, momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "SGD, fused": lambda p: optim.SGD(p, lr=torch.tensor(0.1, device="cuda"), fused=True),

@@ -29,7 +29,8 @@ from speedtorch.nn.graphed import _put_back
 
 ROWS, WIDTH = 30, 4
 # Adagrad makes its state in its constructor; that of Rprop and ASGD starts with the learning rate.
-NAMES = ("SGD", "SGD-momentum", "SparseAdam", "Adam-amsgrad", "Adagrad", "Rprop", "ASGD")
+NAMES = ("SGD", "SGD-momentum", "SparseAdam", "Adam-amsgrad", "Adagrad", "RowWiseAdagrad", "Rprop")
+NAMES += ("ASGD",)
 
 
 class Words(nn.Module):

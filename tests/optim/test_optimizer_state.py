@@ -15,16 +15,17 @@ from speedtorch.optim.probe import probe_optimizer
 
 
 @pytest.mark.parametrize(
-    ("make", "rows", "scalars"), [pytest.param(*each[1:], id=each[0]) for each in LEARNT]
+    ("make", "rows", "scalars", "by_rows"),
+    [pytest.param(*each[1:], id=each[0]) for each in LEARNT],
 )
 def test_the_state_is_that_before_the_first_update(
-    make: Make, rows: Mapping[str, float], scalars: dict[str, float]
+    make: Make, rows: Mapping[str, float], scalars: dict[str, float], by_rows: bool
 ) -> None:
-    probe = probed(make)
+    probe, shape = probed(make), (1 if by_rows else 5,)
     assert probe.row_state.keys() == rows.keys()
     for name, row in probe.row_state.items():
-        assert (row.shape, row.dtype) == ((5,), torch.float32)
-        assert_same_bytes(row, torch.full((5,), rows[name]))
+        assert (row.shape, row.dtype) == (shape, torch.float32)
+        assert_same_bytes(row, torch.full(shape, rows[name]))
     assert {name: float(value) for name, value in probe.scalar_state.items()} == scalars
 
 

@@ -7,13 +7,14 @@ import inspect
 import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from documents import PAGES, README, ROOT, Block, blocks
 from warm_python import warm_python
 
 import speedtorch
-from speedtorch import types
+from speedtorch import optim, types
 
 DOCS = ROOT / "docs"
 # Their examples have tests of their own, of what these print or save.
@@ -71,8 +72,15 @@ def test_the_api_page_has_every_public_type_once() -> None:
     assert sorted(named) == sorted(types.__all__)
 
 
-def test_every_public_name_has_a_docstring() -> None:
-    assert [name for name in speedtorch.__all__ if not getattr(speedtorch, name).__doc__] == []
+def test_the_api_page_has_every_public_optimizer_once() -> None:
+    page = (DOCS / "api.md").read_text()
+    named = re.findall(r"^\.\. auto\w+:: speedtorch\.optim\.(\w+)$", page, re.M)
+    assert sorted(named) == sorted(optim.__all__)
+
+
+@pytest.mark.parametrize("module", [speedtorch, optim], ids=["speedtorch", "optim"])
+def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
+    assert [name for name in module.__all__ if not getattr(module, name).__doc__] == []
 
 
 def test_every_file_of_the_map_is_there() -> None:

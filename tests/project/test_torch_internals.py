@@ -171,6 +171,27 @@ def test_sparse_values_and_sparse_indices(coalesced: bool) -> None:
     assert torch_internals.sparse_indices(tensor).data_ptr() == indices.data_ptr()
 
 
+def test_foreach() -> None:
+    """Operations on lists, also on tensors that broadcast."""
+    ones, threes = [torch.ones(2, 3), torch.ones(1)], [torch.full((2, 1), 3.0), torch.tensor([3.0])]
+    for found, expected in (
+        (torch_internals.foreach_add(ones, threes, alpha=2), 7),
+        (torch_internals.foreach_mul(ones, threes), 3),
+        (torch_internals.foreach_mul(ones, [torch.tensor(5.0), torch.tensor(5.0)]), 5),
+        (torch_internals.foreach_neg(ones), -1),
+        (torch_internals.foreach_sqrt([each + 1 for each in threes]), 2),
+    ):
+        assert [each.unique().tolist() for each in found] == [[expected]] * 2
+    torch_internals.foreach_add_(ones, 1)
+    torch_internals.foreach_addcdiv_(ones, [each * 6 for each in ones], threes)
+    assert [each.unique().tolist() for each in ones] == [[6.0]] * 2
+    torch_internals.foreach_addcdiv_(ones, [each.clone() for each in ones], threes, [-1.0, -2.0])
+    assert [each.unique().tolist() for each in ones] == [[4.0], [2.0]]
+    halves = [torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16)]
+    torch_internals.foreach_copy_(halves, ones)
+    assert [each.unique().tolist() for each in halves] == [[4.0], [2.0]]
+
+
 @pytest.mark.parametrize("coalesced", [False, True])
 def test_sparse_coo(coalesced: bool) -> None:
     """The tensor that torch.sparse_coo_tensor makes, without its warning."""

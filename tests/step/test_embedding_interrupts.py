@@ -120,7 +120,7 @@ class Ours:
             rows = module.state_dict()["weight"]
             entries = states.get(number)
             if entries is None:
-                entries = {n: torch.full_like(rows, v) for n, v in self.case.rows.items()}
+                entries = self.case.first_fields(rows)
                 entries |= {name: make() for name, make in self.case.scalars.items()}
             result.append({"weight": rows.clone(), **entries})
         return result
