@@ -76,6 +76,10 @@ class FixedBlocks:
         self._graphs: list[int] = []
         """The captures that use the blocks."""
 
+    def use(self, store: RowStore) -> None:
+        """Exchanges rows with another store of the same table from now on."""
+        self.store = store
+
     def are_for(self, device: torch.device, fields: Fields) -> bool:
         """Whether there are blocks for rows of these fields on a device."""
         return self._made is not None and self._made[0] == device and self._made[1] is fields

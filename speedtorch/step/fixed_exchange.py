@@ -70,7 +70,7 @@ class FixedExchange(Exchange):
 
     @_store.setter
     def _store(self, store: RowStore) -> None:
-        self._blocks.store = store
+        self._blocks.use(store)
 
     def _plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> FixedSizeBatch:
         assert after is None or isinstance(after, FixedSizeBatch)

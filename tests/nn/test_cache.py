@@ -25,6 +25,7 @@ GRID += [(name, way) for name in JOINING for way in ("cache", "prefetch")]
 
 
 @pytest.mark.usefixtures("deterministic", "restless")
+@pytest.mark.dealt("way")
 @pytest.mark.parametrize(("loop", "way"), GRID)
 def test_rows_are_those_of_torchs_embedding(loop: str, way: str, device: str) -> None:
     train = {**LOOPS, **JOINING}[loop]
@@ -32,6 +33,7 @@ def test_rows_are_those_of_torchs_embedding(loop: str, way: str, device: str) ->
 
 
 @pytest.mark.usefixtures("deterministic", "restless")
+@pytest.mark.dealt("way")
 @pytest.mark.parametrize(("loop", "way"), GRID)
 def test_rows_and_state_are_those_without_a_cache(loop: str, way: str, device: str) -> None:
     train = {**LOOPS, **JOINING}[loop]
