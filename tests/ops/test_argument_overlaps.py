@@ -87,7 +87,7 @@ def test_every_pair_of_arguments_that_overlaps(device: str, name: str, begin: st
         tensors, written = tensors_of(arguments), are_written(op, arguments)
         if device == "cuda" and not (written[first] or written[second]):
             continue  # ids and plans that are none, which a GPU checks late, or not at all
-        last = (tensors[first].numel() - 1) * tensors[first].element_size()
+        last = (tensors[first].numel() - 1) * tensors[first].element_size() // 8 * 8
         at = {"the same byte": 0, "a number further": min(8, last), "the last number": last}[begin]
         tensors[first], tensors[second] = sharing(tensors[first], tensors[second], at)
         before = [tensor.clone() for tensor in tensors]
