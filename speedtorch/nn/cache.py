@@ -25,9 +25,9 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
 
     The bytes are shared out over the tables of the module: as many to each, and what a small table
     does not need to others. Call it after attach(), which says how large a row's state is. Beside
-    them 8 bytes of the device are taken for every row of a table, and up to 64 MiB for a moment
-    when rows change places. All that reads or writes a table (flush, save, state_dict, emb.table)
-    writes the rows home first, and the next step brings them back.
+    them 8 bytes of the device are taken for every row of a table, and for a moment when rows
+    change places about 24 bytes for every row and 64 MiB. All that reads or writes a table (flush,
+    save, state_dict, emb.table) writes the rows home first, and the next step brings them back.
 
     Args:
         module: Or one that has Embedding, EmbeddingBag or collections within it.

@@ -8,7 +8,7 @@ that was planned, queued or captured before finds each row where it is then.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import sqrt
 from typing import NamedTuple
@@ -80,6 +80,11 @@ def planned_refresh(outside: Sequence[int], inside: Sequence[int], free: int) ->
     if leaving:
         leave_below = max(uses for uses in range(len(below)) if below[uses] <= leaving)
     return Refresh(entering, enter_above - 1, leaving, leave_below)
+
+
+def _uses_of(counted: Sequence[int]) -> int:
+    """All uses of rows, of which so many were used 0, 1, 2, ... times."""
+    return sum(uses * rows for uses, rows in enumerate(counted))
 
 
 class CacheReport(NamedTuple):
@@ -207,12 +212,9 @@ class HotRows:
             leave = self._some(of_slots, uses_of_slots, plan.leaving, plan.leave_below, most=False)
             (unused,) = torch.where(~of_slots)
             self._move(fields, enter, leave, unused[: max(0, plan.entering - plan.leaving)])
-        loaded, hits = (
-            sum(uses * rows for uses, rows in enumerate(each))
-            for each in ([a + b for a, b in zip(outside, inside, strict=True)], inside)
-        )
         self._histogram = [a + b for a, b in zip(outside, inside, strict=True)]
-        self._hits = hits / loaded if loaded else None
+        loaded = _uses_of(self._histogram)
+        self._hits = _uses_of(inside) / loaded if loaded else None
         self._refreshes += 1
         self._moved += plan.entering + plan.leaving
         if self._exchanges >= EVERY:  # what was long ago counts for less
@@ -290,10 +292,9 @@ class HotRows:
 
     def report(self) -> CacheReport:
         """What it holds and saves; waits for the device."""
-        for begin, end in self._times:
+        for _, end in self._times:
             end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1e3
-        self._times.clear()
+        self._add_times(lambda _: True)
         half, double = (self._expected(slots) for slots in (self.slots // 2, self.slots * 2))
         return CacheReport(
             self.slots,
@@ -318,7 +319,7 @@ class HotRows:
         for uses in reversed(range(len(counted))):
             some = min(left, counted[uses])
             hits, left = hits + some * uses, left - some
-        return hits / sum(uses * rows for uses, rows in enumerate(counted))
+        return hits / _uses_of(counted)
 
     def _now(self) -> torch.cuda.Event | float:
         if self.device.type == "cpu":
@@ -335,3 +336,9 @@ class HotRows:
         else:
             assert not isinstance(end, float)
             self._times.append((begin, end))
+            self._add_times(lambda event: bool(event.query()))  # type: ignore[no-untyped-call]
+
+    def _add_times(self, is_done: Callable[[torch.cuda.Event], bool]) -> None:
+        while self._times and is_done(self._times[0][1]):
+            begin, end = self._times.pop(0)
+            self._seconds += begin.elapsed_time(end) / 1e3

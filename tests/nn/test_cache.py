@@ -154,6 +154,42 @@ def test_a_cache_can_be_given_changed_and_taken_away_between_steps(device: str) 
         assert torch.equal(rows, others)
 
 
+@pytest.mark.usefixtures("restless", "deterministic")
+def test_rows_change_places_between_replays_of_a_graph(device: str) -> None:
+    def train(cache: str | None) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        embedding = speedtorch.Embedding(50, 4, device=device, capacity=20)
+        optimizer = optim.Adam(embedding.parameters(), lr=0.1, capturable=device == "cuda")
+        speedtorch.attach(optimizer, embedding)
+        speedtorch.cache(embedding, cache)
+        random = torch.Generator().manual_seed(1)
+
+        def step(ids: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = (embedding(ids) ** 2).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        batches = [
+            (torch.rand(20, generator=random) ** 3 * 50).long().to(device) for _ in range(30)
+        ]
+        run = speedtorch.graphed(step, batches[0], modules=embedding, optimizers=optimizer)
+        losses = []
+        for number, ids in enumerate(batches):
+            losses.append(run(ids).detach().clone())
+            if number == 15:
+                embedding.table["weight"][7] = 3
+        moved = 0 if cache is None else embedding.report().rows_moved
+        del run
+        return [*losses, *(embedding.table[name].clone() for name in embedding.table.fields)], moved
+
+    (plain, _), (cached, moved) = train(None), train("600B")
+    assert moved > 20
+    for rows, others in zip(cached, plain, strict=True):
+        assert torch.equal(rows, others)
+
+
 def test_a_cache_larger_than_the_table_is_the_table() -> None:
     embedding, _ = trained("1GiB")
     assert embedding.report().slots == 50

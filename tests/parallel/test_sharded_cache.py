@@ -1,0 +1,14 @@
+"""A cache on each rank changes no number."""
+
+from __future__ import annotations
+
+import pytest
+from rank_backends import BACKENDS
+from rank_processes import in_processes
+from sharded_cache import check_cache
+
+
+@BACKENDS
+@pytest.mark.parametrize("capacity", [None, 60], ids=["counted", "capacity"])
+def test_ranks_with_a_cache_each_train_as_without(capacity: int | None, backend: str) -> None:
+    in_processes(2, check_cache, capacity, backend=backend)
