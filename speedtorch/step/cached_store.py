@@ -43,12 +43,12 @@ class CachedStore(RowStore):
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """As RowStore.exchange; before it rows may take slots of others."""
         lists = exchanged(leaving, arriving, self._arange)
-        hot = self._ready(names, lists[1].device)
+        hot = self._ready(names, lists[1].device, leaves=lists[1].shape[0] > 0)
         exchange_cached(self.fields(names), hot.fields, hot.map, *lists)
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
         """As RowStore.exchange_counted; before it rows may take slots of others."""
-        hot = self._ready(names, leaving.ids.device)
+        hot = self._ready(names, leaving.ids.device, leaves=not leaving.are_none)
         lists = (leaving.ids, leaving.places, arriving.rows, arriving.ids, arriving.places)
         numbers = (leaving.number, arriving.number)
         exchange_cached(self.fields(names), hot.fields, hot.map, leaving.rows, *lists, *numbers)
@@ -90,8 +90,12 @@ class CachedStore(RowStore):
             torch.cuda.synchronize(self._hot.device)  # other streams may read it
         self._hot = self._made_for = None
 
-    def _ready(self, names: Iterable[str], device: torch.device) -> HotRows:
-        """The cache for these fields on a device, whose rows are where they are to be."""
+    def _ready(self, names: Iterable[str], device: torch.device, *, leaves: bool) -> HotRows:
+        """The cache for these fields on a device, whose rows are where they are to be.
+
+        Where no row leaves nothing was trained since the table was given out, which may yet change:
+        torch.distributed.checkpoint makes a step of rate 0 before it loads into a table's memory.
+        """
         made_for = (tuple(names), self._table.version, device)
         captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self._hot is None or self._made_for != made_for:
@@ -105,7 +109,7 @@ class CachedStore(RowStore):
             self.let_go()
             self._hot, self._made_for = self._made(made_for[0], device), made_for
         hot = self._hot
-        if not captures:
+        if leaves and not captures:
             hot.before_exchange(self.fields(names))
         return hot
 

@@ -166,7 +166,7 @@ class FixedBlocks:
         return Counted(self.rows, self.ids, self._every, self._number)
 
     def _nowhere(self, rows: Sequence[Tensor]) -> Counted:
-        return Counted(rows, self.ids, self._every, self._none)
+        return Counted(rows, self.ids, self._every, self._none, are_none=True)
 
     def begin(self, batch: FixedSizeBatch, *, come: bool | None) -> None:
         """Lets the rows of a batch take the place of those that are held.

@@ -36,6 +36,8 @@ class Counted(NamedTuple):
     ids: Tensor
     places: Tensor
     number: Tensor
+    are_none: bool = False
+    """Whether the number is known to be 0."""
 
 
 class Arange:

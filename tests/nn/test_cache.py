@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import WithCheckpoint
 from loops import CAPACITY, JOINING, LOOPS, PLAIN, TORCH, Way, assert_same_numbers
 from optimizer_cases import CASES
 from torch import Tensor, nn, optim
@@ -69,6 +71,7 @@ def trained(
     embedding = speedtorch.Embedding(50, 4, device=device, cache=cache, **settings)
     optimizer = make(embedding.parameters(), lr=0.1)
     speedtorch.attach(optimizer, embedding)
+    vars(embedding)["trained_by"] = optimizer
     random = torch.Generator().manual_seed(1)
     for _ in range(12):
         ids = (torch.rand(20, generator=random) ** 3 * 50).long().to(device)
@@ -77,6 +80,35 @@ def trained(
         optimizer.step()
     embedding.flush()
     return embedding, {name: embedding.table[name].clone() for name in embedding.table.fields}
+
+
+def step(embedding: Any) -> None:
+    """A step that changes rows, and the lookup that brings them back."""
+    for row in (1, 2):
+        embedding(torch.tensor([row])).sum().backward()
+        embedding.trained_by.step()
+        embedding.trained_by.zero_grad()
+
+
+@pytest.mark.usefixtures("restless")
+@pytest.mark.filterwarnings("ignore")  # of torch, where no processes are joined
+@pytest.mark.parametrize("capacity", [None, 20])
+def test_a_checkpoint_is_loaded_into_the_memory_of_a_table_with_a_cache(
+    capacity: int | None, tmp_path: Path
+) -> None:
+    """torch writes to the memory of state_dict(), after a step of rate 0 that moves no row."""
+    embedding, rows = trained("600B", optim.SGD, capacity=capacity)
+    model = nn.Sequential(embedding)
+    way = WithCheckpoint()
+    way.save((model, [optim.SGD(model.parameters(), lr=0.5)]), tmp_path)
+    optimizer = optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        model(torch.arange(20)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(model.state_dict()["0.weight"], rows["weight"])
+    way.load((model, [optim.SGD(model.parameters(), lr=0.5)]), tmp_path)
+    assert torch.equal(model.state_dict()["0.weight"], rows["weight"])
 
 
 @pytest.mark.usefixtures("restless")
@@ -106,7 +138,7 @@ def test_rows_take_slots_and_the_report_says_so(device: str) -> None:
     assert report.hit_rate_of_half < report.hit_rate_of_double
     for word in ("slots", "half as many", "refreshes moved"):
         assert word in str(report)
-    embedding(torch.tensor([1], device=device)).sum().backward()
+    step(embedding)
     assert embedding.report().rows == report.slots, "they have taken the slots again"
 
 
@@ -116,7 +148,7 @@ def test_the_rows_of_slots_are_those_that_were_given(device: str) -> None:
     _, plain = trained(None, device=device)
     for name, each in plain.items():
         assert torch.equal(each, rows[name])
-    embedding(torch.tensor([1], device=device)).sum().backward()
+    step(embedding)
     report = embedding.report()
     assert (report.rows, report.refreshes) == (3, 0)
 
