@@ -98,6 +98,7 @@ def test_a_checkpoint_is_loaded_into_the_memory_of_a_table_with_a_cache(
 ) -> None:
     """torch writes to the memory of state_dict(), after a step of rate 0 that moves no row."""
     embedding, rows = trained("600B", optim.SGD, capacity=capacity)
+    speedtorch.detach(vars(embedding).pop("trained_by"))
     model = nn.Sequential(embedding)
     way = WithCheckpoint()
     way.save((model, [optim.SGD(model.parameters(), lr=0.5)]), tmp_path)
