@@ -252,8 +252,10 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, Plan
       load.status = &checked->load;
     }
     const SwapTable* cached = tables[0].cached;
-    const int64_t part_bytes = cached == nullptr ? 0 : part_lists_bytes(evict.count, load.count);
-    const Tensor parts = new_tensor(kOp, {part_bytes}, ScalarType::Byte, on);
+    std::optional<Tensor> parts;
+    if (cached != nullptr) {
+      parts = new_tensor(kOp, {part_lists_bytes(evict.count, load.count)}, ScalarType::Byte, on);
+    }
     check_cuda(launch_swap_match(evict, load, placed, rows, scratch, error_record(stream.device()),
                                  stream.get()),
                kOp);
@@ -263,7 +265,7 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, Plan
     SwapPart of_cache{.fields = nullptr, .rows = cached->end(), .lists = {}};
     const HotRows hot{.rows = tables[0].hot, .slots = cached->end()};
     check_cuda(launch_part_lists(evict, load, scratch, rows, hot, &of_host.lists, &of_cache.lists,
-                                 parts.data_ptr(), stream.get()),
+                                 parts->data_ptr(), stream.get()),
                kOp);
     const std::vector<SwapField>& fields = tables[0].fields;
     for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {

@@ -19,7 +19,7 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
     Steps give the numbers that they give without. Rows that are in the cache do not cross the link:
     where ids follow a power law a tenth of the rows saves half of what crosses it, and where all
     ids are as frequent it saves its share. Which rows it has is decided by how often they were
-    loaded, after 4, 16, 64 and then every 64 steps, between two steps; a row takes the place of
+    loaded, after 4, 16, 64 and then every 64 exchanges, between two steps; a row takes the place of
     another only where that was surely loaded less often. With capacity= and speedtorch.graphed it
     is decided between two replays.
 
@@ -35,7 +35,7 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
 
     Raises:
         TypeError, ValueError: nbytes is no number of bytes, or too few for one row; there is no
-            such module; the table's memory is none that the GPU reads in place.
+            such module. At the first step: the GPU does not read the table's memory in place.
         RuntimeError: A CUDA graph uses the rows; nothing has changed.
 
     Example:
@@ -52,6 +52,8 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
             f"cache: {type(module).__name__} has no speedtorch.Embedding, EmbeddingBag or"
             " collection in it"
         )
+    for each in modules:  # before the first of them changes
+        each.trained_rows.exchange.refuse_if_captured("changing its cache")
     if nbytes is None:
         for each in modules:
             each.set_cache(None)

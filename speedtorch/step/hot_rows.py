@@ -27,7 +27,7 @@ BYTES_OF_SLOT = 8
 CHUNK_BYTES = 64 << 20
 """Of rows that take slots at once, which lie elsewhere meanwhile."""
 FIRST, EVERY = (4, 16, 64), 64
-"""After how many exchanges that load rows the slots are given anew; from then on, every so many."""
+"""After how many exchanges in which rows leave slots are given anew, and then every so many."""
 _MOST = 255  # uses beyond which rows are not told apart
 _SURE = 2.0  # standard deviations
 
