@@ -114,6 +114,10 @@ def op_arguments(
             (speedtorch.plan_rows(ids(2, 0, 2, 7), ROWS), ids(0, 3, 4), apart, ROWS),
         ),
         "clear_rows": (ops.clear_rows.default, ([block, rows(ROWS, 1)], ids(2))),
+        "round_rows": (
+            ops.round_rows.default,
+            ([rows(COUNT, 14), rows(COUNT, 15)], up, ids(7, 2), [0, 0], True),
+        ),
     }
 
 

@@ -56,6 +56,7 @@ class PlainTable:
         kept: whether a backward that failed keeps its lookups, in torch, so that they count for the
             step until lookups of other ids come.
         capacity: whether lookups of a step may bring no rows after the first.
+        stored: dtypes of 16 bits that rows are rounded to, to nearest, after each step, by field.
         number: counts steps.
     """
 
@@ -77,6 +78,7 @@ class PlainTable:
     due: tuple[Tensor, ...] = ()
     kept: bool = False
     capacity: bool = False
+    stored: dict[str, torch.dtype] = field(default_factory=dict)
     number: int = 0
 
     def _rows(self, *parts: Tensor) -> set[int]:
@@ -181,6 +183,12 @@ class PlainTable:
         if not self.kept:
             self.held, self.over = set(), True
 
+    def round(self) -> None:
+        """Rows become those that are stored; the others are already."""
+        for name, dtype in self.stored.items():
+            every = self.weight if name == "weight" else self.fields[name]
+            every.copy_(every.to(dtype))
+
     def taken(self) -> Tensor:
         """The rows of the step, ascending."""
         return torch.tensor(sorted(self.held), dtype=torch.int64, device=self.weight.device)
@@ -266,6 +274,7 @@ class PlainTraining:
                 for name, each in table.fields.items():
                     each[ids] = state[name]
                 table.scalars = {name: state[name] for name in table.scalars}
+                table.round()
         for table in self.tables:
             table.over |= table.gradient is not None
             table.waiting, table.before, table.is_new = [], [], False

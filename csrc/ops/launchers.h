@@ -8,6 +8,7 @@
 #include "core/rows.h"
 #include "move/number_kind.h"
 #include "move/row_copy.h"
+#include "move/stored_float.h"
 #include "plan/plan_launch.h"
 
 namespace speedtorch {
@@ -40,9 +41,14 @@ int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan,
 // optimizer_state_swap.cu
 
 // One field: rows are evicted from `leaving` to host rows and loaded from host rows to `arriving`.
-// `leaving` and `arriving` are contiguous.
+// `leaving` and `arriving` are contiguous; they have float32 where the host stores 16 bits.
 struct SwapField {
   Rows host, leaving, arriving;
+  Stored stored = Stored::kSame;
+
+  constexpr int64_t side_row_bytes() const {
+    return stored == Stored::kSame ? host.row_bytes : 2 * host.row_bytes;
+  }
 };
 
 // Tables whose rows are numbered consecutively. Limits of tables and of fields of all tables per
@@ -465,6 +471,47 @@ int launch_complete_coming(const HeldField* fields, int field_count, const HeldC
 // What has come is held; `ids` are written by one launch, null for the others.
 int launch_take_over(const HeldField* fields, int field_count, const HeldChanges& changes,
                      const HeldIds* ids, void* stream);
+
+// ------------------------------------------------------------------------------------------------
+// round_rows.cu
+
+// Columns of a row whose random numbers one call of the generator gives.
+constexpr int kRoundedTogether = 4;
+
+// float32 rows of one field, which are to be numbers that 16 bits store.
+struct RoundedRows {
+  uint32_t* rows;  // [count, columns]
+  int64_t count;
+  int64_t columns;
+  const int64_t* ids;  // [count], of the rows; negative or kNoId: none
+  const int64_t* key;  // [2]: seed and step
+  int64_t field;       // its number among those of a row
+  Stored stored;
+  bool at_random;  // else to nearest
+
+  constexpr int64_t groups() const { return (columns + kRoundedTogether - 1) / kRoundedTogether; }
+
+  // Rounds a group of columns of a row. `key_now` is the step's.
+  constexpr void round(uint64_t key_now, int64_t row, int64_t group) const {
+    const int64_t id = ids[row];
+    if (id < 0 || id == kNoId) return;
+    RandomWords random{};
+    if (at_random) {
+      const uint64_t place = static_cast<uint64_t>(field) << 48 | static_cast<uint64_t>(group);
+      random = random_words(key_now, static_cast<uint64_t>(id), place);
+    }
+    const int64_t first = group * kRoundedTogether;
+    for (int64_t k = 0; k < kRoundedTogether && first + k < columns; ++k) {
+      uint32_t& number = rows[row * columns + first + k];
+      number = at_random ? rounded_at_random(number, random.word[k], stored)
+                         : rounded_to_nearest(number, stored);
+    }
+  }
+};
+
+int launch_round_rows(const RoundedRows& work, void* stream);
+// Adds 1 to the step of a key.
+int launch_count_step(int64_t* key, void* stream);
 
 // ------------------------------------------------------------------------------------------------
 // split_plan.cu

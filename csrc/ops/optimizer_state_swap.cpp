@@ -1,6 +1,7 @@
 // optimizer_state_swap: evicts the rows of `evict` to host fields and loads those of `load`. A row
-// in both lists is copied from `leaving` to `arriving` and not read from the host. Checks, the CPU
-// kernel and the choice of path; GPU kernels: .cu.
+// in both lists is copied from `leaving` to `arriving` and not read from the host. Fields of 16
+// bits may have float32 on the other side. Checks, the CPU kernel and the choice of path; GPU
+// kernels: .cu.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -43,6 +44,15 @@ struct SwapTable {
   }
 };
 
+// How a field is stored in `host`, of which a side has the dtype `side`, or none of these ways.
+std::optional<Stored> stored_of(ScalarType host, ScalarType side) {
+  if (host == side) return Stored::kSame;
+  if (side != ScalarType::Float) return std::nullopt;
+  if (host == ScalarType::BFloat16) return Stored::kBFloat16;
+  if (host == ScalarType::Half) return Stored::kFloat16;
+  return std::nullopt;
+}
+
 // The fields of the table that begins at host[first]. Throws ValueError unless shapes, dtypes and
 // devices match and the sides have room for the rows of both lists.
 std::vector<SwapField> check_fields_of(const char* home_list, size_t first, const Tensors& host,
@@ -59,10 +69,18 @@ std::vector<SwapField> check_fields_of(const char* home_list, size_t first, cons
                         " has ", host[first].size(0), "; all fields of a table have the same rows");
     }
     check_device(kOp, host_name.c_str(), home, "arriving[0]", arriving[0]);
+    const std::optional<Stored> stored = stored_of(home.scalar_type(), arriving[k].scalar_type());
+    field.stored = stored.value_or(Stored::kSame);
+    // Its dtype that the host's must be, or that of the other side.
+    const Tensor& like = field.stored == Stored::kSame ? home : arriving[k];
     auto check_side = [&](const char* list, const Tensor& side, int64_t needed) {
       const std::string name = item(list, k);
-      const Rows rows = as_rows_like(kOp, name.c_str(), side, host_name.c_str(), home,
+      const Rows rows = as_rows_like(kOp, name.c_str(), side, host_name.c_str(), like,
                                      "arriving[0]", arriving[0]);
+      std::vector<int64_t> shape = shape_of(home);
+      shape[0] = side.size(0);
+      check_shape(kOp, name.c_str(), side, shape);
+      if (field.stored != Stored::kSame) check_aligned(kOp, name.c_str(), side);
       if (side.size(0) < needed) {
         throw_value_error(kOp, name, " has ", side.size(0), " rows, at least ", needed,
                           " are needed");
@@ -95,6 +113,11 @@ std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Te
     const int64_t row = tables.empty() ? 0 : tables.back().end();
     tables.push_back(
         {row, check_fields_of(home_list, first, host, leaving, arriving, evicted, loaded)});
+    for (size_t k = 0; k < fields; ++k) {
+      if (tables.back().fields[k].stored == tables[0].fields[k].stored) continue;
+      throw_value_error(kOp, item(home_list, first + k), " has dtype ", dtype_text(host[first + k]),
+                        ", expected ", dtype_text(host[k]), " as ", item(home_list, k));
+    }
   }
   return tables;
 }
@@ -128,15 +151,57 @@ class AscendingSearch {
   const int64_t* entry_;
 };
 
+// How the CPU moves a row of a field between the host and a side, and from one side to the other.
+class RowMover {
+ public:
+  explicit RowMover(const SwapField& field)
+      : stored_(field.stored), host_bytes_(field.host.row_bytes) {}
+
+  void load(char* side, const char* host) const {
+    if (stored_ == Stored::kSame) return copy(side, host);
+    each([&](int64_t i) { put<uint32_t>(side, i, float_of(at<uint16_t>(host, i), stored_)); });
+  }
+  void evict(char* host, const char* side) const {
+    if (stored_ == Stored::kSame) return copy(host, side);
+    each([&](int64_t i) { put<uint16_t>(host, i, stored_of(at<uint32_t>(side, i), stored_)); });
+  }
+  // What would have been loaded if the row had been evicted first.
+  void carry(char* to, const char* from) const {
+    if (stored_ == Stored::kSame) return copy(to, from);
+    each([&](int64_t i) {
+      put<uint32_t>(to, i, rounded_to_nearest(at<uint32_t>(from, i), stored_));
+    });
+  }
+
+ private:
+  template <typename Number>
+  static Number at(const char* row, int64_t i) {
+    Number number;
+    std::memcpy(&number, row + i * static_cast<int64_t>(sizeof(Number)), sizeof(Number));
+    return number;
+  }
+  template <typename Number>
+  static void put(char* row, int64_t i, Number number) {
+    std::memcpy(row + i * static_cast<int64_t>(sizeof(Number)), &number, sizeof(Number));
+  }
+  template <typename Use>
+  void each(const Use& use) const {
+    for (int64_t i = 0; i < host_bytes_ / 2; ++i) use(i);
+  }
+  void copy(char* to, const char* from) const {
+    if (host_bytes_ > 0) std::memcpy(to, from, static_cast<size_t>(host_bytes_));
+  }
+
+  Stored stored_;
+  int64_t host_bytes_;
+};
+
 // `write_through`: rows in both lists are written to the host as well.
 void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const PlanView& load,
                        bool write_through) {
   int64_t record_bytes = 1;
   for (const SwapField& field : table.fields) record_bytes += field.host.row_bytes;
   const int64_t entries_per_task = kBytesPerTask / record_bytes + 1;
-  auto move = [](char* to, const char* from, int64_t bytes) {
-    if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
-  };
   torch::stable::parallel_for(0, load.count, entries_per_task, [&](int64_t begin, int64_t end) {
     AscendingSearch evicted(evict, load.unique[begin]);
     for (int64_t m = begin; m < end; ++m) {
@@ -145,9 +210,13 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
       if (table.hot != nullptr && found == nullptr) table.hot[id - table.first].uses += 1;
       for (size_t k = 0; k < table.fields.size(); ++k) {
         const SwapField& field = table.fields[k];
-        const char* from = found != nullptr ? field.leaving.row(evict.order[found - evict.unique])
-                                            : table.row(k, id);
-        move(field.arriving.row(load.order[m]), from, field.host.row_bytes);
+        const RowMover mover(field);
+        char* to = field.arriving.row(load.order[m]);
+        if (found != nullptr) {
+          mover.carry(to, field.leaving.row(evict.order[found - evict.unique]));
+        } else {
+          mover.load(to, table.row(k, id));
+        }
       }
     }
   });
@@ -158,7 +227,7 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
       if (!write_through && loaded.find(id) != nullptr) continue;
       for (size_t k = 0; k < table.fields.size(); ++k) {
         const SwapField& field = table.fields[k];
-        move(table.row(k, id), field.leaving.row(evict.order[m]), field.host.row_bytes);
+        RowMover(field).evict(table.row(k, id), field.leaving.row(evict.order[m]));
       }
     }
   });
@@ -464,8 +533,9 @@ void check_hot(const Tensors& cache, const SwapTable& slots, const Tensor& hot,
                const SwapTable& table, const Tensor& on) {
   for (size_t k = 0; k < cache.size(); ++k) {
     const std::string name = item("cache", k);
+    const SwapField &slot = slots.fields[k], &row = table.fields[k];
     check_same_device(kOp, name.c_str(), cache[k], "arriving[0]", on);
-    if (slots.fields[k].host.row_bytes != table.fields[k].host.row_bytes) {
+    if (slot.host.row_bytes != row.host.row_bytes || slot.stored != row.stored) {
       throw_value_error(kOp, name, " has other rows than ", item("host", k));
     }
   }

@@ -1,6 +1,8 @@
 // Kernels of optimizer_state_swap: evict the rows of one list to the host while the rows of another
 // are loaded. Called by optimizer_state_swap.cpp.
 
+#include <type_traits>
+
 #include "move/row_copy.cuh"
 #include "ops/launchers.h"
 #include "plan/ids.cuh"
@@ -126,8 +128,19 @@ __global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, 
   judge(load, placed.arriving_rows, loading, *bad_load);
 }
 
+// A field as a launch moves it.
+struct MovedField {
+  char* host;
+  int64_t host_stride_bytes;
+  const char* leaving;
+  char* arriving;
+  int64_t side_row_bytes;
+  int vec_bytes;  // of one access of the host's rows, where fields differ in it
+  Stored stored;
+};
+
 struct Fields {
-  SwapField field[kFieldsPerLaunch];
+  MovedField field[kFieldsPerLaunch];
   int64_t first_vec[kFieldsPerLaunch + 1];  // a record's vectors are numbered across its fields
   int count;
 };
@@ -136,8 +149,8 @@ struct Fields {
 // none (-1) if the table is not among them.
 struct OneTable {
   __device__ int table_of(int64_t) const { return 0; }
-  __device__ char* row(const SwapField& field, int, int, int64_t id) const {
-    return field.host.base + id * field.host.stride_bytes;
+  __device__ char* row(const MovedField& field, int, int, int64_t id) const {
+    return field.host + id * field.host_stride_bytes;
   }
 };
 
@@ -150,7 +163,7 @@ struct SomeTables {
     // The first that begins after the row, less one: tables without rows are none.
     return static_cast<int>(lower_bound(all.firsts, all.count, id + 1)) - 1;
   }
-  __device__ char* row(const SwapField&, int f, int table, int64_t id) const {
+  __device__ char* row(const MovedField&, int f, int table, int64_t id) const {
     const HostPlace& place = all.places[table * fields + f];
     return place.base + id * place.stride_bytes;
   }
@@ -161,11 +174,109 @@ static_assert(sizeof(Fields) + sizeof(SomeTables) + 2 * sizeof(PlanView) + sizeo
                   2 * sizeof(Report) + 2 * sizeof(int64_t) <=
               4096);
 
+// The moves of a group of lanes: where rows leave from and to, and arrive from and at; negative
+// where none does.
+struct Moves {
+  int64_t leaves_to[kRowsInFlight], leaves_from[kRowsInFlight];
+  int64_t arrives_to[kRowsInFlight], arrives_from[kRowsInFlight], loaded[kRowsInFlight];
+  int leaves_table[kRowsInFlight], loaded_table[kRowsInFlight];
+};
+
+// A vector of float32 numbers in twice as many bytes as Vec has.
+template <typename Vec>
+struct Floats {
+  static constexpr int kNumbers = sizeof(Vec) / 2;
+  union {
+    Vec half[2];
+    uint32_t number[kNumbers];
+  };
+};
+
+// One vector of a side's row as the host stores it.
+template <typename Vec, bool kConverts>
+__device__ __forceinline__ Vec load_side(const char* row, int64_t column, Stored stored) {
+  if constexpr (kConverts && sizeof(Vec) >= 2) {
+    if (stored != Stored::kSame) {
+      Floats<Vec> floats;
+      floats.half[0] = load_streaming<Vec>(row, 2 * column);
+      floats.half[1] = load_streaming<Vec>(row, 2 * column + 1);
+      union {
+        Vec vec;
+        uint16_t number[sizeof(Vec) / 2];
+      } packed;
+#pragma unroll
+      for (int i = 0; i < Floats<Vec>::kNumbers; ++i) {
+        packed.number[i] = stored_of(floats.number[i], stored);
+      }
+      return packed.vec;
+    }
+  }
+  return load_streaming<Vec>(row, column);
+}
+
+template <typename Vec, bool kConverts>
+__device__ __forceinline__ void store_side(char* row, int64_t column, Vec value, Stored stored) {
+  if constexpr (kConverts && sizeof(Vec) >= 2) {
+    if (stored != Stored::kSame) {
+      union {
+        Vec vec;
+        uint16_t number[sizeof(Vec) / 2];
+      } packed{value};
+      Floats<Vec> floats;
+#pragma unroll
+      for (int i = 0; i < Floats<Vec>::kNumbers; ++i) {
+        floats.number[i] = float_of(packed.number[i], stored);
+      }
+      store_streaming<Vec>(row, 2 * column, floats.half[0]);
+      store_streaming<Vec>(row, 2 * column + 1, floats.half[1]);
+      return;
+    }
+  }
+  store_streaming<Vec>(row, column, value);
+}
+
+// One column of all moves. Loads of all entries come before their stores.
+template <typename Vec, bool kConverts, typename Tables>
+__device__ __forceinline__ void move_column(const MovedField& field, int f, int64_t column,
+                                            const Tables& tables, const Moves& moves) {
+  const int64_t side_bytes = field.side_row_bytes;
+  Vec in[kRowsInFlight], out[kRowsInFlight];
+#pragma unroll
+  for (int u = 0; u < kRowsInFlight; ++u) {
+    if (moves.arrives_to[u] >= 0) {
+      if (moves.arrives_from[u] >= 0) {
+        in[u] = load_side<Vec, kConverts>(field.leaving + moves.arrives_from[u] * side_bytes,
+                                          column, field.stored);
+      } else {
+        const char* row = tables.row(field, f, moves.loaded_table[u], moves.loaded[u]);
+        in[u] = load_streaming<Vec>(row, column);
+      }
+    }
+    if (moves.leaves_from[u] >= 0) {
+      out[u] = load_side<Vec, kConverts>(field.leaving + moves.leaves_from[u] * side_bytes, column,
+                                         field.stored);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kRowsInFlight; ++u) {
+    if (moves.leaves_from[u] >= 0) {
+      char* row = tables.row(field, f, moves.leaves_table[u], moves.leaves_to[u]);
+      store_streaming<Vec>(row, column, out[u]);
+    }
+    if (moves.arrives_to[u] >= 0) {
+      store_side<Vec, kConverts>(field.arriving + moves.arrives_to[u] * side_bytes, column, in[u],
+                                 field.stored);
+    }
+  }
+}
+
+// Stands for the type of an access where each field has its own, or stores other numbers.
+struct EachItsOwn {};
+
 // A group of lanes owns kRowsInFlight entries of both lists at a time; entry m of each list is the
 // m-th in address order, so that both directions work on the same neighbourhood of the table and
-// share its pages. Loads of all entries come before their stores. No row is read and written at
-// once: a row in both lists is not read from the host.
-// `blocks` blocks work on the lists; this is one of them.
+// share its pages. No row is read and written at once: a row in both lists is not read from the
+// host. `blocks` blocks work on the lists; this is one of them.
 template <typename Vec, typename Tables>
 __device__ void swap_rows(const Fields& fields, const Tables& tables, const PlanView& evict,
                           const PlanView& load, const SwapScratch& scratch, int lanes,
@@ -187,50 +298,34 @@ __device__ void swap_rows(const Fields& fields, const Tables& tables, const Plan
   const int64_t entries = max(evict_count, load_count);
   const int64_t vecs = fields.first_vec[fields.count];
   for (int64_t first = group; first < entries; first += groups * kRowsInFlight) {
-    int64_t leaves_to[kRowsInFlight], leaves_from[kRowsInFlight];
-    int64_t arrives_to[kRowsInFlight], arrives_from[kRowsInFlight], loaded[kRowsInFlight];
-    int leaves_table[kRowsInFlight], loaded_table[kRowsInFlight];
+    Moves moves;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t m = first + u * groups;
       bool leaves = m < evict_count && !scratch.stays[m];
-      leaves_to[u] = leaves ? evict.unique[m] : -1;
-      leaves_table[u] = leaves ? tables.table_of(leaves_to[u]) : -1;
-      leaves = leaves_table[u] >= 0;
-      leaves_from[u] = leaves ? evict.order[m] : -1;
+      moves.leaves_to[u] = leaves ? evict.unique[m] : -1;
+      moves.leaves_table[u] = leaves ? tables.table_of(moves.leaves_to[u]) : -1;
+      leaves = moves.leaves_table[u] >= 0;
+      moves.leaves_from[u] = leaves ? evict.order[m] : -1;
       // Three loads that do not wait for each other.
       const bool arrives = m < load_count;
-      loaded[u] = arrives ? load.unique[m] : -1;
-      arrives_to[u] = arrives ? load.order[m] : -1;
-      arrives_from[u] = arrives ? scratch.arrives_from[m] : kNotMoved;
-      loaded_table[u] = arrives ? tables.table_of(loaded[u]) : -1;
-      if (loaded_table[u] < 0 || arrives_from[u] == kNotMoved) arrives_to[u] = -1;
+      moves.loaded[u] = arrives ? load.unique[m] : -1;
+      moves.arrives_to[u] = arrives ? load.order[m] : -1;
+      moves.arrives_from[u] = arrives ? scratch.arrives_from[m] : kNotMoved;
+      moves.loaded_table[u] = arrives ? tables.table_of(moves.loaded[u]) : -1;
+      if (moves.loaded_table[u] < 0 || moves.arrives_from[u] == kNotMoved) moves.arrives_to[u] = -1;
     }
     int f = 0;
     for (int64_t vec = lane; vec < vecs; vec += lanes) {
       while (vec >= fields.first_vec[f + 1]) ++f;
-      const SwapField field = fields.field[f];
-      const int64_t column = vec - fields.first_vec[f], row_bytes = field.host.row_bytes;
-      Vec in[kRowsInFlight], out[kRowsInFlight];
-#pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) {
-        if (arrives_to[u] >= 0) {
-          const char* source = arrives_from[u] >= 0
-                                   ? field.leaving.base + arrives_from[u] * row_bytes
-                                   : tables.row(field, f, loaded_table[u], loaded[u]);
-          in[u] = load_streaming<Vec>(source, column);
-        }
-        if (leaves_from[u] >= 0)
-          out[u] = load_streaming<Vec>(field.leaving.base + leaves_from[u] * row_bytes, column);
-      }
-#pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) {
-        if (leaves_from[u] >= 0) {
-          store_streaming<Vec>(tables.row(field, f, leaves_table[u], leaves_to[u]), column, out[u]);
-        }
-        if (arrives_to[u] >= 0) {
-          store_streaming<Vec>(field.arriving.base + arrives_to[u] * row_bytes, column, in[u]);
-        }
+      const MovedField field = fields.field[f];
+      const int64_t column = vec - fields.first_vec[f];
+      if constexpr (std::is_same_v<Vec, EachItsOwn>) {
+        with_vec_type(field.vec_bytes, [&](auto part) {
+          move_column<decltype(part), true>(field, f, column, tables, moves);
+        });
+      } else {
+        move_column<Vec, false>(field, f, column, tables, moves);
       }
     }
   }
@@ -271,27 +366,62 @@ __global__ void __launch_bounds__(kMoverThreads)
                  is_host ? host_blocks : gridDim.x - host_blocks);
 }
 
-// Bits of all addresses, strides and row lengths, or'ed together; adds up the bytes of a record.
-uint64_t bits_of(const SwapField* fields, int field_count, int64_t* record_bytes) {
-  uint64_t bits = 0;
-  for (int f = 0; f < field_count; ++f) {
-    const SwapField& field = fields[f];
-    bits |= field.host.bits() | static_cast<uint64_t>(field.host.row_bytes) |
-            reinterpret_cast<uint64_t>(field.leaving.base) |
-            reinterpret_cast<uint64_t>(field.arriving.base);
-    *record_bytes += field.host.row_bytes;
-  }
-  return bits;
+// What a field's addresses, strides and row lengths are all multiples of: their bits, or'ed.
+uint64_t bits_of(const SwapField& field) {
+  return field.host.bits() | static_cast<uint64_t>(field.host.row_bytes) |
+         reinterpret_cast<uint64_t>(field.leaving.base) |
+         reinterpret_cast<uint64_t>(field.arriving.base);
 }
 
-Fields fields_of(const SwapField* fields, int field_count, int vec_bytes) {
+// How the fields of one launch are moved: all by accesses of one width, or each by its own.
+struct Access {
+  uint64_t bits = 0;         // of all fields
+  int widest = 1;            // access of any field, in bytes
+  int64_t record_bytes = 0;  // in the host
+  bool converts = false;
+
+  void add(const SwapField* fields, int field_count, uint64_t other_bits) {
+    for (int f = 0; f < field_count; ++f) {
+      bits |= bits_of(fields[f]) | other_bits;
+      widest = max(widest, widest_access(bits_of(fields[f]) | other_bits));
+      record_bytes += fields[f].host.row_bytes;
+      converts |= fields[f].stored != Stored::kSame;
+    }
+  }
+  bool is_mixed() const { return converts || widest_access(bits) < widest; }
+};
+
+Fields fields_of(const SwapField* fields, int field_count, const Access& access,
+                 uint64_t other_bits) {
   Fields all{};
   all.count = field_count;
   for (int f = 0; f < field_count; ++f) {
-    all.field[f] = fields[f];
-    all.first_vec[f + 1] = all.first_vec[f] + fields[f].host.row_bytes / vec_bytes;
+    const SwapField& from = fields[f];
+    const uint64_t bits = access.is_mixed() ? bits_of(from) | other_bits : access.bits;
+    all.field[f] = {from.host.base,     from.host.stride_bytes, from.leaving.base,
+                    from.arriving.base, from.side_row_bytes(),  widest_access(bits),
+                    from.stored};
+    all.first_vec[f + 1] = all.first_vec[f] + from.host.row_bytes / all.field[f].vec_bytes;
   }
   return all;
+}
+
+struct SwapShape {
+  int lanes, blocks;
+};
+
+// Of records of so many vectors. Where fields differ, all lanes work in each turn: one number after
+// 512 bytes would else take a turn of its own.
+SwapShape swap_shape(int64_t vecs, const Access& access, int64_t entries, int most_blocks) {
+  const int64_t turns = access.is_mixed() ? (vecs + 31) / 32 : 1;
+  const int lanes = shares_of(vecs, max(int64_t{1}, turns), 32);
+  return {lanes, shares_of(entries, kMoverThreads / lanes, most_blocks)};
+}
+
+// Calls `use` with a value of the type of an access.
+template <typename Use>
+void with_access(const Access& access, const Use& use) {
+  access.is_mixed() ? use(EachItsOwn{}) : with_vec_type(widest_access(access.bits), use);
 }
 
 }  // namespace
@@ -316,22 +446,24 @@ int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedL
 int launch_swap(const SwapField* fields, int field_count, const SwapTables* tables, int64_t rows,
                 const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
                 int most_blocks, ErrorRecord* record, void* stream) {
-  uint64_t bits = 0;
+  uint64_t places_bits = 0;
   for (int p = 0; tables != nullptr && p < tables->count * field_count; ++p) {
     const HostPlace& place = tables->places[p];
-    bits |= reinterpret_cast<uint64_t>(place.base) | static_cast<uint64_t>(place.stride_bytes);
+    places_bits |=
+        reinterpret_cast<uint64_t>(place.base) | static_cast<uint64_t>(place.stride_bytes);
   }
-  int64_t record_bytes = 0;
-  bits |= bits_of(fields, field_count, &record_bytes);
-  const MoveShape shape = move_shape(record_bytes, bits, max(evict.count, load.count), most_blocks);
-  const Fields all = fields_of(fields, field_count, shape.vec_bytes);
+  Access access;
+  access.add(fields, field_count, places_bits);
+  const Fields all = fields_of(fields, field_count, access, places_bits);
+  const SwapShape shape =
+      swap_shape(all.first_vec[field_count], access, max(evict.count, load.count), most_blocks);
   const Report evicting{record, Op::kSwap, IdList::kEvict, rows};
   const Report loading{record, Op::kSwap, IdList::kLoad, rows};
-  with_vec_type(shape.vec_bytes, [&](auto vec) {
+  with_access(access, [&](auto vec) {
     const auto launch = [&](const auto& found) {
       swap_kernel<decltype(vec)>
           <<<shape.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-              all, found, evict, load, scratch, shape.lanes_per_row, evicting, loading);
+              all, found, evict, load, scratch, shape.lanes, evicting, loading);
     };
     tables == nullptr ? launch(OneTable{}) : launch(SomeTables{*tables, field_count});
   });
@@ -340,27 +472,30 @@ int launch_swap(const SwapField* fields, int field_count, const SwapTables* tabl
 
 int launch_swap_parts(const SwapPart& host, const SwapPart& cached, int field_count,
                       int most_host_blocks, ErrorRecord* record, void* stream) {
-  int64_t record_bytes = 0, same = 0;
-  const uint64_t bits =
-      bits_of(host.fields, field_count, &record_bytes) | bits_of(cached.fields, field_count, &same);
-  auto shape_of = [&](const SwapPart& part, int most_blocks) {
-    const int64_t entries = max(part.lists.evict.count, part.lists.load.count);
-    return move_shape(record_bytes, bits, entries, most_blocks);
-  };
-  auto part_of = [&](const SwapPart& part, const MoveShape& shape) {
-    return Part{fields_of(part.fields, field_count, shape.vec_bytes),
+  Access access;
+  for (const SwapPart* part : {&host, &cached}) access.add(part->fields, field_count, 0);
+  auto part_of = [&](const SwapPart& part) {
+    return Part{fields_of(part.fields, field_count, access, 0),
                 part.lists.evict,
                 part.lists.load,
                 part.lists.scratch,
-                shape.lanes_per_row,
+                1,
                 part.rows};
   };
-  const MoveShape over_link = shape_of(host, most_host_blocks);
-  const MoveShape on_gpu = shape_of(cached, kDeviceBlocks);
-  with_vec_type(over_link.vec_bytes, [&](auto vec) {
+  auto shape_of = [&](Part& moved, const SwapPart& part, int most_blocks) {
+    const int64_t entries = max(part.lists.evict.count, part.lists.load.count);
+    const SwapShape shape =
+        swap_shape(moved.fields.first_vec[field_count], access, entries, most_blocks);
+    moved.lanes = shape.lanes;
+    return shape.blocks;
+  };
+  Part over_link = part_of(host), on_gpu = part_of(cached);
+  const int host_blocks = shape_of(over_link, host, most_host_blocks);
+  const int blocks = host_blocks + shape_of(on_gpu, cached, kDeviceBlocks);
+  with_access(access, [&](auto vec) {
     swap_parts_kernel<decltype(vec)>
-        <<<over_link.blocks + on_gpu.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            part_of(host, over_link), part_of(cached, on_gpu), over_link.blocks, record);
+        <<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(over_link, on_gpu,
+                                                                          host_blocks, record);
   });
   return cudaGetLastError();
 }

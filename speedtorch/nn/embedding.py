@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.row_module import Device, RowModule, Rows, Source, made_of_rows
+from speedtorch.step.rounding import RoundingMode, StoredAs
 from speedtorch.torch_internals import as_plain, not_compiled
 
 __all__ = ["Embedding"]
@@ -63,6 +64,11 @@ class Embedding(RowModule, nn.Embedding):
             see speedtorch.cache. None: no cache.
         cache_rows: Ids of the rows that the cache has, the most important first; by default those
             that steps load most often.
+        stored: torch.bfloat16 or torch.float16: the table has the weights in 16 bits, which steps
+            hold and train as float32. A mapping names fields of state, too, as {"weight":
+            torch.bfloat16, "exp_avg": torch.bfloat16}.
+        rounding: How the rows of a step are rounded to 16 bits after it: "stochastic", by random
+            numbers that are the same for a row and a step wherever the row is, or to "nearest".
 
     Attributes:
         weight: The parameter, which stands for all rows `[num_embeddings, embedding_dim]`.
@@ -71,8 +77,9 @@ class Embedding(RowModule, nn.Embedding):
     Raises:
         MemoryError: The machine has too little memory for this table and those of other modules
             that have yet to take theirs; nothing was taken.
-        NotImplementedError: Rows cannot be held on the device ("meta").
-        ValueError: padding_idx is no row.
+        NotImplementedError: Rows cannot be held on the device ("meta"), or are stored in 16 bits
+            with a max_norm.
+        ValueError: padding_idx is no row, or rows cannot be stored so.
 
     Example:
         >>> embedding = Embedding(1_000_000, 8)
@@ -99,6 +106,8 @@ class Embedding(RowModule, nn.Embedding):
         capacity: int | None = None,
         cache: int | str | None = None,
         cache_rows: Tensor | None = None,
+        stored: StoredAs | None = None,
+        rounding: RoundingMode = "stochastic",
     ) -> None:
         RowModule.__init__(**locals())  # all arguments, by their names
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.row_module import Device, RowModule, Rows, Source, made_of_rows
+from speedtorch.step.rounding import RoundingMode, StoredAs
 from speedtorch.torch_internals import as_plain, not_compiled
 
 __all__ = ["BagMode", "EmbeddingBag"]
@@ -43,6 +44,11 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             see speedtorch.cache. None: no cache.
         cache_rows: Ids of the rows that the cache has, the most important first; by default those
             that steps load most often.
+        stored: torch.bfloat16 or torch.float16: the table has the weights in 16 bits, which steps
+            hold and train as float32. A mapping names fields of state, too, as {"weight":
+            torch.bfloat16, "exp_avg": torch.bfloat16}.
+        rounding: How the rows of a step are rounded to 16 bits after it: "stochastic", by random
+            numbers that are the same for a row and a step wherever the row is, or to "nearest".
 
     Raises:
         MemoryError, NotImplementedError: As for Embedding.
@@ -73,6 +79,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         capacity: int | None = None,
         cache: int | str | None = None,
         cache_rows: Tensor | None = None,
+        stored: StoredAs | None = None,
+        rounding: RoundingMode = "stochastic",
         _freeze: bool = False,
     ) -> None:
         if mode not in get_args(BagMode):

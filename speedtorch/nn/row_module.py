@@ -22,6 +22,13 @@ from speedtorch.nn.row_reading import blocks_of
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.plan.planned_batch import check_ids
 from speedtorch.step.hot_rows import CacheReport
+from speedtorch.step.rounding import (
+    Rounding,
+    RoundingMode,
+    StoredAs,
+    check_mode,
+    stored_dtypes,
+)
 from speedtorch.step.row_weight import show_rows
 from speedtorch.step.trained_rows import Bags, TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
@@ -109,6 +116,9 @@ class RowModule(nn.Module):
 
     weight: Any
     sparse: bool
+    stored: dict[str, torch.dtype] | None
+    rounding: RoundingMode
+    rounding_state: Tensor
     _wanted: torch.dtype | None = None
     """The dtype that a caller has asked the rows to have, which they do not take."""
 
@@ -126,6 +136,8 @@ class RowModule(nn.Module):
         capacity: int | None = None,
         cache: int | str | None = None,
         cache_rows: Tensor | None = None,
+        stored: StoredAs | None = None,
+        rounding: RoundingMode = "stochastic",
         **settings: Any,
     ) -> None:
         nn.Module.__init__(self)
@@ -154,11 +166,29 @@ class RowModule(nn.Module):
             raise ValueError(f"_weight: expected the shape {shape}, got {given}")
         if isinstance(_weight, HostTable):
             table = LazyTable(name, _weight)
+            kind = table.stored_dtype if stored is None else torch.float32
         else:
             default = torch.get_default_dtype() if _weight is None else _weight.dtype
-            table = LazyTable(name, (*shape, dtype or default), memory)
+            kind = dtype or default
+        check_mode(rounding)
+        self.stored, self.rounding = stored_dtypes(stored, kind), rounding
+        of_weight = (self.stored or {}).get("weight", kind)
+        if isinstance(_weight, HostTable):
+            if table.stored_dtype != of_weight:
+                raise ValueError(
+                    f"stored: the HostTable has weights of {table.stored_dtype}, not {of_weight}"
+                )
+        else:
+            table = LazyTable(name, (*shape, of_weight), memory)
+        if self.stored is not None:
+            if settings.get("max_norm") is not None:
+                raise NotImplementedError(
+                    f"{name}: max_norm changes rows at lookups, and rows that are stored in 16 bits"
+                    " are rounded after steps alone: leave one of the two out"
+                )
+            self.register_buffer("rounding_state", torch.tensor([random_seed(), 0], device=device))
         # The device that torch would take, which may be a default that the user has set.
-        held = torch.empty(0, embedding_dim, dtype=table.stored_dtype, device=device)
+        held = torch.empty(0, embedding_dim, dtype=kind, device=device)
         self._train(table, nn.Parameter(held, requires_grad=not _freeze), self.padding_idx)
         if _weight is None:
             self.reset_parameters()
@@ -172,8 +202,13 @@ class RowModule(nn.Module):
 
     def _train(self, table: LazyTable, parameter: nn.Parameter, padding: int | None) -> None:
         self.weight = parameter
-        name, capacity = self._called(), self.capacity
-        self.trained_rows = TrainedRows(name, table, parameter, padding, capacity)
+        name, capacity, rounding = self._called(), self.capacity, None
+        if self.stored is not None:
+            state, portion = self.rounding_state, table.portion
+            if portion is not None:
+                state[0] = portion.agreed(int(state[0]))
+            rounding = Rounding(self.stored, self.rounding, state, portion)
+        self.trained_rows = TrainedRows(name, table, parameter, padding, capacity, rounding)
         self.lookups: Lookups = self.trained_rows
         if self._cache is not None:
             self.trained_rows.cache(self._cache, self._cache_rows)
@@ -270,8 +305,11 @@ class RowModule(nn.Module):
 
     @property
     def settings(self) -> dict[str, object]:
-        """How rows are looked up, which processes that share them must agree on."""
-        return {name: getattr(self, name) for name in self._settings}
+        """How rows are looked up and stored, which processes that share them must agree on."""
+        own = {name: getattr(self, name) for name in self._settings}
+        if self.stored is not None:
+            own |= {"stored": self.stored, "rounding": self.rounding}
+        return own
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults, and where the rows are."""
@@ -280,6 +318,8 @@ class RowModule(nn.Module):
             value = getattr(self, name)
             if not (value is None or value is False or (name == "norm_type" and value == 2.0)):
                 said += f", {name}={value!r}"
+        if self.stored is not None:
+            said += f", stored={self.stored}, rounding={self.rounding!r}"
         return f"{said}, {self.places()}"
 
     def places(self) -> str:
@@ -520,6 +560,7 @@ class RowModule(nn.Module):
             if moved.device != self.weight.device:
                 move = partial(super()._apply, lambda each: fn(each).to(each.dtype), recurse)
                 self.trained_rows.exchange.moving(move)
+                self._follow_rounding()
             # torch has converted other layers by now: the next lookup says that this one is not,
             # unless it is converted back before.
             self._wanted = None if moved.dtype == dtype else moved.dtype
@@ -537,7 +578,13 @@ class RowModule(nn.Module):
     ) -> None:
         key, more = f"{prefix}weight", (missing_keys, unexpected_keys, error_msgs)
         others = {name: value for name, value in state_dict.items() if name != key}
+        rounding_key = f"{prefix}rounding_state"
+        if self.stored is None:  # what was stored in 16 bits may be loaded where it is not
+            others.pop(rounding_key, None)
         super()._load_from_state_dict(others, prefix, local_metadata, strict, *more)
+        if rounding_key in missing_keys:  # and the other way round
+            missing_keys.remove(rounding_key)
+        self._follow_rounding()
         if key not in state_dict:
             return
         if key in missing_keys:
@@ -549,6 +596,11 @@ class RowModule(nn.Module):
             return
         self.lookups.exchange.give_up()
         self.trained_rows.load(value)
+
+    def _follow_rounding(self) -> None:
+        """Counts steps in the buffer of now, which torch may have replaced."""
+        if (rounding := self.trained_rows.rounding) is not None:
+            rounding.follow(self.rounding_state)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
         if self.lookups is not self.trained_rows:

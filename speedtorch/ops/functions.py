@@ -314,6 +314,14 @@ exchange_cached: Callable[..., None] = _ops.exchange_cached
 """
 
 
+round_rows: Callable[..., None] = _ops.round_rows
+"""Rounds float32 rows to numbers that 16 bits store: `(rows, ids, key, exponent_bits, at_random)`.
+
+Of each field the first rows, `len(ids)` many, whose exponent bits are 8 (bfloat16), 5 (float16) or
+0 (they stay as they are). `key` is int64 `[2]`: the seed, and the step, which becomes the next.
+"""
+
+
 def carry_rows(
     rows: Sequence[Tensor], places: Tensor, others: Sequence[Tensor], other_places: Tensor
 ) -> None:
@@ -685,6 +693,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "exchange_cached": _refuse_meta_mix,
     "hold_rows": _refuse_meta_mix,
     "clear_rows": _refuse_meta_mix,
+    "round_rows": _refuse_meta_mix,
     "check_owner": _refuse_meta_mix,
     "throw_pending": _refuse_meta_mix,
     "explain_move": _explain_move_fake,

@@ -10,7 +10,7 @@ from torch import Tensor
 from speedtorch.memory.byte_count import text_of
 from speedtorch.ops.functions import exchange_cached
 from speedtorch.step.hot_rows import BYTES_OF_SLOT, CacheReport, HotRows
-from speedtorch.step.row_store import Block, Counted, RowStore, exchanged
+from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, exchanged
 from speedtorch.table.lazy_table import LazyTable
 
 __all__ = ["CachedStore"]
@@ -21,7 +21,7 @@ class CachedStore(RowStore):
 
     Args:
         name: What errors call it.
-        table, held_dtype: As for RowStore.
+        table, held_dtype, rounding: As for RowStore.
         nbytes: Of the cache's rows and their ids.
         members: Ids of the rows that have the slots, as for HotRows.
     """
@@ -33,8 +33,9 @@ class CachedStore(RowStore):
         held_dtype: torch.dtype,
         nbytes: int,
         members: Tensor | None = None,
+        rounding: Rounder | None = None,
     ) -> None:
-        super().__init__(table, held_dtype)
+        super().__init__(table, held_dtype, rounding)
         self.nbytes, self.members = nbytes, members
         self._name = name
         self._hot: HotRows | None = None

@@ -161,7 +161,7 @@ class CountedExchange(Exchange):
         """What exchanges that can be joined have in common; None if this one cannot be."""
         if self._padding is not None or self._joint is not None or not self._can_join():
             return None
-        return (self.device, *self.fields.items())
+        return (self.device, *self.fields.items(), *self._store.stored.items())
 
     def _can_join(self) -> bool:
         """Whether this trains the rows, and the device reaches them."""

@@ -739,6 +739,7 @@ class Exchange(ABC):
                 if stepped:
                     is_changed = self._has_changed()
                     self._after_step()
+                    self._round()
                     copy = Copy.DIRTY if is_changed else Copy.STALE
                     self.now = now._replace(copy=copy, stepped=True)
             elif not call.paused:
@@ -747,6 +748,8 @@ class Exchange(ABC):
                 if left and number == now.number:
                     view.note_left()
                     self._after_failed_step()
+        if written and not stepped:
+            self._round()
         if is_changed and self.now.copy is not Copy.DIRTY:
             self.now = self.now._replace(copy=Copy.DIRTY)
         if written:
@@ -755,6 +758,15 @@ class Exchange(ABC):
             self._call = self._as_in_table = None
             view.note_lent(None)  # releases the gradient's memory
         return stepped
+
+    def _round(self) -> None:
+        """Rounds held rows as they are stored: rows that stay do not differ from those that leave.
+
+        Rounded again, they stay as they are.
+        """
+        store, now = self._store, self.now
+        if store.stored:
+            self._view.change(now, lambda rows: store.round(self.fields, now.ids, rows))
 
     def _has_changed(self) -> bool:
         """Whether the step changed rows; always true unless every learning rate was 0.

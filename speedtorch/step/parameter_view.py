@@ -117,6 +117,17 @@ class ParameterView:
             rows[number] = each.contiguous()
         return rows
 
+    def change(self, step: Step, change: Callable[[Rows], None]) -> None:
+        """Lets the rows of the step be changed in place, as the optimizer has them."""
+        rows, state = [self.parameter.detach()], self.kept.state
+        rows += [] if state is None else state.rows()
+        contiguous = self.rows_of(step)
+        change(contiguous)
+        for own, each in zip(rows, contiguous, strict=True):
+            if own.data_ptr() != each.data_ptr():
+                own.copy_(each)
+        self.mark()
+
     def put_back(self, step: Step) -> None:
         """Makes them those of the step again after other memory was put in their place."""
         replace_rows(self.parameter, step.rows[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from speedtorch.ops.functions import exchange_rows, pinned_gather, pinned_scatte
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.torch_internals import current_stream
 
-__all__ = ["Arange", "Block", "Counted", "Fields", "RowStore", "exchanged"]
+__all__ = ["Arange", "Block", "Counted", "Fields", "Rounder", "RowStore", "exchanged"]
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name to (row shape, dtype) of what a step holds of each row."""
@@ -38,6 +38,17 @@ class Counted(NamedTuple):
     number: Tensor
     are_none: bool = False
     """Whether the number is known to be 0."""
+
+
+class Rounder(Protocol):
+    """What rounds held rows to numbers that are stored in 16 bits; see Rounding."""
+
+    @property
+    def stored(self) -> Mapping[str, torch.dtype]:
+        """The dtypes of the fields that are stored so."""
+
+    def round(self, names: Iterable[str], ids: Tensor, rows: Sequence[Tensor]) -> None:
+        """Rounds rows of all fields in place."""
 
 
 class Arange:
@@ -76,15 +87,19 @@ class RowStore:
     Args:
         table: The rows.
         held_dtype: Of the weights that a step holds.
+        rounding: How held rows are rounded after each step, if the table stores them in 16 bits.
 
     Attributes:
         rows, row_shape: Of the weight.
         held_dtype: As given.
     """
 
-    def __init__(self, table: LazyTable, held_dtype: torch.dtype) -> None:
+    def __init__(
+        self, table: LazyTable, held_dtype: torch.dtype, rounding: Rounder | None = None
+    ) -> None:
         self.rows, self.row_shape = table.rows, table.row_shape
         self.held_dtype = held_dtype
+        self._rounding = rounding
         self._table = table
         self._arange = Arange()
         self._reached: tuple[Iterable[str], int, list[Tensor]] | None = None
@@ -106,11 +121,28 @@ class RowStore:
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Rows of a field by their ids: `out` is `[*ids.shape, ...]`, on either device."""
-        pinned_gather(self._table.field(name), ids, out=out)
+        field = self._table.field(name)
+        if field.dtype == out.dtype:
+            pinned_gather(field, ids, out=out)
+        else:
+            stored = torch.empty_like(out, dtype=field.dtype)
+            pinned_gather(field, ids, out=stored)
+            out.copy_(stored)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Puts weights `[*ids.shape, ...]` in the place of those of the ids."""
-        pinned_scatter(self._table.field("weight"), ids, rows)
+        field = self._table.field("weight")
+        pinned_scatter(field, ids, rows.to(field.dtype))
+
+    @property
+    def stored(self) -> Mapping[str, torch.dtype]:
+        """The dtypes of the fields that are stored in 16 bits."""
+        return {} if self._rounding is None else self._rounding.stored
+
+    def round(self, names: Iterable[str], ids: Tensor, rows: Sequence[Tensor]) -> None:
+        """Rounds held rows that a step has changed as they will be stored, in place."""
+        if self._rounding is not None:
+            self._rounding.round(names, ids, rows)
 
     def bring_home(self) -> None:
         """Writes rows that are kept elsewhere to the table, which may change after this."""

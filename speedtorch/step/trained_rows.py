@@ -17,6 +17,7 @@ from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.hot_rows import BYTES_OF_SLOT, CacheReport
 from speedtorch.step.parameter_view import OptimizerState, ParameterView
+from speedtorch.step.rounding import Rounding
 from speedtorch.step.row_store import Fields, RowStore
 from speedtorch.step.step import Batch, LookupPlaces
 from speedtorch.step.turn import alone
@@ -83,6 +84,7 @@ class TrainedRows:
         padding: id of the row that is never trained, or None; with a capacity that behind the last
             may be one that is none, whose weights are zeros.
         capacity: the most rows of a step, or None for any number.
+        rounding: how held rows are rounded, if the table stores them in 16 bits.
     """
 
     def __init__(
@@ -92,12 +94,13 @@ class TrainedRows:
         parameter: nn.Parameter,
         padding: int | None,
         capacity: int | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         self.name = name
         self.table = table
         self.fields = WholeFields(table)
-        store = RowStore(table, parameter.dtype)
-        self.held_dtype = store.held_dtype
+        store = RowStore(table, parameter.dtype, rounding)
+        self.held_dtype, self.rounding = store.held_dtype, rounding
         self.shape = torch.Size((table.rows, *table.row_shape))
         self._padding = None if padding == table.rows else padding
         self.parameter = parameter
@@ -123,19 +126,23 @@ class TrainedRows:
         With `members` `[n]` those of these distinct ids. Raises RuntimeError while a CUDA graph
         uses the rows' memory; nothing has changed then.
         """
-        store = RowStore(self.table, self.held_dtype)
+        kind, rounding = self.held_dtype, self.rounding
+        store = RowStore(self.table, kind, rounding)
         if nbytes is not None:
-            store = CachedStore(self.name, self.table, self.held_dtype, nbytes, members)
+            store = CachedStore(self.name, self.table, kind, nbytes, members, rounding)
         with as_plain():
             self.exchange.use(store)
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of a cache that has all rows, as they are kept now."""
-        row_bytes = sum(
-            prod(shape) * dtype.itemsize for shape, dtype in self.exchange.fields.values()
-        )
+        fields = self._stored(self.exchange.fields).values()
+        row_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in fields)
         return self.shape[0] * (row_bytes + BYTES_OF_SLOT)
+
+    def _stored(self, fields: Fields) -> Fields:
+        """Held fields as the table has them."""
+        return fields if self.rounding is None else self.rounding.stored_fields(fields)
 
     @alone
     def cache_report(self) -> CacheReport:
@@ -177,6 +184,11 @@ class TrainedRows:
         rows of a larger norm are shortened, as torch.embedding_renorm_ does. Bad ids raise
         IndexError, and what is held did not change.
         """
+        if max_norm is not None and self.rounding is not None:
+            raise NotImplementedError(
+                f"{self.name}: rows that are stored in 16 bits are rounded after steps, and"
+                " max_norm would change them at lookups: leave one of the two out"
+            )
         with self.turn:
             self.claim()
             found = self.exchange.hold(ids)
@@ -408,8 +420,10 @@ class TrainedRows:
         self.claim()
         self.exchange.refuse_if_captured("attaching an optimizer")
         self.exchange.raise_faults()
+        if self.rounding is not None:
+            self.rounding.check_fields({"weight": self.exchange.fields["weight"], **fields})
         self.exchange.write_back()
-        has_values = self.table.make_room(fields)
+        has_values = self.table.make_room(self._stored(fields))
         self.parameter_view.keep(state, fields)
         self.exchange.show_anew()
         return has_values

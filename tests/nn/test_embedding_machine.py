@@ -92,6 +92,10 @@ class Kind:
         return "-".join([self.optimizer, *names])
 
 
+NEAREST = {"rounding": "nearest"}
+"""Of random numbers an interrupted call may take some."""
+STORED = {"stored": torch.float16, **NEAREST}
+HALVES = {"weight": torch.float16, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float16}
 KINDS = [
     Kind("SGD", False, ({},)),
     Kind("SGD-momentum", True, ({}, {"padding_idx": 0})),
@@ -105,6 +109,8 @@ KINDS = [
     Kind("Adam", True, ({"cache": "300B"}, {"cache": "200B", "padding_idx": 0})),
     Kind("SGD-momentum", True, ({"cache": "200B", "max_norm": 1.0}, {"bag": True})),
     Kind("Adam", True, ({"capacity": ROWS, "cache": "300B"},)),
+    Kind("Adam", True, ({"stored": HALVES, **NEAREST}, {"cache": "90B", **STORED})),
+    Kind("SGD-momentum", True, ({"capacity": ROWS, **STORED}, {"bag": True, "padding_idx": 0})),
 ]
 
 
@@ -217,6 +223,9 @@ class Ours:
             table.padding = arguments.get("padding_idx")
             table.max_norm = arguments.get("max_norm")
             table.capacity = "capacity" in arguments
+            stored = arguments.get("stored", {})
+            table.stored = stored if isinstance(stored, dict) else {"weight": stored}
+            table.round()
         return plain
 
     def numbers(self) -> list[dict[str, Any]]:
@@ -228,11 +237,11 @@ class Ours:
             module.flush()
             table = module.table
             assert torch.equal(saved, table["weight"])
-            found = {"weight": saved.clone()}
+            found = {"weight": saved.clone().float()}
             entries = states.get(number)
             for name in self.case.rows:
-                found[name] = table[name].clone()
-                assert entries is None or torch.equal(entries[name], found[name])
+                assert entries is None or torch.equal(entries[name], table[name])
+                found[name] = table[name].clone().float()
             for name, make in self.case.scalars.items():
                 found[name] = make() if entries is None else entries[name]
             result.append(found)
@@ -628,7 +637,7 @@ class Programs(RuleBasedStateMachine):
                 lambda world: "; ".join(
                     f"{how} of {name}"
                     for name, rows in found.items()
-                    if not torch.equal(rows, all_of(world.tables[number])[name])
+                    if not torch.equal(rows.float(), all_of(world.tables[number])[name])
                 )
             )
 
@@ -702,7 +711,8 @@ class Programs(RuleBasedStateMachine):
             elif how == "init_":
                 module.init_(nn.init.constant_, 0.5)
             elif how == "scatter":
-                module.table.scatter(ids, values[ids], "weight")
+                rows = values[ids].to(module.table["weight"].dtype)
+                module.table.scatter(ids, rows, "weight")
             else:
                 with tempfile.TemporaryDirectory() as folder:
                     module.table.save(f"{folder}/rows.safetensors")

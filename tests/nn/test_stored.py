@@ -1,0 +1,320 @@
+"""Tables of 16 bits, of which steps hold float32: the same numbers wherever a row goes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import CAPACITY, JOINING, LOOPS, ROWS, TORCH, Training, Way, first_rows
+from optimizer_cases import CASES
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+
+import speedtorch
+from speedtorch.nn.graphed import graphed
+from speedtorch.ops.functions import round_rows
+
+BF16, F16 = torch.bfloat16, torch.float16
+ALL = {"weight": BF16, "exp_avg": BF16, "exp_avg_sq": F16}
+WAYS = {
+    "prefetch": Way(ahead=True),
+    "capacity": Way(capacity=CAPACITY),
+    "capacity-prefetch": Way(ahead=True, capacity=CAPACITY),
+    "cache": Way(cache="1KiB"),
+    "cache-prefetch": Way(cache="600B", ahead=True),
+    "cache-capacity": Way(cache="600B", capacity=CAPACITY),
+}
+GRID = [(name, way) for name in LOOPS for way in WAYS]
+GRID += [(name, way) for name in JOINING for way in WAYS if "capacity" not in way]
+
+
+class Stored(Training):
+    """A Training whose table has 16 bits; torch's rounds all rows after each step."""
+
+    def __init__(self, way: Way, *given: Any, stored: Any = BF16, **settings: Any) -> None:
+        rounding = settings.pop("rounding", "stochastic")
+        if not way.by_torch:
+            settings |= {"stored": stored, "rounding": rounding}
+        super().__init__(way, *given, **settings)
+        if not way.by_torch:
+            self.emb.rounding_state.copy_(torch.tensor([7, 0]))
+            return
+        weight = self.emb.weight.detach()
+        weight.copy_(weight.to(stored))
+        key = torch.tensor([7, 0], device=weight.device)
+        ids = torch.arange(ROWS, device=weight.device)
+        bits, is_random = [8 if stored == BF16 else 5], rounding == "stochastic"
+
+        def after_step(*_: object) -> None:
+            round_rows([weight], ids, key, bits, is_random)
+
+        self.optimizer.register_step_post_hook(after_step)
+
+
+def assert_same(loop: str, ways: tuple[Way, Way], *given: Any, **settings: Any) -> None:
+    """Both ways train to the same rows and see the same on the way."""
+    ours, theirs = (Stored(way, *given, **settings) for way in ways)
+    for each in (ours, theirs):
+        {**LOOPS, **JOINING}[loop](each)
+    actual, expected = ours.result(), theirs.result()
+    for name, value in expected.items():
+        assert_same_bytes(actual[name].cpu().to(value.dtype), value.cpu())
+    for one, other in zip(ours.seen, theirs.seen, strict=True):
+        assert_same_bytes(one, other)
+    assert not torch.equal(expected["weight"].cpu().float(), first_rows().to(BF16).float())
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("stored", [BF16, F16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("loop", ["one_lookup_a_step", "several_lookups_a_step"])
+def test_rows_are_those_of_torchs_embedding_rounded_after_each_step(
+    loop: str, rounding: str, stored: torch.dtype, device: str
+) -> None:
+    settings = {"stored": stored, "rounding": rounding}
+    assert_same(loop, (Way(), TORCH), optim.SGD, device, **settings)
+
+
+@pytest.mark.usefixtures("deterministic", "restless")
+@pytest.mark.dealt("way")
+@pytest.mark.parametrize(("loop", "way"), GRID)
+def test_rows_and_state_are_those_of_the_plain_way(loop: str, way: str, device: str) -> None:
+    assert_same(loop, (WAYS[way], Way()), optim.Adam, device, stored=ALL)
+
+
+def trained(make: Any = optim.Adam, device: str = "cpu", **settings: Any) -> Any:
+    """An embedding after 12 steps, with its optimizer."""
+    torch.manual_seed(0)
+    settings = {"stored": BF16, **settings}
+    embedding: Any = speedtorch.Embedding(50, 4, device=device, **settings)
+    optimizer = make(embedding.parameters(), lr=0.1)
+    speedtorch.attach(optimizer, embedding)
+    embedding.trained_by = optimizer
+    go_on(embedding)
+    return embedding
+
+
+def go_on(embedding: Any, begin: int = 0, steps: int = 12) -> None:
+    for number in range(begin, begin + steps):
+        random = torch.Generator().manual_seed(number)
+        ids = (torch.rand(20, generator=random) ** 3 * 50).long()
+        embedding.trained_by.zero_grad()
+        (embedding(ids.to(embedding.weight.device)) ** 2).sum().backward()
+        embedding.trained_by.step()
+
+
+def fields_of(embedding: Any) -> dict[str, Tensor]:
+    embedding.flush()
+    return {name: embedding.table[name].clone() for name in embedding.table.fields}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_optimizer_trains_rows_of_16_bits(case: Any, device: str) -> None:
+    def train(**settings: Any) -> dict[str, Tensor]:
+        return fields_of(trained(case.make, device, **settings))
+
+    plain = train()
+    assert plain["weight"].dtype == BF16
+    kept = {name: each.dtype for name, each in plain.items() if name != "weight"}
+    assert BF16 not in kept.values()
+    for name, each in train(cache="600B", capacity=20).items():
+        assert_same_bytes(each, plain[name])
+
+
+def test_a_lookup_gives_float32_and_the_table_has_16_bits(device: str) -> None:
+    embedding = trained(device=device, stored=ALL)
+    assert embedding.table.record_bytes == 3 * 4 * 2
+    assert embedding(torch.tensor([3])).dtype == embedding.weight.dtype == torch.float32
+    assert embedding.state_dict()["weight"].dtype == BF16
+    state = embedding.trained_by.state_dict()["state"][0]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (BF16, F16)
+    with torch.no_grad():
+        rows = embedding(torch.arange(50))
+    assert torch.equal(rows.cpu(), embedding.table["weight"].float())
+
+
+def test_rows_that_stay_are_those_that_leave_and_come_back() -> None:
+    embedding = trained()
+    held = embedding(torch.arange(50)).detach().clone()
+    go_on(embedding, 12, 1)
+    rows = embedding.trained_rows.parameter.detach().clone()
+    assert torch.equal(rows.to(BF16).float(), rows)
+    assert not torch.equal(held.to(F16).float(), held + 1e-3)
+
+
+def test_a_saved_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    embedding = trained(stored=ALL)
+    saved = {"model": embedding.state_dict(), "optimizer": embedding.trained_by.state_dict()}
+    torch.save(saved, tmp_path / "all.pt")
+    go_on(embedding, 12)
+    other = trained(stored=ALL, rounding="stochastic")
+    go_on(other, 5)
+    loaded = torch.load(tmp_path / "all.pt")
+    other.load_state_dict(loaded["model"])
+    other.trained_by.load_state_dict(loaded["optimizer"])
+    assert other.rounding_state.tolist()[1] == 12
+    go_on(other, 12)
+    for name, each in fields_of(embedding).items():
+        assert_same_bytes(fields_of(other)[name], each)
+
+
+def test_a_copy_trains_as_the_original_does() -> None:
+    embedding = trained(optim.SGD)
+    copied: Any = copy.deepcopy(embedding)
+    copied.trained_by = optim.SGD(copied.parameters(), lr=0.1)
+    go_on(embedding, 12)
+    go_on(copied, 12)
+    assert_same_bytes(fields_of(copied)["weight"], fields_of(embedding)["weight"])
+    assert copied.rounding_state is not embedding.rounding_state
+
+
+def test_rows_of_float32_are_loaded_rounded_and_given_back() -> None:
+    plain = nn.Embedding(50, 4)
+    embedding = speedtorch.Embedding(50, 4, stored=BF16)
+    before = embedding.rounding_state.clone()
+    embedding.load_state_dict(plain.state_dict())
+    assert_same_bytes(embedding.table["weight"].clone(), plain.weight.detach().to(BF16))
+    assert torch.equal(embedding.rounding_state, before)
+    own = speedtorch.Embedding(50, 4)
+    own.load_state_dict(embedding.state_dict())
+    assert_same_bytes(own.table["weight"].clone(), plain.weight.detach().to(BF16).float())
+    plain.load_state_dict(embedding.state_dict(), strict=False)
+    assert torch.equal(plain.weight.detach(), own.table["weight"])
+
+
+def test_a_table_and_a_file_of_16_bits_are_trained_in_float32(tmp_path: Path) -> None:
+    table = trained(optim.SGD).table
+    table.save(tmp_path / "rows.safetensors")
+    opened = speedtorch.HostTable.open(tmp_path / "rows.safetensors")
+    embedding = speedtorch.Embedding(50, 4, _weight=opened, stored=BF16)
+    assert embedding(torch.tensor([1])).dtype == torch.float32
+    assert (
+        speedtorch.Embedding(
+            50, 4, _weight=opened.__class__.open(tmp_path / "rows.safetensors")
+        ).weight.dtype
+        == BF16
+    )
+    with pytest.raises(ValueError, match="the HostTable has weights of torch.bfloat16, not torch"):
+        speedtorch.Embedding(50, 4, _weight=opened, stored=F16)
+
+
+def test_written_rows_are_rounded_before_they_are_used(device: str) -> None:
+    embedding = speedtorch.Embedding(50, 4, stored=BF16, device=device)
+    ids = torch.arange(8, device=device)
+    embedding(ids).sum().backward()
+    embedding.weight.data -= 0.001 * embedding.weight.grad
+    held = embedding(ids).detach().clone()
+    assert torch.equal(held.to(BF16).float(), held)
+
+
+def test_bags_are_stored_alike(device: str) -> None:
+    bags = speedtorch.EmbeddingBag(50, 4, mode="sum", stored=F16, device=device)
+    optimizer = optim.SGD(bags.parameters(), lr=0.1)
+    bags(torch.arange(10, device=device).view(2, 5)).square().sum().backward()
+    optimizer.step()
+    held = bags.trained_rows.parameter.detach()
+    assert torch.equal(held.to(F16).float(), held)
+    assert bags.table["weight"].dtype == F16
+
+
+def test_several_tables_are_exchanged_together_where_they_are_stored_alike(device: str) -> None:
+    def train(*, ahead: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        kinds = ({"stored": BF16}, {"stored": BF16}, {}, {})
+        model = nn.ModuleList(speedtorch.Embedding(50, 4, device=device, **k) for k in kinds)
+        optimizer = optim.Adam(model.parameters(), lr=0.1)
+        speedtorch.attach(optimizer, model)
+        random = torch.Generator().manual_seed(1)
+        batches = [[torch.randint(50, (12,), generator=random) for _ in kinds] for _ in range(8)]
+        loop: Any = batches
+        if ahead:
+            loop = speedtorch.prefetch(
+                batches, model, ids=lambda parts: dict(zip(model, parts, strict=True))
+            )
+        for parts in loop:
+            optimizer.zero_grad()
+            losses = [each(ids).square().sum() for each, ids in zip(model, parts, strict=True)]
+            sum(losses).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        return [field for each in model for field in fields_of(each).values()]
+
+    for one, other in zip(train(ahead=True), train(ahead=False), strict=True):
+        assert_same_bytes(one, other)
+
+
+@pytest.mark.parametrize("cache", [None, "600B"])
+def test_a_graphed_step_rounds_as_an_eager_one(cache: str | None, device: str) -> None:
+    def train(*, in_graph: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        embedding = speedtorch.Embedding(50, 4, device=device, capacity=20, stored=ALL, cache=cache)
+        on_gpu = device == "cuda"
+        optimizer = optim.Adam(embedding.parameters(), lr=0.1, capturable=on_gpu, fused=on_gpu)
+        speedtorch.attach(optimizer, embedding)
+
+        def step(ids: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = embedding(ids).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        random = torch.Generator().manual_seed(1)
+        batches = [torch.randint(50, (20,), generator=random).to(device) for _ in range(12)]
+        run: Any = step
+        run(batches[0])  # makes the cache
+        if in_graph:
+            run = graphed(step, batches[1], modules=embedding, optimizers=optimizer)
+        for ids in batches[1:]:
+            run(ids)
+        return {**fields_of(embedding), "state": embedding.rounding_state.clone()}
+
+    eager = train(in_graph=False)
+    for name, each in train(in_graph=True).items():
+        assert_same_bytes(each.cpu(), eager[name].cpu())
+
+
+def test_a_module_says_how_its_rows_are_stored() -> None:
+    said = repr(speedtorch.Embedding(5, 2, stored=BF16, rounding="nearest"))
+    assert "stored={'weight': torch.bfloat16}, rounding='nearest'" in said
+    assert "stored" not in repr(speedtorch.Embedding(5, 2))
+    assert [*speedtorch.Embedding(5, 2).state_dict()] == ["weight"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stored": torch.float32}, "expected torch.bfloat16 or torch.float16 for 'weight', got"),
+        ({"stored": {"weight": torch.int16}}, "for 'weight', got torch.int16"),
+        ({"stored": BF16, "dtype": torch.float64}, "rows are held as torch.float64"),
+        ({"stored": BF16, "rounding": "up"}, "expected 'stochastic' or 'nearest', got 'up'"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        speedtorch.Embedding(5, 2, **arguments)
+
+
+def test_max_norm_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="max_norm changes rows at lookups"):
+        speedtorch.Embedding(5, 2, max_norm=1.0, stored=BF16)
+    embedding = speedtorch.Embedding(5, 2, stored=BF16)
+    embedding.max_norm = 1.0
+    with pytest.raises(NotImplementedError, match="max_norm would change them at lookups"):
+        embedding(torch.tensor([1]))
+
+
+def test_a_field_that_the_optimizer_does_not_keep_is_refused() -> None:
+    embedding = speedtorch.Embedding(5, 2, stored={"weight": BF16, "sum": BF16})
+    optimizer = optim.Adam(embedding.parameters())
+    with pytest.raises(ValueError, match="no field 'sum'; the optimizer keeps exp_avg, exp_avg_sq"):
+        speedtorch.attach(optimizer, embedding)
+    embedding(torch.tensor([1])).sum().backward()  # goes on as before
+
+
+def test_state_of_other_dtypes_is_refused() -> None:
+    embedding = speedtorch.Embedding(5, 2, stored={"step": BF16})
+    with pytest.raises(ValueError, match="no field 'step'"):
+        speedtorch.attach(optim.Adam(embedding.parameters()), embedding)

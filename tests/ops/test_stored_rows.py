@@ -1,0 +1,143 @@
+"""Exchanges of tables that store 16 bits with rows of float32, and of fields of several widths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Place
+from reference import assert_same_bytes
+from torch import Tensor
+
+import speedtorch
+from speedtorch.ops.functions import exchange_cached, exchange_rows
+
+ROWS, PLACES = 40, 50
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# Of each field its columns, and its dtypes in the table and beside it.
+RECORDS = {
+    "one": [(1, BF16, F32)],
+    "odd": [(7, F16, F32), (3, BF16, F32)],
+    "row": [(128, BF16, F32)],
+    "row and sum": [(128, BF16, F32), (1, F32, F32)],
+    "float32 and sum": [(128, F32, F32), (1, F32, F32)],
+    "all": [(64, BF16, F32), (64, F16, F32), (64, F32, F32), (3, torch.uint8, torch.uint8)],
+    "wide": [(300, F16, F32), (9, torch.int64, torch.int64)],
+    "many": [(2 + k, BF16, F32) for k in range(17)],
+}
+RECORD = pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+
+
+def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    if not dtype.is_floating_point:
+        return torch.randint(200, (rows, columns), generator=random).to(dtype)
+    return torch.randn(rows, columns, generator=random).to(dtype)
+
+
+def some(count: int, of: int, seed: int) -> Tensor:
+    return torch.randperm(of, generator=torch.Generator().manual_seed(seed))[:count]
+
+
+class Exchanged:
+    """A table's fields in one record, and the sides of an exchange, with what must come of it."""
+
+    def __init__(self, record: list[tuple[int, torch.dtype, torch.dtype]], place: Place) -> None:
+        fields = {f"f{k}": (columns, stored) for k, (columns, stored, _) in enumerate(record)}
+        memory = "cuda" if place.memory == "cuda" else place.memory
+        if memory in ("torch_pinned", "pageable"):
+            memory = "managed"
+        self.table = speedtorch.HostTable.from_fields(ROWS, fields, memory)
+        self.host = [self.table.rows_of(name) for name in fields]
+        self.evict, self.load = (some(25, ROWS, seed).sort().values for seed in (1, 2))
+        self.places = some(25, PLACES, 3), some(25, PLACES, 4)
+        self.leaving, self.arriving, self.expected = [], [], []
+        for k, (columns, stored, dtype) in enumerate(record):
+            self.host[k].copy_(numbers(ROWS, columns, stored, 10 * k))
+            leaving, arriving = (numbers(PLACES, columns, dtype, 10 * k + n) for n in (1, 2))
+            self.leaving.append(leaving.to(place.device))
+            self.arriving.append(arriving.to(place.device))
+            host, came = self.host[k].cpu().clone(), arriving.clone()
+            host[self.evict] = leaving[self.places[0]].to(stored)
+            came[self.places[1]] = host[self.load].to(dtype)
+            stay = torch.isin(self.evict, self.load)
+            host[self.evict[stay]] = self.host[k].cpu()[self.evict[stay]]
+            self.expected.append((host, came))
+        self.lists = [
+            each.to(place.device)
+            for each in (self.evict, self.places[0], self.load, self.places[1])
+        ]
+
+    def check(self) -> None:
+        for k, (host, came) in enumerate(self.expected):
+            assert_same_bytes(self.host[k].cpu().contiguous(), host)
+            assert_same_bytes(self.arriving[k].cpu(), came)
+
+
+@RECORD
+def test_rows_are_converted_on_their_way(
+    record: list[tuple[int, torch.dtype, torch.dtype]], place: Place
+) -> None:
+    given = Exchanged(record, place)
+    evict, evict_places, load, load_places = given.lists
+    exchange_rows(given.host, given.leaving, evict, evict_places, given.arriving, load, load_places)
+    speedtorch.synchronize()
+    given.check()
+
+
+@RECORD
+def test_rows_of_a_cache_are_converted_as_well(
+    record: list[tuple[int, torch.dtype, torch.dtype]], place: Place
+) -> None:
+    given = Exchanged(record, place)
+    slots = some(12, ROWS, 7)
+    cache = [each[slots].to(place.device).contiguous() for each in given.host]
+    hot = torch.full((ROWS, 2), -1, dtype=torch.int32)
+    hot[slots, 0] = torch.arange(12, dtype=torch.int32)
+    evict, evict_places, load, load_places = given.lists
+    exchange_cached(
+        *(given.host, cache, hot.to(place.device), given.leaving, evict, evict_places),
+        *(given.arriving, load, load_places),
+    )
+    speedtorch.synchronize()
+    for own, rows in zip(given.host, cache, strict=True):
+        own[slots] = rows.to(own.device)
+    given.check()
+
+
+def test_tables_of_one_exchange_are_stored_alike() -> None:
+    hosts = [torch.zeros(4, 2, dtype=BF16), torch.zeros(4, 2, dtype=F32)]
+    side, none = torch.zeros(3, 2), torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"host\[1\] has dtype Float, expected BFloat16 as host"):
+        exchange_rows(hosts, [side], none, none, [side.clone()], none, none, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.float16], ids=str)
+def test_no_other_dtypes_are_converted(dtype: torch.dtype) -> None:
+    host, side = torch.zeros(4, 2, dtype=BF16), torch.zeros(3, 2, dtype=dtype)
+    none = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"has dtype \w+, expected BFloat16 as host\[0\]"):
+        exchange_rows([host], [side], none, none, [side.clone()], none, none)
+
+
+def test_both_sides_have_one_dtype() -> None:
+    host, none = torch.zeros(4, 2, dtype=BF16), torch.zeros(0, dtype=torch.int64)
+    sides = torch.zeros(3, 2), torch.zeros(3, 2, dtype=BF16)
+    for leaving, arriving in (sides, sides[::-1]):
+        with pytest.raises(ValueError, match="has dtype"):
+            exchange_rows([host], [leaving], none, none, [arriving], none, none)
+
+
+@pytest.mark.parametrize("extra", [0, 1], ids=["aligned", "offset"])
+def test_the_swap_takes_sides_of_float32(extra: int, place: Place) -> None:
+    host = place.table(numbers(ROWS, 8 + extra, BF16, 1)[:, extra:])
+    before = host.cpu().clone()
+    leaving = numbers(6, 8, F32, 2).to(place.device)
+    arriving = torch.zeros(5, 8, device=place.device)
+    evict, load = place.ids([7, 3, 11, 30, 2, 4]), place.ids([1, 3, 39, 0, 5])
+    speedtorch.optimizer_state_swap([host], [leaving], evict, [arriving], load)
+    speedtorch.synchronize()
+    expected = before.clone()
+    expected[evict.cpu()] = leaving.cpu().to(BF16)
+    assert_same_bytes(arriving.cpu(), expected[load.cpu()].float())
+    expected[3] = before[3]
+    assert_same_bytes(host.cpu().contiguous(), expected)
