@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -12,9 +12,10 @@ import torch
 
 from benchmarks.sizes import DEVICE
 
-__all__ = ["PLACES", "tables_of"]
+__all__ = ["PLACES", "places_of", "tables_of"]
 
-PLACES = ("managed memory", "managed memory, 20 % cache", "all in GPU memory")
+_MANAGED, _ON_GPU = "managed memory", "all in GPU memory"
+PLACES = (_MANAGED, f"{_MANAGED}, 20 % cache", _ON_GPU)
 
 
 @cache
@@ -30,29 +31,41 @@ def _modules() -> tuple[Any, Any, Any] | None:
 def tables_of(
     sizes: Sequence[int], columns: int, optimizer: str, *, pooled: bool
 ) -> Iterator[tuple[str, Any]]:
-    """A name and a module for each place of the rows; none where FBGEMM cannot be imported.
+    """A name and a module for each place of the rows; none where FBGEMM cannot be imported."""
+    for place, _, module in places_of(sizes, columns, optimizer, pooled=pooled, shares=(0.2,)):
+        yield f"FBGEMM, {optimizer}, {place}", module
 
-    It is called with ids `[n]` and offsets `[tables * samples + 1]`; `optimizer`: "Adam" or "SGD".
+
+def places_of(
+    sizes: Sequence[int], columns: int, optimizer: str, *, pooled: bool, shares: Iterable[float]
+) -> Iterator[tuple[str, float, Any]]:
+    """The name of each place of the rows, the share of them that is cached, and a module.
+
+    It is called with ids `[n]` and offsets `[tables * samples + 1]`; `optimizer`: "Adam", "SGD" or
+    "row-wise Adagrad". None where FBGEMM cannot be imported.
     """
     if DEVICE == "cpu" or (modules := _modules()) is None:
         return
     training, common, configs = modules
     kinds = common.EmbeddingLocation
-    steps = {"Adam": configs.EmbOptimType.ADAM, "SGD": configs.EmbOptimType.EXACT_SGD}
+    steps = {
+        "Adam": configs.EmbOptimType.ADAM,
+        "SGD": configs.EmbOptimType.EXACT_SGD,
+        "row-wise Adagrad": configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    }
     pooling = common.PoolingMode.SUM if pooled else common.PoolingMode.NONE
-    places = (kinds.MANAGED, kinds.MANAGED_CACHING, kinds.DEVICE)
-    for name, place in zip(PLACES, places, strict=True):
-        cached = {"cache_load_factor": 0.2} if place == kinds.MANAGED_CACHING else {}
+    places = [(_MANAGED, kinds.MANAGED, 0.0)]
+    places += [(f"{_MANAGED}, {each:.0%} cache", kinds.MANAGED_CACHING, each) for each in shares]
+    for name, place, share in [*places, (_ON_GPU, kinds.DEVICE, 1.0)]:
+        cached = {"cache_load_factor": share} if place == kinds.MANAGED_CACHING else {}
         specs = [(rows, columns, place, training.ComputeDevice.CUDA) for rows in sizes]
-        yield (
-            f"FBGEMM, {optimizer}, {name}",
-            training.SplitTableBatchedEmbeddingBagsCodegen(
-                specs,
-                optimizer=steps[optimizer],
-                learning_rate=0.001,
-                pooling_mode=pooling,
-                bounds_check_mode=common.BoundsCheckMode.NONE,
-                device=torch.device(DEVICE),
-                **cached,
-            ),
+        module = training.SplitTableBatchedEmbeddingBagsCodegen(
+            specs,
+            optimizer=steps[optimizer],
+            learning_rate=0.001,
+            pooling_mode=pooling,
+            bounds_check_mode=common.BoundsCheckMode.NONE,
+            device=torch.device(DEVICE),
+            **cached,
         )
+        yield name.replace("%", " %"), share, module

@@ -19,6 +19,7 @@ PICTURES = {
     "pinned_scatter": "GB/s of rows from the GPU to host memory",
 }
 STEP_TIMES = "embedding"
+CACHES = "hot_rows"
 # Ways to train, by the names of their figures, and how each is drawn.
 _WAYS: dict[str, dict[str, Any]] = {
     "FBGEMM, Adam, managed memory": {"color": "tab:red", "marker": "^"},
@@ -27,6 +28,10 @@ _WAYS: dict[str, dict[str, Any]] = {
     "speedtorch, Adam, fused": {"color": "tab:blue", "marker": "s"},
     "speedtorch, Adam, fused, prefetch": {"color": "tab:green", "marker": "o"},
     "FBGEMM, Adam, all in GPU memory": {"color": "black", "linestyle": "--"},
+}
+_CACHES: dict[str, dict[str, Any]] = {
+    "ours": {"color": "tab:green", "marker": "o", "label": "speedtorch: rows with their state"},
+    "FBGEMM": {"color": "tab:red", "marker": "^", "label": "FBGEMM: weights"},
 }
 # Section, what is on the x axis, its label and unit.
 _AXES = (
@@ -114,6 +119,32 @@ def _draw_steps(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def _draw_caches(result: dict[str, Any]) -> Figure:
+    """Milliseconds of a step over the share of rows that is cached, for each law of the ids."""
+    exponents = sorted({each["parameters"]["exponent"] for each in result["figures"]})
+    figure, axes = plt.subplots(1, len(exponents), figsize=(15, 4.2))
+    for ax, exponent in zip(axes, exponents, strict=True):
+        for kind, style in _CACHES.items():
+            points = sorted(
+                (told["share"] * 100, each["median_ms"])
+                for each in result["figures"]
+                if (told := each["parameters"])["exponent"] == exponent
+                and (told["kind"], told["optimizer"]) == (kind, "Adam")
+                and told.get("stored", "float32") == "float32"
+                and told["share"] < 1
+            )
+            if points:
+                ax.plot(*zip(*points, strict=True), **style)
+        ax.set_title(f"Zipf {exponent}", fontsize=9)
+        ax.set_xlabel("% of the rows that are cached")
+        ax.set_ylim(bottom=0)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("ms a step, Adam")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(result["title"] + _machine(result), fontsize=9)
+    return figure
+
+
 def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return f" ({machine['gpu']}, torch {machine['torch']}, {machine['date']})"
@@ -126,6 +157,8 @@ def draw(results: dict[str, Any], folder: Path | None = None) -> list[Path]:
         figures[OVERLAP] = _draw_overlap(results[OVERLAP])
     if STEP_TIMES in results:
         figures[STEP_TIMES] = _draw_steps(results[STEP_TIMES])
+    if CACHES in results:
+        figures[CACHES] = _draw_caches(results[CACHES])
     for stem, title in PICTURES.items():
         if stem in results:
             figures[stem] = _draw_curves(results[stem], title)

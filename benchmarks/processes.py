@@ -23,6 +23,7 @@ STEMS = (
     "cpu",
     "host_time",
     "embedding",
+    "hot_rows",
     "word2vec",
     "many_tables",
     "ranks",

@@ -18,6 +18,7 @@ BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 FIRST, LAST = "<!-- steps -->", "<!-- /steps -->"
 _PICTURES = {
     plots.STEP_TIMES: "milliseconds of a step by Zipf's law, beside FBGEMM and torch",
+    plots.CACHES: "milliseconds of a step by the share of rows that is cached, beside FBGEMM",
     plots.OVERLAP: "exchange beside compute",
 }
 

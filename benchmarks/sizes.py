@@ -38,6 +38,8 @@ class Sizes:
     """Rows of the square matrices that are multiplied beside an exchange."""
     calls = _of(300, 100, 5)
     """Of small calls for one figure."""
+    loops = _of((5, 6), (5, 3), (1, 1))
+    """Loops of steps that are measured, and those before."""
     centres = _of(512, 512, 16)
     """Of a word2vec step."""
     many_tables = _of((26, 260, 1000), (26, 260, 1000), (26, 30))

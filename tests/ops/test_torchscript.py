@@ -50,7 +50,7 @@ def scripted(
         if isinstance(part, Tensor):
             taken.append(f"{name}: Tensor")
             given.append(f"{name}={name}")
-        elif not isinstance(part, list):
+        elif not isinstance(part, list) or not isinstance(part[0], Tensor):
             given.append(f"{name}={part!r}")
         elif literals:
             names = [f"{name}_{k}" for k in range(len(part))]
@@ -100,7 +100,7 @@ def check(name: str, module: Any, *, literals: bool = False) -> None:
         results += [] if made is None else [made] if isinstance(made, Tensor) else made
     width = len(results) // TIMES
     tensors = [each.clone() for each in tensors_of(arguments)]
-    parts = [each for each in with_tensors(arguments, tensors) if isinstance(each, Tensor | list)]
+    parts = [each for each in with_tensors(arguments, tensors) if tensors_of((each,))]
     if literals:
         parts = tensors_of(tuple(parts))
     made, kept = module(*parts)
@@ -165,7 +165,7 @@ def test_a_scripted_call_that_raises_keeps_its_lists() -> None:
 
 
 def in_the_interpreter(op: Any, arguments: tuple[Any, ...]) -> None:
-    parts = [each for each in arguments if isinstance(each, Tensor | list)]
+    parts = [each for each in arguments if tensors_of((each,))]
     scripted(op, arguments)(*parts)
 
 
