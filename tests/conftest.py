@@ -73,12 +73,12 @@ RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Brings tests in order, without those of a GPU where there is none: skips take time, too."""
     items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))
-    for item in left_to_nightly(items):
-        item.add_marker("nightly")
     if not torch.cuda.is_available():
         left_out = [item for item in items if NEEDS_GPU.mark in item.iter_markers("skipif")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if NEEDS_GPU.mark not in item.iter_markers("skipif")]
+    for item in left_to_nightly(items):  # of those that can run: nothing is dealt to the others
+        item.add_marker("nightly")
 
 
 def left_to_nightly(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -87,7 +87,9 @@ def left_to_nightly(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     grids = defaultdict(list)
     for item in items:
         mark, cases = item.get_closest_marker("dealt"), getattr(item, "callspec", None)
-        if mark is None or cases is None or cases.params.get("place") == PLACES[0].values[0]:
+        if mark is None or cases is None or item.get_closest_marker("nightly"):
+            continue
+        if cases.params.get("place") == PLACES[0].values[0]:
             continue
         parts: tuple[list[Hashable], list[Hashable]] = ([], [])
         for name, value in cases.params.items():
