@@ -135,7 +135,7 @@ def do(model: Model, optimizer: Optimizer, call: tuple[str, list[int]], number: 
 
 
 @pytest.mark.slow
-@settings(max_examples=programs(12))
+@settings(max_examples=programs(5))
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW-fused"])
 @given(
     program=st.lists(CALLS, min_size=4, max_size=20),

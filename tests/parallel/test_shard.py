@@ -1,6 +1,6 @@
 """Training on several ranks gives the numbers of one process with all rows and all batches.
 
-SPEEDTORCH_ROUNDS sets how many random programs run, 8 by default, and SPEEDTORCH_FIRST the first.
+SPEEDTORCH_ROUNDS sets how many random programs run, 3 by default, and SPEEDTORCH_FIRST the first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from rank_backends import BACKENDS, EVERY_WAY, RANKS
+from ordinary_run import programs
+from rank_backends import BACKENDS, DEALT_RANKS, EVERY_WAY, RANKS
 from rank_processes import exit_codes, in_processes
 from sharded_training import (
     CASES,
@@ -33,12 +34,12 @@ from sharded_training import (
     save_checkpoint,
 )
 
-ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", programs(3)))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 
 
 @EVERY_WAY
-@RANKS
+@DEALT_RANKS
 def test_ranks_train_as_one_process_does(ranks: int, backend: str, every_way: bool) -> None:
     # Sums are exact, and divided once.
     ways = WAYS if every_way else None
@@ -53,7 +54,7 @@ def test_random_programs_train_as_one_process_does(ranks: int) -> None:
 
 
 @EVERY_WAY
-@RANKS
+@DEALT_RANKS
 def test_every_optimizer_trains_on_ranks_as_in_one_process(
     ranks: int, backend: str, every_way: bool
 ) -> None:
