@@ -65,7 +65,8 @@ LONGEST += ["collection_exact", "embedding_exact", "capacity", "swapper_programs
 LONGEST += ["packaging", "notebooks", "unit_training", "joint_exchange", "switch_interrupts"]
 LONGEST += ["paths", "compare", "training_exact", "benchmarks", "glove", "skipgram"]
 LONGEST += ["dlrm_processes", "binary", "several_gpus_page", "ncf", "dlrm", "properties", "readme"]
-LONGEST += ["memory_processes", "word2vec", "commands", "loops"]
+LONGEST += ["memory_processes", "word2vec", "commands", "loops", "disagreements"]
+LONGEST += ["sharded_capacity", "cache", "attach_resume", "row_weight", "threads"]
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 
 
@@ -194,10 +195,10 @@ def mapped_place(request: pytest.FixtureRequest) -> Place:
 
 
 @pytest.fixture(
-    params=[4, pytest.param(1, marks=pytest.mark.nightly)], ids=["quarter", "all"], scope="session"
+    params=[8, pytest.param(1, marks=pytest.mark.nightly)], ids=["eighth", "all"], scope="session"
 )
 def examples(request: pytest.FixtureRequest, place: Place) -> int:
-    """Of a property test: a quarter of the place's in the ordinary run, all in the nightly one."""
+    """Of a property test: an eighth of the place's in the ordinary run, all in the nightly one."""
     return place.examples // int(request.param)
 
 

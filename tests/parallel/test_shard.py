@@ -42,8 +42,10 @@ FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 @DEALT_RANKS
 def test_ranks_train_as_one_process_does(ranks: int, backend: str, every_way: bool) -> None:
     # Sums are exact, and divided once.
-    ways = WAYS if every_way else None
-    in_processes(ranks, check_training, True, CASES, ways, backend=backend)
+    ways, cases = WAYS if every_way else None, CASES
+    if backend == "gloo" and not every_way:  # pairs of cases, to two ranks or to three
+        cases = {name: CASES[name] for at, name in enumerate(CASES) if (at // 2 - ranks) % 2}
+    in_processes(ranks, check_training, True, cases, ways, backend=backend)
 
 
 @pytest.mark.parametrize(

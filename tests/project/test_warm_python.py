@@ -80,6 +80,7 @@ def interrupted(python: str) -> tuple[int, str]:
     return process.returncode, errors
 
 
+@pytest.mark.examples
 def test_ctrl_c_reaches_a_program() -> None:
     status, errors = interrupted(warm_python())
     assert status == interrupted(sys.executable)[0] != 0
