@@ -266,7 +266,7 @@ class Doubled(torch.nn.Module):
         return rows
 
 
-@pytest.mark.examples
+@pytest.mark.slow
 def test_scripted_modules_run_with_the_library_alone(device: str, tmp_path: Path) -> None:
     """Lists that they copy stay whole, too."""
     op, one = torch.ops.speedtorch.optimizer_state_swap.default, torch.tensor([1])
