@@ -541,7 +541,9 @@ def test_an_error_at_a_line_of_ours_leaves_all_before_or_after_the_call(
     # the loops have most lines in common, and take other shares. The next test takes all.
     seen, shares = work.seen(), len(LOOPS) * len(OPTIMIZERS)
     share = LOOPS.index(loop) * len(OPTIMIZERS) + OPTIMIZERS.index(optimizer)
-    numbers = sorted({*first_of_each(seen)[share :: 4 * shares], *range(1 + share, len(seen), 799)})
+    numbers = sorted(
+        {*first_of_each(seen)[share :: 8 * shares], *range(1 + share, len(seen), 1599)}
+    )
     report(
         [
             work.interrupt(Lines(PACKAGE, n, ERRORS[i % 2]), at_once=i % 3 != 0)

@@ -1,6 +1,6 @@
 """Threads: each may train its own model, and one module is used by one of them at a time.
 
-SPEEDTORCH_ROUNDS sets how many random programs run, 15 by default, and SPEEDTORCH_FIRST the first.
+SPEEDTORCH_ROUNDS sets how many random programs run, 10 by default, and SPEEDTORCH_FIRST the first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import speedtorch
 from speedtorch.step import exchange
 from speedtorch.step.turn import Turn, Turns, unite
 
-ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", programs(15)))
+ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", programs(10)))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 ROWS, COLUMNS, STEPS = 12, 3, 6
 
