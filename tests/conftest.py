@@ -65,7 +65,8 @@ LONGEST += ["collection_exact", "embedding_exact", "capacity", "swapper_programs
 LONGEST += ["packaging", "notebooks", "unit_training", "joint_exchange", "switch_interrupts"]
 LONGEST += ["paths", "compare", "training_exact", "benchmarks", "glove", "skipgram"]
 LONGEST += ["dlrm_processes", "binary", "several_gpus_page", "ncf", "dlrm", "properties", "readme"]
-LONGEST += ["memory_processes", "word2vec", "commands", "loops"]
+LONGEST += ["memory_processes", "word2vec", "commands", "loops", "disagreements"]
+LONGEST += ["sharded_capacity", "cache", "attach_resume", "row_weight", "threads"]
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 
 
@@ -73,12 +74,12 @@ RANKS = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST)}
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Brings tests in order, without those of a GPU where there is none: skips take time, too."""
     items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))
-    for item in left_to_nightly(items):
-        item.add_marker("nightly")
     if not torch.cuda.is_available():
         left_out = [item for item in items if NEEDS_GPU.mark in item.iter_markers("skipif")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if NEEDS_GPU.mark not in item.iter_markers("skipif")]
+    for item in left_to_nightly(items):  # of those that can run: nothing is dealt to the others
+        item.add_marker("nightly")
 
 
 def left_to_nightly(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -87,7 +88,9 @@ def left_to_nightly(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     grids = defaultdict(list)
     for item in items:
         mark, cases = item.get_closest_marker("dealt"), getattr(item, "callspec", None)
-        if mark is None or cases is None or cases.params.get("place") == PLACES[0].values[0]:
+        if mark is None or cases is None or item.get_closest_marker("nightly"):
+            continue
+        if cases.params.get("place") == PLACES[0].values[0]:
             continue
         parts: tuple[list[Hashable], list[Hashable]] = ([], [])
         for name, value in cases.params.items():
@@ -192,10 +195,10 @@ def mapped_place(request: pytest.FixtureRequest) -> Place:
 
 
 @pytest.fixture(
-    params=[4, pytest.param(1, marks=pytest.mark.nightly)], ids=["quarter", "all"], scope="session"
+    params=[8, pytest.param(1, marks=pytest.mark.nightly)], ids=["eighth", "all"], scope="session"
 )
 def examples(request: pytest.FixtureRequest, place: Place) -> int:
-    """Of a property test: a quarter of the place's in the ordinary run, all in the nightly one."""
+    """Of a property test: an eighth of the place's in the ordinary run, all in the nightly one."""
     return place.examples // int(request.param)
 
 

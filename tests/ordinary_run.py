@@ -42,8 +42,8 @@ def dealt(cases: Sequence[tuple[Hashable, Hashable]]) -> list[int]:
 
 
 def programs(ordinary: int) -> int:
-    """How many random programs a test runs: fifty times as many in `make nightly`."""
-    return ordinary * (50 if "SPEEDTORCH_PROGRAMS" in os.environ else 1)
+    """How many random programs a test runs: many times as many in `make nightly`."""
+    return ordinary * (125 if "SPEEDTORCH_PROGRAMS" in os.environ else 1)
 
 
 def process_count(cores: int, host_bytes: int, gpu_bytes: int | None = None) -> int:

@@ -12,6 +12,11 @@ BACKENDS = pytest.mark.parametrize("backend", ["gloo", _BY_NCCL])
 EVERY_WAY = pytest.mark.parametrize(
     "every_way", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["some", "every-way"]
 )
+_THREE = pytest.param(3, "gloo", marks=pytest.mark.nightly)
 RANKS = pytest.mark.parametrize(
+    ("ranks", "backend"), [(2, "gloo"), _THREE, pytest.param(2, "nccl", marks=NEEDS_GPUS)]
+)
+# Where two ranks and three have tests of their own in the ordinary run.
+DEALT_RANKS = pytest.mark.parametrize(
     ("ranks", "backend"), [(2, "gloo"), (3, "gloo"), pytest.param(2, "nccl", marks=NEEDS_GPUS)]
 )

@@ -304,20 +304,21 @@ CALLS: dict[str, tuple[Callable[[Pair], None], str, str]] = {
 }
 
 
-def check_other_calls(capacity: int | None) -> None:
+def check_other_calls(capacity: int | None, part: slice) -> None:
     """Whatever one rank does otherwise raises on all, which name both; then they go on."""
     assert Ranks.of().meets_beside_the_device
-    check_each_other_call(capacity)
+    check_each_other_call(capacity, part)
 
 
-def check_other_calls_on_machines(capacity: int | None) -> None:
+def check_other_calls_on_machines(capacity: int | None, part: slice) -> None:
     """The same of ranks that share no memory."""
     with patch.object(Ranks.of(), "_board", None):
-        check_each_other_call(capacity)
+        check_each_other_call(capacity, part)
 
 
-def check_each_other_call(capacity: int | None) -> None:
-    for name, (differ, first, odd) in CALLS.items():
+def check_each_other_call(capacity: int | None, part: slice) -> None:
+    """Each of this part of CALLS."""
+    for name, (differ, first, odd) in list(CALLS.items())[part]:
         pair = Pair(capacity)
         time.sleep(0.1 * is_odd())  # the others wait for it
         with soon(name):

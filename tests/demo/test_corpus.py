@@ -21,7 +21,7 @@ def written(path: Path, content: str | bytes) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_every_python_carries_over_500_kb_of_english() -> None:
     corpus = Corpus.from_passages(builtin_passages())
     assert corpus.characters > 500_000

@@ -142,6 +142,7 @@ def trained(
     return model, outcome
 
 
+@pytest.mark.dealt("dim")
 @pytest.mark.parametrize("dim", [1, 16])
 @pytest.mark.parametrize("name", ["Adagrad", "SGD"])
 def test_losses_and_all_rows_are_plain_torchs_bit_for_bit(

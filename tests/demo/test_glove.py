@@ -198,7 +198,13 @@ def test_the_report_tells_all_that_was_promised(
     assert len(found["neighbours"]) == 8
 
 
-@pytest.mark.parametrize("name", ["SGD", "SparseAdam", "Adamax", "RMSprop"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SparseAdam",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("SGD", "Adamax", "RMSprop")),
+    ],
+)
 def test_other_optimizers_can_be_chosen(tmp_path: Path, name: str) -> None:
     assert run_demo("glove", tmp_path, "--optimizer", name, "--lr", "0.01") == 0
     losses = facts(tmp_path)["training"]["losses"]

@@ -56,7 +56,7 @@ def test_training_raises_the_hit_rate_clearly_above_chance(ratings: Ratings, dev
     assert outcome.ratings == 6 * (len(ratings) - 600)
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_with_and_without_prefetch_the_numbers_are_the_same(ratings: Ratings) -> None:
     results = []
     for ahead in (True, False):

@@ -100,6 +100,7 @@ def test_an_interrupt_between_two_switches_brings_the_first_file_back(
     assert snapshot(folder) == before
 
 
+@pytest.mark.dealt("there")
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="settrace tells of no instruction")
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=["one file", "two files"])

@@ -66,6 +66,7 @@ def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
         hook.remove()
 
 
+@pytest.mark.dealt("extra", "step")
 @pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("extra", [1.05, 2.4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

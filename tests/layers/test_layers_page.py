@@ -17,7 +17,7 @@ import speedtorch
 PAGE = Path(speedtorch.__file__).parents[1] / "docs" / "layers.md"
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_the_example_trains_and_saves(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     done = subprocess.run(

@@ -135,7 +135,7 @@ def do(model: Model, optimizer: Optimizer, call: tuple[str, list[int]], number: 
 
 
 @pytest.mark.slow
-@settings(max_examples=programs(12))
+@settings(max_examples=programs(5))
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW-fused"])
 @given(
     program=st.lists(CALLS, min_size=4, max_size=20),
@@ -220,9 +220,15 @@ def test_the_next_unit_is_there_when_it_is_called(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dealt("steps")
-@pytest.mark.parametrize("steps", [False, True], ids=["optimizer steps", "backward steps"])
-@pytest.mark.parametrize("way", ["torch.compile(module)", "module.compile()"])
+@pytest.mark.parametrize(
+    ("way", "steps"),
+    [
+        pytest.param("torch.compile(module)", True),
+        pytest.param("module.compile()", False),
+        pytest.param("torch.compile(module)", False, marks=pytest.mark.nightly),
+        pytest.param("module.compile()", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_compiled_units_come_by_themselves(device: str, way: str, steps: bool) -> None:
     graphs: list[Model] = []
 

@@ -18,7 +18,7 @@ from unit_families import (
 
 
 @pytest.mark.usefixtures("one_thread", "deterministic")
-@pytest.mark.dealt("mode")
+@pytest.mark.dealt("name", "mode")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FAMILIES)

@@ -161,7 +161,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@settings(max_examples=programs(10))
+@settings(max_examples=programs(4))
 @pytest.mark.parametrize("kind", [*sorted(LAYERS), "Muon"])
 @given(program=st.lists(CALLS, max_size=14), budget=st.sampled_from(BUDGETS))
 def test_any_program_has_the_bits_of_a_model_that_stays(

@@ -1,6 +1,6 @@
 """Two models on two streams, each with a Swapper: neither sees the other.
 
-SPEEDTORCH_ROUNDS sets how many random programs run, 12 by default, and SPEEDTORCH_FIRST the first.
+SPEEDTORCH_ROUNDS sets how many random programs run, 6 by default, and SPEEDTORCH_FIRST the first.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from ordinary_run import programs
 from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.layers import Swapper
 
-ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "12"))
+ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", programs(6)))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 WIDTH, ROWS, UNITS, STEPS = 256, 16, 5, 4
 UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)

@@ -54,6 +54,7 @@ FILES = [
 ]
 
 
+@pytest.mark.dealt("maker", "kind", "name")
 @pytest.mark.parametrize(("maker", "kind", "name"), FILES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_saved_state_comes_back_with_its_step_count(

@@ -239,6 +239,7 @@ def outcomes(training: Factories, call: str, *, more: bool) -> list[bool]:
     return [same(found, judge) for judge in each]
 
 
+@pytest.mark.dealt("make")
 @pytest.mark.parametrize(("make", "call"), INTERRUPTED)
 def test_an_interrupted_call_is_wholly_done_or_not_done(make: Any, call: str) -> None:
     done = []

@@ -62,7 +62,7 @@ def train_through_factories(
     return trained(case, optimizer, weight, fields, loss.scale)
 
 
-@pytest.mark.dealt("width")
+@pytest.mark.dealt("variant", "width")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("case", "variant"), VARIANTS)
 def test_training_equals_training_in_place_bit_for_bit(
@@ -72,6 +72,7 @@ def test_training_equals_training_in_place_bit_for_bit(
     assert_same_content(train_through_factories(case, variant, width, "cpu"), expected)
 
 
+@pytest.mark.dealt("variant")
 @pytest.mark.parametrize(("case", "variant"), VARIANTS)
 def test_training_with_one_shared_table_is_the_same_bit_for_bit(case: Case, variant: str) -> None:
     expected = in_place(case, variant, 47, "cpu")

@@ -161,7 +161,12 @@ def test_a_forked_child_with_managed_memory_is_told_both_processes_and_the_remed
             assert remedy in message, name
 
 
-@pytest.mark.parametrize("kind", ["registered", "plain"])
+FORKED = pytest.mark.parametrize(
+    "kind", ["registered", pytest.param("plain", marks=pytest.mark.nightly)]
+)
+
+
+@FORKED
 def test_a_forked_child_may_use_other_memory(kind: str) -> None:
     program = "forked(child); print(json.dumps(tables[kind]['weight'].tolist()))"
     *outcomes, parents = lines_of(TABLES, FORK, f"kind = {kind!r}", TRIALS, program)
@@ -189,7 +194,7 @@ print(json.dumps([driver.named("free_managed", "host_unregister"), speedtorch.me
     assert stats["registered"] == 216 + 72  # tables of 6 x 6, tensors of 6 x 3 floats
 
 
-@pytest.mark.parametrize("kind", ["registered", "plain"])
+@FORKED
 def test_dataloader_workers_read_a_table_of_memory_that_may_be_forked(kind: str) -> None:
     rows, _ = lines_of(TABLES, LOADER.format(kind=kind))
     assert rows == [[[2.0] * 3] * 2] * 3
@@ -246,7 +251,7 @@ atexit.register(cuda_calls.abort_on_any_call)
 
 @pytest.mark.parametrize(
     ("ending", "status"),
-    [("", 0), ("sys.exit(0)", 0), ("sys.exit(3)", 3)],
+    [("", 0), pytest.param("sys.exit(0)", 0, marks=pytest.mark.nightly), ("sys.exit(3)", 3)],
     ids=["end", "exit_0", "exit_3"],
 )
 def test_a_process_with_live_tables_ends_silently_and_without_a_cuda_call(

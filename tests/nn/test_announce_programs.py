@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 from interrupts import PACKAGE, Lines, out_of_memory
+from ordinary_run import programs
 from torch import Tensor, optim
 
 import speedtorch
 from speedtorch import EmbeddingBagCollection, EmbeddingBagConfig
 
-PROGRAMS = int(os.environ.get("SPEEDTORCH_ANNOUNCE_PROGRAMS", "120"))
+PROGRAMS = int(os.environ.get("SPEEDTORCH_ANNOUNCE_PROGRAMS", programs(25)))
 ROWS, BATCHES, CAPACITY = 9, 6, 5
 TABLES = {"a": 2, "b": 3}
 """Columns of each table, which is a group by itself."""

@@ -574,6 +574,7 @@ INTERRUPTED: dict[str, Callable[[Training], object]] = {
 }
 
 
+@pytest.mark.dealt("with_gradient")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @EVERY

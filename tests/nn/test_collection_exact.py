@@ -165,7 +165,14 @@ def test_training_equals_training_in_place_bit_for_bit(
     assert_same_as_in_place(case, case.variants[0], overlap, pooled=pooled, ahead=ahead)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# An exchange does not depend on the optimizer, whose every kind the test above has.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[] if name == "Adam" else pytest.mark.nightly)
+        for name, case in CASES.items()
+    ],
+)
 def test_training_with_a_capacity_equals_training_in_place_bit_for_bit(case: Case) -> None:
     variant = case.variants[0]
     assert_same_as_in_place(case, variant, 0.5, pooled=True, ahead=True, capacity=CAPACITY)

@@ -65,7 +65,7 @@ CAPACITY = 40
 """As many as the ids of the largest batch, of which some are alike: no block is ever full."""
 
 
-@pytest.mark.dealt("overlap")
+@pytest.mark.dealt("overlap", "ahead")
 @AHEAD
 @pytest.mark.parametrize("overlap", [0, 0.5, 1], ids=["apart", "half", "same"])
 @pytest.mark.parametrize(("case", "variant"), VARIANTS)
@@ -81,6 +81,7 @@ def test_training_equals_training_in_place_bit_for_bit(
 
 
 # Without prefetch what differs is that each exchange is one, which the next test has.
+@pytest.mark.dealt("variant")
 @pytest.mark.parametrize(("case", "variant"), VARIANTS)
 def test_training_with_a_capacity_equals_training_in_place_bit_for_bit(
     case: Case, variant: str

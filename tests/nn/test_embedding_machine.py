@@ -1,6 +1,6 @@
 """Random programs of everything that an Embedding can do, against plain training.
 
-SPEEDTORCH_PROGRAMS is how many programs are run; by default 400, always the same ones, and others
+SPEEDTORCH_PROGRAMS is how many programs are run; by default 120, always the same ones, and others
 each time that it is set, as `make nightly` does. Each kind of modules has a share of them and is a
 test of its own. With SPEEDTORCH_SHRINK=0 one that fails is reported as it is, not made short first.
 A call may be interrupted at any line of the package: then it was done, or was not, for all tables,
@@ -45,7 +45,7 @@ import speedtorch
 from speedtorch.optim.probe import OptimizerProbe, probe_optimizer
 
 ROWS, WIDTH = 6, 2
-PROGRAMS = int(os.environ.get("SPEEDTORCH_PROGRAMS", "400"))
+PROGRAMS = int(os.environ.get("SPEEDTORCH_PROGRAMS", "120"))
 IDS = [
     torch.tensor(ids)
     for ids in (

@@ -191,7 +191,7 @@ def test_distributed_data_parallel_is_refused_by_name_unless_the_weight_is_left_
     step(nn.parallel.DistributedDataParallel(model))
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 def test_a_compiled_model_trains_as_an_eager_one() -> None:
     theirs, ours = pair()
     compiled = torch.compile(ours)

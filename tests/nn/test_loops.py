@@ -19,6 +19,7 @@ def test_rows_are_those_of_torchs_embedding(loop: str, way: str, device: str) ->
     assert_same_numbers(train, (WAYS[way], TORCH), optim.SGD, device)
 
 
+@pytest.mark.dealt("way")
 @pytest.mark.parametrize(("loop", "way"), [each for each in GRID if each[1] != "plain"])
 def test_rows_and_state_are_those_of_the_plain_loop(loop: str, way: str, device: str) -> None:
     train = {**LOOPS, **JOINING}[loop]

@@ -144,6 +144,7 @@ def decomposed(calls: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
     return torch.export.export(calls, tensors).run_decompositions().module()
 
 
+@pytest.mark.dealt("build")
 @pytest.mark.parametrize("build", [compiled, exported, decomposed])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_does_what_the_op_does(device: str, name: str, build: Any) -> None:

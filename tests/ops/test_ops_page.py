@@ -18,7 +18,7 @@ PAGE = Path(speedtorch.__file__).parents[1] / "docs" / "ops.md"
 PROGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_an_example_runs(number: int, tmp_path: Path) -> None:
     if "torch.jit" in PROGRAMS[number] and sys.version_info >= (3, 14):

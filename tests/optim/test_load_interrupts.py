@@ -69,12 +69,17 @@ class Training:
 @pytest.mark.parametrize(
     ("make", "error"), [(optim.Adam, KeyboardInterrupt), (Boxed, out_of_memory)]
 )
-def test_an_interrupted_load_is_all_of_it_or_nothing(make: Any, error: Any) -> None:
+@pytest.mark.parametrize(
+    "every",
+    [5, pytest.param(1, marks=pytest.mark.nightly)],
+    ids=["every-5th-line", "every-line"],
+)
+def test_an_interrupted_load_is_all_of_it_or_nothing(make: Any, error: Any, every: int) -> None:
     training, files, seen = Training(make), PACKAGE | OPTIMIZERS, set()
     training.begun()
-    with Lines(files) as every:
+    with Lines(files) as lines:
         training.load()
-    for turn, at in enumerate(first_of_each(every.seen or [])):
+    for turn, at in enumerate(first_of_each(lines.seen or [])[::every]):
         training.begun()
         with Lines(files, at, error) as lines:
             training.load()

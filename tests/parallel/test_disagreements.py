@@ -23,24 +23,39 @@ def test_a_mesh_is_refused_with_the_remedy() -> None:
     in_processes(2, check_meshes)
 
 
-@pytest.mark.dealt("capacity")
-@pytest.mark.dealt("ranks")
-@pytest.mark.parametrize("capacity", [None, 41], ids=["counted", "capacity"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_an_exchange_that_differs_is_named_before_a_row_changes(
-    ranks: int, capacity: int | None
-) -> None:
-    in_processes(ranks, check_other_calls, capacity)
+# Of the calls that differ the ordinary run has each once, on a machine or between two, and some
+# of them again with a capacity.
+ALL, FIRST, SECOND, THIRD = slice(None), slice(0, None, 2), slice(1, None, 2), slice(2, None, 3)
 
 
-@pytest.mark.dealt("capacity")
 @pytest.mark.parametrize(
-    "capacity",
-    [None, pytest.param(41, marks=pytest.mark.nightly)],
-    ids=["counted", "capacity"],
+    ("ranks", "capacity", "part"),
+    [
+        pytest.param(2, None, FIRST, id="2-counted-half"),
+        pytest.param(2, 41, THIRD, id="2-capacity-third"),
+        *(
+            pytest.param(ranks, capacity, ALL, id=f"{ranks}-{name}", marks=pytest.mark.nightly)
+            for ranks in (2, 3)
+            for capacity, name in ((None, "counted"), (41, "capacity"))
+        ),
+    ],
 )
-def test_so_is_one_between_machines(capacity: int | None) -> None:
-    in_processes(2, check_other_calls_on_machines, capacity)
+def test_an_exchange_that_differs_is_named_before_a_row_changes(
+    ranks: int, capacity: int | None, part: slice
+) -> None:
+    in_processes(ranks, check_other_calls, capacity, part)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "part"),
+    [
+        pytest.param(None, SECOND, id="counted-half"),
+        pytest.param(None, ALL, id="counted", marks=pytest.mark.nightly),
+        pytest.param(41, ALL, id="capacity", marks=pytest.mark.nightly),
+    ],
+)
+def test_so_is_one_between_machines(capacity: int | None, part: slice) -> None:
+    in_processes(2, check_other_calls_on_machines, capacity, part)
 
 
 def test_a_backward_that_differs_changes_no_row_where_errors_come_late() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import speedtorch
 
 
+@pytest.mark.dealt("collected_bytes")
 @pytest.mark.parametrize("collected_bytes", [1 << 20, 50], ids=["at once", "in parts"])
 @pytest.mark.parametrize("name", MAKES)
 @RANKS

@@ -44,7 +44,10 @@ def test_row_parameters_are_those_of_every_module() -> None:
     in_processes(2, check_row_parameters)
 
 
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] if name == "Adam" else []) for name in MAKES],
+)
 def test_all_ranks_skip_the_step_that_one_must(name: str) -> None:
     in_processes(2, check_scaled, name)
 

@@ -1,6 +1,6 @@
 """Rows of a capacity that are shared out train as those of one process without a capacity.
 
-SPEEDTORCH_ROUNDS sets how many random programs run, 12 by default, and SPEEDTORCH_FIRST the first.
+SPEEDTORCH_ROUNDS sets how many random programs run, 4 by default, and SPEEDTORCH_FIRST the first.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from rank_backends import BACKENDS, EVERY_WAY, RANKS
+from ordinary_run import programs
+from rank_backends import BACKENDS, DEALT_RANKS, EVERY_WAY, RANKS
 from rank_processes import in_processes
 from sharded_capacity import (
     check_a_bad_id,
@@ -24,12 +25,12 @@ from sharded_capacity import (
 )
 from sharded_training import FITS, FIXED, WAYS, WAYS_OF, check_collections, check_training
 
-ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "12"))
+ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", programs(4)))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 
 
 @EVERY_WAY
-@RANKS
+@DEALT_RANKS
 def test_ranks_train_as_one_process_does(ranks: int, backend: str, every_way: bool) -> None:
     ways = WAYS if every_way else WAYS_OF[ranks]
     in_processes(ranks, check_training, ranks == 2, FIXED, ways, backend=backend)

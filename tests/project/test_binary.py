@@ -129,7 +129,7 @@ def test_a_program_without_python_gathers_rows(program: Path, environment: dict[
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @needs("g++")
 def test_a_program_told_to_load_a_library_that_is_not_there_says_so(program: Path) -> None:
     done = subprocess.run([program, "nowhere.so"], capture_output=True, text=True)

@@ -116,7 +116,7 @@ def test_a_run_that_fails_is_told_and_the_other_counts(tmp_path: Path) -> None:
     assert "old a, round 0: out of memory" in told
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.parametrize("fails", [False, True])
 def test_two_processes_take_turns_until_one_ends(fails: bool) -> None:
     program = (

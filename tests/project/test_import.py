@@ -66,6 +66,7 @@ print(speedtorch.pinned_gather(torch.arange(3.0).view(3, 1), torch.tensor([2])).
 """
 
 
+@pytest.mark.examples
 def test_import_works_where_the_user_has_no_home_and_no_name() -> None:
     assert run(HOMELESS, "HOME", "USER", "LOGNAME", "XDG_CACHE_HOME") == "[[2.0]]\n"
 
@@ -80,6 +81,7 @@ print([name for name in opened if "costs-" in name], torch.cuda.is_initialized()
 """
 
 
+@pytest.mark.examples
 def test_import_reads_no_file_of_costs_and_wakes_no_gpu(tmp_path: Path) -> None:
     program = f"import os; os.environ['XDG_CACHE_HOME'] = {str(tmp_path)!r}\n{UNTOUCHED}"
     assert run(program) == "[] False\n"

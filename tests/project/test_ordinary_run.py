@@ -46,14 +46,14 @@ def test_neighbours_of_a_grid_are_not_all_under_the_first_circumstance() -> None
 class Item:
     """A case as pytest collects it, of a grid with the mark `dealt`, or without."""
 
-    def __init__(self, *names: str, **values: Any) -> None:
+    def __init__(self, *names: str, nightly: bool = False, **values: Any) -> None:
         self.parent, self.originalname = "test_file.py", "test_a_fact"
         self.callspec = SimpleNamespace(params=values)
-        self._mark = SimpleNamespace(args=names) if names else None
+        dealt_mark = SimpleNamespace(args=names) if names else None
+        self._marks = {"dealt": dealt_mark, "nightly": nightly or None}
 
     def get_closest_marker(self, name: str) -> Any:
-        assert name == "dealt"
-        return self._mark
+        return self._marks[name]
 
 
 def taken(items: list[Any]) -> list[dict[str, Any]]:
@@ -77,6 +77,16 @@ def test_what_is_not_dealt_is_taken() -> None:
     items = [Item(number=number) for number in range(3)]
     items += [Item("place", number=number) for number in range(3)]
     assert len(taken(items)) == 6
+
+
+def test_nothing_is_dealt_to_cases_that_run_by_night_anyway() -> None:
+    items = [
+        Item("way", nightly=number > 0, number=number, way=way)
+        for number in range(9)
+        for way in "abc"
+    ]
+    ordinary = [each for each in taken(items) if each["number"] == 0]
+    assert [each["way"] for each in ordinary] == [*"abc"]
 
 
 # ------------------------------------------------------------------------------------------------

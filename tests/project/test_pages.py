@@ -25,11 +25,19 @@ EXAMPLES = [
     if document.stem not in TESTED_ALONE
     for block in blocks(document, "python")
 ]
+FIRST_READ = (README, DOCS / "quickstart.md", DOCS / "embedding.md")
 LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", EXAMPLES, ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(each, marks=[] if each.document in FIRST_READ else pytest.mark.examples)
+        for each in EXAMPLES
+    ],
+    ids=str,
+)
 def test_a_block_of_python_runs_by_itself(block: Block, tmp_path: Path) -> None:
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{block.text}"
     done = subprocess.run(

@@ -71,6 +71,7 @@ def test_a_build_without_torch_says_how_to_get_it(tree: Path, command: str) -> N
     assert "needs torch >= 2.11" in line and "pip install --no-build-isolation ." in line
 
 
+@pytest.mark.dealt("command")
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["build_ext", "build"])
 @pytest.mark.parametrize(

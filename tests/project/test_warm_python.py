@@ -80,6 +80,7 @@ def interrupted(python: str) -> tuple[int, str]:
     return process.returncode, errors
 
 
+@pytest.mark.examples
 def test_ctrl_c_reaches_a_program() -> None:
     status, errors = interrupted(warm_python())
     assert status == interrupted(sys.executable)[0] != 0
@@ -118,6 +119,7 @@ def test_all_that_a_program_has_started_ends_with_its_asker(tmp_path: Path) -> N
     assert_ended(numbers)
 
 
+@pytest.mark.examples
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
     "warm", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["warm", "another"]

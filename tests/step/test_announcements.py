@@ -359,6 +359,7 @@ WAYS: dict[str, Callable[[Trained, dict[str, Any]], object]] = {
 }
 
 
+@pytest.mark.dealt("capacity")
 @pytest.mark.parametrize("announces", [False, True], ids=["looked up", "announced"])
 @pytest.mark.parametrize("capacity", [None, 4])
 @pytest.mark.parametrize("way", WAYS)

@@ -530,6 +530,7 @@ def test_the_loops_give_the_numbers_of_plain_training(
         ours.begin_anew()
 
 
+@pytest.mark.dealt("optimizer")
 @over_the_grid
 def test_an_error_at_a_line_of_ours_leaves_all_before_or_after_the_call(
     loop: Loop, optimizer: str, device: str
@@ -540,7 +541,9 @@ def test_an_error_at_a_line_of_ours_leaves_all_before_or_after_the_call(
     # the loops have most lines in common, and take other shares. The next test takes all.
     seen, shares = work.seen(), len(LOOPS) * len(OPTIMIZERS)
     share = LOOPS.index(loop) * len(OPTIMIZERS) + OPTIMIZERS.index(optimizer)
-    numbers = sorted({*first_of_each(seen)[share :: 3 * shares], *range(1 + share, len(seen), 599)})
+    numbers = sorted(
+        {*first_of_each(seen)[share :: 8 * shares], *range(1 + share, len(seen), 1599)}
+    )
     report(
         [
             work.interrupt(Lines(PACKAGE, n, ERRORS[i % 2]), at_once=i % 3 != 0)
@@ -619,6 +622,7 @@ LOOPS_OF_STEPS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.dealt("optimizer")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @LOOPS_OF_STEPS
@@ -713,7 +717,11 @@ def press_ctrl_c(work: Interrupted, times: int, seed: int) -> int:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop",
+    [several_lookups, prefetched_with_a_capacity, prefetched_with_a_cache],
+    ids=lambda loop: loop.__name__,
+)
 def test_ctrl_c_leaves_all_before_or_after_a_call(loop: Loop, device: str) -> None:
     assert press_ctrl_c(Interrupted(loop, "Adam", device), 20, seed=1) > 2
 

@@ -1,6 +1,6 @@
 """Threads: each may train its own model, and one module is used by one of them at a time.
 
-SPEEDTORCH_ROUNDS sets how many random programs run, 40 by default, and SPEEDTORCH_FIRST the first.
+SPEEDTORCH_ROUNDS sets how many random programs run, 10 by default, and SPEEDTORCH_FIRST the first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from ordinary_run import programs
 from torch import Tensor, nn, optim
 from warm_python import warm_python
 
@@ -27,7 +28,7 @@ import speedtorch
 from speedtorch.step import exchange
 from speedtorch.step.turn import Turn, Turns, unite
 
-ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", "40"))
+ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", programs(10)))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 ROWS, COLUMNS, STEPS = 12, 3, 6
 
