@@ -12,15 +12,17 @@ enum class Stored : int { kSame, kBFloat16, kFloat16 };
 constexpr uint32_t kSignBit = 0x80000000u, kInfinity = 0x7F800000u;
 constexpr uint32_t kSmallestFloat16 = 103u << 23;  // 2^-24, as float32
 
+constexpr uint16_t kStoredNan = 0x7FFF;  // of both kinds, as GPUs give it
+
 // To nearest, ties to even.
 constexpr uint16_t bfloat16_of(uint32_t bits) {
-  if ((bits & ~kSignBit) > kInfinity) return static_cast<uint16_t>((bits >> 16) | 0x40);  // NaN
+  if ((bits & ~kSignBit) > kInfinity) return kStoredNan;
   return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
 constexpr uint16_t float16_of(uint32_t bits) {
   const uint32_t sign = (bits & kSignBit) >> 16, size = bits & ~kSignBit;
-  if (size > kInfinity) return static_cast<uint16_t>(sign | 0x7E00 | ((size >> 13) & 0x3FF));
+  if (size > kInfinity) return kStoredNan;
   if (size >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00);  // 65520 and more
   if (size >= 113u << 23) {                                              // normal numbers
     const uint32_t rebased = size - (112u << 23);

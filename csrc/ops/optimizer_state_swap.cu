@@ -1,9 +1,8 @@
 // Kernels of optimizer_state_swap: evict the rows of one list to the host while the rows of another
 // are loaded. Called by optimizer_state_swap.cpp.
 
-#include <type_traits>
-
 #include "move/row_copy.cuh"
+#include "move/stored_float.cuh"
 #include "ops/launchers.h"
 #include "plan/ids.cuh"
 
@@ -135,8 +134,7 @@ struct MovedField {
   const char* leaving;
   char* arriving;
   int64_t side_row_bytes;
-  int vec_bytes;  // of one access of the host's rows, where fields differ in it
-  Stored stored;
+  int number;  // among all fields of a row
 };
 
 struct Fields {
@@ -149,7 +147,7 @@ struct Fields {
 // none (-1) if the table is not among them.
 struct OneTable {
   __device__ int table_of(int64_t) const { return 0; }
-  __device__ char* row(const MovedField& field, int, int, int64_t id) const {
+  __device__ char* row(const MovedField& field, int, int64_t id) const {
     return field.host + id * field.host_stride_bytes;
   }
 };
@@ -163,8 +161,8 @@ struct SomeTables {
     // The first that begins after the row, less one: tables without rows are none.
     return static_cast<int>(lower_bound(all.firsts, all.count, id + 1)) - 1;
   }
-  __device__ char* row(const MovedField&, int f, int table, int64_t id) const {
-    const HostPlace& place = all.places[table * fields + f];
+  __device__ char* row(const MovedField& field, int table, int64_t id) const {
+    const HostPlace& place = all.places[table * fields + field.number];
     return place.base + id * place.stride_bytes;
   }
 };
@@ -182,102 +180,135 @@ struct Moves {
   int leaves_table[kRowsInFlight], loaded_table[kRowsInFlight];
 };
 
-// A vector of float32 numbers in twice as many bytes as Vec has.
-template <typename Vec>
-struct Floats {
-  static constexpr int kNumbers = sizeof(Vec) / 2;
-  union {
-    Vec half[2];
-    uint32_t number[kNumbers];
-  };
-};
-
-// One vector of a side's row as the host stores it.
-template <typename Vec, bool kConverts>
-__device__ __forceinline__ Vec load_side(const char* row, int64_t column, Stored stored) {
-  if constexpr (kConverts && sizeof(Vec) >= 2) {
-    if (stored != Stored::kSame) {
-      Floats<Vec> floats;
-      floats.half[0] = load_streaming<Vec>(row, 2 * column);
-      floats.half[1] = load_streaming<Vec>(row, 2 * column + 1);
-      union {
-        Vec vec;
-        uint16_t number[sizeof(Vec) / 2];
-      } packed;
-#pragma unroll
-      for (int i = 0; i < Floats<Vec>::kNumbers; ++i) {
-        packed.number[i] = stored_of(floats.number[i], stored);
-      }
-      return packed.vec;
-    }
-  }
-  return load_streaming<Vec>(row, column);
-}
-
-template <typename Vec, bool kConverts>
-__device__ __forceinline__ void store_side(char* row, int64_t column, Vec value, Stored stored) {
-  if constexpr (kConverts && sizeof(Vec) >= 2) {
-    if (stored != Stored::kSame) {
-      union {
-        Vec vec;
-        uint16_t number[sizeof(Vec) / 2];
-      } packed{value};
-      Floats<Vec> floats;
-#pragma unroll
-      for (int i = 0; i < Floats<Vec>::kNumbers; ++i) {
-        floats.number[i] = float_of(packed.number[i], stored);
-      }
-      store_streaming<Vec>(row, 2 * column, floats.half[0]);
-      store_streaming<Vec>(row, 2 * column + 1, floats.half[1]);
-      return;
-    }
-  }
-  store_streaming<Vec>(row, column, value);
-}
-
-// One column of all moves. Loads of all entries come before their stores.
-template <typename Vec, bool kConverts, typename Tables>
-__device__ __forceinline__ void move_column(const MovedField& field, int f, int64_t column,
+// One column of all moves, where the host has what a side has. Loads of all entries come before
+// their stores.
+template <typename Vec, typename Tables>
+__device__ __forceinline__ void move_column(const MovedField& field, int64_t column,
                                             const Tables& tables, const Moves& moves) {
   const int64_t side_bytes = field.side_row_bytes;
   Vec in[kRowsInFlight], out[kRowsInFlight];
 #pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
     if (moves.arrives_to[u] >= 0) {
-      if (moves.arrives_from[u] >= 0) {
-        in[u] = load_side<Vec, kConverts>(field.leaving + moves.arrives_from[u] * side_bytes,
-                                          column, field.stored);
-      } else {
-        const char* row = tables.row(field, f, moves.loaded_table[u], moves.loaded[u]);
-        in[u] = load_streaming<Vec>(row, column);
-      }
+      const char* source = moves.arrives_from[u] >= 0
+                               ? field.leaving + moves.arrives_from[u] * side_bytes
+                               : tables.row(field, moves.loaded_table[u], moves.loaded[u]);
+      in[u] = load_streaming<Vec>(source, column);
     }
-    if (moves.leaves_from[u] >= 0) {
-      out[u] = load_side<Vec, kConverts>(field.leaving + moves.leaves_from[u] * side_bytes, column,
-                                         field.stored);
-    }
+    if (moves.leaves_from[u] >= 0)
+      out[u] = load_streaming<Vec>(field.leaving + moves.leaves_from[u] * side_bytes, column);
   }
 #pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
     if (moves.leaves_from[u] >= 0) {
-      char* row = tables.row(field, f, moves.leaves_table[u], moves.leaves_to[u]);
+      char* row = tables.row(field, moves.leaves_table[u], moves.leaves_to[u]);
       store_streaming<Vec>(row, column, out[u]);
     }
     if (moves.arrives_to[u] >= 0) {
-      store_side<Vec, kConverts>(field.arriving + moves.arrives_to[u] * side_bytes, column, in[u],
-                                 field.stored);
+      store_streaming<Vec>(field.arriving + moves.arrives_to[u] * side_bytes, column, in[u]);
     }
   }
 }
 
-// Stands for the type of an access where each field has its own, or stores other numbers.
-struct EachItsOwn {};
+// As many numbers in 16 bits as Vec holds, and the same as float32.
+template <typename Vec>
+union Halves {
+  static constexpr int kNumbers = sizeof(Vec) / 2;
+  Vec vec;
+  uint16_t number[kNumbers];
+  uint32_t pair[kNumbers < 2 ? 1 : kNumbers / 2];
+};
+template <typename Vec>
+union Floats {
+  Vec part[2];
+  uint32_t number[Halves<Vec>::kNumbers];
+};
+
+template <typename Vec>
+__device__ __forceinline__ Floats<Vec> load_floats(const char* row, int64_t column) {
+  return {load_streaming<Vec>(row, 2 * column), load_streaming<Vec>(row, 2 * column + 1)};
+}
+template <typename Vec>
+__device__ __forceinline__ void store_floats(char* row, int64_t column, const Floats<Vec>& value) {
+  store_streaming<Vec>(row, 2 * column, value.part[0]);
+  store_streaming<Vec>(row, 2 * column + 1, value.part[1]);
+}
+
+template <Stored kStored, typename Vec>
+__device__ __forceinline__ Halves<Vec> halves_of(const Floats<Vec>& floats) {
+  Halves<Vec> halves;
+  if constexpr (sizeof(Vec) < sizeof(uint32_t)) {
+    halves.number[0] = static_cast<uint16_t>(stored_pair<kStored>(floats.number[0], 0));
+  } else {
+#pragma unroll
+    for (int i = 0; i < Halves<Vec>::kNumbers; i += 2) {
+      halves.pair[i / 2] = stored_pair<kStored>(floats.number[i], floats.number[i + 1]);
+    }
+  }
+  return halves;
+}
+
+template <Stored kStored, typename Vec>
+__device__ __forceinline__ Floats<Vec> floats_of(const Halves<Vec>& halves) {
+  Floats<Vec> floats;
+#pragma unroll
+  for (int i = 0; i < Halves<Vec>::kNumbers; ++i) {
+    floats.number[i] = float_of_stored<kStored>(halves.number[i]);
+  }
+  return floats;
+}
+
+// The same of a field that the host stores in 16 bits. Conversions come after all loads, for which
+// they would wait one by one. Rows from one side to the other become what the host would store;
+// they do not cross the link, and come last.
+template <typename Vec, Stored kStored, typename Tables>
+__device__ __forceinline__ void convert_column(const MovedField& field, int64_t column,
+                                               const Tables& tables, const Moves& moves) {
+  const int64_t side_bytes = field.side_row_bytes;
+  Halves<Vec> in[kRowsInFlight];
+  Floats<Vec> out[kRowsInFlight];
+#pragma unroll
+  for (int u = 0; u < kRowsInFlight; ++u) {
+    if (moves.arrives_to[u] >= 0 && moves.arrives_from[u] < 0) {
+      const char* row = tables.row(field, moves.loaded_table[u], moves.loaded[u]);
+      in[u].vec = load_streaming<Vec>(row, column);
+    }
+    if (moves.leaves_from[u] >= 0)
+      out[u] = load_floats<Vec>(field.leaving + moves.leaves_from[u] * side_bytes, column);
+  }
+#pragma unroll
+  for (int u = 0; u < kRowsInFlight; ++u) {
+    if (moves.leaves_from[u] >= 0) {
+      char* row = tables.row(field, moves.leaves_table[u], moves.leaves_to[u]);
+      store_streaming<Vec>(row, column, halves_of<kStored>(out[u]).vec);
+    }
+    if (moves.arrives_to[u] >= 0 && moves.arrives_from[u] < 0) {
+      store_floats(field.arriving + moves.arrives_to[u] * side_bytes, column,
+                   floats_of<kStored>(in[u]));
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kRowsInFlight; ++u) {
+    if (moves.arrives_to[u] < 0 || moves.arrives_from[u] < 0) continue;
+    const auto floats =
+        load_floats<Vec>(field.leaving + moves.arrives_from[u] * side_bytes, column);
+    store_floats(field.arriving + moves.arrives_to[u] * side_bytes, column,
+                 floats_of<kStored>(halves_of<kStored>(floats)));
+  }
+}
+
+// The type of an access to the host, and how it stores numbers.
+template <typename Vec_, Stored kStored_>
+struct Way {
+  using Vec = Vec_;
+  static constexpr Stored kStored = kStored_;
+};
 
 // A group of lanes owns kRowsInFlight entries of both lists at a time; entry m of each list is the
 // m-th in address order, so that both directions work on the same neighbourhood of the table and
 // share its pages. No row is read and written at once: a row in both lists is not read from the
 // host. `blocks` blocks work on the lists; this is one of them.
-template <typename Vec, typename Tables>
+template <typename Way, typename Tables>
 __device__ void swap_rows(const Fields& fields, const Tables& tables, const PlanView& evict,
                           const PlanView& load, const SwapScratch& scratch, int lanes,
                           const Report& evicting, const Report& loading, int64_t block,
@@ -320,23 +351,21 @@ __device__ void swap_rows(const Fields& fields, const Tables& tables, const Plan
       while (vec >= fields.first_vec[f + 1]) ++f;
       const MovedField field = fields.field[f];
       const int64_t column = vec - fields.first_vec[f];
-      if constexpr (std::is_same_v<Vec, EachItsOwn>) {
-        with_vec_type(field.vec_bytes, [&](auto part) {
-          move_column<decltype(part), true>(field, f, column, tables, moves);
-        });
+      if constexpr (Way::kStored != Stored::kSame) {
+        convert_column<typename Way::Vec, Way::kStored>(field, column, tables, moves);
       } else {
-        move_column<Vec, false>(field, f, column, tables, moves);
+        move_column<typename Way::Vec>(field, column, tables, moves);
       }
     }
   }
 }
 
-template <typename Vec, typename Tables>
+template <typename Way, typename Tables>
 __global__ void __launch_bounds__(kMoverThreads)
     swap_kernel(const __grid_constant__ Fields fields, const __grid_constant__ Tables tables,
                 PlanView evict, PlanView load, SwapScratch scratch, int lanes, Report evicting,
                 Report loading) {
-  swap_rows<Vec>(fields, tables, evict, load, scratch, lanes, evicting, loading, blockIdx.x,
+  swap_rows<Way>(fields, tables, evict, load, scratch, lanes, evicting, loading, blockIdx.x,
                  gridDim.x);
 }
 
@@ -353,7 +382,7 @@ static_assert(2 * sizeof(Part) + sizeof(int) + sizeof(ErrorRecord*) <= 4096);
 
 // The first blocks work on rows that cross the link, which few can keep busy, and the others on
 // rows of the GPU's own memory: at the same time.
-template <typename Vec>
+template <typename Way>
 __global__ void __launch_bounds__(kMoverThreads)
     swap_parts_kernel(const __grid_constant__ Part host, const __grid_constant__ Part cached,
                       int host_blocks, ErrorRecord* record) {
@@ -361,67 +390,93 @@ __global__ void __launch_bounds__(kMoverThreads)
   const Part& part = is_host ? host : cached;
   const Report evicting{record, Op::kSwap, IdList::kEvict, part.rows};
   const Report loading{record, Op::kSwap, IdList::kLoad, part.rows};
-  swap_rows<Vec>(part.fields, OneTable{}, part.evict, part.load, part.scratch, part.lanes, evicting,
+  swap_rows<Way>(part.fields, OneTable{}, part.evict, part.load, part.scratch, part.lanes, evicting,
                  loading, is_host ? blockIdx.x : blockIdx.x - host_blocks,
                  is_host ? host_blocks : gridDim.x - host_blocks);
 }
 
-// What a field's addresses, strides and row lengths are all multiples of: their bits, or'ed.
+// What an access to a field must divide: its addresses, strides and row lengths, or'ed.
 uint64_t bits_of(const SwapField& field) {
   return field.host.bits() | static_cast<uint64_t>(field.host.row_bytes) |
          reinterpret_cast<uint64_t>(field.leaving.base) |
          reinterpret_cast<uint64_t>(field.arriving.base);
 }
 
-// How the fields of one launch are moved: all by accesses of one width, or each by its own.
-struct Access {
-  uint64_t bits = 0;         // of all fields
-  int widest = 1;            // access of any field, in bytes
-  int64_t record_bytes = 0;  // in the host
-  bool converts = false;
-
-  void add(const SwapField* fields, int field_count, uint64_t other_bits) {
-    for (int f = 0; f < field_count; ++f) {
-      bits |= bits_of(fields[f]) | other_bits;
-      widest = max(widest, widest_access(bits_of(fields[f]) | other_bits));
-      record_bytes += fields[f].host.row_bytes;
-      converts |= fields[f].stored != Stored::kSame;
-    }
-  }
-  bool is_mixed() const { return converts || widest_access(bits) < widest; }
+// Fields of one kind of access, by their numbers.
+struct FieldGroup {
+  int number[kFieldsPerLaunch];
+  int count = 0;
+  int vec_bytes = 16;
+  Stored stored = Stored::kSame;
 };
 
-Fields fields_of(const SwapField* fields, int field_count, const Access& access,
-                 uint64_t other_bits) {
+// Records of so many bytes are worth a launch of their own for fields of narrow rows: these would
+// make all accesses narrow.
+constexpr int64_t kLongRecord = 128;
+
+// Parts the fields of a launch. `bits`: what an access to each must divide.
+class FieldGroups {
+ public:
+  FieldGroups(const SwapField* fields, int field_count, const uint64_t* bits) {
+    for (const Stored stored : {Stored::kSame, Stored::kBFloat16, Stored::kFloat16}) {
+      uint64_t all_bits = 0;
+      int64_t record_bytes = 0;
+      for (int f = 0; f < field_count; ++f) {
+        if (fields[f].stored != stored) continue;
+        all_bits |= bits[f];
+        record_bytes += fields[f].host.row_bytes;
+      }
+      for (int f = 0; f < field_count; ++f) {
+        if (fields[f].stored != stored) continue;
+        add(f, widest_access(record_bytes < kLongRecord ? all_bits : bits[f]), stored);
+      }
+    }
+  }
+
+  const FieldGroup* begin() const { return groups_; }
+  const FieldGroup* end() const { return groups_ + count_; }
+
+ private:
+  void add(int field, int vec_bytes, Stored stored) {
+    if (stored != Stored::kSame && vec_bytes == 8) vec_bytes = 4;  // one kernel less
+    int g = 0;
+    while (g < count_ && (groups_[g].vec_bytes != vec_bytes || groups_[g].stored != stored)) ++g;
+    if (g == count_) groups_[count_++] = FieldGroup{{}, 0, vec_bytes, stored};
+    groups_[g].number[groups_[g].count++] = field;
+  }
+
+  FieldGroup groups_[kFieldsPerLaunch];
+  int count_ = 0;
+};
+
+Fields fields_of(const SwapField* fields, const FieldGroup& group) {
   Fields all{};
-  all.count = field_count;
-  for (int f = 0; f < field_count; ++f) {
-    const SwapField& from = fields[f];
-    const uint64_t bits = access.is_mixed() ? bits_of(from) | other_bits : access.bits;
+  all.count = group.count;
+  for (int f = 0; f < group.count; ++f) {
+    const SwapField& from = fields[group.number[f]];
     all.field[f] = {from.host.base,     from.host.stride_bytes, from.leaving.base,
-                    from.arriving.base, from.side_row_bytes(),  widest_access(bits),
-                    from.stored};
-    all.first_vec[f + 1] = all.first_vec[f] + from.host.row_bytes / all.field[f].vec_bytes;
+                    from.arriving.base, from.side_row_bytes(),  group.number[f]};
+    all.first_vec[f + 1] = all.first_vec[f] + from.host.row_bytes / group.vec_bytes;
   }
   return all;
 }
 
-struct SwapShape {
-  int lanes, blocks;
-};
-
-// Of records of so many vectors. Where fields differ, all lanes work in each turn: one number after
-// 512 bytes would else take a turn of its own.
-SwapShape swap_shape(int64_t vecs, const Access& access, int64_t entries, int most_blocks) {
-  const int64_t turns = access.is_mixed() ? (vecs + 31) / 32 : 1;
-  const int lanes = shares_of(vecs, max(int64_t{1}, turns), 32);
-  return {lanes, shares_of(entries, kMoverThreads / lanes, most_blocks)};
+MoveShape shape_of(const Fields& fields, const FieldGroup& group, int64_t entries,
+                   int most_blocks) {
+  const int64_t row_bytes = fields.first_vec[fields.count] * group.vec_bytes;
+  return move_shape(row_bytes, static_cast<uint64_t>(group.vec_bytes), entries, most_blocks);
 }
 
-// Calls `use` with a value of the type of an access.
+// Calls `use` with the way to move the fields of a group.
 template <typename Use>
-void with_access(const Access& access, const Use& use) {
-  access.is_mixed() ? use(EachItsOwn{}) : with_vec_type(widest_access(access.bits), use);
+void with_way(const FieldGroup& group, const Use& use) {
+  with_vec_type(group.vec_bytes, [&](auto vec) {
+    if constexpr (sizeof(vec) > 1 && sizeof(vec) != 8) {
+      if (group.stored == Stored::kBFloat16) return use(Way<decltype(vec), Stored::kBFloat16>{});
+      if (group.stored == Stored::kFloat16) return use(Way<decltype(vec), Stored::kFloat16>{});
+    }
+    use(Way<decltype(vec), Stored::kSame>{});
+  });
 }
 
 }  // namespace
@@ -446,58 +501,60 @@ int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedL
 int launch_swap(const SwapField* fields, int field_count, const SwapTables* tables, int64_t rows,
                 const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
                 int most_blocks, ErrorRecord* record, void* stream) {
-  uint64_t places_bits = 0;
-  for (int p = 0; tables != nullptr && p < tables->count * field_count; ++p) {
-    const HostPlace& place = tables->places[p];
-    places_bits |=
-        reinterpret_cast<uint64_t>(place.base) | static_cast<uint64_t>(place.stride_bytes);
+  uint64_t bits[kFieldsPerLaunch];
+  for (int f = 0; f < field_count; ++f) {
+    bits[f] = bits_of(fields[f]);
+    for (int table = 0; tables != nullptr && table < tables->count; ++table) {
+      const HostPlace& place = tables->places[table * field_count + f];
+      bits[f] |= reinterpret_cast<uint64_t>(place.base) | static_cast<uint64_t>(place.stride_bytes);
+    }
   }
-  Access access;
-  access.add(fields, field_count, places_bits);
-  const Fields all = fields_of(fields, field_count, access, places_bits);
-  const SwapShape shape =
-      swap_shape(all.first_vec[field_count], access, max(evict.count, load.count), most_blocks);
-  const Report evicting{record, Op::kSwap, IdList::kEvict, rows};
-  const Report loading{record, Op::kSwap, IdList::kLoad, rows};
-  with_access(access, [&](auto vec) {
-    const auto launch = [&](const auto& found) {
-      swap_kernel<decltype(vec)>
-          <<<shape.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-              all, found, evict, load, scratch, shape.lanes, evicting, loading);
-    };
-    tables == nullptr ? launch(OneTable{}) : launch(SomeTables{*tables, field_count});
-  });
-  return cudaGetLastError();
+  for (const FieldGroup& group : FieldGroups(fields, field_count, bits)) {
+    const Fields some = fields_of(fields, group);
+    const MoveShape shape = shape_of(some, group, max(evict.count, load.count), most_blocks);
+    const Report evicting{record, Op::kSwap, IdList::kEvict, rows};
+    const Report loading{record, Op::kSwap, IdList::kLoad, rows};
+    with_way(group, [&](auto way) {
+      const auto launch = [&](const auto& found) {
+        swap_kernel<decltype(way)>
+            <<<shape.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+                some, found, evict, load, scratch, shape.lanes_per_row, evicting, loading);
+      };
+      tables == nullptr ? launch(OneTable{}) : launch(SomeTables{*tables, field_count});
+    });
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    record = nullptr;  // one launch reports what is wrong
+  }
+  return cudaSuccess;
 }
 
 int launch_swap_parts(const SwapPart& host, const SwapPart& cached, int field_count,
                       int most_host_blocks, ErrorRecord* record, void* stream) {
-  Access access;
-  for (const SwapPart* part : {&host, &cached}) access.add(part->fields, field_count, 0);
-  auto part_of = [&](const SwapPart& part) {
-    return Part{fields_of(part.fields, field_count, access, 0),
-                part.lists.evict,
-                part.lists.load,
-                part.lists.scratch,
-                1,
-                part.rows};
-  };
-  auto shape_of = [&](Part& moved, const SwapPart& part, int most_blocks) {
-    const int64_t entries = max(part.lists.evict.count, part.lists.load.count);
-    const SwapShape shape =
-        swap_shape(moved.fields.first_vec[field_count], access, entries, most_blocks);
-    moved.lanes = shape.lanes;
-    return shape.blocks;
-  };
-  Part over_link = part_of(host), on_gpu = part_of(cached);
-  const int host_blocks = shape_of(over_link, host, most_host_blocks);
-  const int blocks = host_blocks + shape_of(on_gpu, cached, kDeviceBlocks);
-  with_access(access, [&](auto vec) {
-    swap_parts_kernel<decltype(vec)>
-        <<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(over_link, on_gpu,
-                                                                          host_blocks, record);
-  });
-  return cudaGetLastError();
+  uint64_t bits[kFieldsPerLaunch];
+  for (int f = 0; f < field_count; ++f) {
+    bits[f] = bits_of(host.fields[f]) | bits_of(cached.fields[f]);
+  }
+  for (const FieldGroup& group : FieldGroups(host.fields, field_count, bits)) {
+    const auto part_of = [&](const SwapPart& part, int most_blocks, int* blocks) {
+      const Fields some = fields_of(part.fields, group);
+      const int64_t entries = max(part.lists.evict.count, part.lists.load.count);
+      const MoveShape shape = shape_of(some, group, entries, most_blocks);
+      *blocks = shape.blocks;
+      const SwapLists& lists = part.lists;
+      return Part{some, lists.evict, lists.load, lists.scratch, shape.lanes_per_row, part.rows};
+    };
+    int host_blocks = 0, cached_blocks = 0;
+    const Part over_link = part_of(host, most_host_blocks, &host_blocks);
+    const Part on_gpu = part_of(cached, kDeviceBlocks, &cached_blocks);
+    with_way(group, [&](auto way) {
+      swap_parts_kernel<decltype(way)>
+          <<<host_blocks + cached_blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+              over_link, on_gpu, host_blocks, record);
+    });
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    record = nullptr;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace speedtorch

@@ -141,3 +141,26 @@ def test_the_swap_takes_sides_of_float32(extra: int, place: Place) -> None:
     assert_same_bytes(arriving.cpu(), expected[load.cpu()].float())
     expected[3] = before[3]
     assert_same_bytes(host.cpu().contiguous(), expected)
+
+
+@pytest.mark.parametrize("stored", [BF16, F16], ids=["bfloat16", "float16"])
+def test_any_bits_are_converted_as_on_the_cpu(stored: torch.dtype, place: Place) -> None:
+    """NaN of every kind among them, infinities, and numbers that no step has rounded."""
+
+    def exchanged(device: str) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(5)
+        bits = torch.randint(-(2**31), 2**31, (PLACES, 72), generator=random).to(torch.int32)
+        halves = torch.arange(-(2**15), 2**15, dtype=torch.int16)[: 72 * 900].view(900, 72)
+        host = halves.view(stored) if device == "cpu" else place.table(halves.view(stored))
+        side = bits.view(torch.float32).to(device)
+        arriving = torch.zeros(900, 72, device=device)
+        evict = torch.arange(0, 2 * PLACES, 2).to(device)
+        load = torch.arange(900).to(device)
+        every = torch.arange(PLACES).to(device)
+        host = host.clone() if device == "cpu" else host
+        exchange_rows([host], [side], evict, every, [arriving], load, load)
+        speedtorch.synchronize()
+        return host.cpu().contiguous(), arriving.cpu()
+
+    for one, other in zip(exchanged(place.device), exchanged("cpu"), strict=True):
+        assert_same_bytes(one, other)
