@@ -491,20 +491,24 @@ struct RoundedRows {
 
   constexpr int64_t groups() const { return (columns + kRoundedTogether - 1) / kRoundedTogether; }
 
-  // Rounds a group of columns of a row. `key_now` is the step's.
-  constexpr void round(uint64_t key_now, int64_t row, int64_t group) const {
-    const int64_t id = ids[row];
-    if (id < 0 || id == kNoId) return;
-    RandomWords random{};
-    if (at_random) {
-      const uint64_t place = static_cast<uint64_t>(field) << 48 | static_cast<uint64_t>(group);
-      random = random_words(key_now, static_cast<uint64_t>(id), place);
-    }
+  constexpr bool has_row(int64_t row) const { return ids[row] >= 0 && ids[row] != kNoId; }
+  // The random words of a group of columns. `step_key` is key_of_step's.
+  constexpr RandomWords words(uint64_t step_key, int64_t row, int64_t group) const {
+    if (!at_random) return {};
+    const uint64_t place = static_cast<uint64_t>(field) << 48 | static_cast<uint64_t>(group);
+    return random_words(step_key, static_cast<uint64_t>(ids[row]), place);
+  }
+  constexpr uint32_t rounded(uint32_t number, uint32_t word) const {
+    return at_random ? rounded_at_random(number, word, stored) : rounded_to_nearest(number, stored);
+  }
+  // Rounds a group of columns of a row.
+  constexpr void round(uint64_t step_key, int64_t row, int64_t group) const {
+    if (!has_row(row)) return;
+    const RandomWords random = words(step_key, row, group);
     const int64_t first = group * kRoundedTogether;
     for (int64_t k = 0; k < kRoundedTogether && first + k < columns; ++k) {
       uint32_t& number = rows[row * columns + first + k];
-      number = at_random ? rounded_at_random(number, random.word[k], stored)
-                         : rounded_to_nearest(number, stored);
+      number = rounded(number, random.word[k]);
     }
   }
 };

@@ -464,7 +464,14 @@ Fields fields_of(const SwapField* fields, const FieldGroup& group) {
 MoveShape shape_of(const Fields& fields, const FieldGroup& group, int64_t entries,
                    int most_blocks) {
   const int64_t row_bytes = fields.first_vec[fields.count] * group.vec_bytes;
-  return move_shape(row_bytes, static_cast<uint64_t>(group.vec_bytes), entries, most_blocks);
+  MoveShape shape =
+      move_shape(row_bytes, static_cast<uint64_t>(group.vec_bytes), entries, most_blocks);
+  if (group.stored != Stored::kSame) {  // all lanes work in every turn
+    const int64_t turns = shares_of(shape.vecs_per_row, 32, INT32_MAX);
+    shape.lanes_per_row = shares_of(shape.vecs_per_row, turns, 32);
+    shape.blocks = shares_of(entries, kMoverThreads / shape.lanes_per_row, most_blocks);
+  }
+  return shape;
 }
 
 // Calls `use` with the way to move the fields of a group.

@@ -8,15 +8,28 @@
 namespace speedtorch {
 namespace {
 
-// A thread owns one group of columns of a row, for which one call of the generator gives all random
-// words. The rows are in GPU memory, and are read and written once.
-__global__ void round_rows_kernel(RoundedRows work) {
+// `lanes` threads own a row at a time, and each of them every so many-th group of columns, for
+// which one call of the generator gives all random words. The rows are in GPU memory, and are read
+// and written once. kWhole: every group is one access of 16 bytes.
+template <bool kWhole>
+__global__ void round_rows_kernel(RoundedRows work, int lanes) {
   const uint64_t key = key_of_step(work.key[0], work.key[1]);
   const int64_t groups = work.groups();
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < work.count * groups;
-       i += stride) {
-    work.round(key, i / groups, i % groups);
+  const int in_block = blockDim.x / lanes, lane = threadIdx.x % lanes;
+  if (threadIdx.x / lanes >= in_block) return;
+  for (int64_t row = int64_t{blockIdx.x} * in_block + threadIdx.x / lanes; row < work.count;
+       row += int64_t{gridDim.x} * in_block) {
+    for (int64_t group = lane; group < groups; group += lanes) {
+      if constexpr (!kWhole) {
+        work.round(key, row, group);
+      } else if (work.has_row(row)) {
+        auto* numbers = reinterpret_cast<uint4*>(work.rows) + row * groups + group;
+        const uint4 now = *numbers;
+        const RandomWords random = work.words(key, row, group);
+        *numbers = {work.rounded(now.x, random.word[0]), work.rounded(now.y, random.word[1]),
+                    work.rounded(now.z, random.word[2]), work.rounded(now.w, random.word[3])};
+      }
+    }
   }
 }
 
@@ -25,10 +38,13 @@ __global__ void count_step_kernel(int64_t* key) { key[1] += 1; }
 }  // namespace
 
 int launch_round_rows(const RoundedRows& work, void* stream) {
-  const int64_t shares = work.count * work.groups();
-  if (shares == 0) return cudaSuccess;
-  round_rows_kernel<<<shares_of(shares, kIdThreads, kDeviceBlocks * 8), kIdThreads, 0,
-                      static_cast<cudaStream_t>(stream)>>>(work);
+  if (work.count == 0) return cudaSuccess;
+  const int lanes = shares_of(work.groups(), 1, 32);
+  const int blocks = shares_of(work.count, kIdThreads / lanes, kDeviceBlocks);
+  const bool whole = work.columns % kRoundedTogether == 0 &&
+                     reinterpret_cast<uint64_t>(work.rows) % sizeof(uint4) == 0;
+  auto* kernel = whole ? round_rows_kernel<true> : round_rows_kernel<false>;
+  kernel<<<blocks, kIdThreads, 0, static_cast<cudaStream_t>(stream)>>>(work, lanes);
   return cudaGetLastError();
 }
 
