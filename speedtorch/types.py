@@ -14,6 +14,7 @@ from speedtorch.nn.graphed import GraphedStep
 from speedtorch.nn.jagged import JaggedRows, KeyedFeatures, RowsByFeature
 from speedtorch.nn.prefetch import Prefetch
 from speedtorch.step.hot_rows import CacheReport
+from speedtorch.step.rounding import RoundingMode, StoredAs
 
 __all__ = [
     "AutoOffload",
@@ -28,6 +29,8 @@ __all__ = [
     "KeyedFeatures",
     "MemoryKind",
     "Prefetch",
+    "RoundingMode",
     "RowsByFeature",
+    "StoredAs",
     "SwapReport",
 ]

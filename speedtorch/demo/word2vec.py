@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from speedtorch.demo.settings import RunSettings, make_optimizer, option, option
 from speedtorch.demo.skipgram import SIDES, SkipGram, first_values, train
 from speedtorch.nn.embedding import Embedding
 from speedtorch.optim.attach import attach
+from speedtorch.step.rounding import RoundingMode
 
 __all__ = ["ABOUT", "DIFFERENT", "HELP", "STOPPED", "Settings", "run"]
 
@@ -59,6 +60,12 @@ class Settings(RunSettings):
     min_count: int = option(10, "drop rarer words")
     sample: float = option(1e-3, "drop frequent words above")
     held_out: float = option(0.05, "share of the text that only the score sees")
+    stored: str | None = option(
+        None, "store the rows in 16 bits", type=str, choices=("bfloat16", "float16")
+    )
+    rounding: RoundingMode = option(
+        "stochastic", "of rows in 16 bits", choices=get_args(RoundingMode)
+    )
     compare: bool = option(
         False, "train the same in plain torch afterwards, and compare", action="store_true"
     )
@@ -70,6 +77,8 @@ def run(settings: Settings) -> int:
     Gives an exit status: 0; DIFFERENT if a comparison found a difference; STOPPED if Ctrl-C ended
     the training early, after which everything is saved and told as usual.
     """
+    if settings.compare and settings.stored is not None:
+        raise ValueError("--compare: plain torch has no rows of 16 bits; leave --stored out")
     prepared = _Run(settings)
     with interrupt() as stop:
         facts = prepared.train(stop)
@@ -102,7 +111,14 @@ class _Run:
         )
         self.make_optimizer = partial(make_optimizer, settings.optimizer, settings.lr)
         u, v = self.embeddings = [
-            Embedding(self.words, settings.dim, device=self.device, memory=settings.memory)
+            Embedding(
+                self.words,
+                settings.dim,
+                device=self.device,
+                memory=settings.memory,
+                stored=None if settings.stored is None else getattr(torch, settings.stored),
+                rounding=settings.rounding,
+            )
             for _ in SIDES
         ]
         self.model = SkipGram(u, v)
