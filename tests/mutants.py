@@ -55,6 +55,22 @@ class Mutant:
 
 
 MUTANTS = [
+    # ---- rounding.py: rows of 16 bits
+    Mutant(
+        "rows are rounded to nearest before they are rounded at random",
+        "step/rounding.py",
+        "        round_rows(list(rows), self._whole(ids), self._key, bits, self._is_random)\n",
+        "        round_rows(list(rows), self._whole(ids), self._key.clone(), bits, False)\n"
+        "        round_rows(list(rows), self._whole(ids), self._key, bits, self._is_random)\n",
+        found_by="tests/nn/test_stored.py",
+    ),
+    Mutant(
+        "ranks round by the numbers that rows have there",
+        "step/rounding.py",
+        "        return ids + shifts[block.clamp(min=0)]\n",
+        "        return ids\n",
+        found_by="tests/parallel/test_sharded_stored.py",
+    ),
     # ---- exchange.py: rows that leave, stay and arrive
     Mutant(
         "rows that join a step make the others clean",

@@ -33,7 +33,14 @@ GIVEN: dict[str, Any] = {"out": Path("b"), "dim": 3, "epochs": 4, "batch": 5, "l
 GIVEN |= {"device": "cpu", "memory": "plain"}
 OF_CORPUS = {"corpus": Path("a.gz"), "optimizer": "SGD", "steps": 6, "window": 8, "min_count": 9}
 OWN: dict[str, dict[str, Any]] = {
-    "word2vec": {**OF_CORPUS, "negatives": 11, "sample": 0.25, "held_out": 0.125},
+    "word2vec": {
+        **OF_CORPUS,
+        "negatives": 11,
+        "sample": 0.25,
+        "held_out": 0.125,
+        "stored": "float16",
+        "rounding": "nearest",
+    },
     "glove": {**OF_CORPUS, "x_max": 6.5, "alpha": 0.25},
     "ncf": {"ratings": Path("a.csv"), "negatives": 6},
     "dlrm": {
@@ -228,6 +235,7 @@ WRONG = [
     *((name, "--seed -1", BAD_SEED) for name in ("glove", "ncf", "dlrm")),
     ("glove", f"--seed {1 << 32}", "seed is 4294967296; it must be 0 or more, and less than 2^32"),
     ("word2vec", "--held-out 1", "held_out is 1.0; it must be from 0 to below 1"),
+    ("word2vec", "--stored float16 --compare", "--compare: plain torch has no rows of 16 bits"),
     ("glove", "--x-max 0", "x_max is 0.0; it must be above 0"),
     ("glove", "--alpha -1", "alpha is -1.0; it must be 0 or more"),
     ("ncf", "--lr 1e30", TOO_FAST),
