@@ -170,7 +170,7 @@ class RowModule(nn.Module):
         else:
             default = torch.get_default_dtype() if _weight is None else _weight.dtype
             kind = dtype or default
-        check_mode(rounding)
+        check_mode(rounding, stored)
         self.stored, self.rounding = stored_dtypes(stored, kind), rounding
         of_weight = (self.stored or {}).get("weight", kind)
         if isinstance(_weight, HostTable):

@@ -114,7 +114,9 @@ def stored_dtypes(stored: object, held: torch.dtype) -> dict[str, torch.dtype] |
     return asked
 
 
-def check_mode(mode: object) -> None:
-    """Raises ValueError for what is no way of rounding."""
+def check_mode(mode: object, stored: object) -> None:
+    """Raises ValueError for what is no way of rounding, or where nothing is to be rounded."""
+    if stored is None and mode == "nearest":
+        raise ValueError("rounding: says how rows of 16 bits are rounded; give stored= as well")
     if mode not in get_args(RoundingMode):
         raise ValueError(f"rounding: expected 'stochastic' or 'nearest', got {mode!r}")

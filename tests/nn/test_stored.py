@@ -282,12 +282,26 @@ def test_a_module_says_how_its_rows_are_stored() -> None:
     assert [*speedtorch.Embedding(5, 2).state_dict()] == ["weight"]
 
 
+def test_all_rows_are_read_searched_and_exported(tmp_path: Path) -> None:
+    embedding = trained(stored=F16)
+    rows = embedding.table["weight"]
+    assert torch.equal(torch.cat([block for _, block in embedding.blocks(rows=7)]), rows)
+    assert embedding.numpy().dtype == "float16"
+    _, found = speedtorch.nearest_neighbors(embedding, embedding(torch.tensor([4])).detach(), k=1)
+    assert found.tolist() == [[4]]
+    words = [f"w{number}" for number in range(50)]
+    speedtorch.save_word2vec_format(embedding, tmp_path / "words.txt", words, binary=False)
+    first = (tmp_path / "words.txt").read_text().splitlines()[1].split()
+    assert torch.equal(torch.tensor([*map(float, first[1:])]).to(F16), rows[0])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"stored": torch.float32}, "expected torch.bfloat16 or torch.float16 for 'weight', got"),
         ({"stored": {"weight": torch.int16}}, "for 'weight', got torch.int16"),
         ({"stored": BF16, "dtype": torch.float64}, "rows are held as torch.float64"),
+        ({"rounding": "nearest"}, "rounding: says how rows of 16 bits are rounded; give stored="),
         ({"stored": BF16, "rounding": "up"}, "expected 'stochastic' or 'nearest', got 'up'"),
     ],
 )
