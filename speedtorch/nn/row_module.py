@@ -558,9 +558,13 @@ class RowModule(nn.Module):
                 )
             _check_device(name, moved.device)
             if moved.device != self.weight.device:
-                move = partial(super()._apply, lambda each: fn(each).to(each.dtype), recurse)
+                apply = partial(super()._apply, lambda each: fn(each).to(each.dtype), recurse)
+
+                def move() -> None:
+                    apply()
+                    self._follow_rounding()
+
                 self.trained_rows.exchange.moving(move)
-                self._follow_rounding()
             # torch has converted other layers by now: the next lookup says that this one is not,
             # unless it is converted back before.
             self._wanted = None if moved.dtype == dtype else moved.dtype

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import NEEDS_GPU
 from loops import CAPACITY, JOINING, LOOPS, ROWS, TORCH, Training, Way, first_rows
 from optimizer_cases import CASES
 from reference import assert_same_bytes
@@ -331,3 +332,18 @@ def test_state_of_other_dtypes_is_refused() -> None:
     embedding = speedtorch.Embedding(5, 2, stored={"step": BF16})
     with pytest.raises(ValueError, match="no field 'step'"):
         speedtorch.attach(optim.Adam(embedding.parameters()), embedding)
+
+
+@NEEDS_GPU
+def test_a_module_that_moves_to_a_gpu_rounds_there() -> None:
+    embedding = speedtorch.Embedding(50, 4, stored=BF16, device="cpu")
+    optimizer = optim.SGD(embedding.parameters(), lr=0.01)
+    for device in ("cpu", "cuda", "cpu"):
+        embedding.to(device)
+        embedding(torch.arange(8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert embedding.rounding_state.device.type == device
+        held = embedding.trained_rows.parameter.detach()
+        assert torch.equal(held.to(BF16).float(), held)
+    assert embedding.rounding_state[1] == 3
