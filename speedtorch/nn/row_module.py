@@ -581,14 +581,21 @@ class RowModule(nn.Module):
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         key, more = f"{prefix}weight", (missing_keys, unexpected_keys, error_msgs)
-        others = {name: value for name, value in state_dict.items() if name != key}
         rounding_key = f"{prefix}rounding_state"
-        if self.stored is None:  # what was stored in 16 bits may be loaded where it is not
-            others.pop(rounding_key, None)
+        own = (key, rounding_key)
+        others = {name: value for name, value in state_dict.items() if name not in own}
         super()._load_from_state_dict(others, prefix, local_metadata, strict, *more)
-        if rounding_key in missing_keys:  # and the other way round
+        # Rows of 16 bits may be loaded where they are float32, and the other way round.
+        if rounding_key in missing_keys:
             missing_keys.remove(rounding_key)
-        self._follow_rounding()
+        if self.stored is not None and rounding_key in state_dict:
+            try:
+                counted = loadable(rounding_key, state_dict[rounding_key], (2,))
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{error}.")
+                return
+            with torch.no_grad():
+                self.rounding_state.copy_(counted)  # in place, also with assign=True
         if key not in state_dict:
             return
         if key in missing_keys:
@@ -602,7 +609,7 @@ class RowModule(nn.Module):
         self.trained_rows.load(value)
 
     def _follow_rounding(self) -> None:
-        """Counts steps in the buffer of now, which torch may have replaced."""
+        """Counts steps in the buffer of now, which torch replaces when the module moves."""
         if (rounding := self.trained_rows.rounding) is not None:
             rounding.follow(self.rounding_state)
 

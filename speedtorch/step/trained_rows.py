@@ -184,11 +184,7 @@ class TrainedRows:
         rows of a larger norm are shortened, as torch.embedding_renorm_ does. Bad ids raise
         IndexError, and what is held did not change.
         """
-        if max_norm is not None and self.rounding is not None:
-            raise NotImplementedError(
-                f"{self.name}: rows that are stored in 16 bits are rounded after steps, and"
-                " max_norm would change them at lookups: leave one of the two out"
-            )
+        self._check_max_norm(max_norm)
         with self.turn:
             self.claim()
             found = self.exchange.hold(ids)
@@ -207,6 +203,14 @@ class TrainedRows:
                 self.parameter_view.mark()
             # In lists, as autograd is to make no views of them.
             return found.positions, _rows_of_step(self.parameter, [rows], [found.positions], self)
+
+    def _check_max_norm(self, max_norm: float | None) -> None:
+        """Raises NotImplementedError where rows of 16 bits would be shortened."""
+        if max_norm is not None and self.rounding is not None:
+            raise NotImplementedError(
+                f"{self.name}: rows that are stored in 16 bits are rounded after steps, and"
+                " max_norm would change them at lookups: leave one of the two out"
+            )
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
         """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows_of` are.
@@ -237,6 +241,7 @@ class TrainedRows:
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor]:
         """As `rows_of`, but of rows that no step holds."""
+        self._check_max_norm(max_norm)
         batch = self.exchange.planned([ids])
         batch.count()
         borrowed, local = batch.ids, batch.parts.local(0)

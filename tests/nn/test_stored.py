@@ -162,6 +162,27 @@ def test_a_saved_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert_same_bytes(fields_of(other)[name], each)
 
 
+def test_an_assigned_state_is_counted_on_in_the_same_buffer() -> None:
+    embedding, other = trained(optim.SGD), trained(optim.SGD)
+    go_on(other, 12, 3)
+    buffer = other.rounding_state
+    other.load_state_dict(embedding.state_dict(), assign=True)
+    assert other.rounding_state is buffer
+    go_on(embedding, 12, 3)
+    go_on(other, 12, 3)
+    assert buffer[1] == 15
+    assert_same_bytes(fields_of(other)["weight"], fields_of(embedding)["weight"])
+
+
+def test_a_rounding_state_of_another_shape_is_refused() -> None:
+    embedding = speedtorch.Embedding(5, 2, stored=BF16)
+    before = embedding.rounding_state.clone()
+    state = {**embedding.state_dict(), "rounding_state": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(RuntimeError, match="size mismatch for rounding_state"):
+        embedding.load_state_dict(state)
+    assert torch.equal(embedding.rounding_state, before)
+
+
 def test_a_copy_trains_as_the_original_does() -> None:
     embedding = trained(optim.SGD)
     copied: Any = copy.deepcopy(embedding)
@@ -317,6 +338,8 @@ def test_max_norm_is_refused() -> None:
     embedding = speedtorch.Embedding(5, 2, stored=BF16)
     embedding.max_norm = 1.0
     with pytest.raises(NotImplementedError, match="max_norm would change them at lookups"):
+        embedding(torch.tensor([1]))
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="max_norm would change them"):
         embedding(torch.tensor([1]))
 
 
