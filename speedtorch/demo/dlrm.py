@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from speedtorch.demo.click_batches import ClickBatch, ClickBatches
 from speedtorch.demo.criteo import CATEGORIES, NUMBERS, Clicks
 from speedtorch.demo.processes import ALONE, Processes
 from speedtorch.demo.settings import check_least
-from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.collection import EmbeddingBagCollection
 from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.table_config import EmbeddingBagConfig
@@ -57,7 +56,7 @@ class DLRM(loop.Model):
     The bottom perceptron makes as many numbers of the 13 as a category's row has. The dot products
     of all pairs of these 27, and the bottom's result, go through the top perceptron. All first
     values depend on the seed alone. With `plain` the rows are torch's, on the device; without, an
-    EmbeddingBagCollection keeps them in host memory.
+    EmbeddingBagCollection, of which `how` are arguments, keeps them in host memory.
 
     Example:
         >>> clicks = Clicks(*(np.zeros(shape, np.float32) for shape in (5, (5, 13), (5, 26))))
@@ -74,9 +73,9 @@ class DLRM(loop.Model):
         dim: int,
         *,
         plain: bool = False,
-        memory: MemoryKind = "auto",
         device: torch.device | str = "cpu",
         seed: int = 0,
+        **how: Any,
     ) -> None:
         super().__init__()
         check_least(1, rows=rows, dim=dim)
@@ -86,7 +85,7 @@ class DLRM(loop.Model):
             torch.manual_seed(seed)
             self.bottom = _perceptron((NUMBERS, *_BOTTOM, dim))
             self.top = _perceptron((dim + vectors * (vectors - 1) // 2, *_TOP, 1))
-            self.bags = PlainRows(rows, dim) if plain else _host_bags(rows, dim, device, memory)
+            self.bags = PlainRows(rows, dim) if plain else _host_bags(rows, dim, device, how)
         self.register_buffer("pairs", torch.tril_indices(vectors, vectors, -1), persistent=False)
         self.to(device)
 
@@ -117,12 +116,12 @@ class DLRM(loop.Model):
 
 
 def _host_bags(
-    rows: int, dim: int, device: torch.device | str, memory: MemoryKind
+    rows: int, dim: int, device: torch.device | str, how: Mapping[str, Any]
 ) -> EmbeddingBagCollection:
     tables = [
         EmbeddingBagConfig(num_embeddings=rows, embedding_dim=dim, name=name) for name in CATEGORIES
     ]
-    return EmbeddingBagCollection(tables=tables, device=device, memory=memory)
+    return EmbeddingBagCollection(tables=tables, device=device, **how)
 
 
 def _perceptron(widths: Sequence[int]) -> nn.Sequential:

@@ -22,7 +22,7 @@ from speedtorch.demo.session import (
     interrupt,
     make_folder,
 )
-from speedtorch.demo.settings import RunSettings, make_optimizer, option, optional_count
+from speedtorch.demo.settings import StoredSettings, make_optimizer, option, optional_count
 from speedtorch.optim.attach import attach
 
 __all__ = ["ABOUT", "HELP", "Settings", "run"]
@@ -40,7 +40,7 @@ _COMPARED = ("Adagrad", "SGD")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(RunSettings):
+class Settings(StoredSettings):
     """All choices of a run; the command line has one option for each."""
 
     clicks: Path | None = option(
@@ -71,6 +71,8 @@ def run(settings: Settings) -> int:
             f"--compare is for {' and '.join(_COMPARED)}, not {settings.optimizer}: with others"
             " torch steps all rows, where ours are stepped when they are looked up"
         )
+    if settings.compare:
+        settings.check_comparable()
     device = choose_device(settings)
     with joined(device) as processes:
         return _run(settings, device, processes)
@@ -82,7 +84,8 @@ def _run(settings: Settings, device: torch.device, processes: Processes) -> int:
             f"--compare is for one process, not {processes.size}: leave torchrun out, or --compare"
         )
     seed = settings.seed
-    model = DLRM(settings.rows, settings.dim, memory=settings.memory, device=device, seed=seed)
+    how = {"memory": settings.memory, **settings.stored_as()}
+    model = DLRM(settings.rows, settings.dim, device=device, seed=seed, **how)
     loss_of = processes.spread(model, model.loss)
     optimizer = make_optimizer(settings.optimizer, settings.lr, model.parameters())
     attach(optimizer, model)

@@ -6,16 +6,18 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from speedtorch.memory.placement import MemoryKind
+from speedtorch.step.rounding import RoundingMode
 
 __all__ = [
     "CommonSettings",
     "RunSettings",
+    "StoredSettings",
     "add_arguments",
     "check_least",
     "make_optimizer",
@@ -77,6 +79,28 @@ class RunSettings(CommonSettings):
     """What a demonstration with tables is asked as well."""
 
     memory: MemoryKind = option("auto", "where the tables are", choices=_MEMORY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredSettings(RunSettings):
+    """What a demonstration is asked as well whose rows may have 16 bits in the tables."""
+
+    stored: str | None = option(
+        None, "store the rows in 16 bits", type=str, choices=("bfloat16", "float16")
+    )
+    rounding: RoundingMode = option(
+        "stochastic", "of rows in 16 bits", choices=get_args(RoundingMode)
+    )
+
+    def stored_as(self) -> dict[str, Any]:
+        """The arguments of an Embedding or a collection."""
+        dtype = None if self.stored is None else getattr(torch, self.stored)
+        return {"stored": dtype, "rounding": self.rounding}
+
+    def check_comparable(self) -> None:
+        """Raises ValueError if plain torch cannot store rows so."""
+        if self.stored is not None:
+            raise ValueError("--compare: plain torch has no rows of 16 bits; leave --stored out")
 
 
 def add_arguments(parser: ArgumentParser, settings: type[CommonSettings]) -> None:

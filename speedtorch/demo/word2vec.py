@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,10 @@ from speedtorch.demo.evaluate import (
 from speedtorch.demo.pairs import PairStream
 from speedtorch.demo.plain import RowOptimizer
 from speedtorch.demo.session import DIFFERENT, STOPPED, choose_device, ended, interrupt, make_folder
-from speedtorch.demo.settings import RunSettings, make_optimizer, option, optional_count
+from speedtorch.demo.settings import StoredSettings, make_optimizer, option, optional_count
 from speedtorch.demo.skipgram import SIDES, SkipGram, first_values, train
 from speedtorch.nn.embedding import Embedding
 from speedtorch.optim.attach import attach
-from speedtorch.step.rounding import RoundingMode
 
 __all__ = ["ABOUT", "DIFFERENT", "HELP", "STOPPED", "Settings", "run"]
 
@@ -42,7 +41,7 @@ _NEIGHBOURS_OF = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(RunSettings):
+class Settings(StoredSettings):
     """All choices of a run; the command line has one option for each."""
 
     corpus: Path | None = option(None, "text to train on, plain or gzip", type=Path, metavar="FILE")
@@ -60,12 +59,6 @@ class Settings(RunSettings):
     min_count: int = option(10, "drop rarer words")
     sample: float = option(1e-3, "drop frequent words above")
     held_out: float = option(0.05, "share of the text that only the score sees")
-    stored: str | None = option(
-        None, "store the rows in 16 bits", type=str, choices=("bfloat16", "float16")
-    )
-    rounding: RoundingMode = option(
-        "stochastic", "of rows in 16 bits", choices=get_args(RoundingMode)
-    )
     compare: bool = option(
         False, "train the same in plain torch afterwards, and compare", action="store_true"
     )
@@ -77,8 +70,8 @@ def run(settings: Settings) -> int:
     Gives an exit status: 0; DIFFERENT if a comparison found a difference; STOPPED if Ctrl-C ended
     the training early, after which everything is saved and told as usual.
     """
-    if settings.compare and settings.stored is not None:
-        raise ValueError("--compare: plain torch has no rows of 16 bits; leave --stored out")
+    if settings.compare:
+        settings.check_comparable()
     prepared = _Run(settings)
     with interrupt() as stop:
         facts = prepared.train(stop)
@@ -116,8 +109,7 @@ class _Run:
                 settings.dim,
                 device=self.device,
                 memory=settings.memory,
-                stored=None if settings.stored is None else getattr(torch, settings.stored),
-                rounding=settings.rounding,
+                **settings.stored_as(),
             )
             for _ in SIDES
         ]

@@ -29,6 +29,7 @@ from speedtorch.nn.table_group import TableGroup
 from speedtorch.nn.table_ranges import TableIds
 from speedtorch.nn.tables import Tables, groups_of, place_of, places_of, rows_of
 from speedtorch.step.hot_rows import CacheReport
+from speedtorch.step.rounding import RoundingMode, StoredAs
 from speedtorch.table.host_table import HostTable
 from speedtorch.torch_internals import not_compiled
 
@@ -53,6 +54,8 @@ class TableCollection(nn.Module):
         freeze: bool = False,
         capacity: int | None = None,
         cache: int | str | None = None,
+        stored: StoredAs | None = None,
+        rounding: RoundingMode = "stochastic",
     ) -> None:
         super().__init__()
         tables = list(tables)
@@ -67,7 +70,8 @@ class TableCollection(nn.Module):
         for table in described:
             kind = (table.group, table.columns, table.dtype)
             by_group.setdefault(kind, []).append(table)
-        groups = [TableGroup(some, device, memory, freeze, capacity) for some in by_group.values()]
+        of_all = (device, memory, freeze, capacity, stored, rounding)
+        groups = [TableGroup(some, *of_all) for some in by_group.values()]
         setattr(self, self._kept_as, Tables(groups, [each.name for each in described]))
         self._names = _result_names(described)
         self._places = self._placed(described)
@@ -272,6 +276,9 @@ class EmbeddingBagCollection(TableCollection):
         capacity: The most distinct rows of a step in each group, as for Embedding.
         cache: Bytes of the device for rows of all tables that are loaded often; see
             speedtorch.cache.
+        stored: The dtype of the rows in the tables, or those of fields by name, as for Embedding:
+            steps hold float32, as each config's data_type has to be.
+        rounding: How the rows of a step are rounded to 16 bits after it, as for Embedding.
 
     Raises:
         ValueError: There are no tables, two of one name, or a config cannot be a table.
@@ -305,8 +312,11 @@ class EmbeddingBagCollection(TableCollection):
         freeze: bool = False,
         capacity: int | None = None,
         cache: int | str | None = None,
+        stored: StoredAs | None = None,
+        rounding: RoundingMode = "stochastic",
     ) -> None:
         more: Any = {"memory": memory, "freeze": freeze, "capacity": capacity, "cache": cache}
+        more |= {"stored": stored, "rounding": rounding}
         super().__init__(tables, device, **more)
         self._is_weighted = is_weighted
         columns = [group.embedding_dim for group in self._groups()]
@@ -375,6 +385,9 @@ class EmbeddingCollection(TableCollection):
         capacity: The most distinct rows of a step in each group, as for Embedding.
         cache: Bytes of the device for rows of all tables that are loaded often; see
             speedtorch.cache.
+        stored: The dtype of the rows in the tables, or those of fields by name, as for Embedding:
+            steps hold float32, as each config's data_type has to be.
+        rounding: How the rows of a step are rounded to 16 bits after it, as for Embedding.
 
     Raises:
         As for EmbeddingBagCollection.
@@ -401,8 +414,11 @@ class EmbeddingCollection(TableCollection):
         freeze: bool = False,
         capacity: int | None = None,
         cache: int | str | None = None,
+        stored: StoredAs | None = None,
+        rounding: RoundingMode = "stochastic",
     ) -> None:
         more: Any = {"memory": memory, "freeze": freeze, "capacity": capacity, "cache": cache}
+        more |= {"stored": stored, "rounding": rounding}
         super().__init__(tables, device, **more)
         self._need_indices = need_indices
 

@@ -7,7 +7,7 @@ import inspect
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -307,9 +307,11 @@ class RowModule(nn.Module):
     def settings(self) -> dict[str, object]:
         """How rows are looked up and stored, which processes that share them must agree on."""
         own = {name: getattr(self, name) for name in self._settings}
-        if self.stored is not None:
-            own |= {"stored": self.stored, "rounding": self.rounding}
-        return own
+        return own | self._stored_as()
+
+    def _stored_as(self) -> dict[str, object]:
+        """The settings of rows of 16 bits, if there are any."""
+        return {} if self.stored is None else {"stored": self.stored, "rounding": self.rounding}
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults, and where the rows are."""
@@ -318,14 +320,13 @@ class RowModule(nn.Module):
             value = getattr(self, name)
             if not (value is None or value is False or (name == "norm_type" and value == 2.0)):
                 said += f", {name}={value!r}"
-        if self.stored is not None:
-            said += f", stored={self.stored}, rounding={self.rounding!r}"
         return f"{said}, {self.places()}"
 
     def places(self) -> str:
-        """Where lookups give rows, and which memory the table has, or is to have."""
+        """How rows are stored, where lookups give them, and the memory that the table has."""
         memory = self.trained_rows.table.memory or "closed"
-        return f"device={self.trained_rows.exchange.device}, memory={memory}"
+        stored = "".join(f"{name}={value!r}, " for name, value in self._stored_as().items())
+        return f"{stored}device={self.trained_rows.exchange.device}, memory={memory}"
 
     def init_(
         self: _Self,
@@ -588,14 +589,11 @@ class RowModule(nn.Module):
         # Rows of 16 bits may be loaded where they are float32, and the other way round.
         if rounding_key in missing_keys:
             missing_keys.remove(rounding_key)
-        if self.stored is not None and rounding_key in state_dict:
-            try:
-                counted = loadable(rounding_key, state_dict[rounding_key], (2,))
-            except (TypeError, ValueError) as error:
-                error_msgs.append(f"{error}.")
-                return
-            with torch.no_grad():
-                self.rounding_state.copy_(counted)  # in place, also with assign=True
+        try:
+            self.load_rounding(rounding_key, state_dict)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{error}.")
+            return
         if key not in state_dict:
             return
         if key in missing_keys:
@@ -607,6 +605,15 @@ class RowModule(nn.Module):
             return
         self.lookups.exchange.give_up()
         self.trained_rows.load(value)
+
+    def load_rounding(self, key: str, state_dict: Mapping[str, Any]) -> None:
+        """Where rows are rounded, goes on with the seed and the count of a checkpoint with them.
+
+        Raises TypeError, ValueError for what are no such two numbers.
+        """
+        if self.stored is not None and key in state_dict:
+            with torch.no_grad():
+                self.rounding_state.copy_(loadable(key, state_dict[key], (2,)))
 
     def _follow_rounding(self) -> None:
         """Counts steps in the buffer of now, which torch replaces when the module moves."""

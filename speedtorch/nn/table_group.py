@@ -13,6 +13,7 @@ from speedtorch.nn.jagged import Source
 from speedtorch.nn.row_module import Device, RowModule
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_ranges import TableIds, TableRanges
+from speedtorch.step.rounding import RoundingMode, StoredAs
 from speedtorch.step.trained_rows import Bags, random_seed
 from speedtorch.table.lazy_init import LazyInit
 from speedtorch.torch_internals import as_plain
@@ -40,10 +41,13 @@ class TableGroup(RowModule):
         memory: MemoryKind,
         freeze: bool,
         capacity: int | None,
+        stored: StoredAs | None,
+        rounding: RoundingMode,
     ) -> None:
         ranges, (_, _, columns, dtype, *_) = TableRanges(tables), tables[0]
         own = (None, None, freeze, device, dtype, memory, capacity)
-        super().__init__(ranges.rows, columns, *own, ranges=ranges)
+        how: Any = {"stored": stored, "rounding": rounding}
+        super().__init__(ranges.rows, columns, *own, ranges=ranges, **how)
 
     def _called(self) -> str:
         names = [repr(each.name) for each in self.ranges.tables]
@@ -59,11 +63,11 @@ class TableGroup(RowModule):
 
     @property
     def settings(self) -> dict[str, object]:
-        """See RowModule; of each table."""
+        """See RowModule; how rows are looked up is said of each table."""
         return {
             f"table {each.name!r}": (each.rows, each.features, "mean" if each.mean else "sum")
             for each in self.ranges.tables
-        }
+        } | self._stored_as()
 
     def extra_repr(self) -> str:
         """The tables and their rows, and where these are."""

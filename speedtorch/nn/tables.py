@@ -108,11 +108,23 @@ class Tables(nn.Module):
             group.flush()
         for name, (group, rows) in places_of(self).items():
             destination[f"{prefix}{name}.weight"] = group.trained_rows.fields.saved("weight", rows)
+        for joined, group in zip(self._modules, groups_of(self), strict=True):
+            if group.stored is not None:
+                state = group.rounding_state
+                destination[f"{prefix}{joined}.rounding_state"] = (
+                    state if keep_vars else state.detach()
+                )
 
     def _load_from_state_dict(  # type: ignore[no-untyped-def]
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        known = set()
+        groups = list(zip(self._modules, groups_of(self), strict=True))
+        known = {f"{prefix}{joined}.rounding_state" for joined, _ in groups}
+        for joined, group in groups:
+            try:
+                group.load_rounding(f"{prefix}{joined}.rounding_state", state_dict)
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{error}.")
         for name, (group, rows) in places_of(self).items():
             known.add(key := f"{prefix}{name}.weight")
             if key not in state_dict:
@@ -125,7 +137,6 @@ class Tables(nn.Module):
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"{error}.")
         # torch's set_state_dict adds the parameters themselves if it is given a full state_dict.
-        groups = zip(self._modules, groups_of(self), strict=True)
         own = {f"{prefix}{joined}.weight": group.weight for joined, group in groups}
         if strict:
             given = [key for key in state_dict if key.startswith(prefix)]

@@ -32,14 +32,14 @@ OF_TEXT = pytest.mark.parametrize("name", ["word2vec", "glove"])
 GIVEN: dict[str, Any] = {"out": Path("b"), "dim": 3, "epochs": 4, "batch": 5, "lr": 0.5, "seed": 7}
 GIVEN |= {"device": "cpu", "memory": "plain"}
 OF_CORPUS = {"corpus": Path("a.gz"), "optimizer": "SGD", "steps": 6, "window": 8, "min_count": 9}
+STORED = {"stored": "float16", "rounding": "nearest"}
 OWN: dict[str, dict[str, Any]] = {
     "word2vec": {
         **OF_CORPUS,
         "negatives": 11,
         "sample": 0.25,
         "held_out": 0.125,
-        "stored": "float16",
-        "rounding": "nearest",
+        **STORED,
     },
     "glove": {**OF_CORPUS, "x_max": 6.5, "alpha": 0.25},
     "ncf": {"ratings": Path("a.csv"), "negatives": 6},
@@ -49,6 +49,7 @@ OWN: dict[str, dict[str, Any]] = {
         "optimizer": "SGD",
         "rows": 10,
         "held_out": 0.25,
+        **STORED,
     },
 }
 COMPARES = {"word2vec", "dlrm"}
@@ -217,6 +218,7 @@ def test_ctrl_c_in_the_comparison_leaves_what_was_trained(
 ADAMIX = "no optimizer 'Adamix' in torch.optim: ASGD, Ada"
 BAD_SEED = "seed is -1; it must be 0 or more"
 LONGER_TEXT = "give a longer text or a smaller minimum count"
+PLAIN_16_BITS = "--compare: plain torch has no rows of 16 bits"
 TOO_FAST = "choose a learning rate below 1e+30"
 WRONG = [
     *(
@@ -235,7 +237,7 @@ WRONG = [
     *((name, "--seed -1", BAD_SEED) for name in ("glove", "ncf", "dlrm")),
     ("glove", f"--seed {1 << 32}", "seed is 4294967296; it must be 0 or more, and less than 2^32"),
     ("word2vec", "--held-out 1", "held_out is 1.0; it must be from 0 to below 1"),
-    ("word2vec", "--stored float16 --compare", "--compare: plain torch has no rows of 16 bits"),
+    *((name, "--stored float16 --compare", PLAIN_16_BITS) for name in ("word2vec", "dlrm")),
     ("glove", "--x-max 0", "x_max is 0.0; it must be above 0"),
     ("glove", "--alpha -1", "alpha is -1.0; it must be 0 or more"),
     ("ncf", "--lr 1e30", TOO_FAST),

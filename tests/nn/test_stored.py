@@ -370,3 +370,122 @@ def test_a_module_that_moves_to_a_gpu_rounds_there() -> None:
         held = embedding.trained_rows.parameter.detach()
         assert torch.equal(held.to(BF16).float(), held)
     assert embedding.rounding_state[1] == 3
+
+
+def collection(pooled: bool = True, **settings: Any) -> Any:
+    """Of two groups, after 12 steps of Adam, with its optimizer."""
+    torch.manual_seed(0)
+    kind: Any = speedtorch.EmbeddingBagCollection if pooled else speedtorch.EmbeddingCollection
+    config: Any = speedtorch.EmbeddingBagConfig if pooled else speedtorch.EmbeddingConfig
+    sizes = {"user": (40, 4), "item": (30, 4), "wide": (20, 6)}
+    made = kind([config(*size, name) for name, size in sizes.items()], **settings)
+    made.trained_by = optim.Adam(made.parameters(), lr=0.1)
+    speedtorch.attach(made.trained_by, made)
+    train_collection(made)
+    return made
+
+
+def train_collection(made: Any, begin: int = 0, steps: int = 12, ahead: bool = False) -> None:
+    def batches() -> Any:
+        for number in range(begin, begin + steps):
+            random = torch.Generator().manual_seed(number)
+            drawn = (torch.rand(3, 8, 2, generator=random) ** 3 * 20).long().to(made.device)
+            yield dict(zip(("user", "item", "wide"), drawn, strict=True))
+
+    features = speedtorch.prefetch(batches(), made, ids=lambda each: {made: each})
+    for each in features if ahead else batches():
+        made.trained_by.zero_grad()
+        found = made(each)
+        sum((part.values().float() ** 2).sum() for part in values_of(found)).backward()
+        made.trained_by.step()
+
+
+def values_of(found: Any) -> list[Any]:
+    return list(found.values()) if isinstance(found, dict) else [found]
+
+
+def fields_of_groups(made: Any) -> dict[str, Tensor]:
+    return {
+        f"{name}.{field}": each
+        for name in ("user", "wide")
+        for field, each in fields_of(made.group_of(name)).items()
+    }
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "rows"])
+def test_tables_of_a_collection_are_stored_in_16_bits(pooled: bool, device: str) -> None:
+    def train(**settings: Any) -> Any:
+        return collection(pooled, device=device, stored=ALL, **settings)
+
+    made = train()
+    assert {name: each.dtype for name, each in fields_of_groups(made).items()} == {
+        f"{name}.{field}": dtype for name in ("user", "wide") for field, dtype in ALL.items()
+    }
+    other = train(cache="2KiB", capacity=20)
+    for one in (made, other):
+        train_collection(one, 12, ahead=one is other)
+    expected = fields_of_groups(made)
+    for name, each in fields_of_groups(other).items():
+        assert_same_bytes(each, expected[name])
+
+
+def test_a_group_rounds_what_an_embedding_with_its_seed_does(device: str) -> None:
+    config = speedtorch.EmbeddingBagConfig(20, 6, "wide")
+    made = speedtorch.EmbeddingBagCollection([config], device=device, stored=BF16)
+    assert "stored=" in repr(made) and "stored" in made.group_of("wide").settings
+    rows = made.table_weight("wide").float()
+    bag: Any = speedtorch.EmbeddingBag(
+        20, 6, mode="sum", _weight=rows, device=device, dtype=torch.float32, stored=BF16
+    )
+    bag.rounding_state.copy_(made.group_of("wide").rounding_state)
+    lookups: list[tuple[Any, Any]] = [
+        (made, lambda ids: made({"wide": ids}).values()),
+        (bag, bag),
+    ]
+    for module, look_up in lookups:
+        optimizer = optim.SGD(module.parameters(), lr=0.1)
+        for number in range(5):
+            random = torch.Generator().manual_seed(number)
+            ids = torch.randint(20, (8, 2), generator=random).to(device)
+            optimizer.zero_grad()
+            (look_up(ids) ** 2).sum().backward()
+            optimizer.step()
+    assert_same_bytes(fields_of(made.group_of("wide"))["weight"], fields_of(bag)["weight"])
+
+
+def test_a_collection_is_saved_and_resumed(tmp_path: Path) -> None:
+    made = collection(stored=ALL)
+    saved = {"model": made.state_dict(), "optimizer": made.trained_by.state_dict()}
+    assert "embedding_bags.user+item.rounding_state" in saved["model"]
+    torch.save(saved, tmp_path / "all.pt")
+    train_collection(made, 12)
+    torch.manual_seed(5)
+    other = collection(stored=ALL)
+    train_collection(other, 20, 3)
+    loaded = torch.load(tmp_path / "all.pt")
+    other.load_state_dict(loaded["model"])
+    other.trained_by.load_state_dict(loaded["optimizer"])
+    train_collection(other, 12)
+    expected = fields_of_groups(made)
+    for name, each in fields_of_groups(other).items():
+        assert_same_bytes(each, expected[name])
+
+
+def test_a_collection_loads_rows_of_float32_and_gives_them_back() -> None:
+    plain, made = collection(), collection(stored=BF16)
+    made.load_state_dict(plain.state_dict())
+    rows = plain.table_weight("item").clone()
+    assert_same_bytes(made.table_weight("item").clone(), rows.to(BF16))
+    plain.load_state_dict(made.state_dict())
+    assert torch.equal(plain.table_weight("item"), rows.to(BF16).float())
+    state = {**made.state_dict(), "embedding_bags.wide.rounding_state": torch.zeros(3)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for embedding_bags.wide.rounding_state"):
+        made.load_state_dict(state)
+
+
+def test_a_table_of_16_bits_in_a_step_is_refused() -> None:
+    config = speedtorch.EmbeddingBagConfig(10, 4, "user", data_type=torch.float16)
+    with pytest.raises(ValueError, match="stored: rows are held as torch.float16"):
+        speedtorch.EmbeddingBagCollection([config], stored=BF16)
+    with pytest.raises(ValueError, match="rounding: says how rows of 16 bits are rounded"):
+        collection(rounding="nearest")

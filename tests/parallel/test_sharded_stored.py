@@ -9,6 +9,12 @@ from sharded_stored import check_stored
 
 
 @BACKENDS
-@pytest.mark.parametrize("capacity", [None, 60], ids=["counted", "capacity"])
-def test_ranks_round_as_one_process_does(capacity: int | None, backend: str) -> None:
-    in_processes(2, check_stored, capacity, backend=backend)
+@pytest.mark.parametrize(
+    ("collection", "capacity"),
+    [(False, None), (False, 60), (True, None)],
+    ids=["counted", "capacity", "collection"],
+)
+def test_ranks_round_as_one_process_does(
+    collection: bool, capacity: int | None, backend: str
+) -> None:
+    in_processes(2, check_stored, collection, capacity, backend=backend)
