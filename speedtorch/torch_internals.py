@@ -86,6 +86,7 @@ __all__ = [
     "split_apart",
     "step_without_hooks",
     "stepping_grad_scaler",
+    "storage_at",
     "storage_id",
     "storage_uses",
     "takes_uneven_inputs",
@@ -474,3 +475,9 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python objects have a storage."""
     uses: int = torch._C._storage_Use_Count(storage_id(storage))
     return uses
+
+
+def storage_at(address: int, device: torch.device, count: int) -> torch.UntypedStorage:
+    """So many bytes of a device from an address on, which others own."""
+    made: Any = torch._C._construct_storage_from_data_pointer(address, device, count)
+    return cast(torch.UntypedStorage, made)

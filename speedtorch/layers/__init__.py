@@ -5,6 +5,18 @@ from speedtorch.layers.pack import Pack
 from speedtorch.layers.slab import Memory, Slab
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.swapper import Swapper
+from speedtorch.layers.training_state import SleepReport, TrainingState
 from speedtorch.layers.unit import Unit
 
-__all__ = ["Freed", "Memory", "Pack", "Slab", "SwapReport", "Swapper", "Unit", "host_init"]
+__all__ = [
+    "Freed",
+    "Memory",
+    "Pack",
+    "Slab",
+    "SleepReport",
+    "SwapReport",
+    "Swapper",
+    "TrainingState",
+    "Unit",
+    "host_init",
+]

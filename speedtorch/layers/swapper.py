@@ -19,7 +19,7 @@ from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import Unit, exact_device
 from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.memory.byte_count import bytes_of, text_of
-from speedtorch.optim.wrappers import is_wrapper, stepped_by
+from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 
 __all__ = ["Swapper"]
 
@@ -80,11 +80,9 @@ class Swapper:
         budget: int | str | None = None,
     ) -> None:
         named = _named(modules)
-        self._given = _as_tuple(optimizer)
+        self._given = given_optimizers(optimizer)
         self.optimizer = self._given if len(self._given) > 1 else next(iter(self._given), None)
-        stepped = [each for given in self._given for each in _stepped_by(given)]
-        if len(set(map(id, stepped))) < len(stepped):
-            raise ValueError("optimizer: one of them is given twice")
+        stepped = optimizers_within(self._given)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = exact_device(device)
@@ -307,20 +305,6 @@ class Swapper:
             gbps_out=self._traffic.gbps(comes=False),
             held_by=tuple(f"{unit.name}: {each}" for unit in units for each in unit.held_by()),
         )
-
-
-def _as_tuple(optimizer: Any) -> tuple[Optimizer, ...]:
-    """The optimizers that are given, which may be wrappers of other libraries."""
-    if optimizer is None:
-        return ()
-    if isinstance(optimizer, Iterable) and not isinstance(optimizer, str):
-        return tuple(optimizer)
-    return (optimizer,)
-
-
-def _stepped_by(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that keep state, within wrappers of other libraries."""
-    return stepped_by(optimizer) if is_wrapper(optimizer) else [optimizer]
 
 
 def _named(modules: object) -> list[tuple[str, nn.Module]]:

@@ -6,7 +6,7 @@ of numbers: they are given that of all rows while they save or load.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 
 from speedtorch.optim.attached_state import SavedState
 
-__all__ = ["is_wrapper", "show_all_rows", "show_held_rows", "stepped_by"]
+__all__ = [
+    "given_optimizers",
+    "is_wrapper",
+    "optimizers_within",
+    "show_all_rows",
+    "show_held_rows",
+    "stepped_by",
+]
 
 # They step the optimizer that they wrap, and add no rule.
 _WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
@@ -62,6 +69,32 @@ def stepped_by(optimizer: Any) -> list[Optimizer]:
                 f"expected a torch.optim.Optimizer, got {type(each).__name__}: attach the"
                 " torch.optim.Optimizer that it steps, before it is wrapped"
             )
+    return found
+
+
+def given_optimizers(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers of an argument: None, one, or several; each may be a wrapper."""
+    if optimizer is None:
+        return ()
+    if isinstance(optimizer, Iterable) and not isinstance(optimizer, str):
+        return tuple(optimizer)
+    return (optimizer,)
+
+
+def optimizers_within(given: Iterable[Any]) -> list[Optimizer]:
+    """The optimizers that keep state, within wrappers of other libraries.
+
+    Raises TypeError for what is no optimizer, ValueError if one is there twice.
+    """
+    found = []
+    for each in given:
+        if not isinstance(each, Optimizer) and not is_wrapper(each):
+            raise TypeError(
+                f"optimizer: expected a torch.optim.Optimizer, got {type(each).__name__}"
+            )
+        found += stepped_by(each)
+    if len(set(map(id, found))) < len(found):
+        raise ValueError("optimizer: one of them is given twice")
     return found
 
 

@@ -1,0 +1,337 @@
+"""The memory of tensors, by storages: on the device, or in host memory while they sleep.
+
+A storage is emptied and filled again, and stays the same object all the while. So whatever has a
+view of it has the same values again: tied weights, tensors that are not contiguous, the flat
+buffers of DistributedDataParallel and FSDP. Tensors that are known by name are in mapped host
+memory meanwhile, as tensors of their device still, whose kernels reach it over the link: they can
+be read, saved and loaded, and autograd and its hooks know no other tensors.
+
+**Errors at any line.** First all is copied, then the tensors are let see the copy one by one, and
+only then goes the memory that they have left: each is whole all the while. An error on the way to
+sleep wakes all again, and what an error in that has left is completed by the next call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtorch.layers.host_slab import copy_spans
+from speedtorch.memory import host_memory
+from speedtorch.memory.host_memory import HostMemoryKind
+from speedtorch.torch_internals import set_versions, storage_at, storage_id, version_of
+
+__all__ = ["SleepingStorages", "Slot"]
+
+# Torch's allocator begins a tensor there: neighbours on the device are neighbours on the host, too.
+_ALIGNMENT = 512
+# Where CUDA begins an allocation, across whose end it copies nothing.
+_SEGMENT = 2 << 20
+# Versions of 32 bits; none of a tensor on the device is so high, so that what autograd has saved of
+# it is refused while it sleeps.
+_ASLEEP = 1 << 31
+
+
+def _up(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Layout(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    first: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        """Such a tensor in a storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.first, self.size, self.stride)
+
+
+@dataclass
+class Slot:
+    """A storage of the device, and the tensors by name that are known to have it.
+
+    Attributes:
+        storage: which is empty while it sleeps.
+        nbytes: its bytes while it is awake.
+        tensors: by the first name of each; all of them are let see the host's copy.
+        is_kept: whether its bytes are copied; without it they are lost.
+        is_frozen: whether its bytes are likely to be the same the next time.
+    """
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    is_kept: bool = False
+    is_frozen: bool = True
+    begin: int = 0
+    """Its place in host memory."""
+    layouts: dict[str, _Layout] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of its tensors on the device."""
+    shown: dict[str, int] = field(default_factory=dict)
+    """Where each tensor's first byte is while it sleeps."""
+
+    @property
+    def end(self) -> int:
+        """Where the next one may begin."""
+        return self.begin + (_up(self.nbytes) if self.is_kept else 0)
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the storage has its memory."""
+        return self.storage.nbytes() > 0
+
+    def add(self, name: str, tensor: Tensor, *, is_kept: bool, is_frozen: bool) -> None:
+        """One more tensor that has the storage."""
+        if not any(each is tensor for each in self.tensors.values()):
+            self.tensors[name] = tensor
+        self.is_kept = self.is_kept or is_kept
+        self.is_frozen = self.is_frozen and is_frozen
+
+    def describe(self) -> None:
+        """Notes how its tensors lie in it."""
+        for name, each in self.tensors.items():
+            first, size = int(each.storage_offset()), tuple(each.shape)
+            self.layouts[name] = _Layout(first, size, each.stride(), each.dtype)
+            self.versions[name] = version_of(each)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the device, in this storage."""
+        return storage_id(tensor.untyped_storage()) == storage_id(self.storage)
+
+    def bytes(self) -> Tensor:
+        """Its bytes on the device."""
+        return _bytes_at(self.storage.data_ptr(), self.nbytes, self.storage.device)
+
+    def fall_asleep(self, host: torch.UntypedStorage | None) -> None:
+        """Lets its tensors be those of a host storage, and empties its own.
+
+        None: what they have is lost, and they have no elements.
+        """
+        for name, tensor in self.tensors.items():
+            if not self.has(tensor):
+                continue
+            layout = self.layouts[name]
+            if host is None:
+                view = torch.empty(0, dtype=layout.dtype, device=self.storage.device)
+            else:
+                view = layout.of(host)
+            self.shown[name] = view.data_ptr()
+            set_versions((tensor,), (_ASLEEP + self.versions[name],))
+            tensor.data = view
+        self.storage.resize_(0)
+
+    def wake_up(self) -> None:
+        """Lets its tensors be in its memory, but those that were given other memory meanwhile."""
+        for name, tensor in self.tensors.items():
+            if self._sleeps(name):
+                version = self.versions[name]
+                is_same = self.is_kept and version_of(tensor) == _ASLEEP + version
+                set_versions((tensor,), (version if is_same else version + 1,))
+                tensor.data = self.layouts[name].of(self.storage)
+
+    def _sleeps(self, name: str) -> bool:
+        """Whether a tensor is where it was put to sleep."""
+        tensor = self.tensors[name]
+        at = self.shown.get(name)
+        return at == tensor.data_ptr() and (self.is_kept or not tensor.numel())
+
+
+def _bytes_at(address: int, count: int, device: torch.device) -> Tensor:
+    """Memory from an address on, which others own."""
+    storage = storage_at(address, device, count)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (count,), (1,))
+
+
+def _fingerprint(values: Tensor) -> Tensor:
+    """Two numbers `[2]` that other bytes have, too, with a probability of 2^-64 or so each.
+
+    They are weighted sums of all words by row and by column of 4 KiB, so that words that change
+    places change them.
+    """
+    words = values[: len(values) // 4096 * 4096].view(torch.int64).view(-1, 512)
+    rest = values[words.numel() * 8 :].long()
+    found = []
+    for sums in (torch.cat([words.sum(1), rest]), words.sum(0)):
+        weights = torch.arange(1, 2 * len(sums), 2, device=values.device) * 0x9E3779B97F4A7C15
+        found.append((sums * weights).sum())
+    return torch.stack(found)
+
+
+class SleepingStorages:
+    """The storages of one part of a training state on one device.
+
+    Host memory is made once and used again.
+
+    Args:
+        device: where they are while they are awake; "cpu" is another part of host memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = self._host_bytes(0)
+        self._slots: list[Slot] = []
+        """What sleeps, or is half way after an error."""
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        """Of the host's bytes by place: a tensor that has them, how many, and their fingerprint."""
+
+    @property
+    def host_nbytes(self) -> int:
+        """Of host memory that is kept."""
+        return self._host.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of what sleeps."""
+        return sum(each.nbytes for each in self._slots)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether there is something to wake."""
+        return bool(self._slots)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that sleep."""
+        return [each for slot in self._slots for each in slot.tensors.values()]
+
+    @property
+    def is_half_way(self) -> bool:
+        """Whether an error has left some of it awake."""
+        return any(each.is_awake for each in self._slots)
+
+    def sleep(self, slots: Sequence[Slot]) -> int:
+        """Copies storages to host memory and empties them; returns the bytes that were copied.
+
+        Nothing of this part sleeps before.
+
+        Raises:
+            MemoryError, RuntimeError: the host has too little memory, or CUDA pins no more of it;
+                all is awake.
+        """
+        end = 0
+        for slot in slots:
+            slot.describe()
+            slot.begin, end = end, end + (_up(slot.nbytes) if slot.is_kept else 0)
+        if end > self._host.nbytes:
+            self.release()
+            self._host = self._host_bytes(end)
+        same = self._unchanged(slots)
+        changed = [each for each in slots if each.is_kept and each.begin not in same]
+        self._known = {begin: each for begin, each in self._known.items() if begin in same}
+        self._copy(changed, comes=False)
+        self._slots = list(slots)
+        try:
+            for slot in slots:
+                slot.fall_asleep(self._host_storage(slot) if slot.is_kept else None)
+        except BaseException:
+            self.wake()
+            raise
+        return sum(each.nbytes for each in changed)
+
+    def wake(self) -> int:
+        """Fills the storages again; returns the bytes that were copied.
+
+        Raises:
+            RuntimeError: what torch raises where the device has too little memory
+                (torch.OutOfMemoryError); all sleeps on.
+        """
+        empty = [each for each in self._slots if not each.is_awake]
+        kept = [each for each in empty if each.is_kept]
+        try:
+            # Torch cuts this piece up for the storages, which come to lie one after another.
+            if nbytes := sum(_up(each.nbytes) for each in empty):
+                torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            for slot in empty:
+                slot.storage.resize_(slot.nbytes)
+            self._copy(kept, comes=True)
+            for slot in empty:
+                if not slot.is_kept:
+                    slot.bytes().fill_(255)
+            known = {each.begin: self._known_of(each) for each in kept if each.is_frozen}
+            self._wait()
+        except BaseException:
+            for slot in empty:
+                slot.storage.resize_(0)
+            raise
+        for slot in self._slots:
+            slot.wake_up()
+        self._slots, self._known = [], known
+        return sum(each.nbytes for each in kept)
+
+    def release(self) -> None:
+        """Gives host memory back, which goes once no sleeping tensor has it."""
+        self._host, self._known = self._host_bytes(0), {}
+
+    def _host_bytes(self, count: int) -> Tensor:
+        """Host memory `[count]` that kernels of the device reach."""
+        memory: HostMemoryKind = "registered" if self._device.type == "cuda" else "plain"
+        return host_memory.empty(count, dtype=torch.uint8, memory=memory)
+
+    def _host_storage(self, slot: Slot) -> torch.UntypedStorage:
+        """A slot's bytes of host memory, as a storage of the device."""
+        address = self._host.data_ptr() + slot.begin
+        made = storage_at(address, self._device, slot.nbytes)
+        vars(made)["host"] = self._host  # torch keeps the object as long as the memory is used
+        return made
+
+    def _known_of(self, slot: Slot) -> tuple[weakref.ref[Tensor], int, Tensor]:
+        first = next(iter(slot.tensors.values()))
+        return weakref.ref(first), slot.nbytes, _fingerprint(slot.bytes())
+
+    def _unchanged(self, slots: Sequence[Slot]) -> set[int]:
+        """The places of those whose bytes the host has."""
+        places, before, now = [], [], []
+        for slot in slots:
+            known = self._known.get(slot.begin)
+            if known is None or not slot.is_frozen or not slot.is_kept:
+                continue
+            owner, nbytes, fingerprint = known
+            if nbytes == slot.nbytes and owner() is next(iter(slot.tensors.values())):
+                places.append(slot.begin)
+                before.append(fingerprint)
+                now.append(_fingerprint(slot.bytes()))
+        if not places:
+            return set()
+        same = (torch.stack(before) == torch.stack(now)).all(1).tolist()
+        return {place for place, is_same in zip(places, same, strict=True) if is_same}
+
+    def _copy(self, slots: Sequence[Slot], *, comes: bool) -> None:
+        """Copies storages between device and host, and waits."""
+        for address, begin, count in _runs(slots):
+            other, host = (
+                _bytes_at(address, count, self._device),
+                self._host[begin : begin + count],
+            )
+            copy_spans(host, other, [(0, count)], comes=comes, is_pinned=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _runs(slots: Sequence[Slot]) -> Iterator[tuple[int, int, int]]:
+    """The address, the place in host memory and the bytes of storages that can go in one copy."""
+    address = begin = count = 0
+    end = -1
+    for slot in slots:
+        at = slot.storage.data_ptr()
+        if at - address != slot.begin - begin or slot.begin != end or at % _SEGMENT == 0:
+            if count:
+                yield address, begin, count
+            address, begin = at, slot.begin
+        count = slot.begin + slot.nbytes - begin
+        # On a GPU what is between two storages is of the first one's memory, and of nobody else.
+        end = slot.end if slot.storage.device.type == "cuda" else slot.begin + slot.nbytes
+    if count:
+        yield address, begin, count

@@ -1,0 +1,95 @@
+"""The tensors of a training state by name: a module's, their gradients, and what optimizers keep.
+
+What has memory is a plain tensor. Of a tensor of a class of its own these are the tensors within:
+those that `__tensor_flatten__` names (DTensor, torchao), and else the object itself and the tensors
+among its attributes (bitsandbytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtorch.layers.access_tracker import is_plain_tensor
+from speedtorch.step.row_weight import RowWeight
+
+__all__ = ["PARTS", "Part", "StateTensors", "state_tensors"]
+
+Part: TypeAlias = Literal["weights", "gradients", "optimizer"]
+"""Parameters and buffers; the gradients of parameters; what optimizers keep of each parameter."""
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+class StateTensors(NamedTuple):
+    """The plain tensors of each part, by names that stay.
+
+    Attributes:
+        of: by part.
+        frozen: names of weights that are not trained.
+    """
+
+    of: dict[Part, dict[str, Tensor]]
+    frozen: set[str]
+
+
+def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTensors:
+    """Finds them; the rows of an Embedding and their state are left out."""
+    found: dict[Part, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "optimizer": {}}
+    frozen: set[str] = set()
+    rows = {id(each) for each in module.parameters() if isinstance(each, RowWeight)}
+    names: dict[int, str] = {}
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        if id(each) in rows:
+            continue
+        names[id(each)] = name
+        own = dict(_within(name, each, set()))
+        found["weights"] |= own
+        if not each.requires_grad:
+            frozen.update(own)
+        if each.is_leaf and each.grad is not None:
+            found["gradients"].update(_within(f"the gradient of {name}", each.grad, set()))
+    for number, optimizer in enumerate(optimizers):
+        which = f" ({number})" if number else ""
+        for place, (of, kept) in enumerate(optimizer.state.items()):
+            if id(of) in rows:
+                continue
+            name = names.get(id(of), f"parameter {place}") + which
+            found["optimizer"].update(_within(f"state of {name}", kept, set()))
+    return StateTensors(found, frozen)
+
+
+def _within(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors in a value, which may have them within containers and objects."""
+    if id(value) in seen:
+        return
+    if isinstance(value, Tensor):
+        seen.add(id(value))
+        if is_plain_tensor(value):
+            yield name, value
+        elif hasattr(value, "__tensor_flatten__"):
+            for each in value.__tensor_flatten__()[0]:
+                yield from _within(f"{name}.{each}", getattr(value, each), seen)
+        else:
+            yield name, value
+            yield from _within(name, vars(value), seen)
+    elif isinstance(value, Mapping):
+        seen.add(id(value))
+        for key, each in value.items():
+            yield from _within(f"{name}.{key}", each, seen)
+    elif isinstance(value, list | tuple):
+        seen.add(id(value))
+        for number, each in enumerate(value):
+            yield from _within(f"{name}.{number}", each, seen)
+    elif hasattr(value, "__dict__") and _is_record(value):
+        seen.add(id(value))
+        yield from _within(name, vars(value), seen)
+
+
+def _is_record(value: Any) -> bool:
+    """Whether an object may have tensors of its own, as bitsandbytes' QuantState has."""
+    of_others = nn.Module, Optimizer, type, torch.dtype, torch.device
+    return not isinstance(value, of_others) and not callable(value)

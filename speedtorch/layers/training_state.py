@@ -1,0 +1,308 @@
+"""TrainingState: all that a training has on a device, put to sleep in host memory and woken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from speedtorch.layers.sleeping_storages import SleepingStorages, Slot
+from speedtorch.layers.state_tensors import PARTS, Part, StateTensors, state_tensors
+from speedtorch.layers.unit import exact_device, is_of_unit
+from speedtorch.memory.byte_count import text_of
+from speedtorch.optim.wrappers import given_optimizers, optimizers_within
+from speedtorch.torch_internals import as_plain, storage_id
+
+__all__ = ["SleepReport", "TrainingState"]
+
+
+@dataclass(frozen=True)
+class SleepReport:
+    """What a call of a TrainingState has moved, and what is where."""
+
+    asleep: dict[Part, int]
+    """Bytes that sleep, by part."""
+    bytes_copied: int
+    """By this call."""
+    seconds: float
+    """That it took."""
+    device_bytes: int
+    """By how much the device's free memory has grown, as the driver counts it; below 0: shrunk."""
+    host_bytes: int
+    """Of host memory, which is kept for the next time and is pinned if the device is a GPU."""
+    left: tuple[str, ...]
+    """Tensors of the parts that stay on the device, as others manage or share their memory."""
+
+    def __str__(self) -> str:
+        asleep = ", ".join(f"{part} {text_of(count)}" for part, count in self.asleep.items())
+        speed = self.bytes_copied / self.seconds / 1e9 if self.seconds else 0.0
+        lines = [
+            f"asleep     {asleep or 'nothing'}",
+            f"copied     {text_of(self.bytes_copied)} in {self.seconds:.3f} s, {speed:.1f} GB/s",
+            f"device     {text_of(abs(self.device_bytes))}"
+            f" {'taken' if self.device_bytes < 0 else 'freed'}",
+            f"host       {text_of(self.host_bytes)}",
+            *(f"left       {each}" for each in self.left),
+        ]
+        return "\n".join(lines)
+
+
+class TrainingState:
+    """A model and its optimizers, which sleep in host memory while the device does something else.
+
+    `sleep()` brings all that they have on the device to pinned host memory in one sweep and gives
+    the device's memory back; `wake()` brings it again. In between another program, or another model
+    of this one, has the memory: in reinforcement learning the generation between two trainings. The
+    host memory is made once. Training is as if nothing had happened: objects, names, param_groups,
+    hooks, tied weights and what autograd has saved stay as they are, and there is nothing to do at
+    each step.
+
+    Tensors that sleep are tensors of their device still, in mapped host memory: they can be read,
+    saved and loaded, and even be computed with, at the speed of the link. Views of their former
+    memory that the program has made (`weight[:10]`) have no memory meanwhile, and must not be used;
+    a backward that needs what sleeps raises RuntimeError.
+
+    Tensors wake at other addresses: a CUDA graph that reads them must be captured anew.
+
+    Rows of an Embedding are not part of it: they are in host memory already. Neither are units of a
+    Swapper, which has its own evict().
+
+    Args:
+        model: any module: of FSDP2 and DistributedDataParallel, compiled or quantized as well.
+        optimizer: one or several, also as accelerate, Lightning or Fabric wrap them; None: none.
+        device: whose tensors sleep; by default that of the model's first tensor.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: the device is none of a tensor's memory, or the model has no tensor.
+
+    Example:
+        >>> import torch, speedtorch
+        >>> model = torch.nn.Linear(256, 256)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> state = speedtorch.TrainingState(model, optimizer)
+        >>> state.sleep().asleep
+        {'weights': 263168}
+        >>> state.wake().asleep
+        {}
+        >>> model(torch.ones(256)).shape
+        torch.Size([256])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+        self._model = model
+        self._optimizers = optimizers_within(given_optimizers(optimizer))
+        self.device = exact_device(_device_of(model) if device is None else device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device: expected 'cuda' or 'cpu', got {str(self.device)!r}")
+        self._turn = RLock()
+        self._parts = {part: SleepingStorages(self.device) for part in PARTS}
+
+    def __repr__(self) -> str:
+        asleep = [part for part, each in self._parts.items() if each.is_asleep]
+        said = f"{type(self._model).__name__}, {len(self._optimizers)} optimizers"
+        return f"{type(self).__name__}({said}, device={self.device}, asleep={asleep})"
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether any part sleeps."""
+        return any(each.is_asleep for each in self._parts.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that it has, asleep or awake."""
+        return sum(each.host_nbytes for each in self._parts.values())
+
+    def sleep(
+        self, parts: Collection[Part] | None = None, *, discard: Collection[Part] = ()
+    ) -> SleepReport:
+        """Brings what is on the device to host memory, and frees the device's; waits for both.
+
+        It waits for all that the device has to do. Of weights that are not trained, what has not
+        changed since it came is not copied again. What sleeps already stays as it is.
+
+        Args:
+            parts: "weights" (parameters and buffers), "gradients" and "optimizer" (its state); by
+                default all three.
+            discard: parts, or some of them, whose values are not needed any more: they are not
+                copied and take no host memory. Their tensors have no elements meanwhile; once they
+                wake, all are NaN (of integers all bits are set).
+
+        Returns:
+            What was copied, the memory that is free now, and what had to stay.
+
+        Raises:
+            ValueError: there is no such part; a tensor belongs to a Swapper's unit, is sparse, or
+                was made in inference mode; nothing has changed.
+            MemoryError, RuntimeError: the host has too little memory, or CUDA pins no more of it;
+                the parts that did not fit are awake.
+        """
+        wanted, lost = _chosen("parts", parts), _chosen("discard", discard)
+        if outside := [each for each in lost if each not in wanted]:
+            raise ValueError(f"discard: {outside[0]!r} is none of the parts that sleep, {wanted}")
+        with self._turn, as_plain(), torch.no_grad(), torch.inference_mode(False):
+            begin, free = time.perf_counter(), self._free_bytes()
+            copied = 0
+            for each in self._parts.values():
+                if each.is_half_way:  # an error has interrupted the last call
+                    each.wake()
+            found = state_tensors(self._model, self._optimizers)
+            slots, left = self._slots(found, wanted, lost)
+            self._synchronize()
+            for part, of_part in slots.items():
+                copied += self._parts[part].sleep(of_part)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return self._report(begin, free, copied, left)
+
+    def wake(self, parts: Collection[Part] | None = None) -> SleepReport:
+        """Brings what sleeps back to the device, and waits until it is there.
+
+        Values that were written meanwhile come along. A tensor that was given other memory, as by
+        `parameter.data = values` or `model.cpu()`, keeps that.
+
+        Args:
+            parts: as of sleep(); by default all that sleep.
+
+        Raises:
+            ValueError: there is no such part.
+            RuntimeError: what torch raises where the device has too little memory
+                (torch.OutOfMemoryError); the parts that did not fit sleep on.
+        """
+        wanted = _chosen("parts", parts)
+        with self._turn, as_plain(), torch.no_grad(), torch.inference_mode(False):
+            begin, free = time.perf_counter(), self._free_bytes()
+            self._synchronize()
+            copied = sum(self._parts[part].wake() for part in wanted)
+            return self._report(begin, free, copied, [])
+
+    @contextmanager
+    def asleep(
+        self, parts: Collection[Part] | None = None, *, discard: Collection[Part] = ()
+    ) -> Iterator[SleepReport]:
+        """Lets parts sleep within, and wakes them afterwards, also after an error.
+
+        Args and errors are those of sleep() and wake().
+        """
+        report = self.sleep(parts, discard=discard)
+        try:
+            yield report
+        finally:
+            self.wake()
+
+    def release(self) -> None:
+        """Gives the host memory back that is kept for the next time.
+
+        What sleeps keeps its own; sleep() makes it anew.
+        """
+        with self._turn:
+            for part in self._parts.values():
+                if not part.is_asleep:
+                    part.release()
+
+    def _slots(
+        self, found: StateTensors, wanted: Collection[Part], lost: Collection[Part]
+    ) -> tuple[dict[Part, list[Slot]], list[str]]:
+        """What is to sleep of each part, and names of what stays.
+
+        Memory that tensors of two parts share belongs to the first of them, and stays where one of
+        them does.
+        """
+        sleeping = {id(each) for part in self._parts.values() for each in part.tensors}
+        awake = {
+            part: {n: e for n, e in found.of[part].items() if self._is_awake(e, sleeping)}
+            for part in PARTS
+        }
+        stay = {_key(e) for part in PARTS if part not in wanted for e in awake[part].values()}
+        by_storage: dict[int, Slot] = {}
+        slots: dict[Part, list[Slot]] = {part: [] for part in wanted}
+        left = []
+        for part in wanted:
+            for name, each in awake[part].items():
+                _check(name, each)
+                storage, key = each.untyped_storage(), _key(each)
+                if key in stay or not storage.resizable() or self._parts[part].is_asleep:
+                    left.append(name)
+                    stay.add(key)
+                    continue
+                if (slot := by_storage.get(key)) is None:
+                    slot = by_storage[key] = Slot(storage, storage.nbytes())
+                    slots[part].append(slot)
+                slot.add(name, each, is_kept=part not in lost, is_frozen=name in found.frozen)
+        return {part: some for part, some in slots.items() if some}, left
+
+    def _is_awake(self, tensor: Tensor, sleeping: Collection[int]) -> bool:
+        """Whether a tensor has memory on the device."""
+        if tensor.device != self.device or id(tensor) in sleeping or is_lazy(tensor):
+            return False
+        return tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _report(self, begin: float, free: int, copied: int, left: Iterable[str]) -> SleepReport:
+        return SleepReport(
+            asleep={p: each.nbytes for p, each in self._parts.items() if each.is_asleep},
+            bytes_copied=copied,
+            seconds=time.perf_counter() - begin,
+            device_bytes=self._free_bytes() - free,
+            host_bytes=self.host_bytes,
+            left=tuple(left),
+        )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for each in (*model.parameters(), *model.buffers()):
+        return each.device
+    raise ValueError("model: it has no parameter and no buffer; give device=")
+
+
+def _key(tensor: Tensor) -> int:
+    """What tells memory apart."""
+    return storage_id(tensor.untyped_storage()) if tensor.layout == torch.strided else id(tensor)
+
+
+def _chosen(argument: str, parts: Any) -> list[Part]:
+    """The parts that are named, in their order."""
+    if parts is None:
+        return list(PARTS)
+    named = [parts] if isinstance(parts, str) else list(parts)
+    if unknown := [each for each in named if each not in PARTS]:
+        raise ValueError(f"{argument}: expected some of {list(PARTS)}, got {unknown[0]!r}")
+    return [part for part in PARTS if part in named]
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    """Raises ValueError for a tensor that cannot be let see other memory."""
+    if is_of_unit(tensor):
+        raise ValueError(f"{name}: it belongs to a unit of a Swapper: use its evict(), or close it")
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{name}: it is a sparse tensor, whose parts torch does not show: drop it before"
+            " (zero_grad()), or leave its part awake"
+        )
+    if tensor.is_inference():
+        raise ValueError(
+            f"{name}: it was made in torch.inference_mode(), where torch does not let its memory be"
+            " changed; make the model outside"
+        )

@@ -1,0 +1,434 @@
+"""A whole training state, asleep in host memory and awake: training is as if it had not slept."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from interrupts import EVERY, every_interrupt, out_of_memory
+from torch import Tensor, nn, optim
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
+
+import speedtorch
+from speedtorch.layers import TrainingState
+from speedtorch.layers.state_tensors import PARTS
+
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    **COMMON_OPTIMIZERS,
+    "AdamW-fused": lambda parameters: optim.AdamW(parameters, fused=True),
+    "Adafactor": lambda parameters: optim.Adafactor(parameters, lr=0.1),
+    "LBFGS": lambda parameters: optim.LBFGS(parameters, lr=0.1, max_iter=3),
+    "Muon": lambda parameters: optim.Muon(
+        [each for each in parameters if each.dim() == 2 and each.requires_grad]
+    ),
+}
+
+
+class Training:
+    """A layer, its optimizer and its state, which trains on batches by number."""
+
+    def __init__(
+        self, device: str, make: Callable[..., optim.Optimizer] = optim.Adam, **settings: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.layer = Layer().to(device)
+        self.device, self.steps = device, 0
+        self.optimizer = make(self.layer.parameters(), **settings)
+        self.state = TrainingState(self.layer, self.optimizer)
+
+    def step(self, count: int = 1) -> Training:
+        for _ in range(count):
+            random = torch.Generator().manual_seed(self.steps)
+            batch = torch.randn(8, 4, generator=random).to(self.device)
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                self.optimizer.zero_grad()
+                loss: Tensor = self.layer(batch).square().mean()
+                loss.backward()
+                return loss
+
+            self.optimizer.step(closure)
+            self.steps += 1
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of the layer and the optimizer, by name."""
+        found = dict(self.layer.state_dict(keep_vars=True))
+        for name, each in self.layer.named_parameters():
+            kept = {"gradient": each.grad, **self.optimizer.state.get(each, {})}
+            for path, value in tree_flatten_with_path(kept)[0]:
+                if isinstance(value, Tensor):
+                    found[f"{name}{keystr(path)}"] = value
+        return found
+
+
+def assert_trains_on(training: Training, settings: Any = (), steps: int = 3) -> None:
+    """What comes is what it would be without any sleep."""
+    other = Training(training.device, *settings).step(training.steps)
+    for each in (training, other):
+        each.step(steps)
+    assert_equal(training.tensors(), other.tensors())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_as_if_it_had_not_slept(name: str, device: str) -> None:
+    training = Training(device, OPTIMIZERS[name])
+    for parts in (PARTS, ["optimizer"], ["weights"], ["gradients", "weights"], PARTS):
+        training.step()
+        with training.state.asleep(parts):
+            pass
+    assert_trains_on(training, [OPTIMIZERS[name]])
+
+
+def test_all_is_on_the_host_meanwhile_with_the_same_values(device: str) -> None:
+    training = Training(device).step(2)
+    before = copies(training.tensors())
+    objects = {name: id(each) for name, each in training.tensors().items()}
+    report = training.state.sleep()
+    assert training.state.is_asleep and list(report.asleep) == list(PARTS)
+    weight, host = training.layer.into.weight, training.state._parts["weights"]._host
+    assert 0 <= weight.data_ptr() - host.data_ptr() < host.nbytes
+    training.layer(torch.ones(8, 4, device=device))  # over the link
+    training.layer.load_state_dict(before, strict=False)
+    assert_equal(training.tensors(), before)
+    assert training.layer.into.weight is training.layer.back.weight
+    training.state.wake()
+    assert not training.state.is_asleep
+    assert_equal(training.tensors(), before)
+    assert {name: id(each) for name, each in training.tensors().items()} == objects
+    assert not 0 <= weight.data_ptr() - host.data_ptr() < host.nbytes
+
+
+def test_a_part_sleeps_and_wakes_by_itself(device: str) -> None:
+    training = Training(device).step()
+    state = training.state
+    assert list(state.sleep("optimizer").asleep) == ["optimizer"]
+    assert list(state.sleep(["weights", "optimizer"]).asleep) == ["weights", "optimizer"]
+    assert list(state.wake(["weights"]).asleep) == ["optimizer"]
+    training.layer(torch.ones(3, 4, device=device))
+    assert state.wake().asleep == {} and state.wake().bytes_copied == 0
+    assert "asleep=[]" in repr(state)
+
+
+def test_views_and_tensors_that_are_not_contiguous_stay_what_they_are(device: str) -> None:
+    layer = nn.Linear(6, 4, device=device)
+    flat = torch.arange(40.0, device=device)
+    layer.register_buffer("odd", flat[1:37].view(6, 6).t()[::2, 1:])
+    layer.register_buffer("same", flat[3:9])
+    odd, view = layer.get_buffer("odd").clone(), flat[5:8]
+    strides = layer.get_buffer("odd").stride()
+    state = TrainingState(layer)
+    state.sleep()
+    assert torch.equal(layer.get_buffer("odd"), odd)
+    layer.get_buffer("same")[2] = 77.0  # element 5 of all
+    state.wake()
+    assert view.tolist() == [77.0, 6.0, 7.0] and flat[39] == 39.0
+    assert layer.get_buffer("odd").stride() == strides
+
+
+def test_what_autograd_has_saved_is_refused_asleep_and_right_awake(device: str) -> None:
+    training = Training(device).step()
+    weight = training.layer.into.weight
+    batch = torch.ones(8, 4, device=device)
+    expected = torch.autograd.grad(training.layer(batch).sum(), weight)[0]
+    loss = training.layer(batch).sum()
+    training.state.sleep()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward(retain_graph=True)
+    training.state.wake()
+    assert torch.equal(torch.autograd.grad(loss, weight, retain_graph=True)[0], expected)
+    with training.state.asleep(), torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_values_that_are_loaded_asleep_come_along(device: str) -> None:
+    training, other = Training(device).step(2), Training(device).step(5)
+    saved = {"model": copies(other.layer.state_dict()), "optimizer": other.optimizer.state_dict()}
+    training.state.sleep()
+    training.layer.load_state_dict(saved["model"])
+    training.optimizer.load_state_dict(saved["optimizer"])
+    training.state.wake()
+    for each in (training, other):
+        each.layer.zero_grad()
+    assert_equal(training.tensors(), other.tensors())
+    training.steps = 5
+    assert_trains_on(training)
+
+
+def test_tensors_that_were_given_other_memory_asleep_keep_it(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    state = TrainingState(layer)
+    state.sleep()
+    layer.weight.data = given = torch.ones(2, 2)
+    layer.bias.data = torch.ones(3)
+    state.wake()
+    assert layer.weight.data_ptr() == given.data_ptr()
+    assert layer.bias.shape == (3,)
+
+
+def test_discarded_values_are_gone_and_take_no_host_memory(device: str) -> None:
+    training = Training(device).step()
+    state = training.state
+    state.sleep(discard=["weights", "gradients"])
+    assert state.host_bytes == state._parts["optimizer"].host_nbytes
+    assert training.layer.into.weight.numel() == 0
+    with pytest.raises(RuntimeError, match="size mismatch for into.weight"):
+        training.layer.load_state_dict(Training(device).layer.state_dict())
+    state.wake()
+    for each in training.layer.parameters():
+        assert each.device.type == device and each.isnan().all()
+    assert training.layer.norm.num_batches_tracked == -1
+    fresh = Training(device).step()
+    training.layer.load_state_dict(fresh.layer.state_dict())
+    training.layer.zero_grad()
+    assert_trains_on(training)
+
+
+def test_weights_that_have_not_changed_are_not_copied_again(device: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(3)))
+    model[:2].requires_grad_(False)
+    state, nbytes = TrainingState(model), 64 * 65 * 4
+    assert state.sleep().bytes_copied == 3 * nbytes
+    assert state.wake().bytes_copied == 3 * nbytes
+    assert state.sleep().bytes_copied == nbytes
+    state.wake()
+    model[0].weight.data[3, 5] += 1  # torch counts no change
+    model[1].weight.data.copy_(model[1].weight.data.flip(0))
+    expected = copies(dict(model.named_parameters()))
+    assert state.sleep().bytes_copied == nbytes + 2 * 64 * 64 * 4
+    assert_equal(dict(model.named_parameters()), expected)
+    state.wake()
+    assert_equal(dict(model.named_parameters()), expected)
+
+
+def test_host_memory_is_exact_and_made_once(device: str) -> None:
+    model = nn.ModuleList(nn.Linear(100, 100, device=device) for _ in range(20))
+    state = TrainingState(model)
+    addresses = set()
+    for _ in range(3):
+        state.sleep()
+        addresses.add(model[0].weight.data_ptr())
+        nbytes = sum(each.nbytes for each in model.parameters())
+        assert nbytes <= state.host_bytes <= nbytes + 40 * 512
+        state.wake()
+    assert len(addresses) == 1
+    state.release()
+    assert state.host_bytes == 0
+    state.sleep()
+    state.release()  # what sleeps keeps its own
+    assert state.host_bytes and model[0].weight.isfinite().all()
+
+
+class Attributed(Tensor):
+    """As bitsandbytes' tensors: more of them are among the attributes of an attribute."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: Any) -> Attributed:
+        made = values.as_subclass(cls)
+        made.quant_state = scale
+        return made
+
+
+class QuantState:
+    def __init__(self, scale: Tensor) -> None:
+        self.absmax, self.others = scale, {"code": scale.clone()}
+
+
+def test_tensors_within_tensors_sleep(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    two = TwoTensor(torch.ones(2, 2, device=device), torch.full((2, 2), 2.0, device=device))
+    kept = QuantState(torch.full((3,), 5.0, device=device))
+    layer.register_buffer("pair", two)
+    layer.register_buffer("packed", Attributed(torch.ones(4, device=device), kept))
+    state = TrainingState(layer)
+    nbytes = {"weights": (6 + 8 + 4 + 6) * 4}
+    assert state.sleep().asleep == nbytes
+    within = [two.a, two.b, kept.absmax, kept.others["code"]]
+    host = state._parts["weights"]._host
+    assert all(0 <= each.data_ptr() - host.data_ptr() < host.nbytes for each in within)
+    state.wake()
+    assert not any(0 <= each.data_ptr() - host.data_ptr() < host.nbytes for each in within)
+    assert [each.sum().item() for each in within] == [4, 8, 15, 15]
+
+
+def test_the_devices_memory_is_free_meanwhile(device: str) -> None:
+    state = TrainingState(nn.Linear(4096, 4096, bias=False, device=device))
+    report = state.sleep()
+    if device == "cpu":
+        assert report.device_bytes == 0
+    else:
+        assert report.device_bytes >= 64 << 20
+    assert state.wake().device_bytes <= 0
+
+
+@NEEDS_GPU
+def test_all_sleeps_on_where_the_device_has_too_little_memory() -> None:
+    training = Training("cuda").step()
+    big = nn.Linear(1 << 14, 1 << 14, device="cuda")
+    training.layer.add_module("big", big)
+    training.state.sleep()
+    before = copies(training.tensors())
+    fraction = torch.cuda.memory_allocated() + (256 << 20)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(fraction / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            training.state.wake()
+        assert training.state.is_asleep
+        assert_equal(training.tensors(), before)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    training.state.wake()
+    assert_equal(training.tensors(), before)
+
+
+def test_memory_of_two_parts_sleeps_with_both(device: str) -> None:
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    both = torch.arange(8.0, device=device)
+    layer.weight.data, layer.weight.grad = both[:4].view(2, 2), both[4:].view(2, 2)
+    state = TrainingState(layer)
+    assert state.sleep(["gradients"]).left == ("the gradient of weight",)
+    assert state.sleep().asleep == {"weights": 32}
+    assert layer.weight.grad.tolist() == [[4.0, 5.0], [6.0, 7.0]]
+    state.wake()
+    assert both.tolist() == list(range(8))
+
+
+def test_rows_of_an_embedding_are_left_alone(device: str) -> None:
+    def train(sleeps: bool) -> Tensor:
+        torch.manual_seed(0)
+        emb = speedtorch.Embedding(20, 4, device=device)
+        model = nn.ModuleDict({"emb": emb, "out": nn.Linear(4, 1, device=device)})
+        optimizer = optim.Adam(model.parameters(), lr=0.1)
+        speedtorch.attach(optimizer, model)
+        state = TrainingState(model, optimizer)
+        for number in range(4):
+            optimizer.zero_grad()
+            model["out"](emb(torch.arange(number, number + 3))).sum().backward()
+            if sleeps and number == 2:
+                with state.asleep():
+                    assert model["out"].weight.numel() == 4
+            optimizer.step()
+            if sleeps:
+                with state.asleep() as report:
+                    assert report.asleep["weights"] == 20
+        return emb.table["weight"].clone()
+
+    assert torch.equal(train(True), train(False))
+
+
+def test_wrong_arguments_are_told(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    with pytest.raises(TypeError, match=r"model: expected an nn.Module, got Adam"):
+        TrainingState(optim.Adam(layer.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer: expected a torch.optim.Optimizer, got int"):
+        TrainingState(layer, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="it has no parameter and no buffer; give device="):
+        TrainingState(nn.Tanh())
+    with pytest.raises(ValueError, match="device: expected 'cuda' or 'cpu', got 'meta'"):
+        TrainingState(nn.Linear(2, 2, device="meta"))
+    state = TrainingState(layer)
+    with pytest.raises(ValueError, match=r"parts: expected some of .*, got 'state'"):
+        state.sleep(["state"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="discard: 'weights' is none of the parts that sleep"):
+        state.sleep(["optimizer"], discard=["weights"])
+    assert layer.weight.device.type == device and not state.is_asleep
+
+
+def test_what_cannot_sleep_is_told_and_nothing_sleeps(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    table = nn.Embedding(5, 2, sparse=True, device=device)
+    model = nn.ModuleList([layer, table])
+    state = TrainingState(model)
+    table(torch.tensor([1], device=device)).sum().backward()
+    with pytest.raises(ValueError, match=r"the gradient of 1.weight: it is a sparse tensor"):
+        state.sleep()
+    assert not state.is_asleep and layer.weight.device.type == device
+    assert state.sleep(["weights"]).asleep == {"weights": (6 + 10) * 4}
+    state.wake()
+    with torch.inference_mode():
+        model.register_buffer("made", torch.ones(2, device=device))
+    with pytest.raises(ValueError, match=r"made: it was made in torch.inference_mode\(\)"):
+        state.sleep(["weights"])
+    del model.made
+    swapper = speedtorch.Swapper([layer], device=device)
+    with swapper.use(layer), pytest.raises(ValueError, match="it belongs to a unit of a Swapper"):
+        state.sleep(["weights"])
+
+
+def test_two_threads_take_turns(device: str) -> None:
+    training = Training(device).step(2)
+    expected, errors = copies(training.tensors()), []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                training.state.sleep()
+                training.state.wake()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    training.state.wake()
+    assert errors == []
+    assert_equal(training.tensors(), expected)
+
+
+def test_a_model_goes_with_its_state(device: str) -> None:
+    training = Training(device).step()
+    training.state.sleep()
+    training.state.wake()
+    gone = weakref.ref(training.layer.into.weight)
+    state, training.layer, training.optimizer = training.state, None, None  # type: ignore[assignment]
+    state._model = state._optimizers = None  # type: ignore[assignment]
+    assert gone() is None
+
+
+def test_a_state_that_goes_asleep_leaves_a_model_on_the_host(device: str) -> None:
+    training = Training(device).step()
+    expected = copies(training.tensors())
+    training.state.sleep()
+    del training.state
+    assert_equal(training.tensors(), expected)
+
+
+@EVERY
+@pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
+@pytest.mark.parametrize("call", ["sleep", "wake"])
+def test_an_error_at_a_line_of_ours_loses_nothing(
+    call: str, error: Callable[[], BaseException], every: int, device: str
+) -> None:
+    expected = copies(Training(device).step(2).tensors())
+
+    def prepared() -> Training:
+        training = Training(device).step(2)
+        with training.state.asleep():
+            pass
+        if call == "wake":
+            training.state.sleep()
+        return training
+
+    interrupted = every_interrupt(
+        prepared, lambda each: getattr(each.state, call)(), error, every=every
+    )
+    for number, (training, _) in enumerate(interrupted):
+        assert_equal(training.tensors(), expected)
+        if number % 2:
+            training.state.sleep()
+            assert_equal(training.tensors(), expected)
+        training.state.wake()
+        assert_equal(training.tensors(), expected)
+        assert_trains_on(training, steps=1)
