@@ -160,7 +160,7 @@ def ngram_table(results: dict[str, Any]) -> str:
     for key, title in (
         ("exposed", "what tables add"),
         ("exposed, no prefetch", "what tables add, no prefetch"),
-        ("arithmetic", "of it lookups, projections and updates: small tables on the GPU"),
+        ("arithmetic", "what small tables on the GPU add"),
         ("exposed, recomputed", "what tables add, recomputed"),
     ):
         line(title, lambda facts, key=key: "{ms:.2f} ms, {percent:.2f} %".format(**facts[key]))

@@ -76,6 +76,17 @@ def test_every_target_has_a_line(results: tuple[Path, dict[str, Any], str]) -> N
         assert line.endswith(target.work)
 
 
+@pytest.mark.examples
+def test_the_table_of_ngram_tables_has_both_cases(
+    results: tuple[Path, dict[str, Any], str],
+) -> None:
+    lines = report.ngram_table(results[1]).splitlines()
+    assert lines[0].startswith("A step of 64 tokens of a GPT with 32,384 dense parameters")
+    assert lines[2].count("rows x 128 bfloat16") == 2
+    assert "| bytes of a row with its state | 272 | 768 |" in lines
+    assert len([line for line in lines if line.startswith("| what tables add")]) == 3
+
+
 def test_a_target_is_met_on_its_own_side() -> None:
     assert targets.Target("a share", 0.9, 0.88, True).met
     assert not targets.Target("a share", 0.87, 0.88, True).met
@@ -87,6 +98,8 @@ def test_the_documents_tables_are_those_of_the_results() -> None:
     results = report.read_results(report.RESULTS)
     made = between(report.PERFORMANCE.read_text(), report.BEGIN, report.END)
     assert made == report.tables(results)
+    page = between(report.NGRAM_TABLES.read_text(), report.BEGIN, report.END)
+    assert page == report.ngram_table(results)
     first = between(report.README.read_text(), report.FIRST, report.LAST)
     assert first == report.steps_table(results)
     assert len(first.splitlines()) > 2  # a name of a figure that is none leaves its line out
