@@ -222,7 +222,9 @@ class GPT(nn.Module):
 
     def forward(self, part: Part, tables: Iterable[nn.Module], recompute: bool) -> Tensor:
         def run(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-            return checkpoint(layer, *inputs, use_reentrant=False) if recompute else layer(*inputs)
+            if not recompute:
+                return layer(*inputs)
+            return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
 
         x = run(self.embedded, part, tables)
         for block in self.blocks:

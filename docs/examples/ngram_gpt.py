@@ -9,7 +9,7 @@ without them for as many steps. With --save or --resume it is trained with them 
     python ngram_gpt.py --plain  # the same numbers on the CPU, with torch alone
     python ngram_gpt.py --steps 200 --save gpt.pt
     python ngram_gpt.py --steps 400 --resume gpt.pt  # the numbers of 400 steps in one run
-    python ngram_gpt.py --stored bfloat16 --state rowwise  # a sixth of the host memory
+    python ngram_gpt.py --stored bfloat16 --state rowwise  # a fifth of the host memory
     python ngram_gpt.py --recompute  # the same numbers, with activations computed twice
     torchrun --nproc-per-node 2 ngram_gpt.py  # each rank has half of the rows
 """
@@ -197,7 +197,7 @@ def train(chosen: argparse.Namespace, texts: Texts, rows: int) -> Trained:
     others = [each for name, each in model.named_parameters() if not name.startswith("tables")]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=2e-3)]
     if rows:
-        # Both change the rows that a step looked up, and no others.
+        # SparseAdam and RowWiseAdagrad change the rows that a step looked up, and no others.
         tables = list(model.tables.parameters())
         if chosen.state == "adam":
             optimizers.append(torch.optim.SparseAdam(tables, lr=2e-3))
@@ -227,7 +227,7 @@ def train(chosen: argparse.Namespace, texts: Texts, rows: int) -> Trained:
     for parts in loader:
         total = torch.zeros((), device=DEVICE)
         for part in parts:
-            loss = model(part) / chosen.parts  # of all ranks: their gradients are added up
+            loss = model(part) / chosen.parts  # the parts of all ranks, as gradients are added up
             loss.backward()
             total += loss.detach()
         for each in others:
@@ -237,8 +237,8 @@ def train(chosen: argparse.Namespace, texts: Texts, rows: int) -> Trained:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(added_up(total).item())
-    bits = bits_per_byte(model, texts)  # on all ranks, as each lookup is one of all of them
-    with speedtorch.full_state_dict(model):  # the first rank's has the rows of all
+    bits = bits_per_byte(model, texts)  # every lookup is one of all ranks
+    with speedtorch.full_state_dict(model):  # which has the rows of all ranks on the first
         state = model.state_dict()
         if chosen.save and rank_and_ranks()[0] == 0:
             kept = [each.state_dict() for each in optimizers]

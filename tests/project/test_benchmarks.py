@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from warm_python import warm_python
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-from benchmarks import plots, report, targets
+from benchmarks import bench_ngram_tables, plots, report, targets
 from benchmarks.marked_text import between
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,16 @@ def test_the_table_of_ngram_tables_has_both_cases(
     assert lines[2].count("rows x 128 bfloat16") == 2
     assert "| bytes of a row with its state | 272 | 768 |" in lines
     assert len([line for line in lines if line.startswith("| what tables add")]) == 3
+
+
+def test_ids_of_the_ngram_benchmark_depend_on_the_last_tokens_alone() -> None:
+    tokens = torch.randint(5, (3, 40))
+    for order in bench_ngram_tables.ORDERS:
+        ids = bench_ngram_tables.hashed(tokens, order, 150_000_000)
+        assert ids.shape == tokens.shape and 0 <= int(ids.min()) <= int(ids.max()) < 150_000_000
+        grams = torch.nn.functional.pad(tokens, (order - 1, 0)).unfold(1, order, 1).flatten(0, 1)
+        same = (grams[:, None] == grams).all(2)
+        assert torch.equal(ids.flatten()[:, None] == ids.flatten(), same)
 
 
 def test_a_target_is_met_on_its_own_side() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,33 @@ def test_two_ranks_with_two_micro_batches_each_are_one_process_with_four(
     tables = {name: value for name, value in one.state.items() if name.startswith("tables")}
     assert same_tables({name: two.state[name] for name in tables}, tables, 1e-5)
     assert changed_rows(two.state) == named_rows(text, 8)
+
+
+@ON_CPU
+def test_what_two_ranks_have_saved_goes_on_in_one_process_and_on_two(
+    text: str, tmp_path: Path
+) -> None:
+    saved = str(tmp_path / "saved.pt")
+    asked = [text, "--size", "2", "--stored", "bfloat16", "--state", "rowwise"]
+    whole = trained(*asked)
+    first = on_two_ranks(tmp_path / "first", *asked, "--steps", "3", "--save", saved)
+    for rest in (
+        trained(*asked, "--resume", saved),
+        on_two_ranks(tmp_path / "rest", *asked, "--resume", saved),
+    ):
+        assert_same(rest._replace(losses=first.losses + rest.losses), whole)
+
+
+def refuse_three_parts() -> None:
+    """The parser ends the process and says why."""
+    said = io.StringIO()
+    with redirect_stderr(said), pytest.raises(SystemExit):
+        example("ngram_gpt").main(["--parts", "3"])
+    assert "--parts 3: 2 ranks cannot train as many each" in said.getvalue()
+
+
+def test_ranks_with_unequal_numbers_of_micro_batches_are_refused() -> None:
+    in_processes(2, refuse_three_parts)
 
 
 @pytest.mark.parametrize(
