@@ -26,6 +26,7 @@ STEMS = (
     "hot_rows",
     "word2vec",
     "many_tables",
+    "ngram_tables",
     "ranks",
     "layers",
     "transformer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from benchmarks.processes import STEMS
 
 ROOT = Path(__file__).parent.parent
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
+NGRAM_TABLES = ROOT / "docs/ngram_tables.md"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 FIRST, LAST = "<!-- steps -->", "<!-- /steps -->"
 _PICTURES = {
@@ -127,6 +129,53 @@ def headline_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def ngram_table(results: dict[str, Any]) -> str:
+    """What tables of n-grams add to a step of a GPT, with the machine."""
+    if (result := results.get("ngram_tables")) is None:
+        return (
+            "There are no figures yet. `python -m benchmarks ngram_tables` measures them on a GPU."
+        )
+    model = result["extra"]["model"]
+    cases = {name: facts for name, facts in result["extra"].items() if name != "model"}
+    times = {(each["section"], each["name"]): each["median_ms"] for each in result["figures"]}
+    lines = [
+        f"A step of {model['tokens a step']:,} tokens of a GPT with"
+        f" {model['dense parameters']:,} dense parameters"
+        f" ({'compiled' if model['compiled'] else 'not compiled'}), {where(result)}:",
+        "",
+        f"| | {' | '.join(cases)} |",
+        f"|---|{'---|' * len(cases)}",
+    ]
+
+    def line(title: str, cell: Callable[[dict[str, Any]], str]) -> None:
+        lines.append(f"| {title} | {' | '.join(map(cell, cases.values()))} |")
+
+    line("bytes of a row with its state", lambda facts: f"{facts['record_bytes']}")
+    line("host memory, GB", lambda facts: f"{facts['host_bytes'] / 1e9:.1f}")
+    line("distinct rows of a step", lambda facts: f"{facts['distinct_rows']:,.0f}")
+    names = dict.fromkeys(each["name"] for each in result["figures"])
+    for name in names:
+        cells = [f"{times[section, name]:.2f}" for section in cases]
+        lines.append(f"| ms a step, {name} | {' | '.join(cells)} |")
+    for key, title in (
+        ("exposed", "what tables add"),
+        ("exposed, no prefetch", "what tables add, no prefetch"),
+        ("arithmetic", "what small tables on the GPU add"),
+        ("exposed, recomputed", "what tables add, recomputed"),
+    ):
+        line(title, lambda facts, key=key: "{ms:.2f} ms, {percent:.2f} %".format(**facts[key]))
+    for name in next(iter(cases.values()))["peak_gib"]:
+        line(f"peak of GPU memory, GiB, {name}", lambda f, name=name: f"{f['peak_gib'][name]:.2f}")
+    return "\n".join(lines)
+
+
+def where(result: dict[str, Any]) -> str:
+    """The machine, its software, the commit and the date of a result."""
+    machine = result["machine"]
+    told = ", ".join(f"{name} {machine[name]}" for name in ("driver", "torch", "commit"))
+    return f"{machine['gpu']}, {machine['cpu_cores']} CPU cores, {told}, {machine['date']}"
+
+
 def memory_table(result: dict[str, Any]) -> list[str]:
     """One line for each kind of memory."""
     lines = [
@@ -176,16 +225,13 @@ def tables(results: dict[str, Any]) -> str:
         if (RESULTS / f"{name}.png").is_file()
     ]
     for stem, result in results.items():
-        machine = result["machine"]
         lines = figures_table(result) if result["figures"] else memory_table(result)
         if stem == "headline":
             lines += headline_table(result)
-        told = ", ".join(f"{name} {machine[name]}" for name in ("driver", "torch", "commit"))
-        where = f"{machine['gpu']}, {machine['cpu_cores']} CPU cores, {told}, {machine['date']}"
         table = "\n".join(lines)
         parts.append(
             f"<details><summary><code>{stem}</code>: {result['title']}</summary>\n\n{table}\n\n"
-            f"{where}.\n\n</details>"
+            f"{where(result)}.\n\n</details>"
         )
     return "\n\n".join(parts)
 
@@ -196,6 +242,7 @@ def write_documents() -> None:
     for document, begin, end, made in (
         (README, FIRST, LAST, steps_table(results)),
         (PERFORMANCE, BEGIN, END, tables(results)),
+        (NGRAM_TABLES, BEGIN, END, ngram_table(results)),
     ):
         document.write_text(replaced(document.read_text(), begin, end, made))
 

@@ -201,6 +201,13 @@ def _overlap(result: Result) -> Iterator[Target]:
         yield Target(work, result["extra"]["share_hidden"], 0.8)
 
 
+def _ngram_tables(result: Result) -> Iterator[Target]:
+    for section, facts in result["extra"].items():
+        if "exposed" in facts:
+            work = f"exposed of a step of a GPT, {section}, %"
+            yield _at_most(work, facts["exposed"]["percent"], 0.8)
+
+
 _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
     "pinned_gather": partial(_moves, "gather"),
     "pinned_scatter": partial(_moves, "scatter"),
@@ -212,6 +219,7 @@ _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
     "embedding": _embedding,
     "word2vec": _word2vec,
     "overlap": _overlap,
+    "ngram_tables": _ngram_tables,
 }
 
 

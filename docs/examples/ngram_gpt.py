@@ -9,24 +9,44 @@ without them for as many steps. With --save or --resume it is trained with them 
     python ngram_gpt.py --plain  # the same numbers on the CPU, with torch alone
     python ngram_gpt.py --steps 200 --save gpt.pt
     python ngram_gpt.py --steps 400 --resume gpt.pt  # the numbers of 400 steps in one run
+    python ngram_gpt.py --stored bfloat16 --state rowwise  # a fifth of the host memory
+    python ngram_gpt.py --recompute  # the same numbers, with activations computed twice
+    torchrun --nproc-per-node 2 ngram_gpt.py  # each rank has half of the rows
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import speedtorch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ORDERS = (2, 3)  # how many bytes an n-gram has
+# What an optimizer keeps of each number of a row. RowWiseAdagrad keeps one number for a whole row.
+FIELDS = {"adam": ("exp_avg", "exp_avg_sq"), "rowwise": ()}
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """The number of this process, and how many train together."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def added_up(values: Tensor) -> Tensor:
+    """The sum over all ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
 
 
 class Part(NamedTuple):
@@ -73,15 +93,16 @@ class Texts:
         return Part(*taken, [each[places].to(DEVICE) for each in self.ids])
 
     def steps(self, first: int, last: int, parts: int, size: int) -> Iterator[list[Part]]:
-        """The micro-batches of each step.
+        """The micro-batches of each step that this rank trains.
 
         The step's number is the seed. A generator that goes on from step to step would have to be
         saved, and prefetch takes batches from a loader before they are trained.
         """
+        rank, ranks = rank_and_ranks()
         for step in range(first, last):
             random = torch.Generator().manual_seed(step)
             starts = torch.randint(self.cut - self.context, (parts, size), generator=random)
-            yield [self.part(each) for each in starts]
+            yield [self.part(each) for each in starts[rank::ranks]]
 
     def validation(self, size: int = 64) -> Iterator[Part]:
         """The bytes that no step has seen, once each."""
@@ -111,28 +132,43 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Scores of the next byte."""
 
-    def __init__(self, width: int, blocks: int, context: int, rows: int, plain: bool) -> None:
+    def __init__(self, chosen: argparse.Namespace, rows: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads=4) for _ in range(blocks)))
+        width = chosen.width
+        self.recompute = chosen.recompute
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(chosen.context, width)
+        self.blocks = nn.ModuleList(Block(width, heads=4) for _ in range(chosen.blocks))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
         for each in (self.bytes, self.places):
             nn.init.normal_(each.weight, std=0.02)
-        kind = nn.Embedding if plain else speedtorch.Embedding
-        self.tables = nn.ModuleList(
-            kind(rows, width, sparse=True, device=DEVICE) for _ in (ORDERS if rows else ())
-        )
+        kind: Callable[..., nn.Embedding] = nn.Embedding if chosen.plain else speedtorch.Embedding
+        settings: dict[str, Any] = {"sparse": True, "device": DEVICE}
+        if chosen.stored == "bfloat16":
+            settings["stored"] = dict.fromkeys(("weight", *FIELDS[chosen.state]), torch.bfloat16)
+        self.tables = nn.ModuleList(kind(rows, width, **settings) for _ in (ORDERS if rows else ()))
         for table in self.tables:
             nn.init.zeros_(table.weight)
 
-    def forward(self, part: Part) -> Tensor:
-        """The mean loss of a micro-batch, in nats a byte."""
+    def run(self, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """A layer's result; with --recompute the backward pass computes its activations again."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        return layer(*inputs)
+
+    def embedded(self, part: Part) -> Tensor:
+        """The input of the first block: a recomputation looks the rows of n-grams up again."""
         x = self.bytes(part.inputs) + self.places.weight
         for table, ids in zip(self.tables, part.ids, strict=False):  # there may be no tables
             x = x + table(ids)
-        scores = self.head(self.blocks(x))
-        return F.cross_entropy(scores.flatten(0, 1), part.targets.flatten())
+        return x
+
+    def forward(self, part: Part) -> Tensor:
+        """The mean loss of a micro-batch, in nats a byte."""
+        x = self.run(self.embedded, part)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), part.targets.flatten())
 
 
 @torch.no_grad()
@@ -155,12 +191,18 @@ class Trained(NamedTuple):
 
 def train(chosen: argparse.Namespace, texts: Texts, rows: int) -> Trained:
     """Trains a model with tables of so many rows, or without tables if `rows` is 0."""
-    model = GPT(chosen.width, chosen.blocks, chosen.context, rows, chosen.plain).to(DEVICE)
+    model = GPT(chosen, rows).to(DEVICE)
+    if rows and dist.is_initialized():  # every rank keeps and trains a share of the rows
+        speedtorch.shard(model, average=False)
     others = [each for name, each in model.named_parameters() if not name.startswith("tables")]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=2e-3)]
     if rows:
-        # Adam for the rows that a step looked up; it changes no others.
-        optimizers.append(torch.optim.SparseAdam(list(model.tables.parameters()), lr=2e-3))
+        # SparseAdam and RowWiseAdagrad change the rows that a step looked up, and no others.
+        tables = list(model.tables.parameters())
+        if chosen.state == "adam":
+            optimizers.append(torch.optim.SparseAdam(tables, lr=2e-3))
+        else:
+            optimizers.append(speedtorch.optim.RowWiseAdagrad(tables, lr=2e-2))
         if not chosen.plain:
             speedtorch.attach(optimizers[-1], model)
     first = 0
@@ -183,19 +225,25 @@ def train(chosen: argparse.Namespace, texts: Texts, rows: int) -> Trained:
         )
     losses = []
     for parts in loader:
-        total = 0.0
+        total = torch.zeros((), device=DEVICE)
         for part in parts:
-            loss = model(part) / len(parts)
+            loss = model(part) / chosen.parts  # the parts of all ranks, as gradients are added up
             loss.backward()
-            total += loss.item()
+            total += loss.detach()
+        for each in others:
+            if each.grad is not None:
+                added_up(each.grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(total)
-    if chosen.save:
-        state = {"model": model.state_dict(), "step": chosen.steps}
-        torch.save({**state, "optimizers": [each.state_dict() for each in optimizers]}, chosen.save)
-    return Trained(losses, bits_per_byte(model, texts), model.state_dict())
+        losses.append(added_up(total).item())
+    bits = bits_per_byte(model, texts)  # every lookup is one of all ranks
+    with speedtorch.full_state_dict(model):  # which has the rows of all ranks on the first
+        state = model.state_dict()
+        if chosen.save and rank_and_ranks()[0] == 0:
+            kept = [each.state_dict() for each in optimizers]
+            torch.save({"model": state, "optimizers": kept, "step": chosen.steps}, chosen.save)
+    return Trained(losses, bits, state)
 
 
 def main(arguments: list[str] | None = None) -> list[Trained]:
@@ -212,16 +260,39 @@ def main(arguments: list[str] | None = None) -> list[Trained]:
     parser.add_argument("--save", type=Path, help="write a checkpoint after the last step")
     parser.add_argument("--resume", type=Path, help="read a checkpoint before the first step")
     parser.add_argument("--plain", action="store_true", help="torch.nn.Embedding instead")
+    parser.add_argument(
+        "--stored",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="how tables keep rows, and Adam's moments of them",
+    )
+    parser.add_argument(
+        "--state", choices=FIELDS, default="adam", help="SparseAdam, or RowWiseAdagrad"
+    )
+    parser.add_argument("--recompute", action="store_true", help="keep no activations of layers")
     chosen = parser.parse_args(arguments)
+    rank, ranks = rank_and_ranks()
+    if chosen.plain and (ranks > 1 or chosen.stored != "float32"):
+        parser.error("--plain has one rank and tables of float32")
+    if chosen.parts % ranks:
+        parser.error(f"--parts {chosen.parts}: {ranks} ranks cannot train as many each")
     texts = Texts(text_of(chosen.file), chosen.context, chosen.rows)
     both = not (chosen.save or chosen.resume)
     found = []
     for rows in (chosen.rows, 0) if both else (chosen.rows,):
         found.append(train(chosen, texts, rows))
         tables = f"{len(ORDERS)} tables of {rows:,} rows" if rows else "no tables"
-        print(f"{tables}: {found[-1].bits:.4f} bits a byte after {chosen.steps} steps")
+        if rank == 0:
+            print(f"{tables}: {found[-1].bits:.4f} bits a byte after {chosen.steps} steps")
     return found
 
 
 if __name__ == "__main__":
-    main()
+    if "LOCAL_RANK" not in os.environ:
+        main()
+    else:  # torchrun has started this process
+        if DEVICE == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
+        main()
+        dist.destroy_process_group()

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from warm_python import warm_python
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-from benchmarks import plots, report, targets
+from benchmarks import bench_ngram_tables, plots, report, targets
 from benchmarks.marked_text import between
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,27 @@ def test_every_target_has_a_line(results: tuple[Path, dict[str, Any], str]) -> N
         assert line.endswith(target.work)
 
 
+@pytest.mark.examples
+def test_the_table_of_ngram_tables_has_both_cases(
+    results: tuple[Path, dict[str, Any], str],
+) -> None:
+    lines = report.ngram_table(results[1]).splitlines()
+    assert lines[0].startswith("A step of 64 tokens of a GPT with 32,384 dense parameters")
+    assert lines[2].count("rows x 128 bfloat16") == 2
+    assert "| bytes of a row with its state | 272 | 768 |" in lines
+    assert len([line for line in lines if line.startswith("| what tables add")]) == 3
+
+
+def test_ids_of_the_ngram_benchmark_depend_on_the_last_tokens_alone() -> None:
+    tokens = torch.randint(5, (3, 40))
+    for order in bench_ngram_tables.ORDERS:
+        ids = bench_ngram_tables.hashed(tokens, order, 150_000_000)
+        assert ids.shape == tokens.shape and 0 <= int(ids.min()) <= int(ids.max()) < 150_000_000
+        grams = torch.nn.functional.pad(tokens, (order - 1, 0)).unfold(1, order, 1).flatten(0, 1)
+        same = (grams[:, None] == grams).all(2)
+        assert torch.equal(ids.flatten()[:, None] == ids.flatten(), same)
+
+
 def test_a_target_is_met_on_its_own_side() -> None:
     assert targets.Target("a share", 0.9, 0.88, True).met
     assert not targets.Target("a share", 0.87, 0.88, True).met
@@ -87,6 +109,8 @@ def test_the_documents_tables_are_those_of_the_results() -> None:
     results = report.read_results(report.RESULTS)
     made = between(report.PERFORMANCE.read_text(), report.BEGIN, report.END)
     assert made == report.tables(results)
+    page = between(report.NGRAM_TABLES.read_text(), report.BEGIN, report.END)
+    assert page == report.ngram_table(results)
     first = between(report.README.read_text(), report.FIRST, report.LAST)
     assert first == report.steps_table(results)
     assert len(first.splitlines()) > 2  # a name of a figure that is none leaves its line out
