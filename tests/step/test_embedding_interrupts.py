@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from interrupts import (
     first_of_each,
     in_step_of_torch,
     out_of_memory,
+    source_files,
 )
 from interrupts import OPTIMIZERS as OPTIMIZER_FILES
 from optimizer_cases import CASES
@@ -44,6 +46,8 @@ from plain_training import (
 from torch import Tensor, nn
 
 import speedtorch
+from speedtorch.step import cached_store
+from speedtorch.step.hot_rows import HotRows
 
 ROWS, WIDTH = 10, 2
 ROUND = [[1, 2], [3, 4], [1, 5, 5], [6, 2, 7]]
@@ -57,19 +61,47 @@ pytestmark = [
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 ERRORS = [out_of_memory, KeyboardInterrupt]
+LINES = PACKAGE - source_files("optim/row_wise_adagrad.py")
+"""Of an optimizer's own step rows may come out half done, also where it is ours."""
+OF_CACHES = source_files("step/hot_rows.py", "step/cached_store.py", "nn/cache.py")
+CACHES: WeakSet[HotRows] = WeakSet()
+"""All that are there."""
+
+
+@pytest.fixture(autouse=True)
+def counted_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(HotRows):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            CACHES.add(self)
+
+    monkeypatch.setattr(cached_store, "HotRows", Counted)
 
 
 class Ours:
     """Embeddings with an attached optimizer, and what a loop leaves lying about."""
 
     def __init__(
-        self, optimizer: str, tables: int, device: str, capacity: int | None = None
+        self,
+        optimizer: str,
+        tables: int,
+        device: str,
+        capacity: int | None = None,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.case = CASES[optimizer]
         self.device = device
         self.first = [first_rows(number) for number in range(tables)]
         self.model = nn.ModuleList(
-            speedtorch.Embedding(ROWS, WIDTH, _weight=rows, device=device, capacity=capacity)
+            speedtorch.Embedding(
+                ROWS,
+                WIDTH,
+                _weight=rows,
+                device=device,
+                capacity=capacity,
+                stored=stored,
+                rounding="nearest" if stored else "stochastic",
+            )
             for rows in self.first
         )
         self.optimizer = make_optimizer(self.case, self.model.parameters())
@@ -117,12 +149,12 @@ class Ours:
         result = []
         for number, module in enumerate(self.model):
             module.flush()
-            rows = module.state_dict()["weight"]
+            rows = module.state_dict()["weight"].clone().float()
             entries = states.get(number)
             if entries is None:
                 entries = self.case.first_fields(rows)
                 entries |= {name: make() for name, make in self.case.scalars.items()}
-            result.append({"weight": rows.clone(), **entries})
+            result.append({"weight": rows, **entries})
         return result
 
 
@@ -186,6 +218,36 @@ def state_dict(batch: int) -> Call:
         ours.optimizer.state_dict()
 
     return Call("state_dict", batch, save, nothing)
+
+
+def set_cache(batch: int, nbytes: int | None) -> Call:
+    return Call("cache", batch, lambda o: speedtorch.cache(o.model, nbytes), nothing)
+
+
+def write(batch: int) -> Call:
+    """Writes to rows in the table, of which some are in a cache's slots."""
+    ids = torch.tensor([1, 2, 8])
+
+    def ours(o: Ours) -> None:
+        table = o.model[0].table
+        rows = torch.full((3, WIDTH), 0.5, dtype=table["weight"].dtype)
+        table.scatter(ids, rows, "weight")
+
+    def plain(training: PlainTraining) -> None:
+        training.tables[0].weight[ids] = 0.5
+
+    return Call("write", batch, ours, plain)
+
+
+def read(batch: int) -> Call:
+    """Lookups that train nothing, and the table's own rows."""
+
+    def ours(o: Ours) -> None:
+        with torch.no_grad():
+            rows = o.model[0](torch.arange(ROWS, device=o.device)).cpu()
+        assert torch.equal(o.model[0].table.gather(torch.arange(ROWS), "weight").float(), rows)
+
+    return Call("read", batch, ours, nothing)
 
 
 def announce(batch: int, table: int, *parts: Tensor) -> Call:
@@ -348,6 +410,41 @@ def with_a_cache_and_a_capacity(begin: int, device: str) -> Iterator[Call]:
     yield from plain_loop(begin, device)
 
 
+def between_batches(batch: int) -> Iterator[Call]:
+    """Changes of a cache, which are no part of a step."""
+    if batch == 0:
+        yield from (set_cache(batch, 200), write(batch))
+    elif batch == 1:
+        yield from (read(batch), set_cache(batch, None), set_cache(batch, 50))
+    else:
+        yield from (write(batch), read(batch), set_cache(batch, 90), flush(batch))
+
+
+def with_a_changing_cache(begin: int, device: str) -> Iterator[Call]:
+    if begin == 0:
+        yield set_cache(0, 100)
+    for batch in range(begin, len(ROUND)):
+        ids = ids_of(batch, 0, device)
+        yield look_up(batch, 0, ids)
+        yield backward(batch, (0, ids, 0))
+        yield step(batch)
+        yield zero_grad(batch)
+        yield from between_batches(batch)
+
+
+def prefetched_with_a_changing_cache(begin: int, device: str) -> Iterator[Call]:
+    if begin == 0:
+        yield set_cache(0, 100)
+    for call in prefetch_loop(begin, device):
+        yield call
+        if call.kind == "zero_grad":
+            yield from between_batches(call.batch)
+
+
+def rows_of_16_bits_with_a_changing_cache(begin: int, device: str) -> Iterator[Call]:
+    yield from with_a_changing_cache(begin, device)
+
+
 Loop = Callable[[int, str], Iterator[Call]]
 LOOPS: list[Loop] = [
     plain_loop,
@@ -360,11 +457,24 @@ LOOPS: list[Loop] = [
     with_a_cache,
     prefetched_with_a_cache,
     with_a_cache_and_a_capacity,
+    with_a_changing_cache,
+    prefetched_with_a_changing_cache,
+    rows_of_16_bits_with_a_changing_cache,
 ]
 TWO_TABLES = [several_tables, several_tables_prefetched, prefetched_with_a_capacity]
 CAPACITIES = {with_a_capacity: 3, prefetched_with_a_capacity: 4, with_a_cache_and_a_capacity: 3}
 CACHED = [with_a_cache, prefetched_with_a_cache, with_a_cache_and_a_capacity]
+CHANGING = [
+    with_a_changing_cache,
+    prefetched_with_a_changing_cache,
+    rows_of_16_bits_with_a_changing_cache,
+]
+STORED = {rows_of_16_bits_with_a_changing_cache: torch.bfloat16}
 OPTIMIZERS = ["SGD-momentum", "Adam"]
+WORK = [
+    *itertools.product(LOOPS, OPTIMIZERS),
+    *((loop, "RowWiseAdagrad") for loop in [*CACHED, *CHANGING]),
+]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -380,6 +490,10 @@ class Interrupted:
         self.calls = list(loop(0, device))
         weights = [first_rows(number).to(device) for number in range(self.tables)]
         plain = PlainTraining.begin(CASES[optimizer], weights)
+        if loop in STORED:
+            for table in plain.tables:
+                table.stored = {"weight": STORED[loop]}
+                table.round()
         self.plain = [plain]
         """The reference before each call, and after the last one."""
         for call in self.calls:
@@ -394,7 +508,8 @@ class Interrupted:
         ours = self._ours
         if ours is None:
             capacity = CAPACITIES.get(self.loop)
-            ours = Ours(self.optimizer, self.tables, self.device, capacity)
+            stored = STORED.get(self.loop)
+            ours = Ours(self.optimizer, self.tables, self.device, capacity, stored)
             if self.loop in CACHED:
                 speedtorch.cache(ours.model, 100)  # three rows with their state, or four
         self._ours = None
@@ -460,6 +575,9 @@ class Interrupted:
         wrong = [differences(found, end) for state in states for end in self.ends(state, batch)]
         if all(wrong):
             raise AssertionError(f"the training went on with other numbers: {wrong[0]}")
+        if len(CACHES) > self.tables:
+            gc.collect()
+            assert len(CACHES) <= self.tables, "the memory of another cache was not given back"
         self._ours = ours
 
     def describe(self, lines: Lines, ours: Ours) -> str:
@@ -486,11 +604,11 @@ class Interrupted:
             return f"{self.describe(lines, ours)}: {type(error).__name__}: {error}"
         return None
 
-    def seen(self) -> list[tuple[str, Any]]:
-        """Each line that a run executes, with the call that it belongs to."""
+    def seen(self, files: Iterable[str] = LINES) -> list[tuple[str, Any]]:
+        """Each line that a run executes of the files, with the call that it belongs to."""
         ours = self.ours()
         kinds: list[tuple[str, Any]] = []
-        with Lines(PACKAGE) as lines:
+        with Lines(files) as lines:
             for ours.at, call in enumerate(self.calls):
                 call.ours(ours)
                 assert lines.seen is not None
@@ -505,17 +623,19 @@ def report(wrong: list[str | None]) -> None:
     assert not found, f"{len(found)} of {len(wrong)} interrupts:\n" + "\n".join(found[:12])
 
 
-GRID = [
-    pytest.mark.parametrize("device", DEVICES),
-    pytest.mark.parametrize("optimizer", OPTIMIZERS),
-    pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__),
-]
+def over(work: Iterable[tuple[Loop, str]]) -> Callable[[Any], Any]:
+    """Tests each of these loops with its optimizer, on each device."""
+
+    def mark(test: Any) -> Any:
+        ids = [f"{loop.__name__}-{optimizer}" for loop, optimizer in chosen]
+        test = pytest.mark.parametrize(("loop", "optimizer"), chosen, ids=ids)(test)
+        return pytest.mark.parametrize("device", DEVICES)(test)
+
+    chosen = list(work)
+    return mark
 
 
-def over_the_grid(test: Any) -> Any:
-    for mark in GRID:
-        test = mark(test)
-    return test
+over_the_grid = over(WORK)
 
 
 @over_the_grid
@@ -539,15 +659,31 @@ def test_an_error_at_a_line_of_ours_leaves_all_before_or_after_the_call(
     work.seen()  # what is imported or measured at first use is there
     # A share of the lines, by the first time that a kind of call comes there, and of all times;
     # the loops have most lines in common, and take other shares. The next test takes all.
-    seen, shares = work.seen(), len(LOOPS) * len(OPTIMIZERS)
-    share = LOOPS.index(loop) * len(OPTIMIZERS) + OPTIMIZERS.index(optimizer)
+    seen, shares, share = work.seen(), len(WORK), WORK.index((loop, optimizer))
     numbers = sorted(
         {*first_of_each(seen)[share :: 8 * shares], *range(1 + share, len(seen), 1599)}
     )
     report(
         [
-            work.interrupt(Lines(PACKAGE, n, ERRORS[i % 2]), at_once=i % 3 != 0)
+            work.interrupt(Lines(LINES, n, ERRORS[i % 2]), at_once=i % 3 != 0)
             for i, n in enumerate(numbers)
+        ]
+    )
+
+
+@pytest.mark.dealt("optimizer")
+@over((loop, optimizer) for loop, optimizer in WORK if loop in [*CACHED, *CHANGING])
+def test_an_error_at_a_line_of_a_cache_leaves_all_before_or_after_the_call(
+    loop: Loop, optimizer: str, device: str
+) -> None:
+    """A share of the lines that move rows to slots and back, which differs from loop to loop."""
+    work = Interrupted(loop, optimizer, device)
+    work.seen(OF_CACHES)
+    lines = first_of_each(work.seen(OF_CACHES))[WORK.index((loop, optimizer)) :: 31]
+    report(
+        [
+            work.interrupt(Lines(OF_CACHES, n, ERRORS[i % 2]), at_once=i % 3 != 0)
+            for i, n in enumerate(lines)
         ]
     )
 
@@ -564,7 +700,7 @@ def test_an_error_at_every_line_of_ours_leaves_all_before_or_after_the_call(
     ways = [(error, at_once) for error in ERRORS for at_once in (False, True)]
     report(
         [
-            work.interrupt(Lines(PACKAGE, number, error), at_once=at_once)
+            work.interrupt(Lines(LINES, number, error), at_once=at_once)
             for number in range(1, len(work.seen()) + 1)
             for error, at_once in [ways[(number + way) % 4]]
         ]
