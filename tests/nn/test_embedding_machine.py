@@ -861,8 +861,11 @@ PROFILE = settings(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("one_thread", "restless")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_programs_give_the_numbers_of_plain_training(kind: Kind) -> None:
+def test_programs_give_the_numbers_of_plain_training(
+    kind: Kind, record_property: Callable[[str, object], None]
+) -> None:
     programs = type("Programs", (Programs,), {"kind": kind})
     if "SPEEDTORCH_PROGRAMS" not in os.environ:
         programs = seed(KINDS.index(kind))(programs)
     run_state_machine_as_test(programs, settings=PROFILE)
+    record_property("programs", PROFILE.max_examples)
