@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from interrupts import PACKAGE, Lines, out_of_memory, source_files
+from interrupts import CACHES, ONLY_COUNTING, TRAINING, Lines, out_of_memory
 from optimizer_cases import CASES
 from torch import Tensor, optim
 
@@ -47,8 +47,6 @@ SHARE = math.ceil(PROGRAMS / len(CASES) / len(KINDS))
 """Programs of an optimizer with a kind of rows."""
 PROGRAMS_OF_EACH = 60
 """How many programs two embeddings run: what one leaves the next one finds."""
-LINES = PACKAGE - source_files("optim/row_wise_adagrad.py")
-"""Of an optimizer's own step rows may come out half done, also where it is ours."""
 
 
 _PROBES: dict[tuple[str, ...], OptimizerProbe] = {}
@@ -221,9 +219,10 @@ class Programs:
         self.resize()
         for action in self.random.choices(self.actions, k=self.random.randint(*CALLS)):
             if self.random.random() < 0.15:
-                line = self.random.randint(1, self.random.choice([10, 40, 150, 400]))
+                files = self.random.choice([TRAINING, CACHES])
+                line = self.random.randint(1, self.random.choice([10, 40, 150]))
                 error = self.random.choice([KeyboardInterrupt, out_of_memory])
-                self.armed = Lines(LINES, line, error)
+                self.armed = Lines(files, line, error, skip=ONLY_COUNTING)
             action()
         self.armed = None
         self.check(counts=self.random.random() < 0.2)  # they take long to read

@@ -26,14 +26,16 @@ import torch
 from conftest import NEEDS_GPU
 from interrupts import (
     AROUND_STEP,
+    CACHES,
+    ONLY_COUNTING,
     PACKAGE,
+    TRAINING,
     CtrlC,
     Lines,
     every_interrupt,
     first_of_each,
     in_step_of_torch,
     out_of_memory,
-    source_files,
 )
 from interrupts import OPTIMIZERS as OPTIMIZER_FILES
 from optimizer_cases import CASES
@@ -61,22 +63,17 @@ pytestmark = [
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 ERRORS = [out_of_memory, KeyboardInterrupt]
-LINES = PACKAGE - source_files("optim/row_wise_adagrad.py")
-"""Of an optimizer's own step rows may come out half done, also where it is ours."""
-ONLY_COUNTING = frozenset({"surely_above", "planned_refresh", "_uses_of", "<genexpr>"})
-"""Functions of loops that change nothing: an error in one is that of the line that calls it."""
-OF_CACHES = source_files("step/hot_rows.py", "step/cached_store.py", "nn/cache.py")
 
 
 def lines_of_ours(
     at: int | None = None,
     error: Callable[[], BaseException] = KeyboardInterrupt,
-    files: frozenset[str] = LINES,
+    files: frozenset[str] = TRAINING,
 ) -> Lines:
     return Lines(files, at, error, skip=ONLY_COUNTING)
 
 
-CACHES: WeakSet[HotRows] = WeakSet()
+MADE: WeakSet[HotRows] = WeakSet()
 """All that are there."""
 
 
@@ -85,7 +82,7 @@ def counted_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counted(HotRows):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            CACHES.add(self)
+            MADE.add(self)
 
     monkeypatch.setattr(cached_store, "HotRows", Counted)
 
@@ -587,9 +584,9 @@ class Interrupted:
         wrong = [differences(found, end) for state in states for end in self.ends(state, batch)]
         if all(wrong):
             raise AssertionError(f"the training went on with other numbers: {wrong[0]}")
-        if len(CACHES) > self.tables:
+        if len(MADE) > self.tables:
             gc.collect()
-            assert len(CACHES) <= self.tables, "the memory of another cache was not given back"
+            assert len(MADE) <= self.tables, "the memory of another cache was not given back"
         self._ours = ours
 
     def describe(self, lines: Lines, ours: Ours) -> str:
@@ -616,7 +613,7 @@ class Interrupted:
             return f"{self.describe(lines, ours)}: {type(error).__name__}: {error}"
         return None
 
-    def seen(self, files: frozenset[str] = LINES) -> list[tuple[str, Any]]:
+    def seen(self, files: frozenset[str] = TRAINING) -> list[tuple[str, Any]]:
         """Each line that a run executes of the files, with the call that it belongs to."""
         ours = self.ours()
         kinds: list[tuple[str, Any]] = []
@@ -690,11 +687,11 @@ def test_an_error_at_a_line_of_a_cache_leaves_all_before_or_after_the_call(
 ) -> None:
     """A share of the lines that move rows to slots and back, which differs from loop to loop."""
     work = Interrupted(loop, optimizer, device)
-    work.seen(OF_CACHES)
-    lines = first_of_each(work.seen(OF_CACHES))[WORK.index((loop, optimizer)) :: 31]
+    work.seen(CACHES)
+    lines = first_of_each(work.seen(CACHES))[WORK.index((loop, optimizer)) :: 31]
     report(
         [
-            work.interrupt(lines_of_ours(n, ERRORS[i % 2], OF_CACHES), at_once=i % 3 != 0)
+            work.interrupt(lines_of_ours(n, ERRORS[i % 2], CACHES), at_once=i % 3 != 0)
             for i, n in enumerate(lines)
         ]
     )
