@@ -22,21 +22,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from interrupts import CACHES, ONLY_COUNTING, TRAINING, Lines, out_of_memory
+from interrupts import ONLY_COUNTING, TRAINING, Lines, out_of_memory, source_files
 from optimizer_cases import CASES
 from reference import as_bytes
 from torch import Tensor, optim
 
 import speedtorch
 from speedtorch.optim.probe import OptimizerProbe, probe_optimizer
-from speedtorch.step import hot_rows
 
-ROWS, WIDTH, MOST = 12, 2, 6
+ROWS, WIDTH, MOST = 24, 2, 6
 """Rows of the table, their columns, and the ids of a batch."""
 PROGRAMS = int(os.environ.get("SPEEDTORCH_PROGRAMS", "3000"))
-CALLS = (2, 4)
+CALLS = (1, 4)
 """Fewest and most of a program."""
-SIZES = [1, 3, 5, 8, ROWS, 2 * ROWS]
+SIZES = [1, 2, 3, 5, 8, 2 * ROWS]
 """Rows of a cache."""
 PROBE = "speedtorch.optim.attach.probe_optimizer"
 ALL = torch.arange(ROWS)
@@ -49,6 +48,8 @@ SHARE = math.ceil(PROGRAMS / len(CASES) / len(KINDS))
 """Programs of an optimizer with a kind of rows."""
 PROGRAMS_OF_EACH = 60
 """How many programs two embeddings run: what one leaves the next one finds."""
+MOVING = source_files("step/hot_rows.py")
+"""What moves rows to slots and back."""
 _PROBES: dict[tuple[str, ...], OptimizerProbe] = {}
 
 
@@ -210,22 +211,31 @@ class Programs:
         self.log: list[str] = []
         self.slots: int | None = None
         self.armed: Lines | None = None
-        draw = [self.random.choices(range(ROWS), range(ROWS, 0, -1), k=MOST) for _ in range(12)]
+        draw = [self.random.choices(range(n, n + 7), k=MOST) for n in range(0, ROWS - 7, 2)]
         self.batches = [torch.tensor(ids, device=device) for ids in draw]
-        actions = [self.train, self.train, self.prefetch, self.announce, self.evaluate, self.read]
-        actions += [self.write, self.save, self.load, self.refresh, self.resize_or_remove]
+        actions = [
+            self.train,
+            self.train,
+            self.train,
+            self.prefetch,
+            self.announce,
+            self.evaluate,
+            self.read,
+        ]
+        actions += [self.write, self.save, self.load, self.resize_or_remove]
+        actions += [self.refresh] * 3
         actions += [self.replay] * self.cached.is_graphed
         self.actions = actions
 
     def one(self) -> None:
         """A program, which begins with a cache: that of the program before, or another."""
         self.log = [f"a cache of {self.slots}"]
-        if self.slots is None or self.random.random() < 0.25:
+        if self.slots is None or self.random.random() < 0.1:
             self.resize(self.random.choice(SIZES))
         for action in self.random.choices(self.actions, k=self.random.randint(*CALLS)):
             if self.random.random() < 0.15:
-                files = self.random.choice([TRAINING, CACHES])
-                line = self.random.randint(1, self.random.choice([10, 40, 150]))
+                files = self.random.choice([TRAINING, MOVING])
+                line = self.random.randint(1, self.random.choice([10, 40, 60]))
                 error = self.random.choice([KeyboardInterrupt, out_of_memory])
                 self.armed = Lines(files, line, error, skip=ONLY_COUNTING)
             action()
@@ -349,14 +359,8 @@ class Programs:
             self.slots = slots
 
 
-@pytest.fixture
-def half_as_restless(restless: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows change places before every second exchange: what they do in between is seen, too."""
-    monkeypatch.setattr(hot_rows, "FIRST", range(0, 1 << 20, 2))
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread", "half_as_restless", "deterministic")
+@pytest.mark.usefixtures("one_thread", "restless", "deterministic")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer", CASES)
