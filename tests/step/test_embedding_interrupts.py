@@ -7,6 +7,7 @@ training must give the numbers that plain training from there gives.
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import math
@@ -48,7 +49,7 @@ from plain_training import (
 from torch import Tensor, nn
 
 import speedtorch
-from speedtorch.step import cached_store
+from speedtorch.step import cached_store, hot_rows
 from speedtorch.step.hot_rows import HotRows
 
 ROWS, WIDTH = 10, 2
@@ -695,6 +696,54 @@ def test_an_error_at_a_line_of_a_cache_leaves_all_before_or_after_the_call(
             for i, n in enumerate(lines)
         ]
     )
+
+
+@pytest.mark.parametrize("every_line", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", [{}, {"stored": torch.bfloat16}], ids=["rows", "stored"])
+def test_an_error_at_any_line_that_moves_rows_of_a_cache_loses_none(
+    kind: dict[str, Any], every_line: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refresh in which rows take slots of others, a flush, and rows that take slots again."""
+    monkeypatch.setattr(hot_rows, "CHUNK_BYTES", 1 << 20)
+    sides = [speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(0), device=device, **kind)]
+    sides.append(copy.deepcopy(sides[0]))
+    cached, plain = sides
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.25) for each in sides]
+    for side, optimizer in zip(sides, optimizers, strict=True):
+        speedtorch.attach(optimizer, side)
+    speedtorch.cache(cached, "180B")
+
+    def train(ids: Tensor) -> None:
+        for side, optimizer in zip(sides, optimizers, strict=True):
+            optimizer.zero_grad()
+            side(ids).sin().sum().backward()
+            optimizer.step()
+
+    def move() -> None:
+        store.before_replay()
+        cached.flush()
+        store.before_replay()
+
+    every, store = torch.arange(ROWS, device=device), cached.trained_rows.exchange.store
+    for number in itertools.count(1, 1 if every_line else 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(hot_rows, "FIRST", ())
+            patch.setattr(hot_rows, "EVERY", 1 << 20)
+            for shift in (number, number + 1, number):  # of other rows each time
+                train(every[:4].add(3 * shift) % ROWS)
+        with lines_of_ours(number, ERRORS[number // 3 % 2], CACHES) as lines:
+            move()
+        with torch.no_grad():
+            assert torch.equal(cached(every), plain(every)), lines.where
+        train(every[number % 5 :])
+        for side in sides:
+            side.flush()
+        for name in plain.table.fields:
+            assert torch.equal(cached.table[name], plain.table[name]), lines.where
+        if lines.raised is None:
+            break
+    assert number > 60
+    assert cached.report().rows_moved > number
 
 
 @pytest.mark.nightly
