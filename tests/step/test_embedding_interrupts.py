@@ -725,25 +725,34 @@ def test_an_error_at_any_line_that_moves_rows_of_a_cache_loses_none(
         store.before_replay()
 
     every, store = torch.arange(ROWS, device=device), cached.trained_rows.exchange.store
-    for number in itertools.count(1, 1 if every_line else 3):
+
+    def move_and_fail(number: int | None, turn: int) -> Lines:
         with monkeypatch.context() as patch:
             patch.setattr(hot_rows, "FIRST", ())
             patch.setattr(hot_rows, "EVERY", 1 << 20)
-            for shift in (number, number + 1, number):  # of other rows each time
+            for shift in (turn, turn + 1, turn):  # of other rows each time
                 train(every[:4].add(3 * shift) % ROWS)
-        with lines_of_ours(number, ERRORS[number // 3 % 2], CACHES) as lines:
+        with lines_of_ours(number, ERRORS[turn % 2], CACHES) as lines:
             move()
+        for side in sides:
+            side.table["weight"][turn % ROWS] = 0.5
         with torch.no_grad():
             assert torch.equal(cached(every), plain(every)), lines.where
-        train(every[number % 5 :])
+        train(every[turn % 5 :])
         for side in sides:
             side.flush()
         for name in plain.table.fields:
             assert torch.equal(cached.table[name], plain.table[name]), lines.where
-        if lines.raised is None:
-            break
-    assert number > 60
-    assert cached.report().rows_moved > number
+        return lines
+
+    for turn in range(4):
+        seen = move_and_fail(None, turn).seen
+    assert seen is not None
+    numbers = list(range(1, len(seen) + 1)) if every_line else first_of_each(seen)
+    for turn, number in enumerate(numbers * 3):  # each with some rows of others
+        move_and_fail(number, turn)
+    assert len(numbers) > 60
+    assert cached.report().rows_moved > len(numbers)
 
 
 @pytest.mark.nightly
