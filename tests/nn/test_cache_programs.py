@@ -33,7 +33,7 @@ from speedtorch.optim.probe import OptimizerProbe, probe_optimizer
 ROWS, WIDTH, MOST = 24, 2, 6
 """Rows of the table, their columns, and the ids of a batch."""
 PROGRAMS = int(os.environ.get("SPEEDTORCH_PROGRAMS", "3000"))
-CALLS = (1, 4)
+CALLS = (1, 3)
 """Fewest and most of a program."""
 SIZES = [1, 2, 3, 5, 8, 2 * ROWS]
 """Rows of a cache."""
