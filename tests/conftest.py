@@ -103,6 +103,17 @@ def left_to_nightly(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         yield from (item for number, (item, _) in enumerate(grid) if number not in taken)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how many random programs the tests have run that count them."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "programs":
+                counts[report.nodeid.split("[")[0]] += value
+    for test, count in counts.items():
+        terminalreporter.write_line(f"{count:,} programs: {test}")
+
+
 # A slow machine is no failure, and the blob repeats a failure elsewhere.
 settings.register_profile(
     "speedtorch", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

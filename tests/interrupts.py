@@ -54,6 +54,14 @@ PACKAGE = source_files("**/*.py")
 OPTIMIZERS = frozenset(glob.glob(os.path.join(_TORCH, "optim", "*.py")))
 """torch's own optimizers."""
 
+TRAINING = PACKAGE - source_files("optim/row_wise_adagrad.py")
+"""Without our own optimizer's step, which may leave rows half done as torch's do."""
+CACHES = source_files("step/hot_rows.py", "step/cached_store.py", "nn/cache.py")
+ONLY_COUNTING = frozenset(
+    {"surely_above", "planned_refresh", "_uses_of", "<genexpr>", "<listcomp>"}
+)
+"""Loops that change nothing themselves: an error in one is that of the line that calls it."""
+
 # What calls the hooks of an optimizer's step has as many lines as there are hooks.
 AROUND_STEP = frozenset({"wrapper", "profile_hook_step", "<genexpr>"})
 

@@ -107,7 +107,8 @@ class CacheReport(NamedTuple):
     refreshes: int
     """How often rows took slots of others."""
     failed: int
-    """How many other refreshes found too little memory on the device, and left the rows there."""
+    """How often there was too little memory on the device to move rows, which stay where they are.
+"""
     rows_moved: int
     """Rows that took a slot or left one in all of them."""
     seconds: float
@@ -182,15 +183,15 @@ class HotRows:
 
         Called before an exchange, or before a CUDA graph that holds some is replayed.
         """
-        if self.are_away:
-            self._take_slots_again(fields)
         self._exchanges += 1
         is_due = self._exchanges in FIRST or self._exchanges % EVERY == 0
-        if is_due and not self._is_fixed:
-            try:
+        try:
+            if self.are_away:
+                self._take_slots_again(fields)
+            if is_due and not self._is_fixed:
                 self.refresh(fields)
-            except torch.OutOfMemoryError:  # as the report says: training goes on with the old set
-                self._failed += 1
+        except torch.OutOfMemoryError:  # as the report says; other ranks wait for this exchange
+            self._failed += 1
 
     def refresh(self, fields: Sequence[Tensor]) -> None:
         """Gives slots to rows that are surely loaded more often than those that have them.

@@ -286,6 +286,33 @@ def test_too_little_memory_for_a_refresh_leaves_the_rows_where_they_are(
     assert all(torch.equal(rows[name], each) for name, each in plain.items())
 
 
+def test_too_little_memory_to_take_slots_again_leaves_the_rows_in_the_table(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    members = torch.tensor([1, 2, 7])
+    cached, plain = (trained(cache, device=device)[0] for cache in ("600B", None))
+    given, _ = trained("600B", device=device, cache_rows=members)
+    assert (cached.report().failed, given.report().rows) == (0, 0), "flush() has written them home"
+    with monkeypatch.context() as patch:
+        patch.setattr(hot_rows.HotRows, "_take_slots_again", refuse)
+        for each in (cached, plain, given):
+            step(each)
+    assert given.report().failed > 0
+    assert given.report().rows == 0
+    for each in (cached, plain, given):
+        step(each)
+        each.flush()
+    step(given)
+    assert given.report().rows == 3, "they have taken them later"
+    plain_rows = plain.table["weight"]
+    assert torch.equal(cached.table["weight"], plain_rows)
+    step(plain)
+    assert torch.equal(given.table["weight"], plain.table["weight"])
+
+
 # ------------------------------------------------------------------------------------------------
 # Which rows change places
 

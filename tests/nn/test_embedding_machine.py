@@ -34,7 +34,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from interrupts import PACKAGE, Lines, out_of_memory
+from interrupts import ONLY_COUNTING, PACKAGE, Lines, out_of_memory
 from optimizer_cases import CASES
 from plain_training import PlainTable, PlainTraining, differences, make_optimizer
 from safetensors.torch import load_file
@@ -814,7 +814,8 @@ class Programs(RuleBasedStateMachine):
     @rule(line=st.integers(1, 200), calls=st.integers(0, 3), memory=st.booleans())
     def interrupt_a_call_to_come(self, line: int, calls: int, memory: bool) -> None:
         self.calls_until = calls
-        self.armed = Lines(PACKAGE, line, out_of_memory if memory else KeyboardInterrupt)
+        error = out_of_memory if memory else KeyboardInterrupt
+        self.armed = Lines(PACKAGE, line, error, skip=ONLY_COUNTING)
 
 
 def looked_up(batch: dict[nn.Module, list[Tensor]]) -> dict[nn.Module, Any]:
@@ -861,8 +862,11 @@ PROFILE = settings(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("one_thread", "restless")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_programs_give_the_numbers_of_plain_training(kind: Kind) -> None:
+def test_programs_give_the_numbers_of_plain_training(
+    kind: Kind, record_property: Callable[[str, object], None]
+) -> None:
     programs = type("Programs", (Programs,), {"kind": kind})
     if "SPEEDTORCH_PROGRAMS" not in os.environ:
         programs = seed(KINDS.index(kind))(programs)
     run_state_machine_as_test(programs, settings=PROFILE)
+    record_property("programs", PROFILE.max_examples)

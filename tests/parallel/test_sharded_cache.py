@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 from rank_backends import BACKENDS
 from rank_processes import in_processes
-from sharded_cache import check_cache
+from sharded_cache import check_cache, check_too_little_memory
 
 
 @BACKENDS
 @pytest.mark.parametrize("capacity", [None, 60], ids=["counted", "capacity"])
 def test_ranks_with_a_cache_each_train_as_without(capacity: int | None, backend: str) -> None:
     in_processes(2, check_cache, capacity, backend=backend)
+
+
+@BACKENDS
+def test_too_little_memory_for_a_refresh_of_one_rank_keeps_no_other_waiting(backend: str) -> None:
+    in_processes(2, check_too_little_memory, backend=backend)

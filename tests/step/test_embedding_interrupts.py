@@ -7,6 +7,7 @@ training must give the numbers that plain training from there gives.
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import math
@@ -15,17 +16,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
 from interrupts import (
     AROUND_STEP,
+    CACHES,
+    ONLY_COUNTING,
     PACKAGE,
+    TRAINING,
     CtrlC,
     Lines,
     every_interrupt,
@@ -44,6 +49,8 @@ from plain_training import (
 from torch import Tensor, nn
 
 import speedtorch
+from speedtorch.step import cached_store, hot_rows
+from speedtorch.step.hot_rows import HotRows
 
 ROWS, WIDTH = 10, 2
 ROUND = [[1, 2], [3, 4], [1, 5, 5], [6, 2, 7]]
@@ -59,17 +66,52 @@ DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 ERRORS = [out_of_memory, KeyboardInterrupt]
 
 
+def lines_of_ours(
+    at: int | None = None,
+    error: Callable[[], BaseException] = KeyboardInterrupt,
+    files: frozenset[str] = TRAINING,
+) -> Lines:
+    return Lines(files, at, error, skip=ONLY_COUNTING)
+
+
+MADE: WeakSet[HotRows] = WeakSet()
+"""All that are there."""
+
+
+@pytest.fixture(autouse=True)
+def counted_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(HotRows):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            MADE.add(self)
+
+    monkeypatch.setattr(cached_store, "HotRows", Counted)
+
+
 class Ours:
     """Embeddings with an attached optimizer, and what a loop leaves lying about."""
 
     def __init__(
-        self, optimizer: str, tables: int, device: str, capacity: int | None = None
+        self,
+        optimizer: str,
+        tables: int,
+        device: str,
+        capacity: int | None = None,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.case = CASES[optimizer]
         self.device = device
         self.first = [first_rows(number) for number in range(tables)]
         self.model = nn.ModuleList(
-            speedtorch.Embedding(ROWS, WIDTH, _weight=rows, device=device, capacity=capacity)
+            speedtorch.Embedding(
+                ROWS,
+                WIDTH,
+                _weight=rows,
+                device=device,
+                capacity=capacity,
+                stored=stored,
+                rounding="nearest" if stored else "stochastic",
+            )
             for rows in self.first
         )
         self.optimizer = make_optimizer(self.case, self.model.parameters())
@@ -117,12 +159,12 @@ class Ours:
         result = []
         for number, module in enumerate(self.model):
             module.flush()
-            rows = module.state_dict()["weight"]
+            rows = module.state_dict()["weight"].clone().float()
             entries = states.get(number)
             if entries is None:
                 entries = self.case.first_fields(rows)
                 entries |= {name: make() for name, make in self.case.scalars.items()}
-            result.append({"weight": rows.clone(), **entries})
+            result.append({"weight": rows, **entries})
         return result
 
 
@@ -186,6 +228,36 @@ def state_dict(batch: int) -> Call:
         ours.optimizer.state_dict()
 
     return Call("state_dict", batch, save, nothing)
+
+
+def set_cache(batch: int, nbytes: int | None) -> Call:
+    return Call("cache", batch, lambda o: speedtorch.cache(o.model, nbytes), nothing)
+
+
+def write(batch: int) -> Call:
+    """Writes to rows in the table, of which some are in a cache's slots."""
+    ids = torch.tensor([1, 2, 8])
+
+    def ours(o: Ours) -> None:
+        table = o.model[0].table
+        rows = torch.full((3, WIDTH), 0.5, dtype=table["weight"].dtype)
+        table.scatter(ids, rows, "weight")
+
+    def plain(training: PlainTraining) -> None:
+        training.tables[0].weight[ids] = 0.5
+
+    return Call("write", batch, ours, plain)
+
+
+def read(batch: int) -> Call:
+    """Lookups that train nothing, and the table's own rows."""
+
+    def ours(o: Ours) -> None:
+        with torch.no_grad():
+            rows = o.model[0](torch.arange(ROWS, device=o.device)).cpu()
+        assert torch.equal(o.model[0].table.gather(torch.arange(ROWS), "weight").float(), rows)
+
+    return Call("read", batch, ours, nothing)
 
 
 def announce(batch: int, table: int, *parts: Tensor) -> Call:
@@ -348,6 +420,41 @@ def with_a_cache_and_a_capacity(begin: int, device: str) -> Iterator[Call]:
     yield from plain_loop(begin, device)
 
 
+def between_batches(batch: int) -> Iterator[Call]:
+    """Changes of a cache, which are no part of a step."""
+    if batch == 0:
+        yield from (set_cache(batch, 200), write(batch))
+    elif batch == 1:
+        yield from (read(batch), set_cache(batch, None), set_cache(batch, 50))
+    else:
+        yield from (write(batch), read(batch), set_cache(batch, 90), flush(batch))
+
+
+def with_a_changing_cache(begin: int, device: str) -> Iterator[Call]:
+    if begin == 0:
+        yield set_cache(0, 100)
+    for batch in range(begin, len(ROUND)):
+        ids = ids_of(batch, 0, device)
+        yield look_up(batch, 0, ids)
+        yield backward(batch, (0, ids, 0))
+        yield step(batch)
+        yield zero_grad(batch)
+        yield from between_batches(batch)
+
+
+def prefetched_with_a_changing_cache(begin: int, device: str) -> Iterator[Call]:
+    if begin == 0:
+        yield set_cache(0, 100)
+    for call in prefetch_loop(begin, device):
+        yield call
+        if call.kind == "zero_grad":
+            yield from between_batches(call.batch)
+
+
+def rows_of_16_bits_with_a_changing_cache(begin: int, device: str) -> Iterator[Call]:
+    yield from with_a_changing_cache(begin, device)
+
+
 Loop = Callable[[int, str], Iterator[Call]]
 LOOPS: list[Loop] = [
     plain_loop,
@@ -360,11 +467,24 @@ LOOPS: list[Loop] = [
     with_a_cache,
     prefetched_with_a_cache,
     with_a_cache_and_a_capacity,
+    with_a_changing_cache,
+    prefetched_with_a_changing_cache,
+    rows_of_16_bits_with_a_changing_cache,
 ]
 TWO_TABLES = [several_tables, several_tables_prefetched, prefetched_with_a_capacity]
 CAPACITIES = {with_a_capacity: 3, prefetched_with_a_capacity: 4, with_a_cache_and_a_capacity: 3}
 CACHED = [with_a_cache, prefetched_with_a_cache, with_a_cache_and_a_capacity]
+CHANGING = [
+    with_a_changing_cache,
+    prefetched_with_a_changing_cache,
+    rows_of_16_bits_with_a_changing_cache,
+]
+STORED = {rows_of_16_bits_with_a_changing_cache: torch.bfloat16}
 OPTIMIZERS = ["SGD-momentum", "Adam"]
+WORK = [
+    *itertools.product(LOOPS, OPTIMIZERS),
+    *((loop, "RowWiseAdagrad") for loop in [*CACHED, *CHANGING]),
+]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -380,6 +500,10 @@ class Interrupted:
         self.calls = list(loop(0, device))
         weights = [first_rows(number).to(device) for number in range(self.tables)]
         plain = PlainTraining.begin(CASES[optimizer], weights)
+        if loop in STORED:
+            for table in plain.tables:
+                table.stored = {"weight": STORED[loop]}
+                table.round()
         self.plain = [plain]
         """The reference before each call, and after the last one."""
         for call in self.calls:
@@ -394,7 +518,8 @@ class Interrupted:
         ours = self._ours
         if ours is None:
             capacity = CAPACITIES.get(self.loop)
-            ours = Ours(self.optimizer, self.tables, self.device, capacity)
+            stored = STORED.get(self.loop)
+            ours = Ours(self.optimizer, self.tables, self.device, capacity, stored)
             if self.loop in CACHED:
                 speedtorch.cache(ours.model, 100)  # three rows with their state, or four
         self._ours = None
@@ -460,6 +585,9 @@ class Interrupted:
         wrong = [differences(found, end) for state in states for end in self.ends(state, batch)]
         if all(wrong):
             raise AssertionError(f"the training went on with other numbers: {wrong[0]}")
+        if len(MADE) > self.tables:
+            gc.collect()
+            assert len(MADE) <= self.tables, "the memory of another cache was not given back"
         self._ours = ours
 
     def describe(self, lines: Lines, ours: Ours) -> str:
@@ -486,11 +614,11 @@ class Interrupted:
             return f"{self.describe(lines, ours)}: {type(error).__name__}: {error}"
         return None
 
-    def seen(self) -> list[tuple[str, Any]]:
-        """Each line that a run executes, with the call that it belongs to."""
+    def seen(self, files: frozenset[str] = TRAINING) -> list[tuple[str, Any]]:
+        """Each line that a run executes of the files, with the call that it belongs to."""
         ours = self.ours()
         kinds: list[tuple[str, Any]] = []
-        with Lines(PACKAGE) as lines:
+        with lines_of_ours(files=files) as lines:
             for ours.at, call in enumerate(self.calls):
                 call.ours(ours)
                 assert lines.seen is not None
@@ -505,17 +633,19 @@ def report(wrong: list[str | None]) -> None:
     assert not found, f"{len(found)} of {len(wrong)} interrupts:\n" + "\n".join(found[:12])
 
 
-GRID = [
-    pytest.mark.parametrize("device", DEVICES),
-    pytest.mark.parametrize("optimizer", OPTIMIZERS),
-    pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__),
-]
+def over(work: Iterable[tuple[Loop, str]]) -> Callable[[Any], Any]:
+    """Tests each of these loops with its optimizer, on each device."""
+
+    def mark(test: Any) -> Any:
+        ids = [f"{loop.__name__}-{optimizer}" for loop, optimizer in chosen]
+        test = pytest.mark.parametrize(("loop", "optimizer"), chosen, ids=ids)(test)
+        return pytest.mark.parametrize("device", DEVICES)(test)
+
+    chosen = list(work)
+    return mark
 
 
-def over_the_grid(test: Any) -> Any:
-    for mark in GRID:
-        test = mark(test)
-    return test
+over_the_grid = over(WORK)
 
 
 @over_the_grid
@@ -539,17 +669,94 @@ def test_an_error_at_a_line_of_ours_leaves_all_before_or_after_the_call(
     work.seen()  # what is imported or measured at first use is there
     # A share of the lines, by the first time that a kind of call comes there, and of all times;
     # the loops have most lines in common, and take other shares. The next test takes all.
-    seen, shares = work.seen(), len(LOOPS) * len(OPTIMIZERS)
-    share = LOOPS.index(loop) * len(OPTIMIZERS) + OPTIMIZERS.index(optimizer)
+    seen, shares, share = work.seen(), len(WORK), WORK.index((loop, optimizer))
     numbers = sorted(
         {*first_of_each(seen)[share :: 8 * shares], *range(1 + share, len(seen), 1599)}
     )
     report(
         [
-            work.interrupt(Lines(PACKAGE, n, ERRORS[i % 2]), at_once=i % 3 != 0)
+            work.interrupt(lines_of_ours(n, ERRORS[i % 2]), at_once=i % 3 != 0)
             for i, n in enumerate(numbers)
         ]
     )
+
+
+@pytest.mark.dealt("optimizer")
+@over((loop, optimizer) for loop, optimizer in WORK if loop in [*CACHED, *CHANGING])
+def test_an_error_at_a_line_of_a_cache_leaves_all_before_or_after_the_call(
+    loop: Loop, optimizer: str, device: str
+) -> None:
+    """A share of the lines that move rows to slots and back, which differs from loop to loop."""
+    work = Interrupted(loop, optimizer, device)
+    work.seen(CACHES)
+    lines = first_of_each(work.seen(CACHES))[WORK.index((loop, optimizer)) :: 61]
+    report(
+        [
+            work.interrupt(lines_of_ours(n, ERRORS[i % 2], CACHES), at_once=i % 3 != 0)
+            for i, n in enumerate(lines)
+        ]
+    )
+
+
+@pytest.mark.parametrize("every_line", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param({}, marks=pytest.mark.nightly), {"stored": torch.bfloat16}],
+    ids=["rows", "stored"],
+)
+def test_an_error_at_any_line_that_moves_rows_of_a_cache_loses_none(
+    kind: dict[str, Any], every_line: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refresh in which rows take slots of others, a flush, and rows that take slots again."""
+    monkeypatch.setattr(hot_rows, "CHUNK_BYTES", 1 << 20)
+    sides = [speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(0), device=device, **kind)]
+    sides.append(copy.deepcopy(sides[0]))
+    cached, plain = sides
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.25) for each in sides]
+    for side, optimizer in zip(sides, optimizers, strict=True):
+        speedtorch.attach(optimizer, side)
+    speedtorch.cache(cached, "180B")
+
+    def train(ids: Tensor) -> None:
+        for side, optimizer in zip(sides, optimizers, strict=True):
+            optimizer.zero_grad()
+            side(ids).sin().sum().backward()
+            optimizer.step()
+
+    def move() -> None:
+        store.before_replay()
+        cached.flush()
+        store.before_replay()
+
+    every, store = torch.arange(ROWS, device=device), cached.trained_rows.exchange.store
+
+    def move_and_fail(number: int | None, turn: int) -> Lines:
+        with monkeypatch.context() as patch:
+            patch.setattr(hot_rows, "FIRST", ())
+            patch.setattr(hot_rows, "EVERY", 1 << 20)
+            for shift in (turn, turn + 1, turn):  # of other rows each time
+                train(every[:4].add(3 * shift) % ROWS)
+        with lines_of_ours(number, ERRORS[turn % 2], CACHES) as lines:
+            move()
+        for side in sides:
+            side.table["weight"][turn % ROWS] = 0.5
+        with torch.no_grad():
+            assert torch.equal(cached(every), plain(every)), lines.where
+        train(every[turn % 5 :])
+        for side in sides:
+            side.flush()
+        for name in plain.table.fields:
+            assert torch.equal(cached.table[name], plain.table[name]), lines.where
+        return lines
+
+    for turn in range(4):
+        seen = move_and_fail(None, turn).seen
+    assert seen is not None
+    numbers = list(range(1, len(seen) + 1)) if every_line else first_of_each(seen)
+    for turn, number in enumerate(numbers * 3):  # each with some rows of others
+        move_and_fail(number, turn)
+    assert len(numbers) > 60
+    assert cached.report().rows_moved > len(numbers)
 
 
 @pytest.mark.nightly
@@ -564,7 +771,7 @@ def test_an_error_at_every_line_of_ours_leaves_all_before_or_after_the_call(
     ways = [(error, at_once) for error in ERRORS for at_once in (False, True)]
     report(
         [
-            work.interrupt(Lines(PACKAGE, number, error), at_once=at_once)
+            work.interrupt(lines_of_ours(number, error), at_once=at_once)
             for number in range(1, len(work.seen()) + 1)
             for error, at_once in [ways[(number + way) % 4]]
         ]
