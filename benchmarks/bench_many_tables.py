@@ -14,9 +14,11 @@ import speedtorch
 from benchmarks import fbgemm
 from benchmarks.harness import Figure, Measured, forget, turns
 from benchmarks.sizes import DEVICE, SIZES
-from benchmarks.training import Loop, prefetched, step_figure
+from benchmarks.training import Loop, cache_share, prefetched, step_figure
 
 COLUMNS = 64
+SHARE = 0.2
+"""Of the rows, that a cache has."""
 STEPS = 120
 # Rows of the categorical features of Criteo's Kaggle data, and the samples of a step.
 KAGGLE = (1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27)
@@ -114,7 +116,7 @@ class Top(nn.Module):
 
 
 def ours(work: Work, top: Top, model: nn.Module, name: str, kind: str, look_up: Any) -> Measured:
-    """With and without prefetch."""
+    """With and without prefetch, and with a cache where all tables share one."""
     optimizer = OPTIMIZERS[name](model.parameters())
     if name != "SGD":
         speedtorch.attach(optimizer, model)
@@ -127,14 +129,20 @@ def ours(work: Work, top: Top, model: nn.Module, name: str, kind: str, look_up: 
         return iter(batches)
 
     section = f"{len(work.sizes)} tables"
-    for ahead in (False, True):
+    ways = [(False, 0.0), (True, 0.0), (True, SHARE)]
+    for ahead, share in ways if modules is None else ways[:2]:
         loop = top.train_on(look_up, [optimizer])
 
         def run(batches: Sequence[Batch], ahead: bool = ahead, loop: Loop = loop) -> Any:
             return loop(prefetched(model, ids)(batches) if ahead else told(batches))  # type: ignore[arg-type]
 
         title = f"speedtorch, {kind}, {name}{', prefetch' if ahead else ''}"
-        facts = {"kind": kind, "optimizer": name, "ahead": ahead}
+        facts = {"kind": kind, "optimizer": name, "ahead": ahead, "share": share}
+        if share:
+            title += f", {share:.0%} cached"
+            cache_share(model, share)
+            for _ in run(work.batches()):
+                pass
         yield step_figure(section, title, run, work.batches(), **facts)
 
 

@@ -17,7 +17,7 @@ from benchmarks.harness import Measured, forget, turns
 from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.tables import cupy_view, has_cupy
-from benchmarks.training import Loop, loop_of, prefetched, step_figure
+from benchmarks.training import Loop, cache_share, loop_of, prefetched, step_figure
 
 COLUMNS = 128
 POSITIVES, NEGATIVES = 4, 64
@@ -118,8 +118,11 @@ def in_a_graph() -> Measured:
     def ids(batch: Batch) -> dict[nn.Module, list[Tensor]]:
         return {model.u: [batch.centres], model.v: [batch.positives, batch.negatives]}
 
-    title = "speedtorch, Adam, fused, the whole step in a CUDA graph"
-    for ahead in (False, True):
+    for ahead, share in ((False, 0.0), (True, 0.0), (True, 0.2)):
+        title = "speedtorch, Adam, fused, the whole step in a CUDA graph"
+        if share:
+            title += f", {share:.0%} cached"
+            cache_share(model, share)
         first, *given = batches()
         next_ids = ids(first) if ahead else None
         graph = speedtorch.graphed(
@@ -132,7 +135,10 @@ def in_a_graph() -> Measured:
             for batch, following in zip(batches, [*batches[1:], batches[0]], strict=True):
                 yield graph(batch, next_ids=ids(following) if ahead else None)
 
-        told = {"kind": "graph", "optimizer": "Adam, fused", "ahead": ahead}
+        if share:
+            for _ in loop(batches()):
+                pass
+        told = {"kind": "graph", "optimizer": "Adam, fused", "ahead": ahead, "share": share}
         yield step_figure("step", f"{title}{', next_ids' * ahead}", loop, given, **told)
         del graph, loop
 

@@ -10,6 +10,8 @@ from torch import nn, optim
 
 import speedtorch
 from benchmarks.harness import WARM_UPS, Figure, event, figure_of, synchronize, take_turn
+from speedtorch.nn.row_module import RowModule
+from speedtorch.step.hot_rows import BYTES_OF_SLOT
 
 Loader: TypeAlias = Callable[[Sequence[Any]], Iterable[Any]]
 Loop: TypeAlias = Callable[[Sequence[Any]], Iterable[object]]
@@ -19,6 +21,13 @@ Loop: TypeAlias = Callable[[Sequence[Any]], Iterable[object]]
 def prefetched(module: nn.Module, ids: Callable[[Any], Any] = lambda batch: batch) -> Loader:
     """A loader of batches whose rows come before them."""
     return lambda batches: speedtorch.prefetch(batches, module, ids=ids)
+
+
+def cache_share(model: nn.Module, share: float) -> None:
+    """Gives the rows of a model a cache that has room for a share of them."""
+    tables = [each.table for each in model.modules() if isinstance(each, RowModule)]
+    nbytes = sum(int(share * each.rows) * (each.record_bytes + BYTES_OF_SLOT) for each in tables)
+    speedtorch.cache(model, nbytes)
 
 
 def loop_of(

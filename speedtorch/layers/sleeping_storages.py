@@ -14,8 +14,9 @@ sleep wakes all again, and what an error in that has left is completed by the ne
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from speedtorch.layers.host_slab import copy_spans
 from speedtorch.memory import host_memory
 from speedtorch.memory.host_memory import HostMemoryKind
+from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import set_versions, storage_at, storage_id, version_of
 
 __all__ = ["SleepingStorages", "Slot"]
@@ -112,32 +114,38 @@ class Slot:
         """Its bytes on the device."""
         return _bytes_at(self.storage.data_ptr(), self.nbytes, self.storage.device)
 
-    def fall_asleep(self, host: torch.UntypedStorage | None) -> None:
-        """Lets its tensors be those of a host storage, and empties its own.
+    def asleep(self, host: torch.UntypedStorage | None) -> dict[str, Tensor]:
+        """Its tensors as those of a host storage; None: what they have is lost."""
+        if host is not None:
+            return {name: layout.of(host) for name, layout in self.layouts.items()}
+        device = self.storage.device
+        return {
+            name: torch.empty(0, dtype=layout.dtype, device=device)
+            for name, layout in self.layouts.items()
+        }
 
-        None: what they have is lost, and they have no elements.
-        """
+    def awake(self) -> dict[str, Tensor]:
+        """Its tensors as they are on the device."""
+        return {name: layout.of(self.storage) for name, layout in self.layouts.items()}
+
+    def fall_asleep(self, views: Mapping[str, Tensor]) -> None:
+        """Lets its tensors be views that asleep() has made, and empties its storage."""
         for name, tensor in self.tensors.items():
-            if not self.has(tensor):
-                continue
-            layout = self.layouts[name]
-            if host is None:
-                view = torch.empty(0, dtype=layout.dtype, device=self.storage.device)
-            else:
-                view = layout.of(host)
-            self.shown[name] = view.data_ptr()
-            set_versions((tensor,), (_ASLEEP + self.versions[name],))
-            tensor.data = view
+            if self.has(tensor):
+                view = views[name]
+                self.shown[name] = view.data_ptr()
+                set_versions((tensor,), (_ASLEEP + self.versions[name],))
+                tensor.data = view
         self.storage.resize_(0)
 
-    def wake_up(self) -> None:
-        """Lets its tensors be in its memory, but those that were given other memory meanwhile."""
+    def wake_up(self, views: Mapping[str, Tensor]) -> None:
+        """Lets its tensors be those of awake(), but for those that were given other memory."""
         for name, tensor in self.tensors.items():
             if self._sleeps(name):
                 version = self.versions[name]
                 is_same = self.is_kept and version_of(tensor) == _ASLEEP + version
                 set_versions((tensor,), (version if is_same else version + 1,))
-                tensor.data = self.layouts[name].of(self.storage)
+                tensor.data = views[name]
 
     def _sleeps(self, name: str) -> bool:
         """Whether a tensor is where it was put to sleep."""
@@ -152,19 +160,23 @@ def _bytes_at(address: int, count: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (count,), (1,))
 
 
+@cache
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * count, 2, device=device) * 0x9E3779B97F4A7C15
+
+
 def _fingerprint(values: Tensor) -> Tensor:
     """Two numbers `[2]` that other bytes have, too, with a probability of 2^-64 or so each.
 
     They are weighted sums of all words by row and by column of 4 KiB, so that words that change
-    places change them.
+    places change them; of the last bytes each is a row.
     """
     words = values[: len(values) // 4096 * 4096].view(torch.int64).view(-1, 512)
-    rest = values[words.numel() * 8 :].long()
-    found = []
-    for sums in (torch.cat([words.sum(1), rest]), words.sum(0)):
-        weights = torch.arange(1, 2 * len(sums), 2, device=values.device) * 0x9E3779B97F4A7C15
-        found.append((sums * weights).sum())
-    return torch.stack(found)
+    by_row, by_column = words.sum(1), words.sum(0)
+    if len(values) % 4096:
+        by_row = torch.cat([by_row, values[words.numel() * 8 :].long()])
+    each = [(sums * _odd_numbers(len(sums), values.device)).sum() for sums in (by_row, by_column)]
+    return torch.stack(each)
 
 
 class SleepingStorages:
@@ -179,6 +191,7 @@ class SleepingStorages:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = self._host_bytes(0)
+        self._copies = SharedSideStream("training state")
         self._slots: list[Slot] = []
         """What sleeps, or is half way after an error."""
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
@@ -225,18 +238,25 @@ class SleepingStorages:
         if end > self._host.nbytes:
             self.release()
             self._host = self._host_bytes(end)
-        same = self._unchanged(slots)
-        changed = [each for each in slots if each.is_kept and each.begin not in same]
-        self._known = {begin: each for begin, each in self._known.items() if begin in same}
+        kept = [each for each in slots if each.is_kept]
+        perhaps = [each for each in kept if self._may_have(each)]
+        surely = [each for each in kept if not self._may_have(each)]
+        # These go while the others are looked at.
+        self._copy(surely, comes=False)
+        same = self._unchanged(perhaps)
+        changed = [each for each in perhaps if each.begin not in same]
         self._copy(changed, comes=False)
+        self._known = {begin: each for begin, each in self._known.items() if begin in same}
+        asleep = [slot.asleep(self._host_storage(slot) if slot.is_kept else None) for slot in slots]
+        self._wait()
         self._slots = list(slots)
         try:
-            for slot in slots:
-                slot.fall_asleep(self._host_storage(slot) if slot.is_kept else None)
+            for slot, views in zip(slots, asleep, strict=True):
+                slot.fall_asleep(views)
         except BaseException:
             self.wake()
             raise
-        return sum(each.nbytes for each in changed)
+        return sum(each.nbytes for each in (*surely, *changed))
 
     def wake(self) -> int:
         """Fills the storages again; returns the bytes that were copied.
@@ -254,17 +274,20 @@ class SleepingStorages:
             for slot in empty:
                 slot.storage.resize_(slot.nbytes)
             self._copy(kept, comes=True)
+            self._copies.join()
             for slot in empty:
                 if not slot.is_kept:
                     slot.bytes().fill_(255)
             known = {each.begin: self._known_of(each) for each in kept if each.is_frozen}
+            awake = [each.awake() for each in self._slots]
             self._wait()
         except BaseException:
+            self._wait()
             for slot in empty:
                 slot.storage.resize_(0)
             raise
-        for slot in self._slots:
-            slot.wake_up()
+        for slot, views in zip(self._slots, awake, strict=True):
+            slot.wake_up(views)
         self._slots, self._known = [], known
         return sum(each.nbytes for each in kept)
 
@@ -288,32 +311,29 @@ class SleepingStorages:
         first = next(iter(slot.tensors.values()))
         return weakref.ref(first), slot.nbytes, _fingerprint(slot.bytes())
 
+    def _may_have(self, slot: Slot) -> bool:
+        """Whether the host has had the bytes of a storage that is seldom written."""
+        if not slot.is_frozen or (known := self._known.get(slot.begin)) is None:
+            return False
+        owner, nbytes, _ = known
+        return owner() is next(iter(slot.tensors.values())) and nbytes == slot.nbytes
+
     def _unchanged(self, slots: Sequence[Slot]) -> set[int]:
         """The places of those whose bytes the host has."""
-        places, before, now = [], [], []
-        for slot in slots:
-            known = self._known.get(slot.begin)
-            if known is None or not slot.is_frozen or not slot.is_kept:
-                continue
-            owner, nbytes, fingerprint = known
-            if nbytes == slot.nbytes and owner() is next(iter(slot.tensors.values())):
-                places.append(slot.begin)
-                before.append(fingerprint)
-                now.append(_fingerprint(slot.bytes()))
-        if not places:
+        if not slots:
             return set()
-        same = (torch.stack(before) == torch.stack(now)).all(1).tolist()
-        return {place for place, is_same in zip(places, same, strict=True) if is_same}
+        before = torch.stack([self._known[each.begin][2] for each in slots])
+        now = torch.stack([_fingerprint(each.bytes()) for each in slots])
+        same = (before == now).all(1).tolist()
+        return {each.begin for each, is_same in zip(slots, same, strict=True) if is_same}
 
     def _copy(self, slots: Sequence[Slot], *, comes: bool) -> None:
-        """Copies storages between device and host, and waits."""
-        for address, begin, count in _runs(slots):
-            other, host = (
-                _bytes_at(address, count, self._device),
-                self._host[begin : begin + count],
-            )
-            copy_spans(host, other, [(0, count)], comes=comes, is_pinned=True)
-        self._wait()
+        """Begins to copy storages between device and host, beside the current stream."""
+        with self._copies.after_current(self._device):
+            for address, begin, count in _runs(slots):
+                other, host = _bytes_at(address, count, self._device), self._host
+                part = host[begin : begin + count]
+                copy_spans(part, other, [(0, count)], comes=comes, is_pinned=True)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

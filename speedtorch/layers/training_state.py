@@ -245,7 +245,12 @@ class TrainingState:
                     slot = by_storage[key] = Slot(storage, storage.nbytes())
                     slots[part].append(slot)
                 slot.add(name, each, is_kept=part not in lost, is_frozen=name in found.frozen)
-        return {part: some for part, some in slots.items() if some}, left
+        # What may not have changed goes in one piece, if it has or has not.
+        return {
+            part: sorted(some, key=lambda each: not each.is_frozen)
+            for part, some in slots.items()
+            if some
+        }, left
 
     def _is_awake(self, tensor: Tensor, sleeping: Collection[int]) -> bool:
         """Whether a tensor has memory on the device."""
