@@ -34,6 +34,8 @@ __all__ = ["SleepingStorages", "Slot"]
 _ALIGNMENT = 512
 # Where CUDA begins an allocation, across whose end it copies nothing.
 _SEGMENT = 2 << 20
+# What comes first travels while CUDA makes memory for the rest.
+_PIECE = 256 << 20
 # Versions of 32 bits; none of a tensor on the device is so high, so that what autograd has saved of
 # it is refused while it sleeps.
 _ASLEEP = 1 << 31
@@ -268,12 +270,13 @@ class SleepingStorages:
         empty = [each for each in self._slots if not each.is_awake]
         kept = [each for each in empty if each.is_kept]
         try:
-            # Torch cuts this piece up for the storages, which come to lie one after another.
-            if nbytes := sum(_up(each.nbytes) for each in empty):
+            for some in _pieces(empty):
+                # Torch cuts this up for the storages, which come to lie one after another.
+                nbytes = sum(_up(each.nbytes) for each in some)
                 torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            for slot in empty:
-                slot.storage.resize_(slot.nbytes)
-            self._copy(kept, comes=True)
+                for slot in some:
+                    slot.storage.resize_(slot.nbytes)
+                self._copy([each for each in some if each.is_kept], comes=True)
             self._copies.join()
             for slot in empty:
                 if not slot.is_kept:
@@ -338,6 +341,16 @@ class SleepingStorages:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _pieces(slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+    """Storages that get their memory together, while those before them are copied."""
+    begin = nbytes = 0
+    for number, slot in enumerate(slots, 1):
+        nbytes += _up(slot.nbytes)
+        if nbytes >= _PIECE or number == len(slots):
+            yield slots[begin:number]
+            begin, nbytes = number, 0
 
 
 def _runs(slots: Sequence[Slot]) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,75 @@
+"""Training states of ranks that sleep between steps, under torch's ways to train on several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_processes import own_device
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from speedtorch.layers import TrainingState
+
+STEPS = 6
+
+
+def _model(way: str) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3)]
+    model: nn.Module = nn.Sequential(*layers).to(own_device())
+    if way.startswith("ddp"):
+        return DistributedDataParallel(model, gradient_as_bucket_view="views" in way)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "bfloat16" in way else None
+    more: dict[str, Any] = {"mp_policy": policy} if policy else {}
+    mesh = init_device_mesh(own_device().type, (dist.get_world_size(),))
+    for each in (*model, model):  # type: ignore[misc]
+        fully_shard(each, mesh=mesh, **more)
+    return model
+
+
+def _batch(step: int) -> Tensor:
+    random = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(5, 6, generator=random).to(own_device())
+
+
+def _trained(way: str, *, sleeps: bool) -> list[Tensor]:
+    """All that the state has at the end, on the CPU."""
+    model = _model(way)
+    optimizer = optim.AdamW(model.parameters(), lr=0.05)
+    state = TrainingState(model, optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        model(_batch(step)).square().mean().backward()
+        if sleeps and step % 3 == 1:  # with gradients
+            before = _all_of(model, optimizer)
+            with state.asleep() as report:
+                assert report.left == () and sum(report.asleep.values()) > 0
+                for asleep, awake in zip(_all_of(model, optimizer), before, strict=True):
+                    assert torch.equal(asleep, awake)
+        optimizer.step()
+        if sleeps:
+            with state.asleep(["weights", "optimizer"]):
+                dist.barrier()
+    return _all_of(model, optimizer)
+
+
+def _all_of(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
+    found = tree_leaves(get_state_dict(model, optimizer))
+    found += [each.grad for each in model.parameters()]
+    local = (each.to_local() if isinstance(each, DTensor) else each for each in found)
+    return [each.detach().cpu().clone() for each in local if isinstance(each, Tensor)]
+
+
+def check_sleep(way: str) -> None:
+    """The bits are those of ranks that do not sleep."""
+    ours, theirs = (_trained(way, sleeps=sleeps) for sleeps in (True, False))
+    assert len(ours) == len(theirs) > 20
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
