@@ -29,6 +29,7 @@ STEMS = (
     "ngram_tables",
     "ranks",
     "layers",
+    "training_state",
     "transformer",
     "overlap",
     "headline",

@@ -16,6 +16,7 @@ from benchmarks.processes import STEMS
 ROOT = Path(__file__).parent.parent
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
 NGRAM_TABLES = ROOT / "docs/ngram_tables.md"
+SLEEP = ROOT / "docs/sleep.md"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 FIRST, LAST = "<!-- steps -->", "<!-- /steps -->"
 _PICTURES = {
@@ -129,12 +130,34 @@ def headline_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def not_measured(stem: str) -> str:
+    """What stands in place of a table."""
+    return f"There are no figures yet. `python -m benchmarks {stem}` measures them on a GPU."
+
+
+def sleep_table(results: dict[str, Any]) -> str:
+    """A training state that sleeps and wakes, in each way, with the machine."""
+    if (result := results.get("training_state")) is None:
+        return not_measured("training_state")
+    lines = [
+        f"{result['title']}; {where(result)}:",
+        "",
+        "| way | asleep, ms | awake, ms | the first time, ms |",
+        "|---|---|---|---|",
+    ]
+    times = {(each["section"], each["name"]): each["median_ms"] for each in result["figures"]}
+    for name in dict.fromkeys(each["name"] for each in result["figures"]):
+        first = result["extra"].get(name, {})
+        whole = [f"{first[k]:,.0f}" for k in first if k.startswith("the first time")]
+        cells = (f"{times['asleep', name]:,.1f}", f"{times['awake', name]:,.1f}", " / ".join(whole))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def ngram_table(results: dict[str, Any]) -> str:
     """What tables of n-grams add to a step of a GPT, with the machine."""
     if (result := results.get("ngram_tables")) is None:
-        return (
-            "There are no figures yet. `python -m benchmarks ngram_tables` measures them on a GPU."
-        )
+        return not_measured("ngram_tables")
     model = result["extra"]["model"]
     cases = {name: facts for name, facts in result["extra"].items() if name != "model"}
     times = {(each["section"], each["name"]): each["median_ms"] for each in result["figures"]}
@@ -243,6 +266,7 @@ def write_documents() -> None:
         (README, FIRST, LAST, steps_table(results)),
         (PERFORMANCE, BEGIN, END, tables(results)),
         (NGRAM_TABLES, BEGIN, END, ngram_table(results)),
+        (SLEEP, BEGIN, END, sleep_table(results)),
     ):
         document.write_text(replaced(document.read_text(), begin, end, made))
 

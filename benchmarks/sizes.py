@@ -49,6 +49,10 @@ class Sizes:
     headline_rows = _of((2_829_853, 14_886_544), (700_000, 3_700_000), (2_829, 14_886))
     headline_grows = _of(True, False, True)
     """Whether the headline's tables are widened to what fits."""
+    state_side = _of(1556, 800, 8)
+    """Of the square matrices of a whole training state."""
+    sleeps = _of(7, 5, 2)
+    """How often it sleeps and wakes."""
     ngram_rows = _of((300_000_000, 100_000_000), (30_000_000, 10_000_000), (2_000, 1_000))
     """Of a language model's tables, with one number of state a row and with Adam."""
 

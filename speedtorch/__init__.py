@@ -4,6 +4,7 @@ from speedtorch import optim as optim
 from speedtorch.info import info
 from speedtorch.layers.host_init import host_init
 from speedtorch.layers.swapper import Swapper
+from speedtorch.layers.training_state import TrainingState
 from speedtorch.legacy.com import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
 from speedtorch.legacy.data_gadget import (
     CPUPytorchDataGadget,
@@ -89,6 +90,7 @@ __all__ = [
     "PytorchModelFactory",
     "PytorchOptimizerFactory",
     "Swapper",
+    "TrainingState",
     "attach",
     "cache",
     "calibrate",

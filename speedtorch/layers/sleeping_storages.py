@@ -28,7 +28,7 @@ from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import set_versions, storage_at, storage_id, version_of
 
-__all__ = ["SleepingStorages", "Slot"]
+__all__ = ["SleepingStorages", "Slot", "times_moved"]
 
 # Torch's allocator begins a tensor there: neighbours on the device are neighbours on the host, too.
 _ALIGNMENT = 512
@@ -39,6 +39,19 @@ _PIECE = 256 << 20
 # Versions of 32 bits; none of a tensor on the device is so high, so that what autograd has saved of
 # it is refused while it sleeps.
 _ASLEEP = 1 << 31
+
+
+_moved = 0
+
+
+def times_moved() -> int:
+    """How often storages have left the device: what knows an address asks whether it holds."""
+    return _moved
+
+
+def _count_move() -> None:
+    global _moved
+    _moved += 1
 
 
 def _up(count: int) -> int:
@@ -101,12 +114,14 @@ class Slot:
         self.is_kept = self.is_kept or is_kept
         self.is_frozen = self.is_frozen and is_frozen
 
-    def describe(self) -> None:
-        """Notes how its tensors lie in it."""
+    def take_place(self, begin: int) -> int:
+        """Notes where it begins in host memory, and how its tensors lie in it; gives its end."""
+        self.begin = begin
         for name, each in self.tensors.items():
             first, size = int(each.storage_offset()), tuple(each.shape)
             self.layouts[name] = _Layout(first, size, each.stride(), each.dtype)
             self.versions[name] = version_of(each)
+        return self.end
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the device, in this storage."""
@@ -235,8 +250,7 @@ class SleepingStorages:
         """
         end = 0
         for slot in slots:
-            slot.describe()
-            slot.begin, end = end, end + (_up(slot.nbytes) if slot.is_kept else 0)
+            end = slot.take_place(end)
         if end > self._host.nbytes:
             self.release()
             self._host = self._host_bytes(end)
@@ -252,6 +266,7 @@ class SleepingStorages:
         asleep = [slot.asleep(self._host_storage(slot) if slot.is_kept else None) for slot in slots]
         self._wait()
         self._slots = list(slots)
+        _count_move()
         try:
             for slot, views in zip(slots, asleep, strict=True):
                 slot.fall_asleep(views)

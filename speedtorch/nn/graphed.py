@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.layers.sleeping_storages import times_moved
+from speedtorch.layers.state_tensors import state_tensors
 from speedtorch.nn.prefetch import ids_of_modules, modules_with_ids
 from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.optimizer_copy import settings_of, snapshot
@@ -62,8 +64,8 @@ class GraphedStep(ABC):
 
         Raises:
             IndexError: A batch before had an id out of range; this one was not trained.
-            RuntimeError: A batch before had more distinct rows than the capacity, or a
-                hyperparameter that is a number has changed since the capture.
+            RuntimeError: A batch before had more distinct rows than the capacity, or since the
+                capture a hyperparameter that is a number has changed, or a TrainingState has slept.
             TypeError, ValueError: next_ids are of another kind, or the graph was made without.
         """
         if (now := self._numbers()) != self._settings:
@@ -125,6 +127,29 @@ class _Captured(GraphedStep):
             result = step(*self._inputs)
         # The nodes of autograd belong to the stream of the capture for good.
         self._result = _without_nodes(result)
+        self._modules, self._moved, self._places = modules, times_moved(), self._addresses()
+
+    def _addresses(self) -> dict[str, int]:
+        """Where the graph finds what is trained, but for rows."""
+        found = state_tensors(nn.ModuleList(self._modules), self._optimizers).of
+        return {
+            name: each.data_ptr()
+            for part in ("weights", "optimizer")
+            for name, each in found[part].items()
+            if each.is_cuda
+        }
+
+    def _check_addresses(self) -> None:
+        """Raises RuntimeError if something has moved since the capture."""
+        if self._moved == times_moved():
+            return
+        now = self._addresses()
+        if moved := [name for name, address in self._places.items() if now.get(name) != address]:
+            raise RuntimeError(
+                f"graphed: {moved[0]} is not where it was at the capture, as a TrainingState has"
+                " put it to sleep since then: graph the step again once it is awake"
+            )
+        self._moved = times_moved()
 
     def _own(self, given: Any) -> Any:
         return given.detach().to(self._device, copy=True) if _is_tensor(given) else given
@@ -132,6 +157,7 @@ class _Captured(GraphedStep):
     def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
         if not self._fits(batch):
             return self._step(*batch)
+        self._check_addresses()
         with as_plain():
             for exchange in self._exchanges.values():
                 exchange.before_replay()

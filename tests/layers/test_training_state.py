@@ -19,6 +19,7 @@ from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 import speedtorch
 from speedtorch.layers import TrainingState
 from speedtorch.layers.state_tensors import PARTS
+from speedtorch.nn.graphed import graphed
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     **COMMON_OPTIMIZERS,
@@ -324,6 +325,34 @@ def test_rows_of_an_embedding_are_left_alone(device: str) -> None:
         return emb.table["weight"].clone()
 
     assert torch.equal(train(True), train(False))
+
+
+@NEEDS_GPU
+def test_a_graph_whose_tensors_have_moved_is_refused() -> None:
+    emb = speedtorch.Embedding(20, 4, device="cuda", capacity=8)
+    model = nn.ModuleDict({"emb": emb, "out": nn.Linear(4, 1, device="cuda")})
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+    def train(ids: Tensor) -> None:
+        optimizer.zero_grad()
+        model["out"](emb(ids)).sum().backward()
+        optimizer.step()
+
+    ids = torch.arange(3, device="cuda")
+    step = graphed(train, ids, modules=model, optimizers=optimizer)
+    step(ids)
+    other = TrainingState(nn.Linear(2, 2, device="cuda"))
+    with other.asleep():
+        step(ids)  # of other tensors
+    state = TrainingState(model, optimizer)
+    state.sleep()
+    held = torch.empty(1 << 20, device="cuda")  # where the layer was
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"out.weight is not where it was at the capture"):
+            step(ids)
+        state.wake()
+    del held
+    graphed(train, ids, modules=model, optimizers=optimizer)(ids)
 
 
 def test_wrong_arguments_are_told(device: str) -> None:

@@ -1,0 +1,145 @@
+"""A whole training state to host memory and back, by us and as other programs do it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+import speedtorch
+from benchmarks.harness import WARM_UPS, Figure, Measured, figure_of, forget, synchronize, turns
+from benchmarks.sizes import DEVICE, SIZES
+
+TENSORS = 510
+"""As in NVIDIA-NeMo/RL's issue 3976."""
+SIDE = SIZES.state_side
+NBYTES = TENSORS * SIDE * SIDE * 4
+TITLE = (
+    f"{NBYTES / 1e9:.2f} GB in {TENSORS} tensors, three of four of them changed in between, to host"
+    " memory and back, the GPU's memory free meanwhile"
+)
+
+_Way = tuple[Callable[[], object], Callable[[], object]]
+"""Goes to sleep, and wakes."""
+
+
+def model() -> nn.ParameterList:
+    """Matrices, every fourth of which is not trained."""
+    made = (torch.randn(SIDE, SIDE, device=DEVICE) for _ in range(TENSORS))
+    return nn.ParameterList(nn.Parameter(each, number % 4 > 0) for number, each in enumerate(made))
+
+
+def empty_cache() -> None:
+    """Gives the GPU's memory back."""
+    synchronize()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def ours(parameters: nn.ParameterList) -> _Way:
+    """A TrainingState."""
+    state = speedtorch.TrainingState(parameters)
+    return state.sleep, state.wake
+
+
+def each_to(parameters: nn.ParameterList, *, non_blocking: bool) -> _Way:
+    """`tensor.to()` for each, which makes memory every time, pinned if it is not to wait."""
+
+    def move(device: str) -> None:
+        for each in parameters:
+            each.data = each.data.to(device, non_blocking=non_blocking)
+        empty_cache()
+
+    return (lambda: move("cpu")), (lambda: move(DEVICE))
+
+
+def each_pinned(parameters: nn.ParameterList) -> _Way:
+    """A copy of each to pinned memory that was made before."""
+    pinned = [torch.empty_like(each, device="cpu") for each in parameters]
+    if DEVICE == "cuda":
+        pinned = [each.pin_memory() for each in pinned]
+
+    def sleep() -> None:
+        for each, host in zip(parameters, pinned, strict=True):
+            host.copy_(each.data, non_blocking=True)
+        synchronize()
+        for each, host in zip(parameters, pinned, strict=True):
+            each.data = host
+        empty_cache()
+
+    def wake() -> None:
+        for each, host in zip(parameters, pinned, strict=True):
+            each.data = host.to(DEVICE, non_blocking=True)
+        synchronize()
+
+    return sleep, wake
+
+
+def module_to(parameters: nn.ParameterList) -> _Way:
+    """`module.to()`, from memory to memory that is not pinned."""
+
+    def sleep() -> None:
+        parameters.to("cpu")
+        empty_cache()
+
+    return sleep, lambda: parameters.to(DEVICE)
+
+
+def memcpy() -> Iterator[Figure]:
+    """The same bytes in one piece."""
+    kind = "registered" if DEVICE == "cuda" else "plain"
+    host = speedtorch.empty((NBYTES // 4,), memory=kind)
+    there = torch.empty_like(host, device=DEVICE)
+    for name, to, given in (("asleep", host, there), ("awake", there, host)):
+        times = [timed(lambda to=to, given=given: to.copy_(given)) for _ in turns()]  # type: ignore[misc]
+        yield figure_of(name, "memcpy", times[WARM_UPS:], nbytes=NBYTES)
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Milliseconds."""
+    synchronize()
+    begin = time.perf_counter()
+    call()
+    synchronize()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def change(parameters: nn.ParameterList) -> None:
+    """As a step does."""
+    trained: list[Tensor] = [each for each in parameters if each.requires_grad]
+    with torch.no_grad():
+        torch._foreach_add_(trained, 1.0)
+
+
+def measured() -> Measured:
+    """Each way on a model of its own; the first time makes host memory, and is told apart."""
+    bounds = list(memcpy())
+    yield from bounds
+    forget()
+    ways: dict[str, Callable[[nn.ParameterList], _Way]] = {
+        "speedtorch, TrainingState": ours,
+        "each tensor, pinned memory made once": each_pinned,
+        "each tensor .to(), not blocking": lambda given: each_to(given, non_blocking=True),
+        "each tensor .to()": lambda given: each_to(given, non_blocking=False),
+        "module.to()": module_to,
+    }
+    for name, way in ways.items():
+        parameters = model()
+        sleep, wake = way(parameters)
+        first = {"asleep, ms": timed(sleep), "awake, ms": timed(wake)}
+        times: list[tuple[float, float]] = []
+        for _ in turns(SIZES.sleeps):
+            change(parameters)
+            times.append((timed(sleep), timed(wake)))
+        for bound, section, some in zip(bounds, first, zip(*times, strict=True), strict=True):
+            told = {"nbytes": NBYTES, "bound": bound, "kind": name}
+            yield figure_of(section.split(",")[0], name, some, **told)  # type: ignore[arg-type]
+        facts = {f"the first time, {what}": round(ms, 1) for what, ms in first.items()}
+        if name.startswith("speedtorch"):
+            state = sleep.__self__  # type: ignore[attr-defined]
+            facts["host bytes beyond the state's"] = state.host_bytes - NBYTES
+        yield name, facts
+        del parameters, sleep, wake
+        forget()
