@@ -34,8 +34,12 @@ __all__ = ["SleepingStorages", "Slot", "times_moved"]
 _ALIGNMENT = 512
 # Where CUDA begins an allocation, across whose end it copies nothing.
 _SEGMENT = 2 << 20
+# Of Weyl's sequence, which splitmix64 takes; as a signed number of 64 bits.
+_GOLDEN = -0x61C8864680B583EB
+# Words that are mixed at once.
+_CHUNK = 1 << 22
 # What comes first travels while CUDA makes memory for the rest.
-_PIECE = 256 << 20
+_PIECE = 1 << 30
 # Versions of 32 bits; none of a tensor on the device is so high, so that what autograd has saved of
 # it is refused while it sleeps.
 _ASLEEP = 1 << 31
@@ -178,22 +182,29 @@ def _bytes_at(address: int, count: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    return torch.arange(1, 2 * count, 2, device=device) * 0x9E3779B97F4A7C15
+def _places(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device) * _GOLDEN
 
 
 def _fingerprint(values: Tensor) -> Tensor:
-    """Two numbers `[2]` that other bytes have, too, with a probability of 2^-64 or so each.
+    """A number that other bytes have, too, with a probability of 2^-64 or so.
 
-    They are weighted sums of all words by row and by column of 4 KiB, so that words that change
-    places change them; of the last bytes each is a row.
+    It is the sum of all words, each mixed with its place as by splitmix64.
     """
-    words = values[: len(values) // 4096 * 4096].view(torch.int64).view(-1, 512)
-    by_row, by_column = words.sum(1), words.sum(0)
-    if len(values) % 4096:
-        by_row = torch.cat([by_row, values[words.numel() * 8 :].long()])
-    each = [(sums * _odd_numbers(len(sums), values.device)).sum() for sums in (by_row, by_column)]
-    return torch.stack(each)
+    end = len(values) // 8 * 8
+    words = values[:end].view(torch.int64)
+    parts = [*torch.split(words, _CHUNK)] + ([values[end:].long()] if end < len(values) else [])
+    return torch.stack([_mixed(part, number) for number, part in enumerate(parts)]).sum()
+
+
+def _mixed(words: Tensor, number: int) -> Tensor:
+    mixed = words + _places(len(words), words.device)
+    mixed += number * 0x632BE59BD9B4E019
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed ^= mixed >> shift
+        mixed *= factor
+    mixed ^= mixed >> 31
+    return mixed.sum()
 
 
 class SleepingStorages:
@@ -283,7 +294,7 @@ class SleepingStorages:
                 (torch.OutOfMemoryError); all sleeps on.
         """
         empty = [each for each in self._slots if not each.is_awake]
-        kept = [each for each in empty if each.is_kept]
+        known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         try:
             for some in _pieces(empty):
                 # Torch cuts this up for the storages, which come to lie one after another.
@@ -291,12 +302,14 @@ class SleepingStorages:
                 torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 for slot in some:
                     slot.storage.resize_(slot.nbytes)
-                self._copy([each for each in some if each.is_kept], comes=True)
-            self._copies.join()
+                here = [each for each in some if each.is_kept]
+                self._copy(here, comes=True)
+                if frozen := [each for each in here if each.is_frozen]:
+                    self._copies.join()
+                    known |= {each.begin: self._known_of(each) for each in frozen}
             for slot in empty:
                 if not slot.is_kept:
                     slot.bytes().fill_(255)
-            known = {each.begin: self._known_of(each) for each in kept if each.is_frozen}
             awake = [each.awake() for each in self._slots]
             self._wait()
         except BaseException:
@@ -307,7 +320,7 @@ class SleepingStorages:
         for slot, views in zip(self._slots, awake, strict=True):
             slot.wake_up(views)
         self._slots, self._known = [], known
-        return sum(each.nbytes for each in kept)
+        return sum(each.nbytes for each in empty if each.is_kept)
 
     def release(self) -> None:
         """Gives host memory back, which goes once no sleeping tensor has it."""
@@ -342,12 +355,15 @@ class SleepingStorages:
             return set()
         before = torch.stack([self._known[each.begin][2] for each in slots])
         now = torch.stack([_fingerprint(each.bytes()) for each in slots])
-        same = (before == now).all(1).tolist()
+        same = (before == now).tolist()
         return {each.begin for each, is_same in zip(slots, same, strict=True) if is_same}
 
     def _copy(self, slots: Sequence[Slot], *, comes: bool) -> None:
-        """Begins to copy storages between device and host, beside the current stream."""
-        with self._copies.after_current(self._device):
+        """Begins to copy storages between device and host, beside the current stream.
+
+        That has nothing to do before which writes or reads them: the caller has waited for it.
+        """
+        with self._copies.after(self._device):
             for address, begin, count in _runs(slots):
                 other, host = _bytes_at(address, count, self._device), self._host
                 part = host[begin : begin + count]

@@ -127,7 +127,8 @@ class _Captured(GraphedStep):
             result = step(*self._inputs)
         # The nodes of autograd belong to the stream of the capture for good.
         self._result = _without_nodes(result)
-        self._modules, self._moved, self._places = modules, times_moved(), self._addresses()
+        self._modules, self._moved = modules, times_moved()
+        self._places = self._addresses()
 
     def _addresses(self) -> dict[str, int]:
         """Where the graph finds what is trained, but for rows."""

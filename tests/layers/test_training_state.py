@@ -18,6 +18,7 @@ from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 
 import speedtorch
 from speedtorch.layers import TrainingState
+from speedtorch.layers.sleeping_storages import _fingerprint
 from speedtorch.layers.state_tensors import PARTS
 from speedtorch.nn.graphed import graphed
 
@@ -227,6 +228,37 @@ def test_host_memory_is_exact_and_made_once(device: str) -> None:
     state.sleep()
     state.release()  # what sleeps keeps its own
     assert state.host_bytes and model[0].weight.isfinite().all()
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 16, 100, 4096, 33_000])
+def test_every_change_of_bytes_changes_the_fingerprint(count: int, device: str) -> None:
+    random = torch.Generator().manual_seed(count)
+    values = torch.randint(256, (count,), generator=random, dtype=torch.uint8).to(device)
+    seen = {int(_fingerprint(values))}
+
+    def is_new(changed: Tensor) -> bool:
+        mark = int(_fingerprint(changed))
+        known, _ = mark in seen, seen.add(mark)
+        return not known
+
+    assert not is_new(values.clone())
+    for at in {0, count // 2, count - 1}:
+        for bit in range(8):
+            changed = values.clone()
+            changed[at] ^= 1 << bit
+            assert is_new(changed)
+    if count < 16:
+        return
+    for shift in (1, 8):
+        assert is_new(values.roll(shift))
+    signs = values.clone()
+    signs[7::8] ^= 128  # of every word
+    assert is_new(signs)
+    for one, other in ((0, 1), (0, 8), (3, 12)):
+        changed = values.clone()
+        changed[one] += 3
+        changed[other] -= 1
+        assert is_new(changed)
 
 
 class Attributed(Tensor):

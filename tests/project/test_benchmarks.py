@@ -88,6 +88,19 @@ def test_the_table_of_ngram_tables_has_both_cases(
     assert len([line for line in lines if line.startswith("| what tables add")]) == 3
 
 
+@pytest.mark.examples
+def test_the_table_of_training_states_has_each_way(
+    results: tuple[Path, dict[str, Any], str],
+) -> None:
+    lines = report.sleep_table(results[1]).splitlines()
+    assert lines[0].startswith("0.00 GB in 510 tensors")
+    assert [line.split(" | ")[0] for line in lines[4:6]] == [
+        "| memcpy",
+        "| speedtorch, TrainingState",
+    ]
+    assert len(lines) == 4 + 6
+
+
 def test_ids_of_the_ngram_benchmark_depend_on_the_last_tokens_alone() -> None:
     tokens = torch.randint(5, (3, 40))
     for order in bench_ngram_tables.ORDERS:
@@ -111,6 +124,8 @@ def test_the_documents_tables_are_those_of_the_results() -> None:
     assert made == report.tables(results)
     page = between(report.NGRAM_TABLES.read_text(), report.BEGIN, report.END)
     assert page == report.ngram_table(results)
+    page = between(report.SLEEP.read_text(), report.BEGIN, report.END)
+    assert page == report.sleep_table(results)
     first = between(report.README.read_text(), report.FIRST, report.LAST)
     assert first == report.steps_table(results)
     assert len(first.splitlines()) > 2  # a name of a figure that is none leaves its line out
