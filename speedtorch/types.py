@@ -5,7 +5,7 @@ The functions that take or return them document them.
 
 from speedtorch.info import Info
 from speedtorch.layers.auto import AutoOffload
-from speedtorch.layers.state_tensors import Part
+from speedtorch.layers.state_tensors import StatePart
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.training_state import SleepReport
 from speedtorch.memory.cost_model import Explanation
@@ -30,11 +30,11 @@ __all__ = [
     "JaggedRows",
     "KeyedFeatures",
     "MemoryKind",
-    "Part",
     "Prefetch",
     "RoundingMode",
     "RowsByFeature",
     "SleepReport",
+    "StatePart",
     "StoredAs",
     "SwapReport",
 ]

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.step.row_weight import RowWeight
 
-__all__ = ["PARTS", "Part", "StateTensors", "state_tensors"]
+__all__ = ["PARTS", "StatePart", "StateTensors", "state_tensors"]
 
-Part: TypeAlias = Literal["weights", "gradients", "optimizer"]
+StatePart: TypeAlias = Literal["weights", "gradients", "optimizer"]
 """Parameters and buffers; the gradients of parameters; what optimizers keep of each parameter."""
-PARTS: tuple[Part, ...] = get_args(Part)
+PARTS: tuple[StatePart, ...] = get_args(StatePart)
 
 
 class StateTensors(NamedTuple):
@@ -32,13 +32,13 @@ class StateTensors(NamedTuple):
         frozen: names of weights that are not trained.
     """
 
-    of: dict[Part, dict[str, Tensor]]
+    of: dict[StatePart, dict[str, Tensor]]
     frozen: set[str]
 
 
 def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTensors:
     """Finds them; the rows of an Embedding and their state are left out."""
-    found: dict[Part, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "optimizer": {}}
+    found: dict[StatePart, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "optimizer": {}}
     frozen: set[str] = set()
     rows = {id(each) for each in module.parameters() if isinstance(each, RowWeight)}
     names: dict[int, str] = {}

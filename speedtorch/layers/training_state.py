@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from speedtorch.layers.sleeping_storages import SleepingStorages, Slot
-from speedtorch.layers.state_tensors import PARTS, Part, StateTensors, state_tensors
+from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, state_tensors
 from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
@@ -28,7 +28,7 @@ __all__ = ["SleepReport", "TrainingState"]
 class SleepReport:
     """What a call of a TrainingState has moved, and what is where."""
 
-    asleep: dict[Part, int]
+    asleep: dict[StatePart, int]
     """Bytes that sleep, by part."""
     bytes_copied: int
     """By this call."""
@@ -130,7 +130,7 @@ class TrainingState:
         return sum(each.host_nbytes for each in self._parts.values())
 
     def sleep(
-        self, parts: Collection[Part] | None = None, *, discard: Collection[Part] = ()
+        self, parts: Collection[StatePart] | None = None, *, discard: Collection[StatePart] = ()
     ) -> SleepReport:
         """Brings what is on the device to host memory, and frees the device's; waits for both.
 
@@ -171,7 +171,7 @@ class TrainingState:
                 torch.cuda.empty_cache()
             return self._report(begin, free, copied, left)
 
-    def wake(self, parts: Collection[Part] | None = None) -> SleepReport:
+    def wake(self, parts: Collection[StatePart] | None = None) -> SleepReport:
         """Brings what sleeps back to the device, and waits until it is there.
 
         Values that were written meanwhile come along. A tensor that was given other memory, as by
@@ -194,7 +194,7 @@ class TrainingState:
 
     @contextmanager
     def asleep(
-        self, parts: Collection[Part] | None = None, *, discard: Collection[Part] = ()
+        self, parts: Collection[StatePart] | None = None, *, discard: Collection[StatePart] = ()
     ) -> Iterator[SleepReport]:
         """Lets parts sleep within, and wakes them afterwards, also after an error.
 
@@ -217,8 +217,8 @@ class TrainingState:
                     part.release()
 
     def _slots(
-        self, found: StateTensors, wanted: Collection[Part], lost: Collection[Part]
-    ) -> tuple[dict[Part, list[Slot]], list[str]]:
+        self, found: StateTensors, wanted: Collection[StatePart], lost: Collection[StatePart]
+    ) -> tuple[dict[StatePart, list[Slot]], list[str]]:
         """What is to sleep of each part, and names of what stays.
 
         Memory that tensors of two parts share belongs to the first of them, and stays where one of
@@ -231,7 +231,7 @@ class TrainingState:
         }
         stay = {_key(e) for part in PARTS if part not in wanted for e in awake[part].values()}
         by_storage: dict[int, Slot] = {}
-        slots: dict[Part, list[Slot]] = {part: [] for part in wanted}
+        slots: dict[StatePart, list[Slot]] = {part: [] for part in wanted}
         left = []
         for part in wanted:
             for name, each in awake[part].items():
@@ -287,7 +287,7 @@ def _key(tensor: Tensor) -> int:
     return storage_id(tensor.untyped_storage()) if tensor.layout == torch.strided else id(tensor)
 
 
-def _chosen(argument: str, parts: Any) -> list[Part]:
+def _chosen(argument: str, parts: Any) -> list[StatePart]:
     """The parts that are named, in their order."""
     if parts is None:
         return list(PARTS)

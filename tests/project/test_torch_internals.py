@@ -331,6 +331,26 @@ def test_storage_uses() -> None:
     assert torch_internals.storage_uses(storage) == before + len(views)
 
 
+def test_storage_at() -> None:
+    owner = torch.arange(8.0)
+    storage = torch_internals.storage_at(owner.data_ptr() + 8, owner.device, 16)
+    assert storage.nbytes() == 16 and not storage.resizable()
+    vars(storage)["host"] = owner
+    view = torch.empty(0).set_(storage, 1, (3,), (1,))  # type: ignore[call-overload]
+    view[0] = 77.0
+    assert owner.tolist() == [0, 1, 2, 77, 4, 5, 6, 7]
+    alive = weakref.ref(owner)
+    del owner, storage
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.data = view
+    del view
+    gc.collect()
+    assert alive() is not None and parameter.tolist() == [77, 4, 5]  # torch keeps the attribute
+    del parameter
+    gc.collect()
+    assert alive() is None
+
+
 def test_is_transformed_and_is_batched() -> None:
     found = []
 
