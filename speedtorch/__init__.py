@@ -3,6 +3,7 @@
 from speedtorch import optim as optim
 from speedtorch.info import info
 from speedtorch.layers.host_init import host_init
+from speedtorch.layers.state_swapper import StateSwapper
 from speedtorch.layers.swapper import Swapper
 from speedtorch.layers.training_state import TrainingState
 from speedtorch.legacy.com import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
@@ -89,6 +90,7 @@ __all__ = [
     "PytorchDataGadget",
     "PytorchModelFactory",
     "PytorchOptimizerFactory",
+    "StateSwapper",
     "Swapper",
     "TrainingState",
     "attach",

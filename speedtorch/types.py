@@ -5,6 +5,7 @@ The functions that take or return them document them.
 
 from speedtorch.info import Info
 from speedtorch.layers.auto import AutoOffload
+from speedtorch.layers.state_swapper import StateReport
 from speedtorch.layers.state_tensors import StatePart
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.training_state import SleepReport
@@ -35,6 +36,7 @@ __all__ = [
     "RowsByFeature",
     "SleepReport",
     "StatePart",
+    "StateReport",
     "StoredAs",
     "SwapReport",
 ]

@@ -1,4 +1,4 @@
-"""Training states of ranks that sleep between steps, under torch's ways to train on several."""
+"""Training states of ranks, asleep or piece by piece, under torch's ways to train on several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from speedtorch.layers import TrainingState
+from speedtorch.layers import StateSwapper, TrainingState
 
 STEPS = 6
 
@@ -65,6 +65,29 @@ def _all_of(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
     found += [each.grad for each in model.parameters()]
     local = (each.to_local() if isinstance(each, DTensor) else each for each in found)
     return [each.detach().cpu().clone() for each in local if isinstance(each, Tensor)]
+
+
+def _stepped(way: str, budget: int | None) -> list[Tensor]:
+    model = _model(way)
+    optimizer = optim.AdamW(model.parameters(), lr=0.05)
+    if budget is not None:
+        swapper = StateSwapper(optimizer, budget=budget)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(_batch(step)).square().mean().backward()
+        optimizer.step()
+    if budget is not None:
+        report = swapper.report()
+        assert report.pieces > 1 and report.device_bytes == 0 < report.bytes_in
+    return _all_of(model, optimizer)
+
+
+def check_state_swapper(way: str) -> None:
+    """The bits are those of ranks that have all state on their device."""
+    ours, theirs = (_stepped(way, budget) for budget in (600, None))
+    assert len(ours) == len(theirs) > 20
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
 
 
 def check_sleep(way: str) -> None:

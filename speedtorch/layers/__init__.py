@@ -3,6 +3,7 @@
 from speedtorch.layers.host_init import host_init
 from speedtorch.layers.pack import Pack
 from speedtorch.layers.slab import Memory, Slab
+from speedtorch.layers.state_swapper import StateReport, StateSwapper
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.swapper import Swapper
 from speedtorch.layers.training_state import SleepReport, TrainingState
@@ -14,6 +15,8 @@ __all__ = [
     "Pack",
     "Slab",
     "SleepReport",
+    "StateReport",
+    "StateSwapper",
     "SwapReport",
     "Swapper",
     "TrainingState",

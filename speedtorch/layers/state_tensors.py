@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.step.row_weight import RowWeight
 
-__all__ = ["PARTS", "StatePart", "StateTensors", "state_tensors"]
+__all__ = [
+    "PARTS",
+    "StatePart",
+    "StateTensors",
+    "plain_tensors",
+    "state_tensors",
+    "stays_on_cpu",
+]
 
 StatePart: TypeAlias = Literal["weights", "gradients", "optimizer"]
 """Parameters and buffers; the gradients of parameters; what optimizers keep of each parameter."""
@@ -46,24 +53,30 @@ def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTe
         if id(each) in rows:
             continue
         names[id(each)] = name
-        own = dict(_within(name, each, set()))
+        own = dict(plain_tensors(name, each))
         found["weights"] |= own
         if not each.requires_grad:
             frozen.update(own)
         if each.is_leaf and each.grad is not None:
-            found["gradients"].update(_within(f"the gradient of {name}", each.grad, set()))
+            found["gradients"].update(plain_tensors(f"the gradient of {name}", each.grad))
     for number, optimizer in enumerate(optimizers):
         which = f" ({number})" if number else ""
         for place, (of, kept) in enumerate(optimizer.state.items()):
             if id(of) in rows:
                 continue
             name = names.get(id(of), f"parameter {place}") + which
-            found["optimizer"].update(_within(f"state of {name}", kept, set()))
+            found["optimizer"].update(plain_tensors(f"state of {name}", kept))
     return StateTensors(found, frozen)
 
 
-def _within(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors in a value, which may have them within containers and objects."""
+def plain_tensors(
+    name: str, value: Any, seen: set[int] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors in a value by names, which may be in containers and objects.
+
+    What has been `seen` is left out.
+    """
+    seen = set() if seen is None else seen
     if id(value) in seen:
         return
     if isinstance(value, Tensor):
@@ -72,24 +85,32 @@ def _within(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor
             yield name, value
         elif hasattr(value, "__tensor_flatten__"):
             for each in value.__tensor_flatten__()[0]:
-                yield from _within(f"{name}.{each}", getattr(value, each), seen)
+                yield from plain_tensors(f"{name}.{each}", getattr(value, each), seen)
         else:
             yield name, value
-            yield from _within(name, vars(value), seen)
+            yield from plain_tensors(name, vars(value), seen)
     elif isinstance(value, Mapping):
         seen.add(id(value))
         for key, each in value.items():
-            yield from _within(f"{name}.{key}", each, seen)
+            yield from plain_tensors(f"{name}.{key}", each, seen)
     elif isinstance(value, list | tuple):
         seen.add(id(value))
         for number, each in enumerate(value):
-            yield from _within(f"{name}.{number}", each, seen)
+            yield from plain_tensors(f"{name}.{number}", each, seen)
     elif hasattr(value, "__dict__") and _is_record(value):
         seen.add(id(value))
-        yield from _within(name, vars(value), seen)
+        yield from plain_tensors(name, vars(value), seen)
 
 
 def _is_record(value: Any) -> bool:
     """Whether an object may have tensors of its own, as bitsandbytes' QuantState has."""
     of_others = nn.Module, Optimizer, type, torch.dtype, torch.device
     return not isinstance(value, of_others) and not callable(value)
+
+
+def stays_on_cpu(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:
+    """Whether it is a number on the CPU, where torch wants it whatever device steps."""
+    if value.dim() or value.device.type != "cpu" or key != "step":
+        return False
+    takes_it = (g for g in optimizer.param_groups if g.get("capturable") or g.get("fused"))
+    return not any(each is parameter for group in takes_it for each in group["params"])

@@ -24,6 +24,7 @@ from speedtorch.layers.data_parallel import Averaging
 from speedtorch.layers.module_hook import ModuleHook, weak_call
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.slab import Memory
+from speedtorch.layers.state_tensors import stays_on_cpu
 from speedtorch.layers.tensor_index import TensorIndex
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.torch_internals import (
@@ -728,7 +729,7 @@ class Unit:
         """Whether a value of an optimizer's state of a parameter moves with the unit."""
         if isinstance(value, Tensor):
             placed = self._state.has_place(f"{key} of {name}", value)
-            return placed or not _stays(optimizer, parameter, key, value)
+            return placed or not stays_on_cpu(optimizer, parameter, key, value)
         if any(isinstance(each, Tensor) for each in tree_leaves(value)):
             raise TypeError(
                 f"unit {self.name!r}: {type(optimizer).__name__} keeps a"
@@ -736,14 +737,6 @@ class Unit:
                 " tensors, each of one parameter"
             )
         return False
-
-
-def _stays(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:
-    """Whether it is a number on the CPU, where torch wants it whatever device steps."""
-    if value.dim() or value.device.type != "cpu" or key != "step":
-        return False
-    takes_it = (g for g in optimizer.param_groups if g.get("capturable") or g.get("fused"))
-    return not any(each is parameter for group in takes_it for each in group["params"])
 
 
 def exact_device(device: torch.device | str) -> torch.device:

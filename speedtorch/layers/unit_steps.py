@@ -18,7 +18,7 @@ from speedtorch.layers.residency import Residency
 from speedtorch.layers.unit import Unit, is_of_unit
 from speedtorch.torch_internals import LENT_BY_GRAD_SCALER, stepping_grad_scaler, version_of
 
-__all__ = ["UnitSteps"]
+__all__ = ["UnitSteps", "closure_done", "steps_by"]
 
 
 class UnitSteps:
@@ -39,7 +39,7 @@ class UnitSteps:
         """What a backward has left to optimizer.step(): gradients, with their versions."""
         for unit in units.values():
             unit.tell_steps()
-        self._undo = _steps_by(optimizer, self._step_units)
+        self._undo = steps_by(optimizer, self._step_units)
         self._saved = optimizer.register_state_dict_post_hook(self._saved_state)
 
     def note_backward(self, *, steps: bool) -> None:
@@ -68,11 +68,7 @@ class UnitSteps:
 
     def _step_units(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Steps all units, before the step of what is left; gives what that is called with."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
+        args, kwargs = closure_done(args, kwargs)
         asked: Optimizer = args[0]  # the optimizer, or its twin for what another Swapper leaves
         step = PartialStep(asked)
         owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
@@ -163,7 +159,17 @@ class UnitSteps:
         return {**saved, "state": of_parameters}
 
 
-def _steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:
+def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    """Calls the closure of a step, and gives the arguments with one that returns its result."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    return args[:1], {**kwargs, "closure": lambda: loss}
+
+
+def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:
     """Lets an optimizer's step() be one of units first; gives what undoes that.
 
     Hooks of the step are called once, before and after all of it: ours is the last of those before.

@@ -1,14 +1,20 @@
-"""Training states sleep on ranks of DistributedDataParallel and FSDP2."""
+"""Training states on ranks of DistributedDataParallel and FSDP2: asleep, or piece by piece."""
 
 from __future__ import annotations
 
 import pytest
 from rank_backends import DEALT_RANKS
 from rank_processes import in_processes
-from sharded_sleep import check_sleep
+from sharded_sleep import check_sleep, check_state_swapper
 
 
 @DEALT_RANKS
 @pytest.mark.parametrize("way", ["ddp", "ddp views", "fully_shard", "fully_shard bfloat16"])
 def test_ranks_train_as_if_they_had_not_slept(way: str, ranks: int, backend: str) -> None:
     in_processes(ranks, check_sleep, way, backend=backend)
+
+
+@DEALT_RANKS
+@pytest.mark.parametrize("way", ["ddp", "fully_shard", "fully_shard bfloat16"])
+def test_ranks_step_as_with_all_state_on_the_device(way: str, ranks: int, backend: str) -> None:
+    in_processes(ranks, check_state_swapper, way, backend=backend)

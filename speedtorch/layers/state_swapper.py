@@ -1,0 +1,352 @@
+"""StateSwapper: what optimizers keep of parameters that stay, in host memory between steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from speedtorch.layers.first_state import FirstState
+from speedtorch.layers.pack import Members, Pack
+from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
+from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.layers.unit import exact_device, is_of_unit
+from speedtorch.layers.unit_steps import closure_done, steps_by
+from speedtorch.memory.byte_count import bytes_of, text_of
+from speedtorch.optim.wrappers import given_optimizers, optimizers_within
+from speedtorch.step.row_weight import RowWeight
+from speedtorch.torch_internals import WeakTensorKeyDictionary, as_plain
+
+__all__ = ["StateReport", "StateSwapper"]
+
+_AT_ONCE = 3
+"""Pieces on the device: one that is stepped, one that comes and one that leaves."""
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """Where a StateSwapper's state is, and what has travelled since it was made."""
+
+    pieces: int
+    """In which it is brought."""
+    host_bytes: int
+    """Of host memory, which is pinned if the device is a GPU."""
+    device_bytes: int
+    """Of the device that state takes now."""
+    budget_bytes: int
+    bytes_in: int
+    """Copied to the device."""
+    bytes_out: int
+    gbps_in: float | None
+    """10^9 bytes per second while copies were under way; None: there were none."""
+    gbps_out: float | None
+
+    def __str__(self) -> str:
+        def moved(count: int, gbps: float | None) -> str:
+            return text_of(count) + ("" if gbps is None else f" at {gbps:.1f} GB/s")
+
+        lines = [
+            f"host       {text_of(self.host_bytes)} in {self.pieces} pieces",
+            f"device     {text_of(self.device_bytes)} of {text_of(self.budget_bytes)}",
+            f"to device  {moved(self.bytes_in, self.gbps_in)}",
+            f"to host    {moved(self.bytes_out, self.gbps_out)}",
+        ]
+        return "\n".join(lines)
+
+
+class _Piece:
+    """Parameters that are stepped together, and what the optimizer keeps of them."""
+
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[Tensor], traffic: TransferStats
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = [weakref.ref(each) for each in parameters]
+        self.pack = Pack(parameters[0].device, traffic)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that there are still."""
+        return [each for ref in self._parameters if (each := ref()) is not None]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a step would change it."""
+        return any(each.grad is not None for each in self.parameters)
+
+    def members(self, shared: Mapping[int, int]) -> Members:
+        """Its state by name; what other parameters have as well stays where it is."""
+        found: dict[str, Tensor] = {}
+        device, state = self.pack.slab.device, self._optimizer.state
+        for number, of in enumerate(self._parameters):
+            parameter = of()
+            kept = {} if parameter is None else state.get(parameter, {})
+            for key, value in kept.items():
+                if isinstance(value, Tensor) and self._stays(number, parameter, key, value):
+                    continue
+                for name, each in plain_tensors(f"{key} of parameter {number}", value):
+                    if shared[id(each)] > 1:
+                        if each.device != device:  # it came to the host when one alone had it
+                            each.data = each.to(device)
+                    elif each.device == device or each.is_cpu:
+                        found[name] = each
+        return Members(found, found.keys())
+
+    def _stays(self, number: int, parameter: Any, key: str, value: Tensor) -> bool:
+        if self.pack.has_place(f"{key} of parameter {number}", value):
+            return False
+        return stays_on_cpu(self._optimizer, parameter, key, value)
+
+
+class StateSwapper:
+    """Keeps the state of optimizers in host memory, and brings it piece by piece in their steps.
+
+    Parameters, gradients and activations stay where they are. `optimizer.step()` steps the
+    parameters in pieces: while one is stepped on the device, the state of the next one comes and
+    that of the one before leaves. Numbers are those of a step that has all state on the device.
+    Between two steps state is ordinary CPU tensors, which state_dict() gives; load_state_dict()
+    leaves it on the host.
+
+    It works with any module whose parameters stay on their device between steps: with
+    DistributedDataParallel, and with `fully_shard` (FSDP2), whose ranks step their shards.
+
+    Args:
+        optimizer: one or several that step each parameter by itself, also as accelerate, Lightning
+            or Fabric wrap them. Their parameters are on one device each.
+        budget: the most device memory that state takes, in bytes or as "2GiB": three pieces of a
+            third of it. The state of one parameter is not divided, so that the largest counts
+            threefold.
+
+    Raises:
+        TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS).
+        ValueError: an optimizer is given twice, has no parameter, or has one of an Embedding's rows
+            or of a Swapper's unit; or the budget is no number of bytes.
+
+    Example:
+        >>> import torch, speedtorch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> swapper = speedtorch.StateSwapper(optimizer, budget="128KiB")
+        >>> for _ in range(2):
+        ...     model(torch.ones(2, 64)).sum().backward()
+        ...     optimizer.step()
+        >>> swapper.report().pieces
+        6
+    """
+
+    def __init__(self, optimizer: Optimizer | Iterable[Optimizer], *, budget: int | str) -> None:
+        self._optimizers = optimizers_within(given_optimizers(optimizer))
+        if not self._optimizers:
+            raise TypeError("optimizer: expected a torch.optim.Optimizer, got none")
+        self.budget = bytes_of("budget", budget)
+        self._traffic = TransferStats()
+        for each in self._optimizers:
+            _check(each)
+        self._pieces: dict[Optimizer, list[_Piece]] = {each: [] for each in self._optimizers}
+        self._owned = {each: WeakTensorKeyDictionary() for each in self._optimizers}
+        self._first = {each: FirstState(each) for each in self._optimizers}
+        self._undo = [steps_by(each, self._step_pieces) for each in self._optimizers]
+        self._hooks = []
+        for each in self._optimizers:
+            loading = _Loading(each)
+            self._hooks.append(each.register_load_state_dict_pre_hook(loading.begin))
+            self._hooks.append(each.register_load_state_dict_post_hook(loading.end))
+        try:
+            self.evict()
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(each).__name__ for each in self._optimizers)
+        return f"{type(self).__name__}({names}; budget={text_of(self.budget)})"
+
+    def evict(self) -> int:
+        """Brings all state to the host, as after each step; returns the bytes that are free then.
+
+        Needed where an exception has interrupted a step, or state was made or loaded elsewhere.
+
+        Raises:
+            TypeError, ValueError: state cannot be moved: a tensor is sparse, quantized, or of a
+                class that does not show the tensors within.
+            MemoryError: the host has too little memory.
+        """
+        freed = 0
+        with as_plain(), torch.no_grad():
+            for optimizer in self._optimizers:
+                shared = self._arranged(optimizer)
+                for piece in self._pieces[optimizer]:
+                    freed += piece.pack.evict(piece.members(shared), search=False)
+        return freed
+
+    def close(self) -> None:
+        """Brings all state to the device for good: the optimizers are as before.
+
+        Raises:
+            RuntimeError: the device has too little memory for all of it
+                (torch.OutOfMemoryError); what did not fit is on the host.
+        """
+        for undo in self._undo:
+            undo()
+        for hook in self._hooks:
+            hook.remove()
+        self._undo, self._hooks = [], []
+        with as_plain(), torch.no_grad():
+            for optimizer, pieces in self._pieces.items():
+                shared = self._arranged(optimizer) if pieces else Counter()
+                for piece in pieces:
+                    piece.pack.load(piece.members(shared))
+                    piece.pack.slab.coming.join()
+                pieces.clear()
+
+    def report(self) -> StateReport:
+        """What is where, and what has travelled so far; waits for copies that are on their way."""
+        packs = [piece.pack for pieces in self._pieces.values() for piece in pieces]
+        return StateReport(
+            pieces=len(packs),
+            host_bytes=sum(pack.slab.nbytes for pack in packs),
+            device_bytes=sum(pack.slab.device_bytes for pack in packs),
+            budget_bytes=self.budget,
+            bytes_in=self._traffic.bytes_in,
+            bytes_out=self._traffic.bytes_out,
+            gbps_in=self._traffic.gbps(comes=True),
+            gbps_out=self._traffic.gbps(comes=False),
+        )
+
+    def _step_pieces(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[Any, Any, Any]:
+        """Steps all pieces, before the step of nothing; gives what that is called with."""
+        args, kwargs = closure_done(args, kwargs)
+        asked: Optimizer = args[0]
+        step = PartialStep(asked)
+        with as_plain(), torch.no_grad():
+            shared = self._arranged(optimizer)
+            pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
+            members = [each.members(shared) for each in pieces]
+            self._come(pieces[:1], members[:1])
+        for number, piece in enumerate(pieces):
+            with as_plain(), torch.no_grad():
+                piece.pack.load(members[number])
+                piece.pack.slab.coming.join()
+                following = slice(number + 1, number + 2)
+                self._come(pieces[following], members[following])
+            step.step(piece.parameters)
+            with as_plain(), torch.no_grad():
+                piece.pack.write_back(piece.members(shared))
+                if number:
+                    self._leave(pieces[number - 1], shared)
+        with as_plain(), torch.no_grad():
+            for piece in pieces[-1:]:
+                self._leave(piece, shared)
+        return (step.twin(()), *args[1:]), kwargs, step.settle
+
+    @staticmethod
+    def _come(pieces: Iterable[_Piece], members: Iterable[Members]) -> None:
+        """Begins to bring state, which is ready where load() finds it."""
+        for piece, own in zip(pieces, members, strict=True):
+            piece.pack.bring(own)
+
+    @staticmethod
+    def _leave(piece: _Piece, shared: Mapping[int, int]) -> None:
+        piece.pack.evict(piece.members(shared), search=False)
+
+    def _arranged(self, optimizer: Optimizer) -> Counter[int]:
+        """Puts new parameters into pieces; gives how many parameters keep each tensor."""
+        shared = _times_kept(optimizer)
+        pieces, owned = self._pieces[optimizer], self._owned[optimizer]
+        most = max(1, self.budget // _AT_ONCE)
+        new: dict[torch.device, list[Tensor]] = {}
+        size: Counter[torch.device] = Counter()
+        for each in (e for group in optimizer.param_groups for e in group["params"]):
+            if each in owned:
+                continue
+            owned[each] = True
+            nbytes = self._bytes_of(optimizer, each)
+            some = new.setdefault(each.device, [])
+            if some and size[each.device] + nbytes > most:
+                pieces.append(_Piece(optimizer, some, self._traffic))
+                some = new[each.device] = []
+                size[each.device] = 0
+            some.append(each)
+            size[each.device] += nbytes
+        pieces += [_Piece(optimizer, some, self._traffic) for some in new.values() if some]
+        return shared
+
+    def _bytes_of(self, optimizer: Optimizer, parameter: Tensor) -> int:
+        """Of its state, or of what a first step is to make: as much as itself, if not more."""
+        if kept := optimizer.state.get(parameter):
+            return sum(each.nbytes for _, each in plain_tensors("", kept))
+        return max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
+
+
+class _Loading:
+    """Lets load_state_dict() of an optimizer leave state on the host.
+
+    Torch would bring all of it to the parameters' device. It is given nothing in place of each
+    tensor, which takes its place afterwards.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._waiting: list[dict[str, Tensor]] = []
+        """Of each parameter in the order of the groups."""
+
+    def begin(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Takes tensors out of what is loaded."""
+        state = dict(saved["state"])
+        self._waiting.clear()
+        for number in (each for group in saved["param_groups"] for each in group["params"]):
+            kept = state.get(number)
+            if not isinstance(kept, dict):
+                self._waiting.append({})
+                continue
+            waits = {
+                key: each
+                for key, each in kept.items()
+                if type(each) is Tensor and key != "step" and each.numel()
+            }
+            self._waiting.append(waits)
+            state[number] = {**kept, **{key: each.new_empty(0) for key, each in waits.items()}}
+        return {**saved, "state": state}
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Gives tensors their places."""
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        for parameter, waits in zip(parameters, self._waiting, strict=False):
+            for key, each in waits.items():
+                kept = optimizer.state[parameter]
+                kept[key] = each.detach().to("cpu", kept[key].dtype, copy=True)  # torch's dtype
+        self._waiting.clear()
+
+
+def _times_kept(optimizer: Optimizer) -> Counter[int]:
+    """How many parameters' state has each tensor."""
+    found: Counter[int] = Counter()
+    for kept in optimizer.state.values():
+        found.update({id(each): 1 for _, each in plain_tensors("", kept)})
+    return found
+
+
+def _check(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(f"optimizer: {name} steps all parameters at once, and not in pieces")
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for each in parameters:
+        if isinstance(each, RowWeight):
+            raise ValueError(
+                f"optimizer: {name} has the rows of an Embedding, whose state is in host memory"
+                " once it is attached: give them an optimizer of their own"
+            )
+        if is_of_unit(each):
+            raise ValueError(
+                f"optimizer: {name} has a parameter of a Swapper's unit, which brings its state"
+            )
+        exact_device(each.device)

@@ -1,0 +1,272 @@
+"""Optimizer state in host memory, which comes piece by piece: steps are those of all at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from interrupts import EVERY, every_interrupt, out_of_memory
+from torch import Tensor, nn, optim
+from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
+
+import speedtorch
+from speedtorch.layers import StateSwapper, Swapper
+
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    **COMMON_OPTIMIZERS,
+    "AdamW-fused": lambda parameters: optim.AdamW(parameters, fused=True),
+    "Muon": lambda parameters: optim.Muon(
+        [each for each in parameters if each.dim() == 2 and each.requires_grad]
+    ),
+}
+
+
+class Shampoo(optim.Optimizer):
+    """Keeps lists of tensors of each parameter, and one tensor of all."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.map: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                state = self.state[each]
+                if not state:
+                    if self.map is None:
+                        self.map = torch.arange(3.0, device=each.device)
+                    state["sums"] = [torch.zeros_like(each), torch.ones_like(each)]
+                    state["map"] = self.map
+                assert all(one.device == each.device for one in (*state["sums"], state["map"]))
+                state["sums"][0] += each.grad * state["map"][2]
+                state["sums"][1] *= 0.9
+                each -= group["lr"] * state["sums"][0] * state["sums"][1]
+
+
+class Training:
+    """Layers, their optimizer, and what brings its state if there is a budget."""
+
+    def __init__(
+        self, device: str, make: Callable[..., Any], budget: int | None, layers: int = 3
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Layer() for _ in range(layers))).to(device)
+        self.optimizer = make(self.model.parameters())
+        self.device, self.steps = device, 0
+        self.swapper = StateSwapper(self.optimizer, budget=budget) if budget else None
+
+    def step(self, count: int = 1) -> Training:
+        for _ in range(count):
+            random = torch.Generator().manual_seed(self.steps)
+            batch = torch.randn(8, 4, generator=random).to(self.device)
+            self.optimizer.zero_grad()
+            parts = list(self.model)[: 2 + self.steps % 2]  # the last one every other time
+            for part in parts:
+                batch = part(batch)
+            batch.square().mean().backward()
+            self.optimizer.step()
+            self.steps += 1
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = dict(self.model.state_dict())
+        for number, kept in self.optimizer.state_dict()["state"].items():
+            for key, value in kept.items():
+                for at, each in enumerate(value if isinstance(value, list) else [value]):
+                    if isinstance(each, Tensor):
+                        found[f"{number} {key} {at}"] = each
+        return found
+
+
+@pytest.mark.parametrize("budget", [1, 700, 1 << 20])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "Shampoo"])
+def test_steps_are_those_with_all_state_on_the_device(name: str, budget: int, device: str) -> None:
+    make = OPTIMIZERS.get(name, Shampoo)
+    ours, theirs = (Training(device, make, each).step(5) for each in (budget, None))
+    assert_equal(ours.tensors(), theirs.tensors())
+    assert ours.swapper is not None
+    report = ours.swapper.report()
+    assert report.device_bytes == 0
+    assert (report.pieces == 1) == (budget == 1 << 20)
+    ours.swapper.close()
+    assert_equal(ours.step(2).tensors(), theirs.step(2).tensors())
+    assert ours.swapper.report().pieces == 0
+
+
+def test_state_is_on_the_host_between_steps(device: str) -> None:
+    ours = Training(device, optim.Adam, 700).step(2)
+    tensors = [each for kept in ours.optimizer.state.values() for each in kept.values()]
+    assert {each.device.type for each in tensors} == {"cpu"}
+    assert {each.device.type for each in ours.model.parameters()} == {device}
+    assert ours.swapper is not None
+    report = ours.swapper.report()
+    state = sum(each.nbytes for each in tensors if each.dim())
+    assert report.host_bytes >= state and report.bytes_in > 0 and report.bytes_out > 0
+    assert "pieces" in str(report) and "Adam; budget=700 B" in repr(ours.swapper)
+
+
+def test_state_that_there_is_goes_to_the_host_at_once(device: str) -> None:
+    ours, theirs = (Training(device, optim.Adam, None).step(3) for _ in range(2))
+    ours.swapper = StateSwapper(ours.optimizer, budget="1KiB")
+    kept = ours.optimizer.state[next(ours.model.parameters())]
+    assert kept["exp_avg"].device.type == "cpu" and ours.swapper.report().host_bytes > 0
+    assert_equal(ours.step(3).tensors(), theirs.step(3).tensors())
+
+
+def test_a_checkpoint_is_loaded_into_host_memory(device: str) -> None:
+    ours, theirs = Training(device, optim.Adam, 700).step(2), Training(device, optim.Adam, None)
+    theirs.step(5)
+    saved = copy.deepcopy(theirs.optimizer.state_dict())
+    ours.model.load_state_dict(theirs.model.state_dict())
+    ours.optimizer.load_state_dict(saved)
+    kept = ours.optimizer.state[next(ours.model.parameters())]
+    assert kept["exp_avg"].device.type == "cpu"
+    ours.steps = theirs.steps
+    assert_equal(ours.tensors(), theirs.tensors())
+    assert_equal(ours.step(3).tensors(), theirs.step(3).tensors())
+    plain = Training(device, optim.Adam, None)
+    plain.model.load_state_dict(ours.model.state_dict())
+    plain.optimizer.load_state_dict(ours.optimizer.state_dict())
+    plain.steps = ours.steps
+    assert_equal(plain.step(3).tensors(), theirs.step(3).tensors())
+
+
+def test_groups_schedulers_and_hooks_go_on(device: str) -> None:
+    def train(budget: int | None) -> tuple[dict[str, Tensor], list[str]]:
+        training = Training(device, lambda p: optim.AdamW(p, lr=0.1), budget)
+        seen: list[str] = []
+        training.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        training.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        scheduler = optim.lr_scheduler.StepLR(training.optimizer, 2, 0.5)
+        for number in range(4):
+            training.step()
+            scheduler.step()
+            if number == 1:
+                more = Layer().to(device)
+                training.model.append(more)
+                training.optimizer.add_param_group({"params": more.parameters(), "lr": 0.01})
+        return training.tensors(), seen
+
+    (ours, seen), (theirs, expected) = train(700), train(None)
+    assert_equal(ours, theirs)
+    assert seen == expected == ["before", "after"] * 4
+
+
+def test_several_optimizers_and_a_closure(device: str) -> None:
+    def train(budget: int | None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+        made = [optim.Adam(layers[0].parameters()), optim.SGD(layers[1].parameters(), 0.1, 0.9)]
+        if budget:
+            StateSwapper(made, budget=budget)
+        batch = torch.ones(2, 4, device=device)
+        for _ in range(3):
+
+            def closure() -> Tensor:
+                layers.zero_grad()
+                loss: Tensor = layers(batch).square().sum()
+                loss.backward()
+                return loss
+
+            assert made[0].step(closure) > 0  # type: ignore[arg-type, operator]
+            made[1].step()
+        return dict(layers.state_dict())
+
+    assert_equal(train(100), train(None))
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, speedtorch.GradScaler])
+def test_scaled_gradients(kind: Any, device: str) -> None:
+    def train(budget: int | None) -> dict[str, Tensor]:
+        training = Training(device, optim.Adam, budget)
+        scaler = kind(device, init_scale=4.0, growth_interval=2)
+        for number in range(5):
+            training.optimizer.zero_grad()
+            loss = training.model(torch.ones(8, 4, device=device)).square().mean()
+            factor = float("inf") if number == 2 else 1.0
+            scaler.scale(loss * factor).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+        return training.tensors()
+
+    assert_equal(train(700), train(None))
+
+
+def test_wrong_arguments_are_told(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Linear"):
+        StateSwapper(layer, budget=100)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got none"):
+        StateSwapper([], budget=100)
+    with pytest.raises(TypeError, match="LBFGS steps all parameters at once"):
+        StateSwapper(optim.LBFGS(layer.parameters()), budget=100)
+    adam = optim.Adam(layer.parameters())
+    with pytest.raises(ValueError, match="budget: expected bytes as '12GiB'"):
+        StateSwapper(adam, budget="much")
+    with pytest.raises(ValueError, match="one of them is given twice"):
+        StateSwapper([adam, adam], budget=100)
+    emb = speedtorch.Embedding(5, 2, device=device)
+    with pytest.raises(ValueError, match="has the rows of an Embedding"):
+        StateSwapper(optim.Adam(emb.parameters()), budget=100)
+    swapper = Swapper([layer], device=device)
+    with pytest.raises(ValueError, match="has a parameter of a Swapper's unit"):
+        StateSwapper(adam, budget=100)
+    swapper.close()
+
+
+@NEEDS_GPU
+def test_the_device_has_the_state_of_three_pieces_at_most() -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, device="cuda") for _ in range(16)))
+    optimizer = optim.AdamW(model.parameters(), fused=True)
+    StateSwapper(optimizer, budget="24MiB")
+    for _ in range(3):
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before <= 26 << 20
+        assert torch.cuda.memory_allocated() - before <= 1 << 20
+
+
+@EVERY
+@pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
+def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
+    error: Callable[[], BaseException], every: int, device: str
+) -> None:
+    def prepared() -> Training:
+        training = Training(device, optim.Adam, 700, layers=2).step(2)
+        training.model(torch.ones(8, 4, device=device)).square().mean().backward()
+        return training
+
+    def by_parameter(training: Training) -> list[dict[str, Tensor]]:
+        return [
+            {"weight": each.detach().cpu().clone(), **copies(training.optimizer.state[each])}
+            for each in training.model.parameters()
+            if each.requires_grad
+        ]
+
+    before = by_parameter(prepared())
+    whole = prepared()
+    whole.optimizer.step()
+    after = by_parameter(whole)
+    for training, _ in every_interrupt(
+        prepared, lambda each: each.optimizer.step(), error, every=every
+    ):
+        for now, old, new in zip(by_parameter(training), before, after, strict=True):
+            matches = [all(torch.equal(now[k], of[k]) for k in now) for of in (old, new)]
+            assert any(matches)
+        assert training.swapper is not None
+        training.swapper.evict()
+        assert training.swapper.report().device_bytes == 0
+        training.optimizer.zero_grad()
+        training.step(2)
