@@ -32,6 +32,7 @@ from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unp
 from speedtorch.memory.calibration import calibrate, load_costs_with_first_gpu
 from speedtorch.memory.cost_model import explain, get_num_sms, set_num_sms
 from speedtorch.nn.cache import cache
+from speedtorch.nn.checkpoints import load, save
 from speedtorch.nn.collection import EmbeddingBagCollection, EmbeddingCollection
 from speedtorch.nn.embedding import Embedding
 from speedtorch.nn.embedding_bag import EmbeddingBag
@@ -105,6 +106,7 @@ __all__ = [
     "graphed",
     "host_init",
     "info",
+    "load",
     "memory_kind",
     "memory_stats",
     "nearest_neighbors",
@@ -117,6 +119,7 @@ __all__ = [
     "pool_rows",
     "prefetch",
     "row_parameters",
+    "save",
     "save_word2vec_format",
     "set_num_sms",
     "shard",

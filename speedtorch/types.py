@@ -12,6 +12,7 @@ from speedtorch.layers.training_state import SleepReport
 from speedtorch.memory.cost_model import Explanation
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.placement import MemoryKind
+from speedtorch.nn.checkpoints import Saved
 from speedtorch.nn.embedding_bag import BagMode
 from speedtorch.nn.graphed import GraphedStep
 from speedtorch.nn.jagged import JaggedRows, KeyedFeatures, RowsByFeature
@@ -34,6 +35,7 @@ __all__ = [
     "Prefetch",
     "RoundingMode",
     "RowsByFeature",
+    "Saved",
     "SleepReport",
     "StatePart",
     "StateReport",

@@ -15,6 +15,7 @@ from speedtorch.files.system_calls import (
     calls,
     open_folder,
     reserve,
+    share_lock,
     sync_folder,
     where_supported,
 )
@@ -151,4 +152,4 @@ def _sweep(folder: str, descriptor: int, targets: Sequence[str]) -> None:
             calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for entry in filter(left.fullmatch, os.listdir(folder)):
                 calls.unlink(os.path.join(folder, entry))
-        calls.lock(descriptor, fcntl.LOCK_SH)  # Held until the files have switched.
+        share_lock(descriptor)  # Held until the files have switched.

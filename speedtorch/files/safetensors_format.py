@@ -21,7 +21,7 @@ __all__ = ["files_to_read", "files_to_write", "read_arrays"]
 # The format allows 100 MB; a table with a thousand fields needs 0.1 MB.
 LARGEST_HEADER = 1 << 20
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
@@ -71,7 +71,7 @@ def in_file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
 
 def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> bytes:
     """Length, JSON and padding to a multiple of 8 bytes; arrays follow `in_file_order`."""
-    names = {dtype: name for name, dtype in _DTYPES.items()}
+    names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | dict.fromkeys(arrays)
     end = 0
     for name in in_file_order({name: dtype for name, (_, dtype) in arrays.items()}):
@@ -132,10 +132,10 @@ def _array(name: str, entry: Any, begin: int) -> tuple[int, int, StoredArray]:
     """An entry's offsets and array, for data that begins at this byte of the file."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r} needs exactly dtype, shape and data_offsets")
-    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise ValueError(
-            f"{name!r} has the dtype {str(entry['dtype'])[:40]!r}; known are " + ", ".join(_DTYPES)
+            f"{name!r} has the dtype {str(entry['dtype'])[:40]!r}; known are " + ", ".join(DTYPES)
         )
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not are_sizes(shape) or len(shape) > 64:

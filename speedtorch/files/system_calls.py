@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,9 +27,15 @@ __all__ = [
     "open_folder",
     "open_to_read",
     "reserve",
+    "share_lock",
     "sync_folder",
     "where_supported",
 ]
+
+
+def _map_copy(descriptor: int, count: int) -> mmap.mmap:
+    """Maps a file so that what is written to the memory is not written to the file."""
+    return mmap.mmap(descriptor, count, access=mmap.ACCESS_COPY)
 
 
 @dataclass
@@ -41,6 +48,8 @@ class FileCalls:
     write: Callable[[int, memoryview], int] = os.write
     read: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     map: Callable[[int, int], mmap.mmap] = mmap.mmap
+    map_copy: Callable[[int, int], mmap.mmap] = _map_copy
+    make_folder: Callable[[str], None] = os.mkdir
     fsync: Callable[[int], None] = os.fsync
     lock: Callable[[int, int], Any] = fcntl.flock
     link: Callable[[str, str], None] = os.link
@@ -50,6 +59,9 @@ class FileCalls:
 
 
 calls = FileCalls()
+
+
+_LOCK_SECONDS = 5.0
 
 
 @contextmanager
@@ -99,6 +111,23 @@ def open_folder(folder: str) -> int:
     except FileNotFoundError as error:
         text = "the folder does not exist; create it first"
         raise FileNotFoundError(errno.ENOENT, text, folder) from error
+
+
+def share_lock(descriptor: int) -> None:
+    """Keeps others from sweeping a folder while it is open here.
+
+    One who sweeps has the lock for a moment. Whoever has it longer does not keep us: it is done
+    without.
+    """
+    until = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            calls.lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return
+            time.sleep(0.01)
 
 
 def sync_folder(folder: str, descriptor: int) -> None:

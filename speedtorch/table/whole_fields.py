@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from speedtorch.ops.functions import pinned_copy
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.shared_rows import SharedRows
 
-__all__ = ["WholeFields"]
+__all__ = ["WholeFields", "given_in_place"]
+
+_are_given_in_place: ContextVar[bool] = ContextVar("given in place", default=False)
 
 _BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
 
@@ -107,7 +110,7 @@ class WholeFields:
         if name in self._full:
             return _in_own_storage(self._full[name][rows])
         field = self.in_place(name, rows)
-        if isinstance(field, SharedRows):
+        if isinstance(field, SharedRows) or _are_given_in_place.get():
             return field
         if field.is_contiguous():
             return _in_own_storage(field)
@@ -115,6 +118,16 @@ class WholeFields:
         if field.is_cuda or nbytes > host_memory.available_bytes() // 2:
             return field
         return field.contiguous()
+
+
+@contextmanager
+def given_in_place() -> Iterator[None]:
+    """Within, this thread's saved() gives views of the table, for what reads them at once."""
+    token = _are_given_in_place.set(True)
+    try:
+        yield
+    finally:
+        _are_given_in_place.reset(token)
 
 
 def _convert(value: Tensor, field: Tensor) -> None:

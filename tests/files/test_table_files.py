@@ -18,6 +18,7 @@ from file_faults import fail, snapshot
 from reference import DTYPES, as_bytes, assert_same_bytes, assert_same_storage, dtype_name
 from safetensors.torch import load_file, save_file
 
+import speedtorch
 from speedtorch import HostTable
 from speedtorch.files import system_calls, table_files
 from speedtorch.files.npy_format import NPY_DTYPES
@@ -314,6 +315,8 @@ def test_every_file_call_goes_through_the_table_of_calls(
     table.save(tmp_path / "t.npy")
     table.load(tmp_path / "t.npy")
     table.close()
+    speedtorch.save(tmp_path / "run", a=torch.ones(2))
+    speedtorch.load(tmp_path / "run")
     assert used == set(vars(system_calls.calls))
 
 

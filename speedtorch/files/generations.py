@@ -1,0 +1,123 @@
+"""Generations: folders with numbers within a folder, each whole and on the disk, or not there.
+
+A generation is written under a hidden name, synced, and then renamed in one step, also at a power
+loss. A reader takes the highest number; one that is being removed meanwhile stays readable where it
+is open, and is looked for again where it is not.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from speedtorch.files.system_calls import (
+    calls,
+    open_folder,
+    share_lock,
+    sync_folder,
+    where_supported,
+)
+
+__all__ = ["Generation", "generations_of", "new_generation", "path_of"]
+
+_NAME = re.compile(r"generation-(\d{8,})")
+_HIDDEN = re.compile(r"\.generation-\d+\.\d+-[0-9a-f]{8}\.(partial|old)")
+
+
+def path_of(folder: str, number: int) -> str:
+    """Where a generation is."""
+    return os.path.join(folder, f"generation-{number:08d}")
+
+
+def generations_of(folder: str) -> list[int]:
+    """The numbers of those that there are, ascending; none where there is no such folder."""
+    with suppress(FileNotFoundError):
+        found = (_NAME.fullmatch(each) for each in os.listdir(folder))
+        return sorted(int(each[1]) for each in found if each)
+    return []
+
+
+@dataclass
+class Generation:
+    """One in the making.
+
+    Attributes:
+        number: Its number, which is certain once it is there.
+        folder: Where its files are written.
+    """
+
+    number: int
+    folder: str
+
+
+@contextmanager
+def new_generation(folder: str, keep: int) -> Iterator[Generation]:
+    """Makes the next generation of a folder.
+
+    Within the `with` block every file is written and synced. Then the folder switches, and all
+    generations but the last `keep` are removed. An error leaves what was there. What killed
+    processes have left is removed first, unless another process saves to this folder now.
+
+    Raises:
+        OSError: Of the disk. If syncing the folder fails, the message says that the new generation
+            is in place.
+    """
+    os.makedirs(folder, exist_ok=True)
+    folder = os.path.realpath(folder)
+    token = f"{os.getpid()}-{secrets.token_hex(4)}"
+    descriptor = open_folder(folder)
+    try:
+        _sweep(folder, descriptor)
+        number = max(generations_of(folder), default=0) + 1
+        partial = os.path.join(folder, f".generation-{number}.{token}.partial")
+        made = Generation(number, partial)
+        try:
+            calls.make_folder(partial)
+            yield made
+            inner = open_folder(partial)
+            try:
+                calls.fsync(inner)
+            finally:
+                calls.close(inner)
+            # Another process may have taken the number meanwhile, with a folder that is not empty.
+            while True:
+                try:
+                    calls.rename(partial, path_of(folder, made.number))
+                    break
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                    made.number += 1
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        sync_folder(folder, descriptor)
+        _remove(folder, generations_of(folder)[:-keep], token)
+    finally:
+        calls.close(descriptor)
+
+
+def _remove(folder: str, numbers: list[int], token: str) -> None:
+    """Removes generations; each is no longer one at once."""
+    for number in numbers:
+        hidden = os.path.join(folder, f".generation-{number}.{token}.old")
+        with suppress(FileNotFoundError):  # another process has done so
+            calls.rename(path_of(folder, number), hidden)
+            shutil.rmtree(hidden)
+
+
+def _sweep(folder: str, descriptor: int) -> None:
+    # File systems without locks cannot tell: what is left stays.
+    with where_supported(errno.EBADF, errno.ENOLCK):
+        with suppress(BlockingIOError):
+            calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for each in filter(_HIDDEN.fullmatch, os.listdir(folder)):
+                shutil.rmtree(os.path.join(folder, each), ignore_errors=True)
+        share_lock(descriptor)  # held until it has switched

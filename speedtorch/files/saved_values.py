@@ -1,0 +1,128 @@
+"""Values of a training run as JSON, which names tensors where they are: no pickle, no code.
+
+A dict's keys are strings, numbers or bools; what JSON has no word for is a list that begins with
+one of our words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["described", "restored"]
+
+_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_DEEPEST = 100
+
+
+def described(name: str, value: Any, keep: Callable[[str, Tensor], str]) -> Any:
+    """What JSON can hold of a value.
+
+    Args:
+        name: What errors call it.
+        value: None, bools, ints, floats, strings, bytes, tensors, dtypes, sizes, devices, and
+            dicts, lists and tuples of them.
+        keep: Keeps a tensor of that name, and gives the name under which it is found again.
+
+    Raises:
+        TypeError: There is something else within; the error names it.
+        ValueError: It is nested too deeply, or within itself.
+    """
+    return _described(name, value, keep, 0)
+
+
+def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise ValueError(f"{name}: is nested more than {_DEEPEST} levels deep, or within itself")
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else ["float", repr(value)]
+    if isinstance(value, Tensor):
+        return ["tensor", keep(name, value)]
+    if kind is bytes:
+        return ["bytes", value.hex()]
+    if kind is torch.dtype:
+        return ["dtype", str(value)]
+    if kind is torch.device:
+        return ["device", str(value)]
+    if kind in (list, tuple, torch.Size):
+        within = [
+            _described(f"{name}[{at}]", each, keep, depth + 1) for at, each in enumerate(value)
+        ]
+        return ["size" if kind is torch.Size else kind.__name__, *within]
+    if isinstance(value, Mapping) and kind in (dict, OrderedDict):
+        entries = []
+        for key, each in value.items():
+            if type(key) not in (str, int, float, bool):
+                raise TypeError(
+                    f"{name}: has the key {key!r}, a {type(key).__name__}; expected strings and"
+                    " numbers"
+                )
+            of_key = _described(f"{name}'s key", key, keep, depth + 1)
+            entries.append([of_key, _described(f"{name}[{key!r}]", each, keep, depth + 1)])
+        if kind is dict:
+            return ["dict", *entries]
+        metadata = getattr(value, "_metadata", None)  # of a module's state_dict
+        return ["ordered", _described(f"{name}'s metadata", metadata, keep, depth + 1), *entries]
+    raise TypeError(
+        f"{name}: is a {kind.__module__}.{kind.__qualname__}, which a checkpoint without code"
+        " cannot hold; expected None, numbers, strings, bytes, tensors, and dicts, lists and tuples"
+        " of them: give what has a state_dict() by itself, or save that object's state_dict()"
+    )
+
+
+def restored(value: Any, found: Callable[[str], Tensor]) -> Any:
+    """The value of what `described` has given; `found` gives tensors by their names.
+
+    Raises ValueError, KeyError for what it has not given.
+    """
+    return _restored(value, found, 0)
+
+
+def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
+    if depth > 2 * _DEEPEST:
+        raise ValueError("it is nested too deeply")
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if not isinstance(value, list) or not value or type(value[0]) is not str:
+        raise ValueError(f"expected a value, got {str(value)[:80]}")
+    word, *rest = value
+
+    def within(each: Any) -> Any:
+        return _restored(each, found, depth + 1)
+
+    if word in ("list", "tuple", "size"):
+        made = [within(each) for each in rest]
+        return made if word == "list" else (tuple(made) if word == "tuple" else torch.Size(made))
+    if word == "dict":
+        return dict(_pairs(rest, within))
+    if word == "ordered" and rest:
+        entries: Any = OrderedDict(_pairs(rest[1:], within))
+        if (metadata := within(rest[0])) is not None:
+            entries._metadata = metadata
+        return entries
+    if len(rest) == 1 and isinstance(text := rest[0], str):
+        if word == "tensor":
+            return found(text)
+        if word == "float" and text in ("inf", "-inf", "nan"):
+            return float(text)
+        if word == "bytes":
+            return bytes.fromhex(text)
+        if word == "dtype" and text in _DTYPES:
+            return _DTYPES[text]
+        if word == "device":
+            return torch.device(text)
+    raise ValueError(f"expected a value, got {str(value)[:80]}")
+
+
+def _pairs(entries: list[Any], within: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    if not all(isinstance(each, list) and len(each) == 2 for each in entries):
+        raise ValueError(f"expected pairs, got {str(entries)[:80]}")
+    return [(within(key), within(each)) for key, each in entries]

@@ -1,0 +1,532 @@
+"""save and load: all of a training run in one generation of a folder, whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtorch.files import safetensors_format
+from speedtorch.files.file_format import StoredArray
+from speedtorch.files.generations import generations_of, new_generation, path_of
+from speedtorch.files.new_files import NewFile, replace_files
+from speedtorch.files.saved_values import described, restored
+from speedtorch.files.system_calls import about, calls, open_to_read
+from speedtorch.files.table_files import write_safetensors
+from speedtorch.layers.state_tensors import plain_tensors
+from speedtorch.memory.byte_count import text_of
+from speedtorch.table.progress import progress_bar
+from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.whole_fields import given_in_place
+from speedtorch.torch_internals import as_plain
+
+__all__ = ["Saved", "load", "save"]
+
+FORMAT = "speedtorch checkpoint"
+VERSION = 1
+SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
+CHUNK_BYTES = 1 << 20
+"""Of a file, each of which has a digest."""
+_LARGEST_MANIFEST = 1 << 30
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What save() has written."""
+
+    path: str
+    """The folder of the generation."""
+    generation: int
+    nbytes: int
+    """Of all files."""
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"generation {self.generation}: {text_of(self.nbytes)} in {self.seconds:.2f} s,"
+            f" {self.path}"
+        )
+
+
+def save(
+    path: str | os.PathLike[str], *, keep: int = 2, progress: bool | None = None, **parts: Any
+) -> Saved:
+    """Saves all of a training run: tables, state, layers, schedulers, your own numbers.
+
+    `path` is a folder, in which each call makes a new generation: `generation-00000007` has
+    safetensors files and a manifest. It is there once every byte is on the disk, in one step: a
+    process that is killed, or a power loss, leaves the generations of before. Tables are written
+    block by block from where they are: no copy of them is made.
+
+    Args:
+        path: A folder, which is made if it is not there.
+        keep: How many generations stay; older ones are removed once the new one is there.
+        progress: Shows a bar on stderr: always (True), never (False), or when it takes longer than
+            a moment and stderr is a terminal (None).
+        **parts: By names of your own, such as `model=`, `optimizer=`, `scheduler=`, `step=`: what
+            has a state_dict(), a list of such, or a value: None, numbers, strings, bytes, tensors,
+            and dicts, lists and tuples of them.
+
+    Returns:
+        Where it is, and how many bytes were written in what time.
+
+    Raises:
+        TypeError: There is nothing to save, or a value that a file without code cannot hold; it is
+            named.
+        ValueError: `keep` is less than 1, or a tensor is of a kind that safetensors files do not
+            have.
+        NotImplementedError: Ranks share the rows of a model out: use torch.distributed.checkpoint.
+        OSError: Of the disk, such as too little room; the generations of before are as they were.
+
+    Example:
+        >>> import tempfile, torch, speedtorch
+        >>> emb = speedtorch.Embedding(1000, 8)
+        >>> optimizer = torch.optim.Adam(emb.parameters())
+        >>> speedtorch.attach(optimizer, emb)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (10, 20):
+        ...         saved = speedtorch.save(folder, model=emb, optimizer=optimizer, step=step)
+        ...     others = speedtorch.load(folder, model=emb, optimizer=optimizer)
+        >>> saved.generation, others
+        (2, {'step': 20})
+    """
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
+    if not parts:
+        raise TypeError("save: expected something to save, such as model=, optimizer= or step=")
+    begin, folder = time.perf_counter(), os.fspath(path)
+    with as_plain(), torch.no_grad(), given_in_place():
+        tensors = _Tensors()
+        values = {
+            name: described(name, _state_of(each), tensors.keep) for name, each in parts.items()
+        }
+        shards = tensors.shards()
+        total = sum(each.nbytes for each in tensors.by_key.values())
+        with ExitStack() as stack:
+            generation = stack.enter_context(new_generation(folder, keep))
+            _check_room(folder, total)
+            pool = stack.enter_context(ThreadPoolExecutor(_THREADS))
+            bar = stack.enter_context(progress_bar(total, progress, unit="B"))
+            files = [
+                _write_shard(
+                    generation.folder, f"tensors-{at:05d}.safetensors", shard, pool, bar.update
+                )
+                for at, shard in enumerate(shards, 1)
+            ]
+            manifest = {"format": FORMAT, "version": VERSION, "files": files, "parts": values}
+            text = json.dumps(manifest, separators=(",", ":")).encode()
+            _write(generation.folder, "manifest.json", text)
+            _write(generation.folder, "manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
+    nbytes = sum(each["bytes"] for each in files) + len(text)
+    number, seconds = generation.number, time.perf_counter() - begin
+    return Saved(path_of(folder, number), number, nbytes, seconds)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    generation: int | None = None,
+    verify: bool = True,
+    progress: bool | None = None,
+    **parts: Any,
+) -> dict[str, Any]:
+    """Loads what save() has written: into the objects that are given, and gives the rest.
+
+    Every byte is compared with its digest before anything is loaded. Rows go from the file to the
+    table without a copy in between.
+
+    Args:
+        path: The folder that save() was given.
+        generation: Its number; by default the last one.
+        verify: Compare all bytes with their digests.
+        progress: As of save().
+        **parts: By the names of save(): what has a load_state_dict(), or a list of such. Optimizers
+            of tables are attached before.
+
+    Returns:
+        All other parts by name; tensors are on the CPU.
+
+    Raises:
+        FileNotFoundError: There is no generation, or not this one.
+        KeyError: A part was not saved.
+        TypeError: A part has no load_state_dict().
+        ValueError: A file is damaged, cut, or none of ours; nothing has been loaded.
+        RuntimeError: What load_state_dict() raises of a model or an optimizer that does not fit.
+
+    Example:
+        >>> import tempfile, torch, speedtorch
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = speedtorch.save(folder, layer=layer, epoch=3)
+        ...     speedtorch.load(folder, layer=layer)
+        {'epoch': 3}
+    """
+    folder = os.fspath(path)
+    for name, each in parts.items():
+        _check_loads(name, each)
+    while True:
+        number = _chosen(folder, generation)
+        try:
+            with _Opened(folder, number) as opened:
+                return _loaded(opened, parts, verify=verify, progress=progress)
+        except FileNotFoundError:
+            # It was removed between two looks, as a new one has come.
+            if generation is not None or number in generations_of(folder):
+                raise
+
+
+def _loaded(
+    opened: _Opened, parts: Mapping[str, Any], *, verify: bool, progress: bool | None
+) -> dict[str, Any]:
+    """Fills parts, and gives the values of the others."""
+    saved = opened.manifest["parts"]
+    if missing := [name for name in parts if name not in saved]:
+        raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
+    if verify:
+        opened.verify(progress)
+    states = {name: opened.value(name, copies=_copies(each)) for name, each in parts.items()}
+    others = {name: opened.value(name, copies=True) for name in saved if name not in parts}
+    for name, part in parts.items():
+        pairs = [(part, states[name])]
+        if isinstance(part, list | tuple):
+            if len(part) != len(states[name]):
+                raise ValueError(f"{name}: {len(states[name])} were saved, {len(part)} are given")
+            pairs = list(zip(part, states[name], strict=True))
+        for each, state in pairs:
+            each.load_state_dict(state)
+            if isinstance(each, Optimizer):
+                opened.let_go(each)
+    return others
+
+
+def _copies(part: Any) -> bool:
+    """Whether what loads a part may keep the tensors that it is given."""
+    several = part if isinstance(part, list | tuple) else [part]
+    return not all(isinstance(each, nn.Module | Optimizer) for each in several)
+
+
+def _chosen(folder: str, generation: int | None) -> int:
+    there = generations_of(folder)
+    if not there:
+        raise FileNotFoundError(
+            errno.ENOENT, "there is no generation of a checkpoint in this folder", folder
+        )
+    if generation is None:
+        return there[-1]
+    if generation not in there:
+        raise FileNotFoundError(
+            errno.ENOENT, f"there is no generation {generation}, but {there}", folder
+        )
+    return generation
+
+
+def _state_of(part: Any) -> Any:
+    """What is saved of a part."""
+    if isinstance(part, list | tuple) and part and all(hasattr(e, "state_dict") for e in part):
+        return [each.state_dict() for each in part]
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+def _check_loads(name: str, part: Any) -> None:
+    for each in part if isinstance(part, list | tuple) else [part]:
+        if not hasattr(each, "load_state_dict"):
+            raise TypeError(
+                f"{name}: expected what has a load_state_dict(), got {type(each).__name__}; values"
+                " are in what load() returns"
+            )
+
+
+class _Tensors:
+    """The tensors that a checkpoint has, each once."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, Tensor] = {}
+        self._keys: dict[tuple[Any, ...], str] = {}
+
+    def keep(self, name: str, tensor: Tensor) -> str:
+        """Takes one; what is the same memory in the same way has the same key."""
+        tensor = _dense(name, tensor)
+        same = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+        if tensor.numel() and same in self._keys:
+            return self._keys[same]
+        plain = name.replace("'][", ".").replace("['", ".").replace("']", "")
+        plain = plain.replace("][", ".").replace("[", ".").replace("]", "")
+        key = next(
+            each
+            for number in itertools.count()
+            if (each := plain + f"#{number}" * (number > 0)) not in self.by_key
+        )
+        self.by_key[key] = tensor
+        return self._keys.setdefault(same, key) if tensor.numel() else key
+
+    def shards(self) -> Iterator[dict[str, Tensor]]:
+        """Those of one file each."""
+        shard: dict[str, Tensor] = {}
+        nbytes = 0
+        for key, each in self.by_key.items():
+            if shard and (nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS):
+                yield shard
+                shard, nbytes = {}, 0
+            shard[key] = each
+            nbytes += each.nbytes
+        if shard:
+            yield shard
+
+
+def _dense(name: str, tensor: Tensor) -> Tensor:
+    """A tensor whose rows can be written; raises for what has no plain elements."""
+    if isinstance(tensor, SharedRows):
+        raise NotImplementedError(
+            f"{name}: ranks share its rows out, which torch.distributed.checkpoint saves; see"
+            " docs/checkpoints"
+        )
+    tensor = tensor.detach()
+    if type(tensor) is not Tensor:
+        kind = type(tensor)
+        raise TypeError(
+            f"{name}: is a {kind.__module__}.{kind.__qualname__}; expected a plain tensor"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        what = "quantized" if tensor.is_quantized else "of layout " + str(tensor.layout)
+        what = "on the device meta" if tensor.is_meta else what
+        raise ValueError(f"{name}: is {what}; expected a dense tensor with elements")
+    if tensor.dtype not in safetensors_format.DTYPES.values():
+        raise ValueError(f"{name}: safetensors files cannot hold {tensor.dtype}")
+    tensor = tensor.resolve_conj().resolve_neg()
+    is_in_rows = tensor.dim() > 0 and tensor.numel() > 0 and tensor[0].is_contiguous()
+    return tensor if is_in_rows else tensor.contiguous()
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+
+
+def _check_room(folder: str, nbytes: int) -> None:
+    """Raises OSError unless the disk has room for so many bytes more."""
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if status.f_blocks and nbytes > free:
+        text = f"{nbytes:,} bytes are to be saved, and {free:,} are free"
+        raise OSError(errno.ENOSPC, text, folder)
+
+
+def _write(folder: str, name: str, data: bytes) -> None:
+    with replace_files([os.path.join(folder, name)]) as (file,):
+        file.reserve(len(data))
+        file.write(data)
+
+
+def _write_shard(
+    folder: str,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    pool: ThreadPoolExecutor,
+    told: Callable[[int], object],
+) -> dict[str, Any]:
+    """Writes a file, and gives its entry of the manifest."""
+    with replace_files([os.path.join(folder, name)]) as (file,):
+        digested = _Digested(file, pool, told)
+        write_safetensors(digested, tensors)  # type: ignore[arg-type]
+    return {"name": name, "bytes": digested.count, "crc32": digested.finished()}
+
+
+class _Digested:
+    """A new file whose chunks get digests while they are written."""
+
+    def __init__(
+        self, file: NewFile, pool: ThreadPoolExecutor, told: Callable[[int], object]
+    ) -> None:
+        self._file, self._pool, self._told = file, pool, told
+        self.path = file.path
+        self.reserve = file.reserve
+        self.count = 0
+        self._digests: list[int] = []
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends all of `data`, which may change afterwards."""
+        view = memoryview(data)
+        digests: list[Future[int]] = []
+        at, begin = self.count, 0
+        while begin < len(view):
+            within = (at + begin) % CHUNK_BYTES
+            part = view[begin : begin + CHUNK_BYTES - within]
+            before = self._digests.pop() if within else 0
+            digests.append(self._pool.submit(zlib.crc32, part, before))
+            if within:  # one chunk goes on, the others begin
+                self._digests.append(digests.pop().result())
+            begin += len(part)
+        self._file.write(view)
+        self._digests += [each.result() for each in digests]
+        self.count += len(view)
+        self._told(len(view))
+
+    def finished(self) -> list[int]:
+        """The digests of all chunks."""
+        return self._digests
+
+
+class _Opened:
+    """A generation to read."""
+
+    def __init__(self, folder: str, number: int) -> None:
+        self.path = path_of(folder, number)
+        self._older = [each for each in generations_of(folder) if each != number]
+        self._number, self._folder = number, folder
+        self._stack = ExitStack()
+        self._arrays: dict[str, tuple[StoredArray, Tensor]] = {}
+        self._ranges: list[range] = []
+
+    def __enter__(self) -> _Opened:
+        with self._stack:
+            with self._damage("manifest.json"):
+                self.manifest = self._manifest()
+                names = [self._checked(each) for each in self.manifest["files"]]
+            self._reads = {name: self._open(name) for name in names}
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def _damage(self, name: str) -> Iterator[None]:
+        """Says in errors which file it is, and what else there is."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            others = f"; load(..., generation={self._older[-1]}) is there" if self._older else ""
+            raise ValueError(
+                f"{os.path.join(self.path, name)}: is damaged, or none of ours: {error}{others}"
+            ) from error
+
+    def _manifest(self) -> dict[str, Any]:
+        text = _whole(os.path.join(self.path, "manifest.json"))
+        digest = _whole(os.path.join(self.path, "manifest.crc32"))
+        if f"{zlib.crc32(text):08x}\n".encode() != digest:
+            raise ValueError("its bytes are not those that were written")
+        content = json.loads(text)
+        if content["format"] != FORMAT or content["version"] != VERSION:
+            raise ValueError(f"expected {FORMAT!r}, version {VERSION}")
+        if not isinstance(content["parts"], dict):
+            raise ValueError("its parts have no names")
+        for each in content["files"]:
+            numbers = [each["bytes"], *each["crc32"]]
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError("it has bytes or digests that are no numbers")
+        return dict(content)
+
+    @staticmethod
+    def _checked(entry: Any) -> str:
+        name = entry["name"]
+        if os.path.basename(name) != name or not name.endswith(".safetensors"):
+            raise ValueError(f"it names the file {name!r}")
+        return str(name)
+
+    def _open(self, name: str) -> Callable[..., None]:
+        """Opens a file, and maps its arrays, privately: what is written to them stays here."""
+        path = os.path.join(self.path, name)
+        read, size = self._stack.enter_context(open_to_read(path))
+        entry = self._entry(name)
+        with self._damage(name):
+            if size != entry["bytes"]:
+                raise ValueError(f"it has {size:,} bytes of {entry['bytes']:,}")
+            arrays = safetensors_format.read_arrays(read, size)
+        descriptor = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with about(path):
+                mapped = torch.frombuffer(calls.map_copy(descriptor, size), dtype=torch.uint8)
+        finally:
+            calls.close(descriptor)
+        self._ranges.append(range(mapped.data_ptr(), mapped.data_ptr() + size))
+        for key, array in arrays.items():
+            self._arrays[key] = array, mapped
+        return read
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return next(each for each in self.manifest["files"] if each["name"] == name)
+
+    def verify(self, progress: bool | None) -> None:
+        """Raises ValueError unless all bytes are those that were written."""
+        total = sum(each["bytes"] for each in self.manifest["files"])
+        with ThreadPoolExecutor(_THREADS) as pool, progress_bar(total, progress, unit="B") as bar:
+            for name, read in self._reads.items():
+                entry = self._entry(name)
+                with self._damage(name):
+                    chunks = range(0, entry["bytes"], CHUNK_BYTES)
+                    if len(entry["crc32"]) != len(chunks):
+                        raise ValueError(f"it has {len(chunks)} chunks of {len(entry['crc32'])}")
+                    runs = [range(k, min(k + 16, len(chunks))) for k in range(0, len(chunks), 16)]
+
+                    def wrong(run: range, read: Any = read, entry: Any = entry) -> list[int]:
+                        return _wrong_chunks(read, entry, run)
+
+                    for run, found in zip(runs, pool.map(wrong, runs), strict=True):
+                        if found:
+                            begin = found[0] * CHUNK_BYTES
+                            raise ValueError(f"its bytes from {begin:,} on are not those written")
+                        end = min(run.stop * CHUNK_BYTES, entry["bytes"])
+                        bar.update(end - run.start * CHUNK_BYTES)
+
+    def value(self, name: str, *, copies: bool) -> Any:
+        """The value of a part; its tensors are in the file's memory unless it `copies`."""
+
+        def found(key: str) -> Tensor:
+            array, mapped = self._arrays[key]
+            made = torch.empty(0, dtype=array.dtype, device="cpu")
+            if array.nbytes == 0:
+                return made.view(array.shape)
+            storage, begin = mapped.untyped_storage(), array.offset
+            if begin % array.dtype.itemsize:  # none of our files
+                part = mapped[begin : begin + array.nbytes].clone()
+                storage, begin = part.untyped_storage(), 0
+            # No view of another tensor, which would keep that and with it the file.
+            strides = torch.empty(array.shape, device="meta").stride()
+            made.set_(storage, begin // array.dtype.itemsize, array.shape, strides)
+            return made.clone() if copies else made
+
+        with self._damage("manifest.json"):
+            return restored(self.manifest["parts"][name], found)
+
+    def let_go(self, optimizer: Optimizer) -> None:
+        """Gives an optimizer tensors of its own where it has kept those of the file."""
+        for _, each in plain_tensors("", dict(enumerate(optimizer.state.values()))):
+            if each.is_cpu and each.numel() and any(each.data_ptr() in r for r in self._ranges):
+                each.data = each.data.clone()
+
+
+def _whole(path: str) -> bytes:
+    """All of a small file."""
+    with open_to_read(path) as (read, size):
+        if size > _LARGEST_MANIFEST:
+            raise ValueError(f"it has {size:,} bytes, and the limit is {_LARGEST_MANIFEST:,}")
+        data = bytearray(size)
+        read(memoryview(data), 0)
+    return bytes(data)
+
+
+def _wrong_chunks(
+    read: Callable[..., None], entry: Mapping[str, Any], run: Sequence[int]
+) -> list[int]:
+    """The first of some chunks whose digest is another one."""
+    first, end = run[0] * CHUNK_BYTES, min((run[-1] + 1) * CHUNK_BYTES, entry["bytes"])
+    data = bytearray(end - first)
+    read(memoryview(data), first)
+    view = memoryview(data)
+    for number in run:
+        begin = number * CHUNK_BYTES - first
+        if zlib.crc32(view[begin : begin + CHUNK_BYTES]) != entry["crc32"][number]:
+            return [number]
+    return []

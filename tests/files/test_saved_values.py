@@ -1,0 +1,120 @@
+"""Values of a run as JSON and back: the same values of the same kinds, or an error."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from speedtorch.files.saved_values import described, restored
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+KEYS = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(KEYS, inner)
+        | st.dictionaries(KEYS, inner).map(OrderedDict)
+    ),
+    max_leaves=20,
+)
+
+
+def there_and_back(value: Any) -> Any:
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str, tensor: Tensor) -> str:
+        kept[name] = tensor
+        return name
+
+    return restored(json.loads(json.dumps(described("value", value, keep))), kept.__getitem__)
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return repr(one) == repr(other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=True)
+        return len(one) == len(other) and all(same(a, c) and same(b, d) for (a, b), (c, d) in pairs)
+    return bool(one == other)
+
+
+@given(VALUES)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    assert same(there_and_back(value), value)
+
+
+def test_values_of_torch_come_back() -> None:
+    value = {
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda", 1),
+        "size": torch.Size([2, 3]),
+        "tensor": torch.arange(3),
+    }
+    found = there_and_back(value)
+    assert found["tensor"] is value["tensor"]
+    assert same({**found, "tensor": 0}, {**value, "tensor": 0})
+
+
+def test_a_modules_state_keeps_its_metadata() -> None:
+    state: Any = nn.BatchNorm1d(3).state_dict()
+    found = there_and_back(state)
+    assert found._metadata == state._metadata and list(found) == list(state)
+
+
+class Own(dict[str, int]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [1, {2}]}, r"value\['a'\]\[1\]: is a builtins.set, which a checkpoint without code"),
+        (Own(), "Own"),
+        (1 + 2j, "builtins.complex"),
+        ({(1, 2): 3}, r"value: has the key \(1, 2\), a tuple; expected strings and numbers"),
+        (nn.Tanh(), "torch.nn.modules.activation.Tanh"),
+        (math, "builtins.module"),
+    ],
+)
+def test_what_cannot_be_held_is_named(value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        there_and_back(value)
+
+
+def test_what_is_within_itself_is_told() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(ValueError, match="more than 100 levels deep, or within itself"):
+        there_and_back(value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+WORDS = ["list", "tuple", "size", "dict", "ordered", "tensor", "float", "bytes", "dtype", "device"]
+OURS = st.recursive(
+    JSON,
+    lambda inner: st.tuples(st.sampled_from(WORDS), st.lists(inner)).map(lambda e: [e[0], *e[1]]),
+)
+
+
+@given(OURS)
+def test_other_json_is_a_value_or_an_error(content: Any) -> None:
+    with suppress(ValueError, KeyError, TypeError, RuntimeError):
+        restored(content, {"a": torch.ones(1)}.__getitem__)

@@ -1,0 +1,384 @@
+"""save and load: a run goes on bit for bit, and a folder has whole generations, whatever fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import subprocess
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from file_faults import count_calls, fail
+from killed_saves import check, values
+from safetensors.torch import load_file
+from torch import Tensor, nn, optim
+from warm_python import warm_python
+
+import speedtorch
+from speedtorch.files import system_calls
+from speedtorch.nn import checkpoints
+
+ROWS = 300
+
+
+class Run:
+    """A model of tables and layers, its optimizers, a scheduler and a step count."""
+
+    def __init__(self, device: str, seed: int = 0, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        table = speedtorch.EmbeddingBagConfig(ROWS, 6, "user")
+        self.model = nn.ModuleDict(
+            {
+                "emb": speedtorch.Embedding(ROWS, 6, device=device, **settings),
+                "bags": speedtorch.EmbeddingBagCollection([table], device=device),
+                "out": nn.Sequential(nn.Linear(12, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)),
+            }
+        ).to(device)
+        rows = [each for name, each in self.model.named_parameters() if "out" not in name]
+        layers = self.model["out"].parameters()
+        self.optimizers = [optim.Adam(rows, lr=0.1), optim.SGD(layers, lr=0.1, momentum=0.9)]
+        speedtorch.attach(self.optimizers[0], self.model)
+        self.scheduler = optim.lr_scheduler.StepLR(self.optimizers[0], 3, 0.5)
+        self.step = 0
+
+    def batches(self, count: int) -> Iterator[Tensor]:
+        for number in range(self.step, self.step + count):
+            yield torch.randint(ROWS, (16,), generator=torch.Generator().manual_seed(number))
+
+    def train(self, count: int) -> Run:
+        model: Any = self.model
+        loader = speedtorch.prefetch(
+            self.batches(count), model, ids=lambda b: {model["emb"]: b, model["bags"]: {"user": b}}
+        )
+        for batch in loader:
+            for each in self.optimizers:
+                each.zero_grad()
+            found = torch.cat([model["emb"](batch), model["bags"]({"user": batch}).values()], 1)
+            model["out"](found).square().mean().backward()
+            for each in self.optimizers:
+                each.step()
+            self.scheduler.step()
+            self.step += 1
+        return self
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizers": self.optimizers,
+            "scheduler": self.scheduler,
+        }
+
+    def all_of(self) -> dict[str, Any]:
+        states = [each.state_dict() for each in (self.model, *self.optimizers, self.scheduler)]
+        return {f"{number}": each for number, each in enumerate(states)}
+
+
+def assert_same(one: Any, other: Any, name: str = "") -> None:
+    if isinstance(other, Tensor):
+        assert torch.equal(one.cpu(), other.cpu()) and one.dtype == other.dtype, name
+    elif isinstance(other, dict):
+        assert list(one) == list(other), name
+        for key, each in other.items():
+            assert_same(one[key], each, f"{name}.{key}")
+    elif isinstance(other, list | tuple):
+        assert len(one) == len(other)
+        for number, each in enumerate(other):
+            assert_same(one[number], each, f"{name}.{number}")
+    else:
+        assert one == other, name
+
+
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "cache"])
+def test_a_run_goes_on_bit_for_bit(how: str, device: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"bfloat16": {"stored": torch.bfloat16}, "cache": {"cache": "4KiB"}}
+    run = Run(device, **settings.get(how, {})).train(5)
+    saved = speedtorch.save(tmp_path / "runs", **run.parts(), step=run.step, note=["a", 1.5])
+    assert saved.generation == 1 and saved.seconds > 0 and "generation 1" in str(saved)
+    assert saved.nbytes >= sum(each.stat().st_size for each in Path(saved.path).iterdir()) - 9
+    expected = run.all_of()
+    other = Run(device, seed=7, **settings.get(how, {})).train(2)
+    found = speedtorch.load(tmp_path / "runs", **other.parts())
+    assert found == {"step": 5, "note": ["a", 1.5]}
+    assert_same(other.all_of(), expected)
+    other.step = found["step"]
+    assert_same(other.train(4).all_of(), run.train(4).all_of())
+
+
+def test_what_is_loaded_is_no_part_of_the_file(device: str, tmp_path: Path) -> None:
+    layer = nn.Linear(3, 3, device=device)
+    optimizer = optim.Adam(layer.parameters())
+    layer(torch.ones(2, 3, device=device)).sum().backward()
+    optimizer.step()
+    saved = speedtorch.save(tmp_path, layer=layer, optimizer=optimizer, x=torch.ones(3))
+    before = {each.name: each.read_bytes() for each in Path(saved.path).iterdir()}
+    found = speedtorch.load(tmp_path, layer=layer, optimizer=optimizer)
+    found["x"] += 1
+    optimizer.step()
+    ranges = [
+        line.split()[0]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "generation-" in line
+    ]
+    assert ranges == []
+    assert {each.name: each.read_bytes() for each in Path(saved.path).iterdir()} == before
+
+
+def test_plain_safetensors_reads_the_files(tmp_path: Path) -> None:
+    emb = speedtorch.Embedding(20, 4)
+    optimizer = optim.Adam(emb.parameters())
+    speedtorch.attach(optimizer, emb)
+    emb(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    saved = speedtorch.save(tmp_path, model=emb, optimizer=optimizer)
+    found = load_file(Path(saved.path) / "tensors-00001.safetensors")
+    assert torch.equal(found["model.weight"], emb.table["weight"])
+    assert torch.equal(found["optimizer.state.0.exp_avg"], emb.table["exp_avg"])
+
+
+def test_the_last_generations_stay(tmp_path: Path) -> None:
+    for step in range(5):
+        assert speedtorch.save(tmp_path, keep=3, step=step).generation == step + 1
+    assert sorted(os.listdir(tmp_path)) == [f"generation-0000000{n}" for n in (3, 4, 5)]
+    assert speedtorch.load(tmp_path) == {"step": 4}
+    assert speedtorch.load(tmp_path, generation=3) == {"step": 2}
+    with pytest.raises(FileNotFoundError, match=r"there is no generation 1, but \[3, 4, 5\]"):
+        speedtorch.load(tmp_path, generation=1)
+    speedtorch.save(tmp_path, keep=1, step=9)
+    assert os.listdir(tmp_path) == ["generation-00000006"]
+
+
+def test_tied_and_odd_tensors_are_there_once_and_come_back(tmp_path: Path) -> None:
+    base = torch.randn(6, 8)
+    given = {
+        "tied": [base, base],
+        "turned": base.t(),
+        "part": base[1:4, ::2],
+        "one": torch.tensor(3.5),
+        "none": torch.empty(0, 4, dtype=torch.int32),
+        "conj": torch.ones(2, dtype=torch.complex64).conj(),
+        "bool": torch.tensor([True, False]),
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "x'][y": torch.ones(1),
+        "x": {"y": torch.zeros(1)},
+    }
+    saved = speedtorch.save(tmp_path, given=given)
+    found = speedtorch.load(tmp_path)["given"]
+    assert len(load_file(Path(saved.path) / "tensors-00001.safetensors")) == len(given)
+    for name, each in given.items():
+        if isinstance(each, Tensor):
+            assert (
+                torch.equal(found[name].float(), each.float())
+                if name == "float8"
+                else (torch.equal(found[name], each))
+            )
+    assert torch.equal(found["tied"][1], base)
+
+
+def test_large_runs_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 5000)
+    given = [torch.full((1000,), number) for number in range(5)]
+    saved = speedtorch.save(tmp_path, given=given)
+    assert len(os.listdir(saved.path)) == 5 + 2
+    assert_same(speedtorch.load(tmp_path)["given"], given)
+
+
+@pytest.mark.parametrize("at", ["first", "header", "middle", "last", "cut", "longer", "gone"])
+@pytest.mark.parametrize("name", ["tensors-00001.safetensors", "manifest.json", "manifest.crc32"])
+def test_damage_is_found_before_anything_is_loaded(name: str, at: str, tmp_path: Path) -> None:
+    layer = nn.Linear(700, 700)
+    speedtorch.save(tmp_path, layer=layer)
+    path = Path(speedtorch.save(tmp_path, layer=layer).path) / name
+    data = bytearray(path.read_bytes())
+    places = {"first": 0, "header": min(20, len(data) - 1), "middle": len(data) // 2, "last": -1}
+    if at in places:
+        data[places[at]] ^= 4
+    elif at == "cut":
+        del data[-1]
+    else:
+        data += b"\0"
+    path.write_bytes(data)
+    if at == "gone":
+        path.unlink()
+    expected = {each: value.clone() for each, value in layer.state_dict().items()}
+    error: Any = FileNotFoundError if at == "gone" else ValueError
+    message = name if at == "gone" else r"is damaged, or none of ours: .*generation=1\) is there"
+    with pytest.raises(error, match=message):
+        speedtorch.load(tmp_path, layer=layer)
+    assert_same(dict(layer.state_dict()), expected)
+    assert speedtorch.load(tmp_path, generation=1, layer=layer) == {}
+
+
+def test_any_manifest_is_one_or_an_error(tmp_path: Path) -> None:
+    saved = speedtorch.save(tmp_path, a={"b": [torch.ones(3), 1.5, "x"]}, step=3)
+    path, draw = Path(saved.path) / "manifest.json", random.Random(0)
+    text = path.read_bytes()
+    loaded = 0
+    for _ in range(300):
+        changed = bytearray(text)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(changed))
+            changed[at : at + draw.randint(0, 3)] = bytes(
+                draw.choice(b'[]{}",:0123456789ae-') for _ in range(draw.randint(0, 3))
+            )
+        path.write_bytes(changed)
+        (path.parent / "manifest.crc32").write_text(f"{zlib.crc32(changed):08x}\n")
+        try:
+            speedtorch.load(tmp_path)
+            loaded += 1
+        except (ValueError, FileNotFoundError):
+            pass
+    assert loaded < 250
+
+
+@pytest.mark.parametrize(
+    "call", ["open", "reserve", "write", "fsync", "lock", "rename", "make_folder"]
+)
+def test_a_failing_call_leaves_the_generations_of_before(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speedtorch.save(tmp_path, **values(0))
+    times = count_calls(monkeypatch, lambda: speedtorch.save(tmp_path, keep=9, **values(0)))[call]
+    assert times > 0
+    for number in range(1, times + (call != "fsync")):  # the last one is of the folder
+        before = sorted(os.listdir(tmp_path))
+        with monkeypatch.context() as patch:
+            fail(patch, call, number)
+            with pytest.raises(OSError, match="Input/output error"):
+                speedtorch.save(tmp_path, keep=9, **values(1))
+        assert sorted(os.listdir(tmp_path)) == before
+        check(tmp_path, (0,))
+
+
+def test_a_failing_sync_of_the_folder_says_that_the_generation_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = count_calls(monkeypatch, lambda: speedtorch.save(tmp_path, **values(0)))["fsync"]
+    fail(monkeypatch, "fsync", times)
+    with pytest.raises(OSError, match="in place and whole, but a power loss may still undo it"):
+        speedtorch.save(tmp_path, **values(1))
+    check(tmp_path, (1,))
+
+
+def test_too_small_a_disk_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speedtorch.save(tmp_path, **values(0))
+    real = os.statvfs(tmp_path)
+    full = type(real)((*real[:3], 10, 10, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    with pytest.raises(OSError, match="bytes are to be saved, and 40,960 are free") as raised:
+        speedtorch.save(tmp_path, **values(1))
+    assert raised.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == ["generation-00000001"]
+
+
+@pytest.mark.slow
+def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_run(tmp_path: Path) -> None:
+    root = Path(system_calls.__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    command = [warm_python(), "-m", "killed_saves", str(tmp_path / "runs")]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kills, switched = map(int, done.stdout.split())
+    assert kills > 40 and 0 < switched < kills
+
+
+def test_a_strangers_lock_keeps_no_save_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    monkeypatch.setattr(system_calls, "_LOCK_SECONDS", 0.05)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        speedtorch.save(tmp_path, step=1)
+    finally:
+        os.close(descriptor)
+    assert speedtorch.load(tmp_path) == {"step": 1}
+
+
+def test_two_threads_save_generations_of_their_own(tmp_path: Path) -> None:
+    found: list[int] = []
+
+    def work() -> None:
+        for _ in range(5):
+            found.append(speedtorch.save(tmp_path, keep=20, **values(1)).generation)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sorted(found) == list(range(1, 16))
+    check(tmp_path, (1,))
+
+
+def test_a_reader_beside_a_writer_sees_whole_runs(tmp_path: Path) -> None:
+    speedtorch.save(tmp_path, **values(0))
+    ended = threading.Event()
+
+    def work() -> None:
+        for step in range(1, 15):
+            speedtorch.save(tmp_path, keep=1, **values(step))
+        ended.set()
+
+    writer = threading.Thread(target=work)
+    writer.start()
+    seen = []
+    while not ended.is_set():
+        seen.append(check(tmp_path, tuple(range(15))))
+    writer.join()
+    assert seen == sorted(seen)
+
+
+def test_wrong_arguments_are_told(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="save: expected something to save"):
+        speedtorch.save(tmp_path)
+    with pytest.raises(ValueError, match="keep: expected 1 generation or more, got 0"):
+        speedtorch.save(tmp_path, keep=0, step=1)
+    with pytest.raises(TypeError, match=r"a\['b'\]: is a builtins.set"):
+        speedtorch.save(tmp_path, a={"b": {1}})
+    with pytest.raises(ValueError, match="a: is of layout torch.sparse_coo"):
+        speedtorch.save(tmp_path, a=torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match="a: is on the device meta"):
+        speedtorch.save(tmp_path, a=torch.empty(2, device="meta"))
+    with pytest.raises(ValueError, match="safetensors files cannot hold torch.complex128"):
+        speedtorch.save(tmp_path, a=torch.ones(2, dtype=torch.complex128))
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(FileNotFoundError, match="there is no generation of a checkpoint"):
+        speedtorch.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no generation of a checkpoint"):
+        speedtorch.load(tmp_path / "nowhere")
+    layer = nn.Linear(2, 2)
+    speedtorch.save(tmp_path, layers=[layer, layer], step=1)
+    with pytest.raises(KeyError, match=r"'model' is none of the parts of .*\['layers', 'step'\]"):
+        speedtorch.load(tmp_path, model=layer)
+    with pytest.raises(TypeError, match="step: expected what has a load_state_dict"):
+        speedtorch.load(tmp_path, step=3)
+    with pytest.raises(ValueError, match="layers: 2 were saved, 1 are given"):
+        speedtorch.load(tmp_path, layers=[layer])
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        speedtorch.load(tmp_path, layers=[layer, nn.Linear(3, 3)])
+
+
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
+    saved = speedtorch.save(tmp_path, step=3, a=torch.ones(2))
+    content = json.loads((Path(saved.path) / "manifest.json").read_text())
+    assert content["parts"] == {"step": 3, "a": ["tensor", "a"]}
+    (file,) = content["files"]
+    data = (Path(saved.path) / file["name"]).read_bytes()
+    assert file == {
+        "name": "tensors-00001.safetensors",
+        "bytes": len(data),
+        "crc32": [zlib.crc32(data)],
+    }
