@@ -56,6 +56,10 @@ class Generation:
     number: int
     folder: str
 
+    def take_next(self) -> None:
+        """Another process has taken the number."""
+        self.number += 1
+
 
 @contextmanager
 def new_generation(folder: str, keep: int) -> Iterator[Generation]:
@@ -94,7 +98,7 @@ def new_generation(folder: str, keep: int) -> Iterator[Generation]:
                 except OSError as error:
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                         raise
-                    made.number += 1
+                    made.take_next()
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -106,7 +106,7 @@ def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
     if word == "ordered" and rest:
         entries: Any = OrderedDict(_pairs(rest[1:], within))
         if (metadata := within(rest[0])) is not None:
-            entries._metadata = metadata
+            vars(entries)["_metadata"] = metadata
         return entries
     if len(rest) == 1 and isinstance(text := rest[0], str):
         if word == "tensor":
