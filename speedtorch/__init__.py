@@ -32,7 +32,6 @@ from speedtorch.memory import empty, memory_kind, memory_stats, pin_memory_, unp
 from speedtorch.memory.calibration import calibrate, load_costs_with_first_gpu
 from speedtorch.memory.cost_model import explain, get_num_sms, set_num_sms
 from speedtorch.nn.cache import cache
-from speedtorch.nn.checkpoints import load, save
 from speedtorch.nn.collection import EmbeddingBagCollection, EmbeddingCollection
 from speedtorch.nn.embedding import Embedding
 from speedtorch.nn.embedding_bag import EmbeddingBag
@@ -53,6 +52,7 @@ from speedtorch.ops.functions import (
     table_ids,
 )
 from speedtorch.optim.attach import attach, detach
+from speedtorch.parallel.checkpoints import load, save
 from speedtorch.parallel.clip import clip_grad_norm_
 from speedtorch.parallel.full_state_dict import full_state_dict
 from speedtorch.parallel.grad_scaler import GradScaler

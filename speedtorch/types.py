@@ -12,11 +12,11 @@ from speedtorch.layers.training_state import SleepReport
 from speedtorch.memory.cost_model import Explanation
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.placement import MemoryKind
-from speedtorch.nn.checkpoints import Saved
 from speedtorch.nn.embedding_bag import BagMode
 from speedtorch.nn.graphed import GraphedStep
 from speedtorch.nn.jagged import JaggedRows, KeyedFeatures, RowsByFeature
 from speedtorch.nn.prefetch import Prefetch
+from speedtorch.parallel.checkpoints import Saved
 from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.rounding import RoundingMode, StoredAs
 

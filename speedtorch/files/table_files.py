@@ -20,7 +20,14 @@ from speedtorch.files.new_files import NewFile, replace_files
 from speedtorch.files.system_calls import about, open_to_read
 from speedtorch.ops.shapes import check_span
 
-__all__ = ["FORMATS", "StoredField", "open_fields", "save_fields", "write_safetensors"]
+__all__ = [
+    "FORMATS",
+    "StoredField",
+    "blocks_of_bytes",
+    "open_fields",
+    "save_fields",
+    "write_safetensors",
+]
 
 FORMATS: dict[str, FileFormat] = {".safetensors": safetensors_format, ".npy": npy_format}
 
@@ -28,7 +35,7 @@ FORMATS: dict[str, FileFormat] = {".safetensors": safetensors_format, ".npy": np
 _BLOCK_BYTES = 4 << 20
 
 
-def _blocks(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Consecutive bytes, uint8 `[rows, bytes]`, in the file's order, _BLOCK_BYTES at most.
 
     Each comes with a contiguous buffer on the CPU, which is the next one's, too.
@@ -64,7 +71,7 @@ class StoredField(StoredArray):
     def read_into(self, field: Tensor) -> None:
         """Reads all rows into a field of this shape and dtype, of any row stride."""
         offset = self.offset
-        for block, buffer in _blocks(field):
+        for block, buffer in blocks_of_bytes(field):
             with about(self.path, "the table holds old and new rows now; load it again"):
                 self.read(buffer.view(-1).numpy().data, offset)
             block.copy_(buffer)
@@ -109,7 +116,7 @@ def _write(file: NewFile, header: bytes, parts: Sequence[Tensor]) -> None:
     file.reserve(len(header) + sum(part.nbytes for part in parts))
     file.write(header)
     for part in parts:
-        for block, buffer in _blocks(part):
+        for block, buffer in blocks_of_bytes(part):
             buffer.copy_(block)
             file.write(buffer.view(-1).numpy().data)
 

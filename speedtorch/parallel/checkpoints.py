@@ -15,18 +15,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.files import safetensors_format
 from speedtorch.files.file_format import StoredArray
-from speedtorch.files.generations import generations_of, new_generation, path_of
+from speedtorch.files.generations import Generation, generations_of, new_generation, path_of
 from speedtorch.files.new_files import NewFile, replace_files
 from speedtorch.files.saved_values import described, restored
 from speedtorch.files.system_calls import about, calls, open_to_read
 from speedtorch.files.table_files import write_safetensors
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.memory.byte_count import text_of
+from speedtorch.parallel.sharded_saves import (
+    agreed,
+    check_same,
+    digests,
+    make_file,
+    write_own,
+)
 from speedtorch.table.progress import progress_bar
 from speedtorch.table.shared_rows import SharedRows
 from speedtorch.table.whole_fields import given_in_place
@@ -71,6 +79,9 @@ def save(
     process that is killed, or a power loss, leaves the generations of before. Tables are written
     block by block from where they are: no copy of them is made.
 
+    Where ranks share rows out, every process of torch.distributed's default group calls it, with a
+    folder that all of them reach. Each writes its rows; all other values are the first one's.
+
     Args:
         path: A folder, which is made if it is not there.
         keep: How many generations stay; older ones are removed once the new one is there.
@@ -88,8 +99,8 @@ def save(
             named.
         ValueError: `keep` is less than 1, or a tensor is of a kind that safetensors files do not
             have.
-        NotImplementedError: Ranks share the rows of a model out: use torch.distributed.checkpoint.
         OSError: Of the disk, such as too little room; the generations of before are as they were.
+        RuntimeError: Another rank has raised an error, which is told.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -113,24 +124,71 @@ def save(
         values = {
             name: described(name, _state_of(each), tensors.keep) for name, each in parts.items()
         }
-        shards = tensors.shards()
+        if tensors.shared:
+            return _save_together(folder, keep, tensors, values, begin)
         total = sum(each.nbytes for each in tensors.by_key.values())
-        with ExitStack() as stack:
-            generation = stack.enter_context(new_generation(folder, keep))
+        with new_generation(folder, keep) as generation:
             _check_room(folder, total)
-            pool = stack.enter_context(ThreadPoolExecutor(_THREADS))
-            bar = stack.enter_context(progress_bar(total, progress, unit="B"))
-            files = [
-                _write_shard(
-                    generation.folder, f"tensors-{at:05d}.safetensors", shard, pool, bar.update
-                )
-                for at, shard in enumerate(shards, 1)
+            with progress_bar(total, progress, unit="B") as bar:
+                files = _write_shards(generation.folder, tensors, bar.update)
+            nbytes = _write_manifest(generation.folder, files, values)
+    return _saved(folder, generation, nbytes, begin)
+
+
+def _save_together(
+    folder: str, keep: int, tensors: _Tensors, values: Mapping[str, Any], begin: float
+) -> Saved:
+    """As save(), where ranks share rows out: each writes its own."""
+    shared, is_first = tensors.shared, dist.get_rank() == 0
+    check_same(shared)
+    with ExitStack() as stack:
+
+        def make() -> tuple[Generation, list[tuple[str, int, int]]] | None:
+            if not is_first:
+                return None
+            generation = stack.enter_context(new_generation(folder, keep))
+            nbytes = sum(each.numel() * each.dtype.itemsize for each in shared.values())
+            nbytes += sum(each.nbytes for each in tensors.by_key.values())
+            _check_room(folder, nbytes)
+            named = (f"rows-{at:05d}.safetensors" for at in range(1, len(shared) + 1))
+            return generation, [
+                (name, *make_file(os.path.join(generation.folder, name), *each))
+                for name, each in zip(named, shared.items(), strict=True)
             ]
-            manifest = {"format": FORMAT, "version": VERSION, "files": files, "parts": values}
-            text = json.dumps(manifest, separators=(",", ":")).encode()
-            _write(generation.folder, "manifest.json", text)
-            _write(generation.folder, "manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
-    nbytes = sum(each["bytes"] for each in files) + len(text)
+
+        found = agreed(make)[0]
+        assert found is not None
+        generation, made = found
+
+        def write() -> None:
+            for (name, header, _), rows in zip(made, shared.values(), strict=True):
+                write_own(os.path.join(generation.folder, name), header, rows)
+
+        def look() -> list[list[int]]:
+            paths = [(os.path.join(generation.folder, name), count) for name, _, count in made]
+            return [digests(path, count, CHUNK_BYTES) for path, count in paths]
+
+        agreed(write)
+        of_ranks = agreed(look)
+        files = [
+            {"name": name, "bytes": count, "crc32": [e for part in of_ranks for e in part[at]]}
+            for at, (name, _, count) in enumerate(made)
+        ]
+
+        def switch() -> Saved | None:
+            if not is_first:
+                return None
+            with stack.pop_all():
+                own = _write_shards(generation.folder, tensors, lambda _: None)
+                nbytes = _write_manifest(generation.folder, [*files, *own], values)
+            return _saved(folder, generation, nbytes, begin)
+
+        done = agreed(switch)[0]
+        assert done is not None
+        return done
+
+
+def _saved(folder: str, generation: Generation, nbytes: int, begin: float) -> Saved:
     number, seconds = generation.number, time.perf_counter() - begin
     return Saved(path_of(folder, number), number, nbytes, seconds)
 
@@ -254,21 +312,27 @@ class _Tensors:
 
     def __init__(self) -> None:
         self.by_key: dict[str, Tensor] = {}
+        self.shared: dict[str, SharedRows] = {}
+        """Those of which other ranks have rows, too."""
         self._keys: dict[tuple[Any, ...], str] = {}
 
     def keep(self, name: str, tensor: Tensor) -> str:
         """Takes one; what is the same memory in the same way has the same key."""
-        tensor = _dense(name, tensor)
-        same = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-        if tensor.numel() and same in self._keys:
-            return self._keys[same]
         plain = name.replace("'][", ".").replace("['", ".").replace("']", "")
         plain = plain.replace("][", ".").replace("[", ".").replace("]", "")
         key = next(
             each
             for number in itertools.count()
             if (each := plain + f"#{number}" * (number > 0)) not in self.by_key
+            and each not in self.shared
         )
+        if isinstance(tensor, SharedRows):
+            self.shared[key] = tensor
+            return key
+        tensor = _dense(name, tensor)
+        same = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+        if tensor.numel() and same in self._keys:
+            return self._keys[same]
         self.by_key[key] = tensor
         return self._keys.setdefault(same, key) if tensor.numel() else key
 
@@ -288,11 +352,6 @@ class _Tensors:
 
 def _dense(name: str, tensor: Tensor) -> Tensor:
     """A tensor whose rows can be written; raises for what has no plain elements."""
-    if isinstance(tensor, SharedRows):
-        raise NotImplementedError(
-            f"{name}: ranks share its rows out, which torch.distributed.checkpoint saves; see"
-            " docs/checkpoints"
-        )
     tensor = tensor.detach()
     if type(tensor) is not Tensor:
         kind = type(tensor)
@@ -327,6 +386,28 @@ def _write(folder: str, name: str, data: bytes) -> None:
     with replace_files([os.path.join(folder, name)]) as (file,):
         file.reserve(len(data))
         file.write(data)
+
+
+def _write_shards(
+    folder: str, tensors: _Tensors, told: Callable[[int], object]
+) -> list[dict[str, Any]]:
+    """Writes all tensors, and gives the entries of their files in the manifest."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [
+            _write_shard(folder, f"tensors-{at:05d}.safetensors", shard, pool, told)
+            for at, shard in enumerate(tensors.shards(), 1)
+        ]
+
+
+def _write_manifest(
+    folder: str, files: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
+) -> int:
+    """Writes what tells all; gives the bytes of all files."""
+    manifest = {"format": FORMAT, "version": VERSION, "files": files, "parts": values}
+    text = json.dumps(manifest, separators=(",", ":")).encode()
+    _write(folder, "manifest.json", text)
+    _write(folder, "manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
+    return sum(int(each["bytes"]) for each in files) + len(text)
 
 
 def _write_shard(

@@ -23,7 +23,7 @@ from warm_python import warm_python
 
 import speedtorch
 from speedtorch.files import system_calls
-from speedtorch.nn import checkpoints
+from speedtorch.parallel import checkpoints
 
 ROWS = 300
 

@@ -1,0 +1,30 @@
+"""Ranks that share rows out save and load one run together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_backends import DEALT_RANKS
+from rank_processes import in_processes
+from sharded_checkpoints import check_differing, check_failing, check_loaded, check_saved
+
+
+@DEALT_RANKS
+@pytest.mark.parametrize("stored", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_run_of_ranks_goes_on_and_is_loaded_by_any_number(
+    stored: Any, ranks: int, backend: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "run")
+    in_processes(ranks, check_saved, folder, stored, backend=backend)
+    in_processes(5 - ranks, check_loaded, folder, stored, backend="gloo")
+
+
+def test_an_error_of_a_rank_leaves_the_old_generation_and_is_told_on_all(tmp_path: Path) -> None:
+    in_processes(2, check_failing, str(tmp_path))
+
+
+def test_ranks_with_different_tables_are_told(tmp_path: Path) -> None:
+    in_processes(2, check_differing, str(tmp_path / "run"))
