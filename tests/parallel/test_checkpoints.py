@@ -266,6 +266,85 @@ def test_a_failing_sync_of_the_folder_says_that_the_generation_is_there(
     check(tmp_path, (1,))
 
 
+class Synced:
+    """Notes what a power loss could take back: bytes and names since the last fsync of each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at_risk: set[int] = set()
+        self.when_switched: set[int] | None = None
+        for name in ("open", "write", "fsync", "rename", "unlink", "make_folder"):
+            real = getattr(system_calls.calls, name)
+            note = getattr(self, f"_{name}")
+            monkeypatch.setattr(system_calls.calls, name, self._noted(real, note))
+
+    def _noted(self, real: Any, note: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if note == self._rename:
+                note(*args)
+            result = real(*args)
+            if note != self._rename:
+                note(*args, result)
+            return result
+
+        return call
+
+    def _names(self, path: str) -> None:
+        self.at_risk.add(os.stat(os.path.dirname(path)).st_ino)
+
+    def _open(self, path: str, flags: int, *more: Any) -> None:
+        if flags & os.O_CREAT:
+            self._names(path)
+            self.at_risk.add(os.stat(path).st_ino)
+
+    def _write(self, descriptor: int, *_: Any) -> None:
+        self.at_risk.add(os.fstat(descriptor).st_ino)
+
+    def _fsync(self, descriptor: int, _: Any) -> None:
+        self.at_risk.discard(os.fstat(descriptor).st_ino)
+
+    def _rename(self, source: str, target: str) -> None:
+        if os.path.isdir(source) and "partial" in source:
+            self.when_switched = self.at_risk - {os.stat(os.path.dirname(target)).st_ino}
+        self._names(target)
+
+    def _unlink(self, path: str, _: Any) -> None:
+        self._names(path)
+
+    def _make_folder(self, path: str, _: Any) -> None:
+        self._names(path)
+        self.at_risk.add(os.stat(path).st_ino)
+
+
+def test_all_is_on_the_disk_before_the_folder_switches_and_the_switch_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 100_000)
+    files = len(os.listdir(speedtorch.save(tmp_path, **values(1)).path))
+    assert files == 4
+    early = late = 0
+    times = count_calls(monkeypatch, lambda: speedtorch.save(tmp_path, **values(1)))["fsync"]
+    for left_out in range(times + 1):
+        with monkeypatch.context() as patch:
+            synced, count = Synced(patch), [0]
+            noted = system_calls.calls.fsync
+
+            def fsync(
+                descriptor: int, noted: Any = noted, count: Any = count, left_out: int = left_out
+            ) -> None:
+                count[0] += 1
+                if count[0] != left_out:
+                    noted(descriptor)
+
+            patch.setattr(system_calls.calls, "fsync", fsync)
+            speedtorch.save(tmp_path, keep=99, **values(1))
+        if left_out == 0:
+            assert (synced.when_switched, synced.at_risk) == (set(), set())
+        early += bool(synced.when_switched)
+        late += bool(synced.at_risk)
+    assert early == files  # where the bytes of one of them were not synced
+    assert late == files + 1  # or the name of the generation
+
+
 def test_too_small_a_disk_is_told_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
