@@ -22,7 +22,7 @@ from speedtorch.layers.unit_steps import closure_done, steps_by
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.row_weight import RowWeight
-from speedtorch.torch_internals import WeakTensorKeyDictionary, as_plain
+from speedtorch.torch_internals import as_plain
 
 __all__ = ["StateReport", "StateSwapper"]
 
@@ -150,7 +150,6 @@ class StateSwapper:
         for each in self._optimizers:
             _check(each)
         self._pieces: dict[Optimizer, list[_Piece]] = {each: [] for each in self._optimizers}
-        self._owned = {each: WeakTensorKeyDictionary() for each in self._optimizers}
         self._first = {each: FirstState(each) for each in self._optimizers}
         self._undo = [steps_by(each, self._step_pieces) for each in self._optimizers]
         self._hooks = []
@@ -260,25 +259,26 @@ class StateSwapper:
 
     def _arranged(self, optimizer: Optimizer) -> Counter[int]:
         """Puts new parameters into pieces; gives how many parameters keep each tensor."""
-        shared = _times_kept(optimizer)
-        pieces, owned = self._pieces[optimizer], self._owned[optimizer]
+        pieces = self._pieces[optimizer]
+        owned = {id(each) for piece in pieces for each in piece.parameters}
         most = max(1, self.budget // _AT_ONCE)
-        new: dict[torch.device, list[Tensor]] = {}
+        open_ones: dict[torch.device, list[Tensor]] = {}
         size: Counter[torch.device] = Counter()
+        new = []
         for each in (e for group in optimizer.param_groups for e in group["params"]):
-            if each in owned:
+            if id(each) in owned:
                 continue
-            owned[each] = True
             nbytes = self._bytes_of(optimizer, each)
-            some = new.setdefault(each.device, [])
-            if some and size[each.device] + nbytes > most:
-                pieces.append(_Piece(optimizer, some, self._traffic))
-                some = new[each.device] = []
+            some = open_ones.get(each.device)
+            if some is None or size[each.device] + nbytes > most:
+                some = open_ones[each.device] = []
+                new.append(some)
                 size[each.device] = 0
             some.append(each)
             size[each.device] += nbytes
-        pieces += [_Piece(optimizer, some, self._traffic) for some in new.values() if some]
-        return shared
+        # At once: a parameter in no piece, or in two, would not be stepped as it should.
+        pieces += [_Piece(optimizer, some, self._traffic) for some in new]
+        return _times_kept(optimizer)
 
     def _bytes_of(self, optimizer: Optimizer, parameter: Tensor) -> int:
         """Of its state, or of what a first step is to make: as much as itself, if not more."""

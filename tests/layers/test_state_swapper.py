@@ -268,5 +268,11 @@ def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
         assert training.swapper is not None
         training.swapper.evict()
         assert training.swapper.report().device_bytes == 0
+        owned = [
+            each
+            for piece in training.swapper._pieces[training.optimizer]
+            for each in piece.parameters
+        ]
+        assert sorted(map(id, owned)) == sorted(map(id, training.model.parameters()))
         training.optimizer.zero_grad()
         training.step(2)
