@@ -16,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,13 @@ from speedtorch.layers.host_slab import copy_spans
 from speedtorch.memory import host_memory
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.side_stream import SharedSideStream
-from speedtorch.torch_internals import set_versions, storage_at, storage_id, version_of
+from speedtorch.torch_internals import (
+    set_versions,
+    storage_at,
+    storage_id,
+    storage_uses,
+    version_of,
+)
 
 __all__ = ["SleepingStorages", "Slot", "times_moved"]
 
@@ -83,14 +88,15 @@ class Slot:
     Attributes:
         storage: which is empty while it sleeps.
         nbytes: its bytes while it is awake.
-        tensors: by the first name of each; all of them are let see the host's copy.
+        tensors: by the first name of each; all of them are let see the host's copy. Of those that
+            are gone since then there is nothing to wake.
         is_kept: whether its bytes are copied; without it they are lost.
         is_frozen: whether its bytes are likely to be the same the next time.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
     is_kept: bool = False
     is_frozen: bool = True
     begin: int = 0
@@ -113,15 +119,19 @@ class Slot:
 
     def add(self, name: str, tensor: Tensor, *, is_kept: bool, is_frozen: bool) -> None:
         """One more tensor that has the storage."""
-        if not any(each is tensor for each in self.tensors.values()):
-            self.tensors[name] = tensor
+        if not any(each() is tensor for each in self.tensors.values()):
+            self.tensors[name] = weakref.ref(tensor)
         self.is_kept = self.is_kept or is_kept
         self.is_frozen = self.is_frozen and is_frozen
+
+    def living(self) -> dict[str, Tensor]:
+        """Its tensors that there are still."""
+        return {n: tensor for n, ref in self.tensors.items() if (tensor := ref()) is not None}
 
     def take_place(self, begin: int) -> int:
         """Notes where it begins in host memory, and how its tensors lie in it; gives its end."""
         self.begin = begin
-        for name, each in self.tensors.items():
+        for name, each in self.living().items():
             first, size = int(each.storage_offset()), tuple(each.shape)
             self.layouts[name] = _Layout(first, size, each.stride(), each.dtype)
             self.versions[name] = version_of(each)
@@ -151,7 +161,7 @@ class Slot:
 
     def fall_asleep(self, views: Mapping[str, Tensor]) -> None:
         """Lets its tensors be views that asleep() has made, and empties its storage."""
-        for name, tensor in self.tensors.items():
+        for name, tensor in self.living().items():
             if self.has(tensor):
                 view = views[name]
                 self.shown[name] = view.data_ptr()
@@ -161,16 +171,24 @@ class Slot:
 
     def wake_up(self, views: Mapping[str, Tensor]) -> None:
         """Lets its tensors be those of awake(), but for those that were given other memory."""
-        for name, tensor in self.tensors.items():
-            if self._sleeps(name):
-                version = self.versions[name]
-                is_same = self.is_kept and version_of(tensor) == _ASLEEP + version
+        for name, tensor in self.living().items():
+            now, version = version_of(tensor), self.versions[name]
+            if self._sleeps(name, tensor):
+                is_same = self.is_kept and now == _ASLEEP + version
                 set_versions((tensor,), (version if is_same else version + 1,))
                 tensor.data = views[name]
+            elif now >= _ASLEEP:
+                set_versions((tensor,), (version + 1,))
 
-    def _sleeps(self, name: str) -> bool:
+    @property
+    def is_needed(self) -> bool:
+        """Whether a tensor sleeps still, or something else has the storage, as a view does."""
+        if storage_uses(self.storage) > 1:
+            return True
+        return any(self._sleeps(name, each) for name, each in self.living().items())
+
+    def _sleeps(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor is where it was put to sleep."""
-        tensor = self.tensors[name]
         at = self.shown.get(name)
         return at == tensor.data_ptr() and (self.is_kept or not tensor.numel())
 
@@ -181,11 +199,6 @@ def _bytes_at(address: int, count: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (count,), (1,))
 
 
-@cache
-def _places(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device) * _GOLDEN
-
-
 def _fingerprint(values: Tensor) -> Tensor:
     """A number that other bytes have, too, with a probability of 2^-64 or so.
 
@@ -194,11 +207,13 @@ def _fingerprint(values: Tensor) -> Tensor:
     end = len(values) // 8 * 8
     words = values[:end].view(torch.int64)
     parts = [*torch.split(words, _CHUNK)] + ([values[end:].long()] if end < len(values) else [])
-    return torch.stack([_mixed(part, number) for number, part in enumerate(parts)]).sum()
+    # Not kept: these are as many bytes as the longest part.
+    places = torch.arange(max(map(len, parts)), device=values.device) * _GOLDEN
+    return torch.stack([_mixed(part, number, places) for number, part in enumerate(parts)]).sum()
 
 
-def _mixed(words: Tensor, number: int) -> Tensor:
-    mixed = words + _places(len(words), words.device)
+def _mixed(words: Tensor, number: int, places: Tensor) -> Tensor:
+    mixed = words + places[: len(words)]
     mixed += number * 0x632BE59BD9B4E019
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed ^= mixed >> shift
@@ -243,7 +258,7 @@ class SleepingStorages:
     @property
     def tensors(self) -> list[Tensor]:
         """Those that sleep."""
-        return [each for slot in self._slots for each in slot.tensors.values()]
+        return [each for slot in self._slots for each in slot.living().values()]
 
     @property
     def is_half_way(self) -> bool:
@@ -287,13 +302,14 @@ class SleepingStorages:
         return sum(each.nbytes for each in (*surely, *changed))
 
     def wake(self) -> int:
-        """Fills the storages again; returns the bytes that were copied.
+        """Fills the storages again that are still needed; returns the bytes that were copied.
 
         Raises:
             RuntimeError: what torch raises where the device has too little memory
                 (torch.OutOfMemoryError); all sleeps on.
         """
-        empty = [each for each in self._slots if not each.is_awake]
+        needed = [each for each in self._slots if each.is_awake or each.is_needed]
+        empty = [each for each in needed if not each.is_awake]
         known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         try:
             for some in _pieces(empty):
@@ -310,15 +326,15 @@ class SleepingStorages:
             for slot in empty:
                 if not slot.is_kept:
                     slot.bytes().fill_(255)
-            awake = [each.awake() for each in self._slots]
+            awake = {id(each): each.awake() for each in needed}
             self._wait()
         except BaseException:
             self._wait()
             for slot in empty:
                 slot.storage.resize_(0)
             raise
-        for slot, views in zip(self._slots, awake, strict=True):
-            slot.wake_up(views)
+        for slot in self._slots:
+            slot.wake_up(awake.get(id(slot), {}))
         self._slots, self._known = [], known
         return sum(each.nbytes for each in empty if each.is_kept)
 
@@ -339,15 +355,14 @@ class SleepingStorages:
         return made
 
     def _known_of(self, slot: Slot) -> tuple[weakref.ref[Tensor], int, Tensor]:
-        first = next(iter(slot.tensors.values()))
-        return weakref.ref(first), slot.nbytes, _fingerprint(slot.bytes())
+        return next(iter(slot.tensors.values())), slot.nbytes, _fingerprint(slot.bytes())
 
     def _may_have(self, slot: Slot) -> bool:
         """Whether the host has had the bytes of a storage that is seldom written."""
         if not slot.is_frozen or (known := self._known.get(slot.begin)) is None:
             return False
         owner, nbytes, _ = known
-        return owner() is next(iter(slot.tensors.values())) and nbytes == slot.nbytes
+        return owner() is next(iter(slot.living().values())) and nbytes == slot.nbytes
 
     def _unchanged(self, slots: Sequence[Slot]) -> set[int]:
         """The places of those whose bytes the host has."""

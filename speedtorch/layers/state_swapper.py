@@ -17,7 +17,7 @@ from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
 from speedtorch.layers.transfer_stats import TransferStats
-from speedtorch.layers.unit import exact_device, is_of_unit
+from speedtorch.layers.unit import is_of_unit
 from speedtorch.layers.unit_steps import closure_done, steps_by
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
@@ -77,21 +77,33 @@ class _Piece:
         return [each for ref in self._parameters if (each := ref()) is not None]
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether a parameter has come to another device."""
+        return any(each.device != self.pack.slab.device for each in self.parameters)
+
+    @property
     def has_gradients(self) -> bool:
         """Whether a step would change it."""
         return any(each.grad is not None for each in self.parameters)
 
     def members(self, shared: Mapping[int, int]) -> Members:
-        """Its state by name; what other parameters have as well stays where it is."""
+        """Its state by name.
+
+        What other parameters have as well, or is a parameter or its gradient, stays where it is.
+        """
         found: dict[str, Tensor] = {}
         device, state = self.pack.slab.device, self._optimizer.state
         for number, of in enumerate(self._parameters):
             parameter = of()
-            kept = {} if parameter is None else state.get(parameter, {})
-            for key, value in kept.items():
+            if parameter is None:
+                continue
+            own = _spans(parameter)
+            for key, value in state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and self._stays(number, parameter, key, value):
                     continue
                 for name, each in plain_tensors(f"{key} of parameter {number}", value):
+                    if _is_within(each, own):
+                        continue
                     if shared[id(each)] > 1:
                         if each.device != device:  # it came to the host when one alone had it
                             each.data = each.to(device)
@@ -119,15 +131,15 @@ class StateSwapper:
 
     Args:
         optimizer: one or several that step each parameter by itself, also as accelerate, Lightning
-            or Fabric wrap them. Their parameters are on one device each.
+            or Fabric wrap them.
         budget: the most device memory that state takes, in bytes or as "2GiB": three pieces of a
             third of it. The state of one parameter is not divided, so that the largest counts
             threefold.
 
     Raises:
         TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS).
-        ValueError: an optimizer is given twice, has no parameter, or has one of an Embedding's rows
-            or of a Swapper's unit; or the budget is no number of bytes.
+        ValueError: an optimizer is given twice, is differentiable, or has a parameter of an
+            Embedding's rows or of a Swapper's unit; or the budget is no number of bytes.
 
     Example:
         >>> import torch, speedtorch
@@ -152,9 +164,9 @@ class StateSwapper:
         self._pieces: dict[Optimizer, list[_Piece]] = {each: [] for each in self._optimizers}
         self._first = {each: FirstState(each) for each in self._optimizers}
         self._undo = [steps_by(each, self._step_pieces) for each in self._optimizers]
+        self._loading = {each: _Loading() for each in self._optimizers}
         self._hooks = []
-        for each in self._optimizers:
-            loading = _Loading(each)
+        for each, loading in self._loading.items():
             self._hooks.append(each.register_load_state_dict_pre_hook(loading.begin))
             self._hooks.append(each.register_load_state_dict_post_hook(loading.end))
         try:
@@ -198,12 +210,12 @@ class StateSwapper:
             hook.remove()
         self._undo, self._hooks = [], []
         with as_plain(), torch.no_grad():
-            for optimizer, pieces in self._pieces.items():
-                shared = self._arranged(optimizer) if pieces else Counter()
-                for piece in pieces:
+            for optimizer in [each for each, pieces in self._pieces.items() if pieces]:
+                shared = self._arranged(optimizer)
+                for piece in self._pieces[optimizer]:
                     piece.pack.load(piece.members(shared))
                     piece.pack.slab.coming.join()
-                pieces.clear()
+                self._pieces[optimizer] = []
 
     def report(self) -> StateReport:
         """What is where, and what has travelled so far; waits for copies that are on their way."""
@@ -259,7 +271,10 @@ class StateSwapper:
 
     def _arranged(self, optimizer: Optimizer) -> Counter[int]:
         """Puts new parameters into pieces; gives how many parameters keep each tensor."""
-        pieces = self._pieces[optimizer]
+        self._loading[optimizer].forget()
+        pieces = [each for each in self._pieces[optimizer] if each.parameters]
+        if any(each.is_elsewhere for each in pieces):
+            pieces = []
         owned = {id(each) for piece in pieces for each in piece.parameters}
         most = max(1, self.budget // _AT_ONCE)
         open_ones: dict[torch.device, list[Tensor]] = {}
@@ -278,6 +293,7 @@ class StateSwapper:
             size[each.device] += nbytes
         # At once: a parameter in no piece, or in two, would not be stepped as it should.
         pieces += [_Piece(optimizer, some, self._traffic) for some in new]
+        self._pieces[optimizer] = pieces
         return _times_kept(optimizer)
 
     def _bytes_of(self, optimizer: Optimizer, parameter: Tensor) -> int:
@@ -294,7 +310,7 @@ class _Loading:
     tensor, which takes its place afterwards.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self) -> None:
         self._waiting: list[dict[str, Tensor]] = []
         """Of each parameter in the order of the groups."""
 
@@ -323,7 +339,25 @@ class _Loading:
             for key, each in waits.items():
                 kept = optimizer.state[parameter]
                 kept[key] = each.detach().to("cpu", kept[key].dtype, copy=True)  # torch's dtype
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go what a load that has failed has left."""
         self._waiting.clear()
+
+
+def _spans(parameter: Tensor) -> list[tuple[int, int]]:
+    """Addresses and bytes of a parameter and its gradient."""
+    both = (e for of in (parameter, parameter.grad) for _, e in plain_tensors("", of))
+    return [(each.data_ptr(), each.nbytes) for each in both if each.layout == torch.strided]
+
+
+def _is_within(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether a tensor begins in one of them."""
+    if tensor.layout != torch.strided:
+        return False
+    address = tensor.data_ptr()
+    return any(0 <= address - begin < nbytes for begin, nbytes in spans)
 
 
 def _times_kept(optimizer: Optimizer) -> Counter[int]:
@@ -338,6 +372,11 @@ def _check(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         raise TypeError(f"optimizer: {name} steps all parameters at once, and not in pieces")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer: {name} has differentiable=True, whose backward needs its state on the"
+            " device"
+        )
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for each in parameters:
         if isinstance(each, RowWeight):
@@ -349,4 +388,3 @@ def _check(optimizer: Optimizer) -> None:
             raise ValueError(
                 f"optimizer: {name} has a parameter of a Swapper's unit, which brings its state"
             )
-        exact_device(each.device)

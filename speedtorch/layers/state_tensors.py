@@ -1,17 +1,19 @@
 """The tensors of a training state by name: a module's, their gradients, and what optimizers keep.
 
 What has memory is a plain tensor. Of a tensor of a class of its own these are the tensors within:
-those that `__tensor_flatten__` names (DTensor, torchao), and else the object itself and the tensors
-among its attributes (bitsandbytes).
+those that `__tensor_flatten__` names (DTensor, torchao), and else the object itself, if it has
+memory, and the tensors among its attributes (bitsandbytes, MaskedTensor).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from speedtorch.layers.access_tracker import is_plain_tensor
@@ -53,20 +55,29 @@ def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTe
         if id(each) in rows:
             continue
         names[id(each)] = name
-        own = dict(plain_tensors(name, each))
-        found["weights"] |= own
+        own = _added(found["weights"], plain_tensors(name, each))
         if not each.requires_grad:
             frozen.update(own)
         if each.is_leaf and each.grad is not None:
-            found["gradients"].update(plain_tensors(f"the gradient of {name}", each.grad))
+            _added(found["gradients"], plain_tensors(f"the gradient of {name}", each.grad))
     for number, optimizer in enumerate(optimizers):
         which = f" ({number})" if number else ""
         for place, (of, kept) in enumerate(optimizer.state.items()):
             if id(of) in rows:
                 continue
             name = names.get(id(of), f"parameter {place}") + which
-            found["optimizer"].update(plain_tensors(f"state of {name}", kept))
+            _added(found["optimizer"], plain_tensors(f"state of {name}", kept))
     return StateTensors(found, frozen)
+
+
+def _added(found: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Puts tensors among those that are found; gives their names, each of one tensor alone."""
+    names = []
+    for name, each in tensors:
+        while found.setdefault(name, each) is not each:  # of keys as 1 and "1"
+            name += "'"
+        names.append(name)
+    return names
 
 
 def plain_tensors(
@@ -86,20 +97,32 @@ def plain_tensors(
         elif hasattr(value, "__tensor_flatten__"):
             for each in value.__tensor_flatten__()[0]:
                 yield from plain_tensors(f"{name}.{each}", getattr(value, each), seen)
-        else:
-            yield name, value
+        elif not is_lazy(value):
+            if _has_memory(value):
+                yield name, value
             yield from plain_tensors(name, vars(value), seen)
     elif isinstance(value, Mapping):
         seen.add(id(value))
         for key, each in value.items():
             yield from plain_tensors(f"{name}.{key}", each, seen)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         seen.add(id(value))
         for number, each in enumerate(value):
             yield from plain_tensors(f"{name}.{number}", each, seen)
     elif hasattr(value, "__dict__") and _is_record(value):
         seen.add(id(value))
         yield from plain_tensors(name, vars(value), seen)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor of a class of its own is more than a name for tensors within."""
+    if tensor.layout != torch.strided:
+        return True
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # as torch says it of Tensor._make_wrapper_subclass
+        return False
+    return True
 
 
 def _is_record(value: Any) -> bool:

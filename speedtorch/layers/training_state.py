@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from speedtorch.layers.sleeping_storages import SleepingStorages, Slot
@@ -148,8 +147,9 @@ class TrainingState:
             What was copied, the memory that is free now, and what had to stay.
 
         Raises:
-            ValueError: there is no such part; a tensor belongs to a Swapper's unit, is sparse, or
-                was made in inference mode; nothing has changed.
+            ValueError: there is no such part; a tensor belongs to a Swapper's unit, is sparse,
+                quantized, nested or a lazily conjugated view, or was made in inference mode;
+                nothing has changed.
             MemoryError, RuntimeError: the host has too little memory, or CUDA pins no more of it;
                 the parts that did not fit are awake.
         """
@@ -198,13 +198,15 @@ class TrainingState:
     ) -> Iterator[SleepReport]:
         """Lets parts sleep within, and wakes them afterwards, also after an error.
 
+        Parts that sleep already sleep on.
+
         Args and errors are those of sleep() and wake().
         """
-        report = self.sleep(parts, discard=discard)
+        falling = [part for part in _chosen("parts", parts) if not self._parts[part].is_asleep]
         try:
-            yield report
+            yield self.sleep(parts, discard=discard)
         finally:
-            self.wake()
+            self.wake(falling)
 
     def release(self) -> None:
         """Gives the host memory back that is kept for the next time.
@@ -254,7 +256,7 @@ class TrainingState:
 
     def _is_awake(self, tensor: Tensor, sleeping: Collection[int]) -> bool:
         """Whether a tensor has memory on the device."""
-        if tensor.device != self.device or id(tensor) in sleeping or is_lazy(tensor):
+        if tensor.device != self.device or id(tensor) in sleeping:
             return False
         return tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0
 
@@ -303,8 +305,14 @@ def _check(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: it belongs to a unit of a Swapper: use its evict(), or close it")
     if tensor.layout != torch.strided:
         raise ValueError(
-            f"{name}: it is a sparse tensor, whose parts torch does not show: drop it before"
-            " (zero_grad()), or leave its part awake"
+            f"{name}: it is a sparse tensor ({tensor.layout}), whose parts torch does not show:"
+            " drop it before (zero_grad()), or leave its part awake"
+        )
+    if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{name}: expected elements as they are in memory, got a tensor that is quantized,"
+            " nested, conjugated or negated: resolve that (dequantize(), resolve_conj(),"
+            " resolve_neg()), or leave its part awake"
         )
     if tensor.is_inference():
         raise ValueError(

@@ -16,7 +16,12 @@ from torch.optim import Optimizer
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.unit import Unit, is_of_unit
-from speedtorch.torch_internals import LENT_BY_GRAD_SCALER, stepping_grad_scaler, version_of
+from speedtorch.torch_internals import (
+    LENT_BY_GRAD_SCALER,
+    not_compiled,
+    stepping_grad_scaler,
+    version_of,
+)
 
 __all__ = ["UnitSteps", "closure_done", "steps_by"]
 
@@ -179,6 +184,7 @@ def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], No
     closed = False
 
     # A GradScaler looks at its signature, with the optimizer itself.
+    @not_compiled
     @wraps(getattr(original, "__func__", original))
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if closed:  # a scheduler has wrapped it

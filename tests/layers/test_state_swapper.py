@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +201,88 @@ def test_scaled_gradients(kind: Any, device: str) -> None:
     assert_equal(train(700), train(None))
 
 
+class Aliasing(optim.Optimizer):
+    """Keeps the parameter itself, a view of it, and its gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                sums = self.state[each].get("sums", torch.zeros_like(each))
+                self.state[each] = {"of": each, "flat": each.data.view(-1), "last": each.grad}
+                self.state[each]["sums"] = sums.add_(each.grad)
+                self.state[each]["flat"].sub_(sums.view(-1), alpha=0.1)
+
+
+def test_state_that_is_a_parameter_or_its_gradient_stays(device: str) -> None:
+    ours = Training(device, Aliasing, None)
+    addresses = [each.data_ptr() for each in ours.model.parameters()]
+    ours.swapper = StateSwapper(ours.optimizer, budget=700)
+    ours.step(4)
+    ours.swapper.evict()
+    assert addresses == [each.data_ptr() for each in ours.model.parameters()]
+    for each in ours.model.parameters():
+        assert each.device.type == device
+        assert each.grad is None or each.grad.device.type == device
+    assert_equal(ours.tensors(), Training(device, Aliasing, None).step(4).tensors())
+
+
+def test_parameters_that_are_gone_take_no_host_memory(device: str) -> None:
+    ours = Training(device, optim.Adam, 700).step(2)
+    assert ours.swapper is not None
+    before = ours.swapper.report()
+    for _ in range(3):
+        more = nn.Parameter(torch.ones(100, device=device))
+        ours.optimizer.add_param_group({"params": [more]})
+        more.grad = torch.ones_like(more)
+        ours.optimizer.step()
+        del ours.optimizer.param_groups[1], ours.optimizer.state[more], more
+    ours.step()
+    after = ours.swapper.report()
+    assert (after.pieces, after.host_bytes) == (before.pieces, before.host_bytes)
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing_and_is_not_kept(device: str) -> None:
+    ours, other = Training(device, optim.Adam, 700).step(2), Training(device, optim.Adam, None, 2)
+    before, saved = copies(ours.tensors()), other.step().optimizer.state_dict()
+    kept = [weakref.ref(each["exp_avg"]) for each in saved["state"].values()]
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        ours.optimizer.load_state_dict(saved)
+    assert_equal(ours.tensors(), before)
+    del saved, other
+    ours.step()
+    gc.collect()
+    assert not any(each() is not None for each in kept)
+
+
+def test_a_compiled_step(device: str) -> None:
+    def train(budget: int | None) -> dict[str, Tensor]:
+        training = Training(device, optim.Adam, budget)
+        if budget:
+            training.optimizer.step = torch.compile(training.optimizer.step, backend="eager")
+        return training.step(3).tensors()
+
+    assert_equal(train(700), train(None))
+
+
+@NEEDS_GPU
+def test_a_model_may_come_to_another_device_before_its_first_step() -> None:
+    def train(budget: int | None) -> Training:
+        training = Training("cpu", optim.Adam, budget)
+        training.model.cuda()
+        training.device = "cuda"
+        return training.step(3)
+
+    ours = train(700)
+    assert_equal(ours.tensors(), train(None).tensors())
+    kept = ours.optimizer.state[next(ours.model.parameters())]
+    assert kept["exp_avg"].device.type == "cpu"
+    assert ours.swapper is not None and ours.swapper.report().pieces > 1
+
+
 def test_wrong_arguments_are_told(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Linear"):
@@ -207,6 +291,8 @@ def test_wrong_arguments_are_told(device: str) -> None:
         StateSwapper([], budget=100)
     with pytest.raises(TypeError, match="LBFGS steps all parameters at once"):
         StateSwapper(optim.LBFGS(layer.parameters()), budget=100)
+    with pytest.raises(ValueError, match="Adam has differentiable=True"):
+        StateSwapper(optim.Adam(layer.parameters(), differentiable=True), budget=100)
     adam = optim.Adam(layer.parameters())
     with pytest.raises(ValueError, match="budget: expected bytes as '12GiB'"):
         StateSwapper(adam, budget="much")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +121,26 @@ def test_a_part_sleeps_and_wakes_by_itself(device: str) -> None:
     assert "asleep=[]" in repr(state)
 
 
+def test_a_block_wakes_what_it_has_put_to_sleep(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = Training(device).step().state
+    state.sleep(["optimizer"])
+    with state.asleep(["weights", "optimizer"]) as report:
+        assert list(report.asleep) == ["weights", "optimizer"]
+    assert "asleep=['optimizer']" in repr(state)
+    state.wake()
+
+    def refused(count: int) -> Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(state._parts["optimizer"], "_host_bytes", refused)
+    state._parts["optimizer"]._host = torch.empty(0)
+    with pytest.raises(MemoryError), state.asleep():
+        raise AssertionError
+    assert not state.is_asleep
+
+
 def test_views_and_tensors_that_are_not_contiguous_stay_what_they_are(device: str) -> None:
     layer = nn.Linear(6, 4, device=device)
     flat = torch.arange(40.0, device=device)
@@ -230,6 +252,42 @@ def test_host_memory_is_exact_and_made_once(device: str) -> None:
     assert state.host_bytes and model[0].weight.isfinite().all()
 
 
+def test_what_is_dropped_asleep_takes_no_memory_to_wake(device: str) -> None:
+    training = Training(device).step(2)
+    saved = copy.deepcopy(training.optimizer.state_dict())
+    training.state.sleep(["gradients", "optimizer"])
+    training.optimizer.zero_grad()
+    training.optimizer.load_state_dict(saved)
+    assert training.state.wake().bytes_copied == 0
+    training.state.sleep(["weights"])
+    training.layer.frozen.double()
+    assert training.state.wake().bytes_copied < sum(
+        each.nbytes for each in training.layer.state_dict().values()
+    )
+    training.layer.frozen.float()
+    assert_trains_on(training)
+
+
+def test_memory_that_a_view_has_wakes_although_its_tensors_are_dropped(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    flat = torch.arange(6.0, device=device)  # as a bucket of gradients
+    layer.weight.grad, layer.bias.grad = flat[:4].view(2, 2), flat[4:]
+    state = TrainingState(layer)
+    state.sleep(["gradients"])
+    layer.zero_grad()
+    state.wake()
+    assert flat.tolist() == list(range(6))
+
+
+def test_versions_are_those_of_the_device_after_other_memory_was_given(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    state, before = TrainingState(layer), layer.weight._version
+    for number in range(1, 4):
+        with state.asleep():
+            layer.weight.data = torch.ones(2, 2, device=device)
+        assert layer.weight._version == before + number
+
+
 @pytest.mark.parametrize("count", [1, 3, 8, 16, 100, 4096, 33_000])
 def test_every_change_of_bytes_changes_the_fingerprint(count: int, device: str) -> None:
     random = torch.Generator().manual_seed(count)
@@ -291,6 +349,26 @@ def test_tensors_within_tensors_sleep(device: str) -> None:
     state.wake()
     assert not any(0 <= each.data_ptr() - host.data_ptr() < host.nbytes for each in within)
     assert [each.sum().item() for each in within] == [4, 8, 15, 15]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_a_tensor_that_is_only_a_name_for_tensors_within_sleeps(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    values, mask = torch.ones(3, device=device), torch.tensor([True, False, True], device=device)
+    layer.register_buffer("masked", torch.masked.masked_tensor(values, mask))
+    with TrainingState(layer).asleep() as report:
+        assert report.asleep == {"weights": 6 * 4 + 3 * 4 + 3}
+    assert layer.get_buffer("masked").sum() == 2
+
+
+def test_state_under_keys_of_one_text_sleeps(device: str) -> None:
+    training = Training(device)
+    weight, flat = training.layer.into.weight, torch.arange(8.0, device=device)
+    kept = {1: flat[:2], "1": flat[2:4], "a.b": flat[4:6], "a": deque([flat[6:]]), "a.0": 3}
+    training.optimizer.state[weight] = kept
+    with training.state.asleep():
+        assert torch.cat([kept[1], kept["1"], kept["a.b"], *kept["a"]]).tolist() == list(range(8))
+    assert flat.tolist() == list(range(8))
 
 
 def test_the_devices_memory_is_free_meanwhile(device: str) -> None:
@@ -405,6 +483,7 @@ def test_wrong_arguments_are_told(device: str) -> None:
     assert layer.weight.device.type == device and not state.is_asleep
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:torch.quantize_per_tensor")
 def test_what_cannot_sleep_is_told_and_nothing_sleeps(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     table = nn.Embedding(5, 2, sparse=True, device=device)
@@ -421,6 +500,19 @@ def test_what_cannot_sleep_is_told_and_nothing_sleeps(device: str) -> None:
     with pytest.raises(ValueError, match=r"made: it was made in torch.inference_mode\(\)"):
         state.sleep(["weights"])
     del model.made
+    pairs = torch.ones(2, dtype=torch.complex64, device=device)
+    rows = [torch.ones(1), torch.ones(2)]
+    for odd in (
+        pairs.conj(),
+        pairs.conj().imag,
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8).to(device),
+        torch.nested.nested_tensor(rows, device=device),
+    ):
+        model.register_buffer("odd", odd)
+        with pytest.raises(ValueError, match="odd: expected elements as they are in memory"):
+            state.sleep(["weights"])
+        assert not state.is_asleep
+    del model.odd
     swapper = speedtorch.Swapper([layer], device=device)
     with swapper.use(layer), pytest.raises(ValueError, match="it belongs to a unit of a Swapper"):
         state.sleep(["weights"])
