@@ -400,17 +400,23 @@ def _pieces(slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
 
 
 def _runs(slots: Sequence[Slot]) -> Iterator[tuple[int, int, int]]:
-    """The address, the place in host memory and the bytes of storages that can go in one copy."""
+    """The address, the place in host memory and the bytes of storages that can go in one copy.
+
+    How neighbours lie in an allocation is known of torch's own allocator alone.
+    """
+    on_gpu = any(each.storage.device.type == "cuda" for each in slots[:1])
+    are_joined = not on_gpu or torch.cuda.get_allocator_backend() == "native"
     address = begin = count = 0
     end = -1
     for slot in slots:
         at = slot.storage.data_ptr()
-        if at - address != slot.begin - begin or slot.begin != end or at % _SEGMENT == 0:
+        goes_on = at - address == slot.begin - begin and slot.begin == end
+        if not (are_joined and goes_on) or at % _SEGMENT == 0:
             if count:
                 yield address, begin, count
             address, begin = at, slot.begin
         count = slot.begin + slot.nbytes - begin
         # On a GPU what is between two storages is of the first one's memory, and of nobody else.
-        end = slot.end if slot.storage.device.type == "cuda" else slot.begin + slot.nbytes
+        end = slot.end if on_gpu else slot.begin + slot.nbytes
     if count:
         yield address, begin, count

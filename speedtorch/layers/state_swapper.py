@@ -24,7 +24,10 @@ from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.torch_internals import as_plain
 
-__all__ = ["StateReport", "StateSwapper"]
+__all__ = ["StateReport", "StateSwapper", "check_has_own_state"]
+
+_swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have a StateSwapper."""
 
 _AT_ONCE = 3
 """Pieces on the device: one that is stepped, one that comes and one that leaves."""
@@ -161,6 +164,7 @@ class StateSwapper:
         self._traffic = TransferStats()
         for each in self._optimizers:
             _check(each)
+        _swapped.update(self._optimizers)
         self._pieces: dict[Optimizer, list[_Piece]] = {each: [] for each in self._optimizers}
         self._first = {each: FirstState(each) for each in self._optimizers}
         self._undo = [steps_by(each, self._step_pieces) for each in self._optimizers]
@@ -209,6 +213,7 @@ class StateSwapper:
         for hook in self._hooks:
             hook.remove()
         self._undo, self._hooks = [], []
+        _swapped.difference_update(self._optimizers)
         with as_plain(), torch.no_grad():
             for optimizer in [each for each, pieces in self._pieces.items() if pieces]:
                 shared = self._arranged(optimizer)
@@ -368,8 +373,17 @@ def _times_kept(optimizer: Optimizer) -> Counter[int]:
     return found
 
 
+def check_has_own_state(optimizer: Optimizer) -> None:
+    """Raises ValueError if a StateSwapper has the optimizer's state."""
+    if optimizer in _swapped:
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} has a StateSwapper already: close() that before"
+        )
+
+
 def _check(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
+    check_has_own_state(optimizer)
     if isinstance(optimizer, LBFGS):
         raise TypeError(f"optimizer: {name} steps all parameters at once, and not in pieces")
     if any(group.get("differentiable") for group in optimizer.param_groups):

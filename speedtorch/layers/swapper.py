@@ -14,6 +14,7 @@ from speedtorch.layers.auto import AutoOffload
 from speedtorch.layers.first_state import FirstState
 from speedtorch.layers.module_hook import weak_call
 from speedtorch.layers.residency import Leaver, Residency
+from speedtorch.layers.state_swapper import check_has_own_state
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import Unit, exact_device
@@ -83,6 +84,8 @@ class Swapper:
         self._given = given_optimizers(optimizer)
         self.optimizer = self._given if len(self._given) > 1 else next(iter(self._given), None)
         stepped = optimizers_within(self._given)
+        for each in stepped:
+            check_has_own_state(each)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = exact_device(device)

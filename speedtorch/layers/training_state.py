@@ -77,7 +77,7 @@ class TrainingState:
     Args:
         model: any module: of FSDP2 and DistributedDataParallel, compiled or quantized as well.
         optimizer: one or several, also as accelerate, Lightning or Fabric wrap them; None: none.
-        device: whose tensors sleep; by default that of the model's first tensor.
+        device: whose tensors sleep; by default that of the model's first tensor on a GPU.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -279,9 +279,10 @@ class TrainingState:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    for each in (*model.parameters(), *model.buffers()):
-        return each.device
-    raise ValueError("model: it has no parameter and no buffer; give device=")
+    devices = [each.device for each in (*model.parameters(), *model.buffers())]
+    if not devices:
+        raise ValueError("model: it has no parameter and no buffer; give device=")
+    return next((each for each in devices if each.type == "cuda"), devices[0])
 
 
 def _key(tensor: Tensor) -> int:

@@ -305,6 +305,13 @@ def test_wrong_arguments_are_told(device: str) -> None:
     with pytest.raises(ValueError, match="has a parameter of a Swapper's unit"):
         StateSwapper(adam, budget=100)
     swapper.close()
+    first = StateSwapper(adam, budget=100)
+    with pytest.raises(ValueError, match=r"Adam has a StateSwapper already: close\(\) that before"):
+        StateSwapper(adam, budget=100)
+    with pytest.raises(ValueError, match="Adam has a StateSwapper already"):
+        Swapper([layer], adam, device=device)
+    first.close()
+    StateSwapper(adam, budget=100).close()
 
 
 @NEEDS_GPU
