@@ -17,18 +17,23 @@ import speedtorch
 PAGE = Path(speedtorch.__file__).parents[1] / "docs" / "layers.md"
 
 
-@pytest.mark.examples
-def test_the_example_trains_and_saves(tmp_path: Path) -> None:
-    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+def printed(program: str, folder: Path) -> str:
     done = subprocess.run(
         [warm_python(), "-c", program],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(PAGE.parents[1])},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "found their unit there" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.examples
+def test_the_example_trains_and_saves(tmp_path: Path) -> None:
+    units, state = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert "found their unit there" in printed(units, tmp_path)
+    assert "pieces" in printed(state, tmp_path)
     saved = torch.load(tmp_path / "layers.pt", map_location="cpu")
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
     layers.load_state_dict(saved["model"])
