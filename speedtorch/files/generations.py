@@ -37,7 +37,13 @@ def path_of(folder: str, number: int) -> str:
 
 
 def generations_of(folder: str) -> list[int]:
-    """The numbers of those that there are, ascending; none where there is no such folder."""
+    """The numbers of those that there are, ascending; none where there is no such folder.
+
+    Raises NotADirectoryError for a file.
+    """
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        text = "is a file; name the folder that has, or is to have, the generations"
+        raise NotADirectoryError(errno.ENOTDIR, text, folder)
     with suppress(FileNotFoundError):
         found = (_NAME.fullmatch(each) for each in os.listdir(folder))
         return sorted(int(each[1]) for each in found if each)
@@ -73,6 +79,7 @@ def new_generation(folder: str, keep: int) -> Iterator[Generation]:
         OSError: Of the disk. If syncing the folder fails, the message says that the new generation
             is in place.
     """
+    generations_of(folder)  # or it is no folder
     os.makedirs(folder, exist_ok=True)
     folder = os.path.realpath(folder)
     token = f"{os.getpid()}-{secrets.token_hex(4)}"

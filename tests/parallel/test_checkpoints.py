@@ -438,6 +438,13 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         speedtorch.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no generation of a checkpoint"):
         speedtorch.load(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("x")
+    for call in (
+        lambda: speedtorch.save(tmp_path / "file", a=1),
+        lambda: speedtorch.load(tmp_path / "file"),
+    ):
+        with pytest.raises(NotADirectoryError, match="is a file; name the folder"):
+            call()
     layer = nn.Linear(2, 2)
     speedtorch.save(tmp_path, layers=[layer, layer], step=1)
     with pytest.raises(KeyError, match=r"'model' is none of the parts of .*\['layers', 'step'\]"):
