@@ -478,6 +478,6 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 
 
 def storage_at(address: int, device: torch.device, count: int) -> torch.UntypedStorage:
-    """So many bytes of a device from an address on, which others own."""
+    """So many bytes of a device from an address on, which it does not own."""
     made: Any = torch._C._construct_storage_from_data_pointer(address, device, count)
     return cast(torch.UntypedStorage, made)

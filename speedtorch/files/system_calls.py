@@ -1,7 +1,8 @@
 """Calls on files, exact reads, mapped files.
 
 Every call on a file goes through `calls`, so that tests can make each of them fail or record their
-order. None of them holds the GIL while it waits for the disk.
+order. None of them holds the GIL while it waits for the disk. Seeking, making the folders above a
+path and removing a folder do not go through it.
 """
 
 from __future__ import annotations
@@ -114,10 +115,9 @@ def open_folder(folder: str) -> int:
 
 
 def share_lock(descriptor: int) -> None:
-    """Keeps others from sweeping a folder while it is open here.
+    """Keeps other processes from sweeping a folder while it is open here.
 
-    One who sweeps has the lock for a moment. Whoever has it longer does not keep us: it is done
-    without.
+    A sweep has the lock for a moment. Where another process has it longer, this goes on without.
     """
     until = time.monotonic() + _LOCK_SECONDS
     while True:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.files import npy_format, safetensors_format
+from speedtorch.files.chunk_digests import DigestedFile
 from speedtorch.files.file_format import FileFormat, Read, StoredArray
 from speedtorch.files.new_files import NewFile, replace_files
 from speedtorch.files.system_calls import about, open_to_read
@@ -106,13 +107,13 @@ def _refuse_own(targets: Sequence[str], mapped: str | None) -> None:
         raise ValueError(f"{own[0]}: is the file that the rows are in; choose another")
 
 
-def write_safetensors(file: NewFile, fields: Mapping[str, Tensor]) -> None:
+def write_safetensors(file: NewFile | DigestedFile, fields: Mapping[str, Tensor]) -> None:
     """Writes fields, or the tensors of a state dict, to a new file as safetensors."""
     for _, header, parts in safetensors_format.files_to_write(file.path, fields):
         _write(file, header, parts)
 
 
-def _write(file: NewFile, header: bytes, parts: Sequence[Tensor]) -> None:
+def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor]) -> None:
     file.reserve(len(header) + sum(part.nbytes for part in parts))
     file.write(header)
     for part in parts:

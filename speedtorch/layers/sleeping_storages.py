@@ -14,7 +14,7 @@ sleep wakes all again, and what an error in that has left is completed by the ne
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -194,7 +194,7 @@ class Slot:
 
 
 def _bytes_at(address: int, count: int, device: torch.device) -> Tensor:
-    """Memory from an address on, which others own."""
+    """Memory from an address on, which the tensor does not own."""
     storage = storage_at(address, device, count)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (count,), (1,))
 
@@ -283,12 +283,14 @@ class SleepingStorages:
         kept = [each for each in slots if each.is_kept]
         perhaps = [each for each in kept if self._may_have(each)]
         surely = [each for each in kept if not self._may_have(each)]
-        # These go while the others are looked at.
+        # What is about to be overwritten is not known any more, also if an error ends this.
+        self._forget_but({each.begin for each in perhaps})
+        # These go while the rest is looked at.
         self._copy(surely, comes=False)
         same = self._unchanged(perhaps)
         changed = [each for each in perhaps if each.begin not in same]
+        self._forget_but(same)
         self._copy(changed, comes=False)
-        self._known = {begin: each for begin, each in self._known.items() if begin in same}
         asleep = [slot.asleep(self._host_storage(slot) if slot.is_kept else None) for slot in slots]
         self._wait()
         self._slots = list(slots)
@@ -364,6 +366,10 @@ class SleepingStorages:
         owner, nbytes, _ = known
         return owner() is next(iter(slot.living().values())) and nbytes == slot.nbytes
 
+    def _forget_but(self, begins: Collection[int]) -> None:
+        """Keeps what is known of these places of host memory, and of no other."""
+        self._known = {begin: each for begin, each in self._known.items() if begin in begins}
+
     def _unchanged(self, slots: Sequence[Slot]) -> set[int]:
         """The places of those whose bytes the host has."""
         if not slots:
@@ -416,7 +422,7 @@ def _runs(slots: Sequence[Slot]) -> Iterator[tuple[int, int, int]]:
                 yield address, begin, count
             address, begin = at, slot.begin
         count = slot.begin + slot.nbytes - begin
-        # On a GPU what is between two storages is of the first one's memory, and of nobody else.
+        # On a GPU what is between two storages is of the first one's memory alone.
         end = slot.end if on_gpu else slot.begin + slot.nbytes
     if count:
         yield address, begin, count

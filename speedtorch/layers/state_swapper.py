@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.first_state import FirstState
 from speedtorch.layers.pack import Members, Pack
@@ -164,16 +165,17 @@ class StateSwapper:
         self._traffic = TransferStats()
         for each in self._optimizers:
             _check(each)
-        _swapped.update(self._optimizers)
         self._pieces: dict[Optimizer, list[_Piece]] = {each: [] for each in self._optimizers}
         self._first = {each: FirstState(each) for each in self._optimizers}
-        self._undo = [steps_by(each, self._step_pieces) for each in self._optimizers]
         self._loading = {each: _Loading() for each in self._optimizers}
-        self._hooks = []
-        for each, loading in self._loading.items():
-            self._hooks.append(each.register_load_state_dict_pre_hook(loading.begin))
-            self._hooks.append(each.register_load_state_dict_post_hook(loading.end))
+        self._undo: list[Callable[[], None]] = []
+        self._hooks: list[RemovableHandle] = []
         try:
+            _swapped.update(self._optimizers)
+            for each, loading in self._loading.items():
+                self._undo.append(steps_by(each, self._step_pieces))
+                self._hooks.append(each.register_load_state_dict_pre_hook(loading.begin))
+                self._hooks.append(each.register_load_state_dict_post_hook(loading.end))
             self.evict()
         except BaseException:
             self.close()

@@ -38,7 +38,8 @@ class SleepReport:
     host_bytes: int
     """Of host memory, which is kept for the next time and is pinned if the device is a GPU."""
     left: tuple[str, ...]
-    """Tensors of the parts that stay on the device, as others manage or share their memory."""
+    """Tensors of the parts that stay on the device: their memory is shared with what stays, or is
+    not of torch's allocator."""
 
     def __str__(self) -> str:
         asleep = ", ".join(f"{part} {text_of(count)}" for part, count in self.asleep.items())

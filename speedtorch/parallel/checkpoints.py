@@ -9,30 +9,32 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.files import safetensors_format
+from speedtorch.files.chunk_digests import CHUNK_BYTES, DigestedFile, chunk_count, digests_of
 from speedtorch.files.file_format import StoredArray
 from speedtorch.files.generations import Generation, generations_of, new_generation, path_of
-from speedtorch.files.new_files import NewFile, replace_files
+from speedtorch.files.new_files import replace_files
 from speedtorch.files.saved_values import described, restored
 from speedtorch.files.system_calls import about, calls, open_to_read
 from speedtorch.files.table_files import write_safetensors
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.memory.byte_count import text_of
+from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_saves import (
     agreed,
     check_same,
-    digests,
     make_file,
+    own_digests,
     write_own,
 )
 from speedtorch.table.progress import progress_bar
@@ -45,8 +47,6 @@ __all__ = ["Saved", "load", "save"]
 FORMAT = "speedtorch checkpoint"
 VERSION = 1
 SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
-CHUNK_BYTES = 1 << 20
-"""Of a file, each of which has a digest."""
 _LARGEST_MANIFEST = 1 << 30
 _THREADS = 4
 
@@ -86,7 +86,7 @@ def save(
         path: A folder, which is made if it is not there.
         keep: How many generations stay; older ones are removed once the new one is there.
         progress: Shows a bar on stderr: always (True), never (False), or when it takes longer than
-            a moment and stderr is a terminal (None).
+            a moment and stderr is a terminal (None). There is none where ranks share rows out.
         **parts: By names of your own, such as `model=`, `optimizer=`, `scheduler=`, `step=`: what
             has a state_dict(), a list of such, or a value: None, numbers, strings, bytes, tensors,
             and dicts, lists and tuples of them.
@@ -139,7 +139,7 @@ def _save_together(
     folder: str, keep: int, tensors: _Tensors, values: Mapping[str, Any], begin: float
 ) -> Saved:
     """As save(), where ranks share rows out: each writes its own."""
-    shared, is_first = tensors.shared, dist.get_rank() == 0
+    shared, is_first = tensors.shared, Ranks.of().rank == 0
     check_same(shared)
     with ExitStack() as stack:
 
@@ -166,7 +166,7 @@ def _save_together(
 
         def look() -> list[list[int]]:
             paths = [(os.path.join(generation.folder, name), count) for name, _, count in made]
-            return [digests(path, count, CHUNK_BYTES) for path, count in paths]
+            return [own_digests(path, count) for path, count in paths]
 
         agreed(write)
         of_ranks = agreed(look)
@@ -249,7 +249,7 @@ def load(
 def _loaded(
     opened: _Opened, parts: Mapping[str, Any], *, verify: bool, progress: bool | None
 ) -> dict[str, Any]:
-    """Fills parts, and gives the values of the others."""
+    """Fills parts, and gives the values of the rest."""
     saved = opened.manifest["parts"]
     if missing := [name for name in parts if name not in saved]:
         raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
@@ -257,16 +257,20 @@ def _loaded(
         opened.verify(progress)
     states = {name: opened.value(name, copies=_copies(each)) for name, each in parts.items()}
     others = {name: opened.value(name, copies=True) for name in saved if name not in parts}
+    pairs: list[tuple[Any, Any]] = []  # before any of them is loaded
     for name, part in parts.items():
-        pairs = [(part, states[name])]
-        if isinstance(part, list | tuple):
-            if len(part) != len(states[name]):
-                raise ValueError(f"{name}: {len(states[name])} were saved, {len(part)} are given")
-            pairs = list(zip(part, states[name], strict=True))
-        for each, state in pairs:
-            each.load_state_dict(state)
-            if isinstance(each, Optimizer):
-                opened.let_go(each)
+        state = states[name]
+        if not isinstance(part, list | tuple):
+            pairs.append((part, state))
+            continue
+        if not isinstance(state, list) or len(part) != len(state):
+            count = len(state) if isinstance(state, list) else "no list"
+            raise ValueError(f"{name}: {count} were saved, {len(part)} are given")
+        pairs += zip(part, state, strict=True)
+    for each, state in pairs:
+        each.load_state_dict(state)
+        if isinstance(each, Optimizer):
+            opened.let_go(each)
     return others
 
 
@@ -419,44 +423,9 @@ def _write_shard(
 ) -> dict[str, Any]:
     """Writes a file, and gives its entry of the manifest."""
     with replace_files([os.path.join(folder, name)]) as (file,):
-        digested = _Digested(file, pool, told)
-        write_safetensors(digested, tensors)  # type: ignore[arg-type]
-    return {"name": name, "bytes": digested.count, "crc32": digested.finished()}
-
-
-class _Digested:
-    """A new file whose chunks get digests while they are written."""
-
-    def __init__(
-        self, file: NewFile, pool: ThreadPoolExecutor, told: Callable[[int], object]
-    ) -> None:
-        self._file, self._pool, self._told = file, pool, told
-        self.path = file.path
-        self.reserve = file.reserve
-        self.count = 0
-        self._digests: list[int] = []
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Appends all of `data`, which may change afterwards."""
-        view = memoryview(data)
-        digests: list[Future[int]] = []
-        at, begin = self.count, 0
-        while begin < len(view):
-            within = (at + begin) % CHUNK_BYTES
-            part = view[begin : begin + CHUNK_BYTES - within]
-            before = self._digests.pop() if within else 0
-            digests.append(self._pool.submit(zlib.crc32, part, before))
-            if within:  # one chunk goes on, the others begin
-                self._digests.append(digests.pop().result())
-            begin += len(part)
-        self._file.write(view)
-        self._digests += [each.result() for each in digests]
-        self.count += len(view)
-        self._told(len(view))
-
-    def finished(self) -> list[int]:
-        """The digests of all chunks."""
-        return self._digests
+        digested = DigestedFile(file, pool, told)
+        write_safetensors(digested, tensors)
+    return {"name": name, "bytes": digested.count, "crc32": digested.digests}
 
 
 class _Opened:
@@ -465,7 +434,6 @@ class _Opened:
     def __init__(self, folder: str, number: int) -> None:
         self.path = path_of(folder, number)
         self._older = [each for each in generations_of(folder) if each != number]
-        self._number, self._folder = number, folder
         self._stack = ExitStack()
         self._arrays: dict[str, tuple[StoredArray, Tensor]] = {}
         self._ranges: list[range] = []
@@ -546,20 +514,20 @@ class _Opened:
             for name, read in self._reads.items():
                 entry = self._entry(name)
                 with self._damage(name):
-                    chunks = range(0, entry["bytes"], CHUNK_BYTES)
-                    if len(entry["crc32"]) != len(chunks):
-                        raise ValueError(f"it has {len(chunks)} chunks of {len(entry['crc32'])}")
-                    runs = [range(k, min(k + 16, len(chunks))) for k in range(0, len(chunks), 16)]
-
-                    def wrong(run: range, read: Any = read, entry: Any = entry) -> list[int]:
-                        return _wrong_chunks(read, entry, run)
-
-                    for run, found in zip(runs, pool.map(wrong, runs), strict=True):
-                        if found:
-                            begin = found[0] * CHUNK_BYTES
-                            raise ValueError(f"its bytes from {begin:,} on are not those written")
-                        end = min(run.stop * CHUNK_BYTES, entry["bytes"])
-                        bar.update(end - run.start * CHUNK_BYTES)
+                    nbytes, count = entry["bytes"], chunk_count(entry["bytes"])
+                    if len(entry["crc32"]) != count:
+                        raise ValueError(f"it has {count} chunks of {len(entry['crc32'])}")
+                    runs = [range(k, min(k + 16, count)) for k in range(0, count, 16)]
+                    found = pool.map(partial(digests_of, read, nbytes), runs)
+                    for run, digests in zip(runs, found, strict=True):
+                        expected = entry["crc32"][run.start : run.stop]
+                        for number, digest, other in zip(run, digests, expected, strict=True):
+                            if digest != other:
+                                begin = number * CHUNK_BYTES
+                                raise ValueError(
+                                    f"its bytes from {begin:,} on are not those written"
+                                )
+                        bar.update(min(run.stop * CHUNK_BYTES, nbytes) - run.start * CHUNK_BYTES)
 
     def value(self, name: str, *, copies: bool) -> Any:
         """The value of a part; its tensors are in the file's memory unless it `copies`."""
@@ -596,18 +564,3 @@ def _whole(path: str) -> bytes:
         data = bytearray(size)
         read(memoryview(data), 0)
     return bytes(data)
-
-
-def _wrong_chunks(
-    read: Callable[..., None], entry: Mapping[str, Any], run: Sequence[int]
-) -> list[int]:
-    """The first of some chunks whose digest is another one."""
-    first, end = run[0] * CHUNK_BYTES, min((run[-1] + 1) * CHUNK_BYTES, entry["bytes"])
-    data = bytearray(end - first)
-    read(memoryview(data), first)
-    view = memoryview(data)
-    for number in run:
-        begin = number * CHUNK_BYTES - first
-        if zlib.crc32(view[begin : begin + CHUNK_BYTES]) != entry["crc32"][number]:
-            return [number]
-    return []

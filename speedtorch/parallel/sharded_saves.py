@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
+from speedtorch.files.chunk_digests import chunk_count, digests_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.safetensors_format import safetensors_header
 from speedtorch.files.system_calls import about, calls, open_to_read
 from speedtorch.files.table_files import blocks_of_bytes
+from speedtorch.parallel.ranks import Ranks
 from speedtorch.table.shared_rows import SharedRows
 
-__all__ = ["agreed", "check_same", "digests", "make_file", "write_own"]
+__all__ = ["agreed", "check_same", "make_file", "own_digests", "write_own"]
 
 _Value = TypeVar("_Value")
 
@@ -36,13 +35,12 @@ def agreed(stage: Callable[[], _Value]) -> list[_Value]:
         given = stage()
     except Exception as raised:
         error = raised
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (given, None if error is None else f"{error!r}"))
+    every = Ranks.of().every((given, None if error is None else f"{error!r}"))
     if error is not None:
         raise error
     for rank, (_, text) in enumerate(every):
         if text is not None:
-            raise RuntimeError(f"save: rank {rank} raises {text}; nothing was saved")
+            raise RuntimeError(f"save: rank {rank} raises {text}")
     return [value for value, _ in every]
 
 
@@ -53,7 +51,7 @@ def check_same(shared: Mapping[str, SharedRows]) -> None:
         if theirs != mine:
             raise ValueError(
                 f"save: rank {rank} saves the rows of {[key for key, *_ in theirs]}, and rank"
-                f" {dist.get_rank()} those of {[key for key, *_ in mine]}, or of other shapes"
+                f" {Ranks.of().rank} those of {[key for key, *_ in mine]}, or of other shapes"
             )
 
 
@@ -88,13 +86,9 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[calls.write(descriptor, data) :]
 
 
-def digests(path: str, nbytes: int, chunk: int) -> list[int]:
+def own_digests(path: str, nbytes: int) -> list[int]:
     """The digests of this rank's part of a file's chunks."""
-    count, rank, size = -(-nbytes // chunk), dist.get_rank(), dist.get_world_size()
-    found = []
+    ranks, count = Ranks.of(), chunk_count(nbytes)
+    first, end = (at * count // ranks.size for at in (ranks.rank, ranks.rank + 1))
     with open_to_read(path) as (read, _):
-        for number in range(rank * count // size, (rank + 1) * count // size):
-            data = bytearray(min(chunk, nbytes - number * chunk))
-            read(memoryview(data), number * chunk)
-            found.append(zlib.crc32(data))
-    return found
+        return digests_of(read, nbytes, range(first, end))

@@ -107,8 +107,7 @@ class CacheReport(NamedTuple):
     refreshes: int
     """How often rows took slots of others."""
     failed: int
-    """How often there was too little memory on the device to move rows, which stay where they are.
-"""
+    """How often there was too little memory on the device to move rows, which then stay."""
     rows_moved: int
     """Rows that took a slot or left one in all of them."""
     seconds: float

@@ -457,6 +457,19 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         speedtorch.load(tmp_path, layers=[layer, nn.Linear(3, 3)])
 
 
+def test_a_list_of_another_length_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    speedtorch.save(tmp_path, layer=layer, layers=[layer, layer])
+    other = nn.Linear(2, 2)
+    before = other.weight.detach().clone()
+    for given, message in (([other], "2 were saved, 1 are given"), ([other] * 3, "3 are given")):
+        with pytest.raises(ValueError, match=message):
+            speedtorch.load(tmp_path, layer=other, layers=given)
+    with pytest.raises(ValueError, match="layer: no list were saved, 1 are given"):
+        speedtorch.load(tmp_path, layers=[other, other], layer=[other])
+    assert torch.equal(other.weight, before)
+
+
 def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     saved = speedtorch.save(tmp_path, step=3, a=torch.ones(2))
     content = json.loads((Path(saved.path) / "manifest.json").read_text())
