@@ -39,8 +39,11 @@ class FileFormat(Protocol):
     def files_to_write(self, path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
         """The files that hold these fields."""
 
-    def files_to_read(self, path: str, names: Collection[str] | None) -> dict[str, str]:
-        """The files of these fields, or (None) of what there is, by the begin of fields' names."""
+    def files_to_read(self, path: str, names: Collection[str] | None) -> dict[str, list[str]]:
+        """The files of these fields, or (None) of what there is, by the begin of fields' names.
+
+        Each is the first of these that is there.
+        """
 
     def read_arrays(self, read: Read, size: int) -> dict[str, StoredArray]:
         """The arrays of a file by the rest of their names; ValueError if its size is another."""

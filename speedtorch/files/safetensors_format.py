@@ -43,9 +43,9 @@ def files_to_write(path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
     return [(path, safetensors_header(arrays), [fields[name] for name in order])]
 
 
-def files_to_read(path: str, names: Collection[str] | None) -> dict[str, str]:
+def files_to_read(path: str, names: Collection[str] | None) -> dict[str, list[str]]:
     """See FileFormat."""
-    return {"": path}
+    return {"": [path]}
 
 
 def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
