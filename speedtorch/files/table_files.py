@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -63,7 +64,7 @@ def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             yield block, buffer[: block.numel()].view(block.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StoredField(StoredArray):
     """A field `[rows, ...]` in an open file."""
 
@@ -151,12 +152,13 @@ def open_fields(
                     check_span(repr(before + after), array.shape, array.dtype)
                     field = StoredField(array.shape, array.dtype, array.offset, target, read)
                     stored[before + after] = field
-        counts = {each: field.shape[:1] for each, field in stored.items()}
+        counts = {field.shape[:1] for field in stored.values()}
         with about(name):
             if not stored:
                 raise ValueError("it holds no field")
-            if len(set(counts.values())) > 1 or () in counts.values():
-                raise ValueError(f"its fields need the same number of rows, they have {counts}")
+            if len(counts) > 1 or () in counts:
+                found = {each: field.shape[:1] for each, field in islice(stored.items(), 20)}
+                raise ValueError(f"its fields need the same number of rows, they have {found}")
         yield dict(sorted(stored.items(), key=lambda item: item[0] != "weight"))
 
 
