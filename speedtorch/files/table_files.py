@@ -5,11 +5,14 @@ A field may be strided (one of several in a record), on the CPU or on a GPU; its
 
 from __future__ import annotations
 
+import errno
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from speedtorch.files import npy_format, safetensors_format
 from speedtorch.files.chunk_digests import DigestedFile
 from speedtorch.files.file_format import FileFormat, Read, StoredArray
 from speedtorch.files.new_files import NewFile, replace_files
-from speedtorch.files.system_calls import about, open_to_read
+from speedtorch.files.system_calls import about, open_with_status
 from speedtorch.ops.shapes import check_span
 
 __all__ = [
@@ -34,6 +37,11 @@ FORMATS: dict[str, FileFormat] = {".safetensors": safetensors_format, ".npy": np
 
 # Large enough for the disk's full speed; small beside any table.
 _BLOCK_BYTES = 4 << 20
+
+# Each try needs another save that ends meanwhile.
+_TRIES = 1000
+
+_Result = TypeVar("_Result")
 
 
 def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -56,7 +64,7 @@ def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             yield block, buffer[: block.numel()].view(block.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StoredField(StoredArray):
     """A field `[rows, ...]` in an open file."""
 
@@ -94,10 +102,11 @@ def save_fields(
     as fields of this table, or the file `mapped`.
     """
     name = os.fspath(path)
-    _refuse_own([name], mapped)
+    with about(name):  # of a folder that is gone
+        _refuse_own([name], mapped)
     files = _format_of(name).files_to_write(name, fields)
     _refuse_own([target for target, _, _ in files], mapped)
-    with replace_files([target for target, _, _ in files]) as new_files:
+    with replace_files([target for target, _, _ in files], name) as new_files:
         for file, (_, header, parts) in zip(new_files, files, strict=True):
             _write(file, header, parts)
 
@@ -136,17 +145,52 @@ def open_fields(
     file_format = _format_of(name)
     stored: dict[str, StoredField] = {}
     with ExitStack() as stack:
-        for before, target in file_format.files_to_read(name, names).items():
-            read, size = stack.enter_context(open_to_read(target))
+        files = _open_files(name, lambda: file_format.files_to_read(name, names), stack)
+        for before, (target, read, status) in files.items():
             with about(target):
-                for after, array in file_format.read_arrays(read, size).items():
+                for after, array in file_format.read_arrays(read, status.st_size).items():
                     check_span(repr(before + after), array.shape, array.dtype)
                     field = StoredField(array.shape, array.dtype, array.offset, target, read)
                     stored[before + after] = field
-        counts = {each: field.shape[:1] for each, field in stored.items()}
+        counts = {field.shape[:1] for field in stored.values()}
         with about(name):
             if not stored:
                 raise ValueError("it holds no field")
-            if len(set(counts.values())) > 1 or () in counts.values():
-                raise ValueError(f"its fields need the same number of rows, they have {counts}")
+            if len(counts) > 1 or () in counts:
+                found = {each: field.shape[:1] for each, field in islice(stored.items(), 20)}
+                raise ValueError(f"its fields need the same number of rows, they have {found}")
         yield dict(sorted(stored.items(), key=lambda item: item[0] != "weight"))
+
+
+_Opened = tuple[str, Read, os.stat_result]
+
+
+def _open_files(
+    path: str, find: Callable[[], dict[str, list[str]]], stack: ExitStack
+) -> dict[str, _Opened]:
+    """Opens files by what find() says: all of one save, also while other saves end."""
+    for _ in range(_TRIES):
+        with ExitStack() as tried:
+            places = find()
+            files = {name: _open_first(each, tried) for name, each in places.items()}
+            # What is still there now was there when the last one was opened: no other file has the
+            # number of an open one.
+            if find() == places and all(
+                os.path.samestat(status, _first(places[name], os.stat))
+                for name, (_, _, status) in files.items()
+            ):
+                stack.push(tried.pop_all())
+                return files
+    raise OSError(errno.EBUSY, f"other saves have replaced it at each of {_TRIES:,} tries", path)
+
+
+def _open_first(places: Sequence[str], stack: ExitStack) -> _Opened:
+    return _first(places, lambda path: (path, *stack.enter_context(open_with_status(path))))
+
+
+def _first(places: Sequence[str], act: Callable[[str], _Result]) -> _Result:
+    """Acts on the first of these files that is there."""
+    for place in places[:-1]:
+        with suppress(FileNotFoundError):
+            return act(place)
+    return act(places[-1])

@@ -467,6 +467,11 @@ class HostTable:
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:
         """Saves all fields; what was there before stays until the new files are on the disk.
 
+        They switch in one step: load() and open() find the old table or the new one, also after
+        the process was killed, and while other processes save. Several .npy files that a save
+        leaves in a hidden folder, as it was killed, get their names by the next save; until then a
+        program that reads them by name finds old ones among them.
+
         With `rows` it saves some of them, as a table of so many rows would.
 
         Args:
@@ -480,7 +485,9 @@ class HostTable:
         Raises:
             TypeError: `rows` is no slice of integers.
             ValueError: Another ending, a dtype or a name that the format cannot hold, the table's
-                own mapped file, or `rows` with another step or such ends.
+                own mapped file, a named pipe or a device, a symbolic link among several .npy files,
+                or `rows` with another step or such ends.
+            PermissionError: The file is read-only.
             OSError: The disk is full, or another file call failed.
 
         Example:
@@ -556,7 +563,7 @@ class HostTable:
 
     def _read(self, stored: Mapping[str, table_files.StoredField], rows: range) -> None:
         for name, each in stored.items():
-            each.read_into(self[name][rows.start : rows.stop])
+            each.read_into(self.rows_of(name)[rows.start : rows.stop])
         self.settle()
         self.was_read = True
 
