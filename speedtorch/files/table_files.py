@@ -26,6 +26,7 @@ from speedtorch.ops.shapes import check_span
 
 __all__ = [
     "FORMATS",
+    "SomeRows",
     "StoredField",
     "blocks_of_bytes",
     "open_fields",
@@ -62,6 +63,37 @@ def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for column in range(0, row_bytes, _BLOCK_BYTES):
             block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
             yield block, buffer[: block.numel()].view(block.shape)
+
+
+@dataclass(frozen=True)
+class SomeRows:
+    """Rows of a field `[rows, ...]` by their ids `[n]`, on the CPU, which are read when written."""
+
+    field: Tensor
+    ids: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[n, ...]`."""
+        return torch.Size((len(self.ids), *self.field.shape[1:]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The field's."""
+        return self.field.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of these rows."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def blocks(self) -> Iterator[memoryview]:
+        """All bytes, of a few MB of rows at once."""
+        row_bytes = max(1, self.nbytes // max(1, len(self.ids)))
+        for ids in torch.split(self.ids, max(1, _BLOCK_BYTES // row_bytes)):
+            rows = self.field.index_select(0, ids.to(self.field.device)).cpu()
+            if rows.numel():
+                yield rows.view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(slots=True)
@@ -116,19 +148,27 @@ def _refuse_own(targets: Sequence[str], mapped: str | None) -> None:
         raise ValueError(f"{own[0]}: is the file that the rows are in; choose another")
 
 
-def write_safetensors(file: NewFile | DigestedFile, fields: Mapping[str, Tensor]) -> None:
+def write_safetensors(
+    file: NewFile | DigestedFile, fields: Mapping[str, Tensor | SomeRows]
+) -> None:
     """Writes fields, or the tensors of a state dict, to a new file as safetensors."""
-    for _, header, parts in safetensors_format.files_to_write(file.path, fields):
-        _write(file, header, parts)
+    order = safetensors_format.in_file_order({name: each.dtype for name, each in fields.items()})
+    arrays = {name: (each.shape, each.dtype) for name, each in fields.items()}
+    _write(file, safetensors_format.safetensors_header(arrays), [fields[name] for name in order])
 
 
-def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor]) -> None:
+def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor | SomeRows]) -> None:
     file.reserve(len(header) + sum(part.nbytes for part in parts))
     file.write(header)
     for part in parts:
-        for block, buffer in blocks_of_bytes(part):
-            buffer.copy_(block)
-            file.write(buffer.view(-1).numpy().data)
+        for data in part.blocks() if isinstance(part, SomeRows) else _blocks_of(part):
+            file.write(data)
+
+
+def _blocks_of(field: Tensor) -> Iterator[memoryview]:
+    for block, buffer in blocks_of_bytes(field):
+        buffer.copy_(block)
+        yield buffer.view(-1).numpy().data
 
 
 @contextmanager

@@ -350,6 +350,6 @@ class FixedExchange(Exchange):
         """As Exchange.refuse_if_captured."""
         if self._blocks.stay_captured():
             raise RuntimeError(
-                f"{self.name}: {what} would take memory away that a captured CUDA graph uses: let"
-                " the graph go first (del graph)"
+                f"{self.name}: {what} is refused while a captured CUDA graph uses its rows: let the"
+                " graph go first (del graph)"
             )
