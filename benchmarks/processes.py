@@ -30,6 +30,7 @@ STEMS = (
     "ranks",
     "layers",
     "training_state",
+    "checkpoints",
     "transformer",
     "overlap",
     "headline",

@@ -57,12 +57,10 @@ class Generation:
     Attributes:
         number: Its number, which is certain once it is there.
         folder: Where its files are written.
-        base: The one that it goes on from.
     """
 
     number: int
     folder: str
-    base: int | None = None
 
     def take_next(self) -> None:
         """Another process has taken the number."""
@@ -71,13 +69,13 @@ class Generation:
 
 @contextmanager
 def new_generation(
-    folder: str, keep: int, base_of: Callable[[int], int | None]
+    folder: str, keep: int, base_of: Callable[[int], int | None], base: int | None = None
 ) -> Iterator[Generation]:
     """Makes the next generation of a folder.
 
     Within the `with` block every file is written and synced. Then the folder switches, and all
-    generations but the last `keep` are removed, and those that they go on from, as `base_of` says:
-    the one before it that a generation needs, or None. An error leaves what was there. What killed
+    generations but the last `keep` are removed, and those that they go on from: `base` is that of
+    the new one, and `base_of` says which an older one needs, or None. An error leaves what was there. What killed
     processes have left is removed first, unless another process saves to this folder now.
 
     Raises:
@@ -116,7 +114,7 @@ def new_generation(
             shutil.rmtree(partial, ignore_errors=True)
             raise
         sync_folder(folder, descriptor)
-        bases[made.number] = made.base
+        bases[made.number] = base
         numbers = generations_of(folder)
         bases |= {each: base_of(each) for each in numbers if each not in bases}
         _remove(folder, _unneeded(numbers, keep, bases), token)

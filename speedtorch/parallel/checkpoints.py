@@ -156,8 +156,8 @@ def save(
                 delta = changed_rows(against, tensors.by_key)
             moments = moments_of(tensors.by_key.values())
             total = sum(each.nbytes for each in delta.tensors.values())
-            with new_generation(folder, keep, partial(base_of, folder)) as generation:
-                generation.base = base
+            needed = partial(base_of, folder)
+            with new_generation(folder, keep, needed, base) as generation:
                 _check_room(folder, total)
                 with progress_bar(total, progress, unit="B") as bar:
                     files = _write_shards(generation.folder, delta.tensors, bar.update)
