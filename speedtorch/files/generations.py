@@ -75,8 +75,9 @@ def new_generation(
 
     Within the `with` block every file is written and synced. Then the folder switches, and all
     generations but the last `keep` are removed, and those that they go on from: `base` is that of
-    the new one, and `base_of` says which an older one needs, or None. An error leaves what was there. What killed
-    processes have left is removed first, unless another process saves to this folder now.
+    the new one, and `base_of` says which an older one needs, or None. An error leaves what was
+    there. What killed processes have left is removed first, unless another process saves to this
+    folder now.
 
     Raises:
         OSError: Of the disk. If syncing the folder fails, the message says that the new generation

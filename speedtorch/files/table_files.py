@@ -9,6 +9,7 @@ import errno
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -160,15 +161,27 @@ def write_safetensors(
 def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor | SomeRows]) -> None:
     file.reserve(len(header) + sum(part.nbytes for part in parts))
     file.write(header)
-    for part in parts:
-        for data in part.blocks() if isinstance(part, SomeRows) else _blocks_of(part):
-            file.write(data)
+    # A block is written while the next one is copied.
+    with ThreadPoolExecutor(1) as writer:
+        written: Future[None] | None = None
+        for part in parts:
+            for data in part.blocks() if isinstance(part, SomeRows) else _blocks_of(part):
+                if written is not None:
+                    written.result()
+                written = writer.submit(file.write, data)
+        if written is not None:
+            written.result()
 
 
 def _blocks_of(field: Tensor) -> Iterator[memoryview]:
-    for block, buffer in blocks_of_bytes(field):
-        buffer.copy_(block)
-        yield buffer.view(-1).numpy().data
+    """The bytes of a field; those of a block stay until the next but one."""
+    buffers: list[Tensor] = []
+    for number, (block, buffer) in enumerate(blocks_of_bytes(field)):
+        if number < 2:
+            buffers.append(torch.empty_like(buffer).view(-1) if number else buffer.view(-1))
+        own = buffers[number % 2][: block.numel()]
+        own.view(block.shape).copy_(block)
+        yield own.numpy().data
 
 
 @contextmanager

@@ -29,7 +29,7 @@ __all__ = ["FORMAT", "THREADS", "VERSION", "VERSION_OF_DELTA", "SavedGeneration"
 
 FORMAT = "speedtorch checkpoint"
 VERSION, VERSION_OF_DELTA = 1, 2
-THREADS = 4
+THREADS = min(16, os.cpu_count() or 1)
 _LARGEST_MANIFEST = 1 << 30
 
 

@@ -64,8 +64,10 @@ class ChangedRows:
             ids: Of the rows, int64 `[n]`, all of which are there.
             number: How many of them, from the first on, `[1]` on their device; by default all.
         """
+        noted = self._on(ids.device)
         with self.moving():
-            noted = self._on(ids.device)
+            yield
+            # After what is waited for.
             if number is None:
                 noted.moments.index_fill_(0, ids, self._now)
             else:
@@ -73,16 +75,16 @@ class ChangedRows:
                 is_one = torch.arange(count, device=ids.device) < number
                 places = torch.where(is_one, ids, self._rows)
                 noted.moments.scatter_(0, places, noted.now.expand(count))
-            yield
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Notes nothing within: rows come and go as they were noted before."""
+        """Notes nothing within: rows come and go as they were noted before.
+
+        Where an exception ends it all rows count as written, as whoever looks next sees.
+        """
         self._look()
-        try:
-            yield
-        finally:
-            self._seen = self._version()
+        yield
+        self._seen = self._version()
 
     def since(self, moment: int) -> Tensor:
         """Ids of the rows that were written since a moment, ascending `[n]`, on the CPU.

@@ -93,7 +93,6 @@ def test_rows_of_scatter_are_told(run: Run) -> None:
     assert run.changed() == [2, 5, 6]
     with pytest.raises(IndexError):
         run.table.scatter(torch.tensor([5, ROWS]), rows, "weight")
-    assert set(run.changed()) <= {2, 5, 6, ROWS - 1}
 
 
 @pytest.mark.parametrize(
