@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 import speedtorch
 from benchmarks.bench_hot_rows import STEPS, ids_of
 from benchmarks.harness import Figure, Measured, figure_of, forget, synchronize, take_turn
+from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.training import prefetched
 
@@ -149,9 +150,48 @@ def steps() -> Iterator[Figure]:
     yield figure_of("a step, Zipf 1.05, Adam", "changes are noted", times[True], kind="noted")
 
 
+def beside_a_save(folder: Path) -> Measured:
+    """Steps while a save in the background goes on, the call included, and without one."""
+    module, optimizer = trained(SIZES.saved_rows)
+    gradient = torch.randn(SIZES.large_batch, COLUMNS, device=DEVICE)
+
+    def loop() -> float:
+        batches = [zipf_ids(SIZES.saved_rows, SIZES.large_batch) for _ in range(STEPS)]
+        synchronize()
+        begin = time.perf_counter()
+        for ids in prefetched(module)(batches):
+            optimizer.zero_grad()
+            module(ids).backward(gradient)
+            optimizer.step()
+        synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
+    without = [loop() / STEPS for _ in range(4 + SIZES.noted_loops)][4:]
+    waits, means, steps = [], [], 0
+    for _ in range(_TIMES):
+        begin, steps = time.perf_counter(), 0
+        spent = 0.0  # but for making ids
+        saving = speedtorch.save(folder, keep=1, background=True, model=module, optimizer=optimizer)
+        called = (time.perf_counter() - begin) * 1e3
+        while not saving.done() or not steps:
+            spent += loop()
+            steps += STEPS
+        waits.append((saving.result().waited or 0.0) * 1e3)
+        means.append((called + spent) / steps)
+    section = "beside a save"
+    yield figure_of(section, "the call of save(background=True)", waits, nbytes=module.table.nbytes)
+    yield figure_of(section, "a step without a save", without, kind="without")
+    yield figure_of(
+        section, "a step, mean while it goes on, the call included", means, kind="beside"
+    )
+    yield "steps beside a save", steps
+
+
 def measured() -> Measured:
     """The disk is that of the folder for temporary files."""
     with tempfile.TemporaryDirectory() as folder:
         yield from saves(Path(folder))
+        forget()
+        yield from beside_a_save(Path(folder) / "beside")
     forget()
     yield from steps()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.pool import AsyncResult
 
 from speedtorch.files.file_format import Read
 from speedtorch.files.new_files import NewFile
+from speedtorch.files.threads import ThreadPool
 
 __all__ = ["CHUNK_BYTES", "DigestedFile", "chunk_count", "digests_of"]
 
@@ -44,9 +45,7 @@ class DigestedFile:
         digests: of all chunks so far.
     """
 
-    def __init__(
-        self, file: NewFile, pool: ThreadPoolExecutor, told: Callable[[int], object]
-    ) -> None:
+    def __init__(self, file: NewFile, pool: ThreadPool, told: Callable[[int], object]) -> None:
         self._file, self._pool, self._told = file, pool, told
         self.path = file.path
         self.count = 0
@@ -59,17 +58,17 @@ class DigestedFile:
     def write(self, data: bytes | memoryview) -> None:
         """Appends all of `data`, which may change afterwards."""
         view = memoryview(data)
-        digests: list[Future[int]] = []
+        digests: list[AsyncResult[int]] = []
         at, begin = self.count, 0
         while begin < len(view):
             within = (at + begin) % CHUNK_BYTES
             part = view[begin : begin + CHUNK_BYTES - within]
             before = self.digests.pop() if within else 0
-            digests.append(self._pool.submit(zlib.crc32, part, before))
+            digests.append(self._pool.apply_async(zlib.crc32, (part, before)))
             if within:  # a chunk goes on; the rest of them begin
-                self.digests.append(digests.pop().result())
+                self.digests.append(digests.pop().get())
             begin += len(part)
         self._file.write(view)
-        self.digests += [each.result() for each in digests]
+        self.digests += [each.get() for each in digests]
         self.count += len(view)
         self._told(len(view))

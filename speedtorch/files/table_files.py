@@ -9,10 +9,10 @@ import errno
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from multiprocessing.pool import AsyncResult
 from typing import TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from speedtorch.files.chunk_digests import DigestedFile
 from speedtorch.files.file_format import FileFormat, Read, StoredArray
 from speedtorch.files.new_files import NewFile, replace_files
 from speedtorch.files.system_calls import about, open_with_status
+from speedtorch.files.threads import threads
 from speedtorch.ops.shapes import check_span
 
 __all__ = [
@@ -162,15 +163,15 @@ def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor |
     file.reserve(len(header) + sum(part.nbytes for part in parts))
     file.write(header)
     # A block is written while the next one is copied.
-    with ThreadPoolExecutor(1) as writer:
-        written: Future[None] | None = None
+    with threads(1) as writer:
+        written: AsyncResult[None] | None = None
         for part in parts:
             for data in part.blocks() if isinstance(part, SomeRows) else _blocks_of(part):
                 if written is not None:
-                    written.result()
-                written = writer.submit(file.write, data)
+                    written.get()
+                written = writer.apply_async(file.write, (data,))
         if written is not None:
-            written.result()
+            written.get()
 
 
 def _blocks_of(field: Tensor) -> Iterator[memoryview]:

@@ -9,12 +9,12 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ from speedtorch.files.generations import Generation, generations_of, new_generat
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.saved_values import described
 from speedtorch.files.table_files import SomeRows, write_safetensors
-from speedtorch.memory.byte_count import text_of
+from speedtorch.files.threads import ThreadPool, threads
+from speedtorch.memory.byte_count import bytes_of, text_of
+from speedtorch.parallel.background_saves import begin as begin_saving
+from speedtorch.parallel.background_saves import copies, fitting, wait_for
 from speedtorch.parallel.deltas import Delta, changed_rows, moments_of, remember
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.saved_generation import (
@@ -68,6 +71,8 @@ class Saved:
     seconds: float
     base: int | None = None
     """The generation whose unchanged rows it goes on with."""
+    waited: float | None = None
+    """Seconds until the call returned, of one that went on in the background."""
 
     def __str__(self) -> str:
         return (
@@ -76,14 +81,42 @@ class Saved:
         )
 
 
+@overload
 def save(
     path: str | os.PathLike[str],
     *,
     keep: int = 2,
     base: int | None = None,
+    background: Literal[False] = False,
+    max_memory: int | str | None = None,
     progress: bool | None = None,
     **parts: Any,
-) -> Saved:
+) -> Saved: ...
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    *,
+    keep: int = 2,
+    base: int | None = None,
+    background: Literal[True],
+    max_memory: int | str | None = None,
+    progress: bool | None = None,
+    **parts: Any,
+) -> Future[Saved]: ...
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    keep: int = 2,
+    base: int | None = None,
+    background: bool = False,
+    max_memory: int | str | None = None,
+    progress: bool | None = None,
+    **parts: Any,
+) -> Saved | Future[Saved]:
     """Saves all of a training run: tables, state, layers, schedulers, your own numbers.
 
     `path` is a folder, in which each call makes a new generation: `generation-00000007` has
@@ -101,21 +134,31 @@ def save(
         base: The number of a generation of this folder: of tables only rows are written that have
             changed since then. A table that had noted no changes is written as a whole, and notes
             them from now on (HostTable.track_changes). Nobody else saves to the folder meanwhile.
+        background: Copy what is saved, and write it while training goes on. The next save or load
+            of the folder, and the end of the process, wait until it is written.
+        max_memory: Most bytes of the copies, as a number or "64GiB"; by default half of the host
+            memory that is available. Files of tensors for which there is none left are written
+            before the call returns.
         progress: Shows a bar on stderr: always (True), never (False), or when it takes longer than
-            a moment and stderr is a terminal (None). There is none where ranks share rows out.
+            a moment and stderr is a terminal (None). There is none where ranks share rows out, nor
+            in the background.
         **parts: By names of your own, such as `model=`, `optimizer=`, `scheduler=`, `step=`: what
             has a state_dict(), a list of such, or a value: None, numbers, strings, bytes, tensors,
             and dicts, lists and tuples of them.
 
     Returns:
-        Where it is, and how many bytes were written in what time.
+        Where it is, and how many bytes were written in what time. In the background a
+        concurrent.futures.Future of that, whose result() raises what went wrong; a warning tells it
+        at once.
 
     Raises:
         TypeError: There is nothing to save, or a value that a file without code cannot hold; it is
             named.
         ValueError: `keep` is less than 1, a tensor is of a kind that safetensors files do not have,
             or the base is damaged.
-        NotImplementedError: A base is given, and ranks share rows out.
+        NotImplementedError: Ranks share rows out, and it is to go on in the background or from a
+            base.
+        MemoryError: There is too little for the copies; nothing was saved.
         FileNotFoundError: The base is not there.
         OSError: Of the disk, such as too little room; the generations of before are as they were.
         RuntimeError: Another rank has raised an error, which is told.
@@ -137,16 +180,18 @@ def save(
     if not parts:
         raise TypeError("save: expected something to save, such as model=, optimizer= or step=")
     begin, folder = time.perf_counter(), os.fspath(path)
+    max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
+    wait_for(folder)
     with as_plain(), torch.no_grad(), given_in_place():
         tensors = _Tensors()
         values = {
             name: described(name, _state_of(each), tensors.keep) for name, each in parts.items()
         }
         if tensors.shared:
-            if base is not None:
+            if base is not None or background:
                 raise NotImplementedError(
-                    f"save: {next(iter(tensors.shared))} is shared out among ranks, which note no"
-                    " changes together: leave base= out"
+                    f"save: {next(iter(tensors.shared))} is shared out among ranks, which write it"
+                    " together, whole and at once: leave base= and background= out"
                 )
             return _save_together(folder, keep, tensors, values, begin)
         with ExitStack() as stack:
@@ -155,19 +200,34 @@ def save(
                 against = stack.enter_context(SavedGeneration(folder, _chosen(folder, base)))
                 delta = changed_rows(against, tensors.by_key)
             moments = moments_of(tensors.by_key.values())
-            total = sum(each.nbytes for each in delta.tensors.values())
+            shards = list(_shards(delta.tensors))
+            later = fitting(shards, max_bytes) if background else 0
+            now = shards[: len(shards) - later]
             needed = partial(base_of, folder)
-            with new_generation(folder, keep, needed, base) as generation:
-                _check_room(folder, total)
-                with progress_bar(total, progress, unit="B") as bar:
-                    files = _write_shards(generation.folder, delta.tensors, bar.update)
-                written = _write_manifest(generation.folder, files, values, against, delta.ids_of)
-                if against is not None and base not in generations_of(folder):
-                    raise RuntimeError(
-                        f"save: generation {base}, the base, was removed meanwhile: save without it"
-                    )
+            generation = stack.enter_context(new_generation(folder, keep, needed, base))
+            _check_room(folder, sum(each.nbytes for each in delta.tensors.values()))
+            total = sum(each.nbytes for shard in now for each in shard.values())
+            with progress_bar(total, progress, unit="B") as bar:
+                files = _write_shards(generation.folder, now, 1, bar.update)
+            left = copies(shards[len(now) :])
+            rest = stack.pop_all()
+    waited = time.perf_counter() - begin
+
+    def finish() -> Saved:
+        with rest:
+            last = _write_shards(generation.folder, left, len(now) + 1, lambda _: None)
+            left.clear()
+            whole = [*files, *last]
+            written = _write_manifest(generation.folder, whole, values, against, delta.ids_of)
+            if against is not None and base not in generations_of(folder):
+                raise RuntimeError(
+                    f"save: generation {base}, the base, was removed meanwhile: save without it"
+                )
         remember(written.digest, moments)
-    return _saved(folder, generation, written.nbytes, begin, base)
+        saved = _saved(folder, generation, written.nbytes, begin, base)
+        return replace(saved, waited=waited) if background else saved
+
+    return begin_saving(folder, finish) if background else finish()
 
 
 def _save_together(
@@ -215,7 +275,8 @@ def _save_together(
             if not is_first:
                 return None
             with stack.pop_all():
-                own = _write_shards(generation.folder, tensors.by_key, lambda _: None)
+                shards = _shards(tensors.by_key)
+                own = _write_shards(generation.folder, shards, 1, lambda _: None)
                 written = _write_manifest(generation.folder, [*files, *own], values)
             return _saved(folder, generation, written.nbytes, begin)
 
@@ -275,6 +336,7 @@ def load(
         {'epoch': 3}
     """
     folder = os.fspath(path)
+    wait_for(folder)
     for name, each in parts.items():
         _check_loads(name, each)
     while True:
@@ -471,13 +533,13 @@ def _write(folder: str, name: str, data: bytes) -> None:
 
 
 def _write_shards(
-    folder: str, tensors: _Written, told: Callable[[int], object]
+    folder: str, shards: Iterable[_Written], first: int, told: Callable[[int], object]
 ) -> list[dict[str, Any]]:
-    """Writes all tensors, and gives the entries of their files in the manifest."""
-    with ThreadPoolExecutor(THREADS) as pool:
+    """Writes files, numbered from `first` on, and gives their entries in the manifest."""
+    with threads(THREADS) as pool:
         return [
             _write_shard(folder, f"tensors-{at:05d}.safetensors", shard, pool, told)
-            for at, shard in enumerate(_shards(tensors), 1)
+            for at, shard in enumerate(shards, first)
         ]
 
 
@@ -512,7 +574,7 @@ def _write_shard(
     folder: str,
     name: str,
     tensors: _Written,
-    pool: ThreadPoolExecutor,
+    pool: ThreadPool,
     told: Callable[[int], object],
 ) -> dict[str, Any]:
     """Writes a file, and gives its entry of the manifest."""

@@ -7,7 +7,6 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from speedtorch.files.file_format import StoredArray
 from speedtorch.files.generations import generations_of, path_of
 from speedtorch.files.saved_values import restored
 from speedtorch.files.system_calls import about, calls, open_to_read
+from speedtorch.files.threads import threads
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.table.progress import progress_bar
 
@@ -188,7 +188,7 @@ class SavedGeneration:
         if self.base is not None:
             self.base.verify(progress)
         total = sum(each["bytes"] for each in self.manifest["files"])
-        with ThreadPoolExecutor(THREADS) as pool, progress_bar(total, progress, unit="B") as bar:
+        with threads(THREADS) as pool, progress_bar(total, progress, unit="B") as bar:
             for name, read in self._reads.items():
                 entry = self._entry(name)
                 with self._damage(name):
@@ -196,7 +196,7 @@ class SavedGeneration:
                     if len(entry["crc32"]) != count:
                         raise ValueError(f"it has {count} chunks of {len(entry['crc32'])}")
                     runs = [range(k, min(k + 16, count)) for k in range(0, count, 16)]
-                    found = pool.map(partial(digests_of, read, nbytes), runs)
+                    found = pool.imap(partial(digests_of, read, nbytes), runs)
                     for run, digests in zip(runs, found, strict=True):
                         expected = entry["crc32"][run.start : run.stop]
                         for number, digest, other in zip(run, digests, expected, strict=True):

@@ -106,7 +106,7 @@ def test_the_table_of_checkpoints_has_each_figure(
     results: tuple[Path, dict[str, Any], str],
 ) -> None:
     lines = report.checkpoints_table(results[1]).splitlines()
-    assert len(lines) == 4 + 9
+    assert len(lines) == 4 + 12
     assert lines[6].startswith("| save: speedtorch.save | ")
 
 

@@ -1,0 +1,82 @@
+"""Saves that go on in a thread of their own, from copies of what they save."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from speedtorch.files.table_files import SomeRows
+from speedtorch.memory import host_memory
+
+__all__ = ["begin", "copies", "fitting", "wait_for"]
+
+_Result = TypeVar("_Result")
+_Tensors = Mapping[str, Tensor | SomeRows]
+
+_pending: dict[str, Future[Any]] = {}
+"""By folder."""
+
+
+def fitting(shards: Sequence[_Tensors], max_memory: int | None) -> int:
+    """How many files, from the last one on, are to be copied.
+
+    By default half of the memory that is available is theirs.
+    """
+    left = host_memory.available_bytes() // 2 if max_memory is None else max_memory
+    count = 0
+    for shard in reversed(shards):
+        left -= sum(each.nbytes for each in shard.values())
+        if left < 0:
+            break
+        count += 1
+    return count
+
+
+def copies(shards: Sequence[_Tensors]) -> list[dict[str, Tensor]]:
+    """All tensors as they are now, in plain host memory."""
+    return [{key: _copied(each) for key, each in shard.items()} for shard in shards]
+
+
+def _copied(given: Tensor | SomeRows) -> Tensor:
+    if isinstance(given, SomeRows):
+        return given.field.index_select(0, given.ids.to(given.field.device)).cpu()
+    return torch.empty(given.shape, dtype=given.dtype, device="cpu").copy_(given)
+
+
+def begin(folder: str, work: Callable[[], _Result]) -> Future[_Result]:
+    """Runs the rest of a save; the interpreter does not end before.
+
+    An error is warned of at once, and raised by the future's result().
+    """
+    done: Future[_Result] = Future()
+    place = os.path.realpath(folder)
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            text = f"speedtorch.save in the background, to {folder}, has failed: {error!r}"
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
+            _pending.pop(place, None)
+            done.set_exception(error)
+        else:
+            _pending.pop(place, None)
+            done.set_result(result)
+
+    done.set_running_or_notify_cancel()
+    _pending[place] = done
+    threading.Thread(target=run, name="speedtorch save").start()
+    return done
+
+
+def wait_for(folder: str) -> None:
+    """Waits until no save to a folder goes on in the background; its error has been told."""
+    if (pending := _pending.get(os.path.realpath(folder))) is not None:
+        wait([pending])
