@@ -16,6 +16,7 @@ import torch
 from file_faults import fail
 from reference import as_bytes
 from test_deltas import SETTINGS, Run, size
+from warm_python import warm_python
 
 import speedtorch
 from speedtorch.files import system_calls
@@ -164,6 +165,19 @@ speedtorch.save(sys.argv[1], background=True, rows=table["weight"], step=5)
     assert time.perf_counter() - begin > 0.6
     found = speedtorch.load(tmp_path)
     assert found["step"] == 5 and bool((found["rows"] == 3).all())
+
+
+@pytest.mark.slow
+def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    root = Path(system_calls.__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    command = [warm_python(), "-m", "killed_training", str(tmp_path / "runs"), "20", "1"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    killed, resumed = map(int, done.stdout.split())
+    assert killed >= 10 and resumed >= 10
 
 
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:
