@@ -13,7 +13,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ __all__ = [
     "calls",
     "map_new_file",
     "open_folder",
+    "open_to_map",
     "open_to_read",
     "reserve",
     "share_lock",
@@ -39,6 +40,11 @@ def _map_copy(descriptor: int, count: int) -> mmap.mmap:
     return mmap.mmap(descriptor, count, access=mmap.ACCESS_COPY)
 
 
+def _map_to_read(descriptor: int, count: int) -> mmap.mmap:
+    """Maps a file read-only, over the page cache that all processes share."""
+    return mmap.mmap(descriptor, count, access=mmap.ACCESS_READ)
+
+
 @dataclass
 class FileCalls:
     """The file calls of tables and what is saved; tests put failing or recording ones here."""
@@ -50,6 +56,7 @@ class FileCalls:
     read: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     map: Callable[[int, int], mmap.mmap] = mmap.mmap
     map_copy: Callable[[int, int], mmap.mmap] = _map_copy
+    map_to_read: Callable[[int, int], mmap.mmap] = _map_to_read
     make_folder: Callable[[str], None] = os.mkdir
     fsync: Callable[[int], None] = os.fsync
     lock: Callable[[int, int], Any] = fcntl.flock
@@ -143,6 +150,29 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
 
     ValueError where it is no regular file, or ends before a view is full.
     """
+    with _opened(path) as (_, read, size):
+        yield read, size
+
+
+@contextmanager
+def open_to_map(
+    path: str | os.PathLike[str], mapped: MutableMapping[str, mmap.mmap]
+) -> Iterator[tuple[Callable[..., None], int]]:
+    """As open_to_read; the file that is read, whole and read-only, is `mapped[path]` as well.
+
+    OSError where the file system cannot map it. `mapped[path].size()` is the file's size later.
+    """
+    with _opened(path) as (descriptor, read, size):
+        if size:  # an empty file cannot be mapped
+            name = os.fspath(path)
+            with about(name):
+                mapped[name] = calls.map_to_read(descriptor, size)
+        yield read, size
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[int, Callable[..., None], int]]:
+    """A regular file's descriptor, a function that reads from it exactly, and its size."""
     name = os.fspath(path)
     # Opening a named pipe must not wait for its writer.
     descriptor = calls.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -158,7 +188,7 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
                         raise ValueError(f"ends at byte {offset:,}; it was cut off")
                     view, offset = view[count:], offset + count
 
-        yield read, status.st_size
+        yield descriptor, read, status.st_size
     finally:
         calls.close(descriptor)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -124,11 +124,14 @@ def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor])
 
 @contextmanager
 def open_fields(
-    path: str | os.PathLike[str], names: Collection[str] | None = None
+    path: str | os.PathLike[str],
+    names: Collection[str] | None = None,
+    opened: Callable[[str], AbstractContextManager[tuple[Read, int]]] = open_to_read,
 ) -> Iterator[dict[str, StoredField]]:
     """Opens the fields of a saved table, "weight" first; nothing is read yet but the headers.
 
     With `names` those files alone are opened that have these fields, where each has its own.
+    `opened` opens a file, as open_to_read does.
     ValueError for another ending, a header that does not fit its file, or fields whose numbers of
     rows differ.
     """
@@ -137,7 +140,7 @@ def open_fields(
     stored: dict[str, StoredField] = {}
     with ExitStack() as stack:
         for before, target in file_format.files_to_read(name, names).items():
-            read, size = stack.enter_context(open_to_read(target))
+            read, size = stack.enter_context(opened(target))
             with about(target):
                 for after, array in file_format.read_arrays(read, size).items():
                     check_span(repr(before + after), array.shape, array.dtype)

@@ -33,6 +33,7 @@ __all__ = [
     "empty",
     "memory_kind",
     "memory_stats",
+    "pin_if_possible",
     "pin_memory_",
     "registration_seams",
     "release",
@@ -161,6 +162,17 @@ def pin_memory_(tensor: Tensor) -> Tensor:
     finalizer.atexit = False  # no CUDA call while the interpreter ends
     _pinned[id(tensor)] = finalizer, pin
     return tensor
+
+
+def pin_if_possible(tensor: Tensor) -> str:
+    """Pins a tensor's memory as pin_memory_ does, if there is a GPU; why CUDA refused, or ""."""
+    if default_kind() == "plain" or not tensor.numel():
+        return ""
+    try:
+        pin_memory_(tensor)
+    except RuntimeError as error:
+        return f"not registered, so that a GPU gets its rows by staged copies: {error}"
+    return ""
 
 
 def unpin_memory_(tensor: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class RowStore:
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Rows of a field by their ids: `out` is `[*ids.shape, ...]`, on either device."""
-        field = self._table.field(name)
+        field = self._table.field_to_read(name)
         if field.dtype == out.dtype:
             pinned_gather(field, ids, out=out)
         else:
@@ -166,10 +166,9 @@ class RowStore:
 
         The device reaches them in host memory, and no other module was made to train them.
         """
-        memory = self._table.memory
-        if memory is None or self._table.claim.was_replaced:
+        if self._table.memory is None or self._table.claim.was_replaced:
             return False
-        return device.type == "cpu" or memory in ("auto", "managed", "registered")
+        return device.type == "cpu" or self._table.is_in_place
 
     def fields(self, names: Iterable[str]) -> list[Tensor]:
         """All rows of the fields, where they are now, for an exchange of several tables."""

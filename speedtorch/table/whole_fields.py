@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from speedtorch.memory import host_memory
 from speedtorch.ops.functions import pinned_copy
 from speedtorch.table.lazy_table import LazyTable
+from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["WholeFields", "given_in_place"]
@@ -53,6 +54,7 @@ class WholeFields:
         """
         are_all = len(value) == self._table.whole_rows
         home = self._table.home_of(name, anew=are_all)
+        home.check_writable(f"{self._table.name}: loading {name!r}")
         home.settle()
         field, rows = home.rows_of(name), slice(first, first + len(value))
         if (portion := self._table.portion) is not None:
@@ -110,7 +112,7 @@ class WholeFields:
         if name in self._full:
             return _in_own_storage(self._full[name][rows])
         field = self.in_place(name, rows)
-        if isinstance(field, SharedRows) or _are_given_in_place.get():
+        if isinstance(field, SharedRows | ReadOnlyRows) or _are_given_in_place.get():
             return field
         if field.is_contiguous():
             return _in_own_storage(field)
