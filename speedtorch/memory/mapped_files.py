@@ -16,6 +16,7 @@ from speedtorch.files.system_calls import open_to_map
 from speedtorch.files.table_files import StoredField, open_fields
 from speedtorch.memory import host_memory
 from speedtorch.memory.placement import MemoryKind, Placement, check_size
+from speedtorch.ops.functions import wait_for_rows
 
 __all__ = ["MappedPlacement", "NotMapped"]
 
@@ -57,8 +58,7 @@ class MappedPlacement(Placement):
             if error.errno not in _NOT_SUPPORTED:
                 raise
             raise NotMapped(f"the file system does not map it: {error.strerror}") from error
-        # Kept here: they are pinned for as long as these objects are there.
-        self._whole = whole = {path: _bytes_of(file) for path, file in self._files.items()}
+        whole = {path: _bytes_of(file) for path, file in self._files.items()}
         reasons = [host_memory.pin_if_possible(each) for each in whole.values()]
         self.reason = next(filter(None, reasons), "")
         kinds = {host_memory.memory_kind(each) for each in whole.values()}
@@ -66,7 +66,8 @@ class MappedPlacement(Placement):
         self.fields: dict[str, Tensor] = {}
         for name, each in stored.items():
             data = whole[each.path][each.offset : each.offset + each.nbytes]
-            self.fields[name] = data.view(each.dtype).view(each.shape)
+            field = data.view(each.dtype).view(each.shape)
+            self.fields[name] = host_memory.keep_pinned(field, whole[each.path])
 
     @property
     def memory_beside(self) -> MemoryKind:
@@ -77,6 +78,10 @@ class MappedPlacement(Placement):
         """Raises ValueError if a file was cut: reading its bytes would end the process."""
         for path, file in self._files.items():
             check_size(path, file.size(), len(file))
+
+    def flush(self) -> None:
+        """Waits for the GPU alone: there is nothing to lose, and a file that was cut is closed."""
+        wait_for_rows(None)
 
 
 def _check_alignment(stored: Mapping[str, StoredField]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from speedtorch.files import table_files
 from speedtorch.files.npy_format import NPY_DTYPES
+from speedtorch.memory import host_memory
 from speedtorch.memory.mapped_files import MappedPlacement, NotMapped
 from speedtorch.memory.placement import MemoryKind, Placement, SharedPlacement, made_placement
 from speedtorch.ops.functions import pinned_gather, pinned_scatter
@@ -869,7 +870,10 @@ class HostTable:
 def _laid_out(data: Tensor, rows: int, layout: Record) -> tuple[dict[str, Tensor], Tensor]:
     """The fields of all rows in a table's bytes, and the records."""
     fields = {name: layout.rows_of(data, rows, name) for name in layout.fields}
-    return fields, layout.records_of(data, rows)
+    record = layout.records_of(data, rows)
+    for each in (*fields.values(), record):
+        host_memory.keep_pinned(each, data)
+    return fields, record
 
 
 def _range_of(rows: slice, count: int, what: str) -> range:

@@ -31,14 +31,17 @@ class ReadOnlyRows(Tensor):
 
     rows: Tensor
     _remedy: str
+    _whole: Tensor
+    """What they are a view of: pinned memory stays pinned for as long as that object is there."""
 
-    def __new__(cls, rows: Tensor, remedy: str) -> ReadOnlyRows:
+    def __new__(cls, rows: Tensor, remedy: str, whole: Tensor | None = None) -> ReadOnlyRows:
         """Guards rows."""
         return tensor_of_class(cls, rows.detach())
 
-    def __init__(self, rows: Tensor, remedy: str) -> None:
+    def __init__(self, rows: Tensor, remedy: str, whole: Tensor | None = None) -> None:
         """Guards rows; errors end with the remedy."""
         self.rows, self._remedy = rows, remedy
+        self._whole = rows if whole is None else whole
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -93,12 +96,12 @@ def _plain(value: Any) -> Any:
 
 def _guard_of(given: list[ReadOnlyRows]) -> Callable[[Any], Any]:
     """Guards results that lie in the memory of one of these."""
-    remedies = {each.rows.untyped_storage().data_ptr(): each._remedy for each in given}
+    by_memory = {each.rows.untyped_storage().data_ptr(): each for each in given}
 
     def guarded(value: Any) -> Any:
         if type(value) is not Tensor or value.layout != torch.strided:
             return value
-        remedy = remedies.get(value.untyped_storage().data_ptr())
-        return value if remedy is None else ReadOnlyRows(value, remedy)
+        of = by_memory.get(value.untyped_storage().data_ptr())
+        return value if of is None else ReadOnlyRows(value, of._remedy, of._whole)
 
     return guarded
