@@ -45,12 +45,21 @@ def told(connection: Connection) -> Any:
     return connection.recv()
 
 
-def smaps(name: str, *keys: str) -> dict[str, int]:
-    """Bytes that this process's mappings of a name have, by key of /proc/self/smaps."""
+def smaps(file: HostTable | Path, *keys: str) -> dict[str, int]:
+    """Bytes that this process's mappings of a file have, by key of /proc/self/smaps."""
+    if isinstance(file, HostTable):
+        status = os.fstat(file._placed().shared._descriptor)
+    else:
+        status = file.stat()
+    return smaps_of(status.st_ino, *keys)
+
+
+def smaps_of(inode: int, *keys: str) -> dict[str, int]:
+    """As smaps, of a file by its number."""
     found, within = dict.fromkeys(keys, 0), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            within = name in line
+            within = int(line.split()[4]) == inode
         elif within and (key := line.split(":")[0]) in found:
             found[key] += int(line.split()[1]) << 10
     return found
@@ -146,7 +155,7 @@ def counts_bytes(connection: Connection, handle: TableHandle) -> None:
     float(table["weight"].sum())
     connection.send("read")
     connection.recv()
-    connection.send((smaps("memfd:speedtorch", "Pss", "Rss"), speedtorch.memory_stats()))
+    connection.send((smaps(table, "Pss", "Rss"), speedtorch.memory_stats()))
     connection.recv()
 
 

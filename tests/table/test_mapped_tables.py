@@ -110,7 +110,7 @@ def test_processes_share_one_page_cache(tmp_path: Path) -> None:
     assert float(table["weight"].sum()) == 1 << 20
     with spawned(maps, str(path)) as (_, other):
         assert told(other) == 1 << 20
-        found = smaps(path.name, "Shared_Clean", "Shared_Dirty", "Private_Clean", "Private_Dirty")
+        found = smaps(path, "Shared_Clean", "Shared_Dirty", "Private_Clean", "Private_Dirty")
     assert found["Shared_Clean"] + found["Shared_Dirty"] >= table.nbytes
     assert found["Private_Clean"] + found["Private_Dirty"] == 0
 
@@ -338,6 +338,24 @@ def test_a_module_that_only_reads_works(saved: Path, device: str, freeze: bool) 
     assert torch.equal(module.state_dict()["weight"], rows_in(saved))
     save_file(dict(module.state_dict()), saved.with_name("state.safetensors"))
     assert torch.equal(load_file(saved.with_name("state.safetensors"))["weight"], rows_in(saved))
+
+
+def test_a_module_with_mapped_rows_is_saved_with_a_run(saved: Path, tmp_path: Path) -> None:
+    mapped = speedtorch.Embedding.from_pretrained(saved, memory="mapped")
+    speedtorch.save(tmp_path / "run", model=mapped)
+    module = speedtorch.Embedding(50, 4)
+    speedtorch.load(tmp_path / "run", model=module)
+    assert torch.equal(module.table["weight"], rows_in(saved))
+    with pytest.raises(ValueError, match=f"loading 'weight': the table {READ_ONLY}"):
+        speedtorch.load(tmp_path / "run", model=mapped)
+
+
+def test_all_rows_of_a_mapped_module_are_read(saved: Path) -> None:
+    module, rows = speedtorch.Embedding.from_pretrained(saved, memory="mapped"), rows_in(saved)
+    assert torch.equal(torch.cat([block for _, block in module.blocks()]), rows)
+    assert np.array_equal(module.numpy(), rows.numpy())
+    found = speedtorch.nearest_neighbors(module, rows[7:8], 1)
+    assert found[1].tolist() == [[7]]
 
 
 def test_a_module_that_trains_is_refused(saved: Path) -> None:
