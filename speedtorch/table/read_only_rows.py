@@ -68,7 +68,7 @@ class ReadOnlyRows(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """A NumPy array of the same memory that cannot be written."""
         array = self.rows.numpy(force=force)
-        array.flags.writeable = False
+        array.setflags(write=False)
         return array
 
     def __array__(self, dtype: Any = None) -> Any:
