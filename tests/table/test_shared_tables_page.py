@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from documents import ROOT, Block, blocks
-from warm_python import warm_python
 
 EXAMPLES = blocks(ROOT / "docs" / "shared_tables.md", "python")
 
@@ -19,7 +19,7 @@ def test_an_example_runs(block: Block, tmp_path: Path) -> None:
     # Processes that it spawns read the file again.
     (tmp_path / "example.py").write_text(block.text)
     done = subprocess.run(
-        [warm_python(), "example.py"],
+        [sys.executable, "example.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
