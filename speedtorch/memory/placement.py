@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Literal, TypeAlias, cast, get_args
 
 import torch
@@ -104,6 +105,17 @@ class Placement:
     def remove_file(self) -> None:
         """Deletes the file that was made for the bytes, if one was."""
 
+    def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
+        """Fills a field of this number with a first value, in shared memory once for all processes.
+
+        Returns False if another process has filled it with another value.
+        """
+        fill()
+        return True
+
+    def note_given(self, field: int) -> None:
+        """Says that a field has values which begin() of another process is not to replace."""
+
     @property
     def shared(self) -> SharedMemory:
         """The memory that processes share.
@@ -203,10 +215,10 @@ class SharedPlacement(Placement):
         self.is_in_place = host_memory.memory_kind(self.data) == "registered"
 
     @classmethod
-    def of_zeros(cls, count: int) -> SharedPlacement:
-        """New memory, which share() of the table lets other processes open."""
+    def of_zeros(cls, count: int, fields: int) -> SharedPlacement:
+        """New memory for so many fields, which share() of the table lets other processes open."""
         calibrate_once(count)
-        return cls(SharedMemory.made(count))
+        return cls(SharedMemory.made(count, fields))
 
     @classmethod
     def opened(cls, handle: SharedMemoryHandle) -> SharedPlacement:
@@ -222,6 +234,14 @@ class SharedPlacement(Placement):
     def shared(self) -> SharedMemory:
         """See Placement."""
         return self._shared
+
+    def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
+        """See Placement."""
+        return self._shared.begin(field, value, fill)
+
+    def note_given(self, field: int) -> None:
+        """See Placement."""
+        self._shared.note_given(field)
 
     def release(self) -> None:
         """See Placement; other processes keep the memory."""
@@ -242,8 +262,10 @@ def check_size(path: str, size: int, needed: int) -> None:
         )
 
 
-def made_placement(count: int, kind: MemoryKind, device: _Device, path: _Path) -> Placement:
-    """Zeroed bytes of one kind of memory, exactly as many as asked for.
+def made_placement(
+    count: int, fields: int, kind: MemoryKind, device: _Device, path: _Path
+) -> Placement:
+    """Zeroed bytes of one kind of memory for so many fields, exactly as many as asked for.
 
     Kind, device and path are those of HostTable.
     """
@@ -255,5 +277,5 @@ def made_placement(count: int, kind: MemoryKind, device: _Device, path: _Path) -
     if kind == "cuda":
         return GpuPlacement(count, device)
     if kind == "shared":
-        return SharedPlacement.of_zeros(count)
+        return SharedPlacement.of_zeros(count, fields)
     return HostPlacement(count, cast(host_memory.HostMemoryKind, kind))

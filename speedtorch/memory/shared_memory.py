@@ -2,21 +2,22 @@
 
 It is an anonymous file in memory (memfd_create), mapped shared. The kernel frees it once no process
 has it, however those end: there is no name to sweep. Its size is sealed, so that no process can cut
-it under another. A page behind the data holds the version: a sequence lock of one writer and any
-number of readers.
+it under another. Words behind the data hold the version, a sequence lock of one writer and any
+number of readers, and for each field of the table how it began.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import mmap
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
@@ -35,7 +36,11 @@ _Result = TypeVar("_Result")
 
 _NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL of Linux 6.3, which some systems demand
 _RESERVED_AT_ONCE = 1 << 30  # Python answers signals in between
-_VERSION_BYTES = 8
+_WORD_BYTES = 8
+_GIVEN = 1  # the word of a field that was loaded
+# Threads within SharedMemory.writing: they have the lock, and would wait for themselves.
+_writers: set[tuple[int, int, tuple[int, int]]] = set()
+
 _FIRST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-5, 1e-3
 
 
@@ -141,21 +146,19 @@ class SharedMemory:
         self._descriptor = descriptor
         self._closer = weakref.finalize(self, calls.close, descriptor)
         self._count = count
-        self._version_offset = _behind(count)
-        self._writer: int | None = None
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         if count:
             self.data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
 
     @classmethod
-    def made(cls, count: int) -> SharedMemory:
-        """New memory, all of it taken now.
+    def made(cls, count: int, fields: int) -> SharedMemory:
+        """New memory of a table with so many fields, all of it taken now.
 
         Raises:
             MemoryError: The machine has too little; nothing was taken.
             RuntimeError: The system has no such memory.
         """
-        size = _behind(count) + mmap.PAGESIZE
+        size = _in_pages(_in_pages(count) + _WORD_BYTES * (1 + fields))
         if host_memory.is_checked() and size > (available := host_memory.available_bytes()):
             raise MemoryError(
                 f"shared memory: {size:,} bytes are needed and {available:,} are available: free"
@@ -207,6 +210,24 @@ class SharedMemory:
         """Closes the descriptor; the memory goes with the tensors of it."""
         self._closer()
 
+    # ---- first values
+
+    def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
+        """Lets one process fill a field of this number with a value, once; the others wait.
+
+        Returns whether the field began with this value, or with values that were loaded.
+        """
+        mine = self._this_thread() in _writers
+        with nullcontext() if mine else self._locked(fcntl.LOCK_EX):
+            if (mark := self._read_word(1 + field)) == 0:
+                fill()
+                self._write_word(1 + field, mark := _mark_of(value))
+        return mark in (_GIVEN, _mark_of(value))
+
+    def note_given(self, field: int) -> None:
+        """Says that a field has values which no process is to fill."""
+        self._write_word(1 + field, _GIVEN)
+
     # ---- the version: a sequence lock
 
     @property
@@ -216,14 +237,15 @@ class SharedMemory:
         Calls read and write it, not the mapping: the kernel's locks on the page order it with what
         is read and written in the mapping before and after.
         """
-        return int.from_bytes(self._read_version(), "little")
+        return self._read_word(0)
 
-    def _read_version(self) -> bytes:
-        return os.pread(self._descriptor, _VERSION_BYTES, self._version_offset)
+    def _read_word(self, number: int) -> int:
+        offset = _in_pages(self._count) + _WORD_BYTES * number
+        return int.from_bytes(os.pread(self._descriptor, _WORD_BYTES, offset), "little")
 
-    def _write_version(self, version: int) -> None:
-        word = version.to_bytes(_VERSION_BYTES, "little")
-        os.pwrite(self._descriptor, word, self._version_offset)
+    def _write_word(self, number: int, word: int) -> None:
+        offset = _in_pages(self._count) + _WORD_BYTES * number
+        os.pwrite(self._descriptor, word.to_bytes(_WORD_BYTES, "little"), offset)
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[], None]]:
@@ -232,17 +254,21 @@ class SharedMemory:
         It gives a function that says that all is written; without that call the version stays odd,
         and readers are told that the writer ended.
         """
-        if self._writer == threading.get_ident():
+        if (writer := self._this_thread()) in _writers:
             raise RuntimeError("writing: this thread writes already; one block is enough")
         with self._locked(fcntl.LOCK_EX):
-            self._writer = threading.get_ident()
+            _writers.add(writer)
             try:
                 # That of a writer that ended half-way is odd already.
                 version = self.version | 1
-                self._write_version(version)
-                yield lambda: self._write_version(version + 1)
+                self._write_word(0, version)
+                yield lambda: self._write_word(0, version + 1)
             finally:
-                self._writer = None
+                _writers.discard(writer)
+
+    def _this_thread(self) -> tuple[int, int, tuple[int, int]]:
+        """This thread, as what writes to this memory."""
+        return os.getpid(), threading.get_ident(), _file_of(self._descriptor)
 
     @contextmanager
     def _locked(self, how: int) -> Iterator[None]:
@@ -290,9 +316,15 @@ class SharedMemory:
             return False
 
 
-def _behind(count: int) -> int:
-    """Where the page of the version begins, behind so many bytes of data."""
+def _in_pages(count: int) -> int:
+    """The bytes of the pages that so many bytes take."""
     return -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _mark_of(value: bytes) -> int:
+    """A word for a value, which is neither 0 nor _GIVEN."""
+    digest = hashlib.blake2b(value, digest_size=_WORD_BYTES).digest()
+    return int.from_bytes(digest, "little") | 2
 
 
 def _new_file() -> int:

@@ -235,8 +235,7 @@ class HostTable:
         """Opens the table that share() of another process gives, in this one: the same memory.
 
         Nothing is copied, and nothing read: each process has all rows at once, and registers them
-        for its own GPU. State of an optimizer that is there stays as it is when this process
-        attaches one. Each process closes the table for itself; the memory goes with the last.
+        for its own GPU. Each closes the table for itself; the memory goes with the last.
 
         Raises:
             TypeError: It is no handle.
@@ -260,7 +259,7 @@ class HostTable:
         table._describe(handle.rows, layout)
         placement = SharedPlacement.opened(handle.memory)
         table._lie_in(placement, *_laid_out(placement.data, handle.rows, layout))
-        table.was_read = True
+        table.was_read = handle.was_read
         return table
 
     def _take_memory(
@@ -268,7 +267,7 @@ class HostTable:
     ) -> None:
         layout = lay_out(fields)
         self._describe(rows, layout)
-        placement = made_placement(self.nbytes, kind, device, path)
+        placement = made_placement(self.nbytes, len(self.fields), kind, device, path)
         self._lie_in(placement, *_laid_out(placement.data, self.rows, layout))
 
     def _describe(self, rows: int, layout: Record) -> None:
@@ -616,6 +615,37 @@ class HostTable:
         self.settle()
         return self
 
+    def begin_state(self, field: str, row: Tensor) -> None:
+        """Gives all rows of an optimizer's state their first value, `row` `[*shape]` on the CPU.
+
+        In shared memory the first process does, and the others find it done.
+
+        Raises:
+            RuntimeError: Another process has given them another value.
+
+        Example:
+            >>> table = HostTable(2, 1, state=("sum",), memory="shared")
+            >>> table.begin_state("sum", torch.tensor([0.1]))
+            >>> table["sum"].tolist() == [[torch.tensor(0.1).item()]] * 2
+            True
+        """
+        value = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        number = list(self.fields).index(field)
+        if not self._placed().begin(number, value, lambda: self.fill_(row, field)):
+            raise RuntimeError(
+                f"the state {field!r} of this shared table has begun otherwise than this optimizer"
+                " begins it: make the optimizers of all processes alike before they are attached,"
+                " or share a new table"
+            )
+
+    def note_given(self, field: str) -> None:
+        """Says that a field was loaded: no process is to give it first values.
+
+        Example:
+            >>> HostTable(2, 1, memory="plain").note_given("weight")
+        """
+        self._placed().note_given(list(self.fields).index(field))
+
     @_in_turn
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:
         """Saves all fields; what was there before stays until the new files are on the disk.
@@ -711,6 +741,7 @@ class HostTable:
     def _read(self, stored: Mapping[str, table_files.StoredField], rows: range) -> None:
         for name, each in stored.items():
             each.read_into(self[name][rows.start : rows.stop])
+            self.note_given(name)
         self.settle()
         self.was_read = True
 
@@ -720,9 +751,9 @@ class HostTable:
         """What HostTable.from_handle opens in another process of this machine and user.
 
         It can be pickled: as an argument of a process that multiprocessing starts, in the data set
-        of a DataLoader, or by torch.distributed.broadcast_object_list. Attach an optimizer before:
-        that may move the rows to a new table, and gives state its first values. While a handle is
-        there, the memory stays, as it does while another process has the table.
+        of a DataLoader, or by torch.distributed.broadcast_object_list. Of a table that a module has
+        made, attach its optimizer first, which makes room for the state by a new table. While a
+        handle is there, the memory stays, as it does while another process has the table.
 
         Several processes may write at once if each writes rows of its own. Otherwise one writes,
         within writing(), and the others read by read_consistently(); see there.
@@ -735,7 +766,9 @@ class HostTable:
             >>> table.share().rows
             1000
         """
-        return TableHandle.of(self.rows, self._layout, self._placed().shared.handle())
+        return TableHandle.of(
+            self._layout, self.rows, self.was_read, self._placed().shared.handle()
+        )
 
     @property
     def version(self) -> int:

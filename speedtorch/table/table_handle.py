@@ -21,12 +21,16 @@ class TableHandle(NamedTuple):
     offsets: dict[str, int]
     """The byte of a record at which each field begins."""
     record_bytes: int
+    was_read: bool
+    """Whether rows were read from a file."""
     memory: SharedMemoryHandle
 
     @classmethod
-    def of(cls, rows: int, layout: Record, memory: SharedMemoryHandle) -> TableHandle:
+    def of(
+        cls, layout: Record, rows: int, was_read: bool, memory: SharedMemoryHandle
+    ) -> TableHandle:
         """That of a table of so many records in this memory."""
-        return cls(rows, layout.fields, layout.offsets, layout.record_bytes, memory)
+        return cls(rows, layout.fields, layout.offsets, layout.record_bytes, was_read, memory)
 
     def layout(self) -> Record:
         """Where the fields lie within a record.

@@ -36,7 +36,7 @@ class WholeFields:
 
     def fill(self, name: str, row: Tensor) -> None:
         """Copies one row to all rows of a field."""
-        self._table.home_of(name).fill_(row, name)
+        self._table.home_of(name).begin_state(name, row)
 
     def check_loadable(self, row: Tensor, value: Tensor) -> None:
         """Raises what load() of all rows would, of a field with such a row; changes nothing."""
@@ -62,6 +62,7 @@ class WholeFields:
         else:
             _convert(value.detach(), field[rows])
             home.settle()
+        home.note_given(name)
         if name == "weight" and are_all:
             self._table.note_loaded()
 

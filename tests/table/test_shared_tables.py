@@ -189,6 +189,41 @@ def test_a_module_makes_a_shared_table() -> None:
     assert copy.deepcopy(module).table.memory == "shared"
 
 
+def adagrad(table: HostTable, first: float) -> None:
+    """Attaches an Adagrad whose sums begin so, in a module as of another process."""
+    module = speedtorch.Embedding.from_pretrained(HostTable.from_handle(table.share()), False)
+    optimizer = torch.optim.Adagrad(module.parameters(), initial_accumulator_value=first)
+    speedtorch.attach(optimizer, module)
+
+
+@pytest.mark.filterwarnings("error")
+def test_state_begins_once_for_all_processes() -> None:
+    table = small(state=("sum",))
+    adagrad(table, 0.5)
+    assert (table["sum"] == 0.5).all()
+    table["sum"][3] = 7
+    adagrad(table, 0.5)
+    assert table["sum"][:, 0].tolist() == [0.5] * 3 + [7] + [0.5] * 6
+    with pytest.raises(RuntimeError, match="the state 'sum' of this shared table has begun other"):
+        adagrad(table, 0.25)
+    with table.writing():
+        adagrad(table, 0.5)
+
+
+def test_state_that_was_loaded_is_not_begun(tmp_path: Path) -> None:
+    HostTable(10, 4, state=("sum",), memory="plain").fill_(3, "sum").save(
+        tmp_path / "t.safetensors"
+    )
+    read = HostTable.open(tmp_path / "t.safetensors", "shared")
+    assert read.share().was_read
+    other = small(state=("sum",))
+    handle = other.share()
+    other.load(tmp_path / "t.safetensors")
+    for table in (read, other, HostTable.from_handle(handle)):
+        adagrad(table, 0.5)
+        assert (table["sum"] == 3).all()
+
+
 def test_a_shared_table_is_saved_and_loaded(tmp_path: Path) -> None:
     table = small(state=("m",)).normal_(seed=1)
     table.save(tmp_path / "t.safetensors")
