@@ -36,6 +36,10 @@ class WholeFields:
 
     def fill(self, name: str, row: Tensor) -> None:
         """Copies one row to all rows of a field."""
+        self._table.home_of(name).fill_(row, name)
+
+    def begin(self, name: str, row: Tensor) -> None:
+        """As fill(), of what an optimizer's state begins with; see HostTable.begin_state."""
         self._table.home_of(name).begin_state(name, row)
 
     def check_loadable(self, row: Tensor, value: Tensor) -> None:

@@ -210,6 +210,19 @@ def test_state_begins_once_for_all_processes() -> None:
         adagrad(table, 0.5)
 
 
+def test_loading_a_fresh_state_begins_it_anew_for_all_processes() -> None:
+    table = small(state=("sum",))
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = torch.optim.Adagrad(module.parameters())
+    fresh = optimizer.state_dict()
+    speedtorch.attach(optimizer, module)
+    module(torch.tensor([3])).sum().backward()
+    optimizer.step()
+    assert table["sum"].any()
+    optimizer.load_state_dict({**fresh, "state": {}})
+    assert not table["sum"].any()
+
+
 def test_state_that_was_loaded_is_not_begun(tmp_path: Path) -> None:
     HostTable(10, 4, state=("sum",), memory="plain").fill_(3, "sum").save(
         tmp_path / "t.safetensors"
