@@ -403,8 +403,8 @@ class HostTable:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a table is not pickled or copied: save() it, and open(path, 'mapped') it in the other"
-            " process; or make it with memory='shared', and send its share(); or fork with"
+            "a table is not pickled or copied: save() it, and HostTable.open(path, 'mapped') in the"
+            " other process; or make it with memory='shared', and send its share(); or fork with"
             " memory='registered'"
         )
 
