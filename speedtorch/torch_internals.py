@@ -90,12 +90,14 @@ __all__ = [
     "storage_id",
     "storage_uses",
     "takes_uneven_inputs",
+    "tensor_of_class",
     "tensor_without_memory",
     "timeout_of",
     "top_saved_tensors_hooks",
     "tree_leaves",
     "tree_map",
     "version_of",
+    "written_arguments",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -127,6 +129,9 @@ split_apart = torch.unsafe_split_with_sizes
 tensor_without_memory = Tensor._make_wrapper_subclass
 """A tensor of a class, with a shape and a dtype and no elements."""
 
+tensor_of_class = Tensor._make_subclass
+"""A tensor of a class in the memory of another."""
+
 sparse_values = Tensor._values
 """The values of a sparse tensor, coalesced or not, without a copy and without autograd."""
 
@@ -142,6 +147,13 @@ Before torch 2.13 it also warns of unchecked invariants, with check_invariants=F
 
 schema_name: Callable[[Any], str] = operator.attrgetter("_schema.name")
 """The name of an operator that a dispatch mode is given, as "aten::add_"."""
+
+
+@cache
+def written_arguments(operator: Any) -> dict[str, int]:
+    """Which arguments of an operator it writes to, by name, and their places."""
+    arguments = enumerate(operator._schema.arguments)
+    return {each.name: k for k, each in arguments if each.alias_info and each.alias_info.is_write}
 
 
 @cache

@@ -19,6 +19,7 @@ from speedtorch.nn.prefetch import Prefetch
 from speedtorch.parallel.checkpoints import Saved
 from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.rounding import RoundingMode, StoredAs
+from speedtorch.table.table_handle import TableHandle
 
 __all__ = [
     "AutoOffload",
@@ -41,4 +42,5 @@ __all__ = [
     "StateReport",
     "StoredAs",
     "SwapReport",
+    "TableHandle",
 ]

@@ -13,7 +13,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ __all__ = [
     "calls",
     "map_new_file",
     "open_folder",
+    "open_to_map",
     "open_to_read",
     "open_with_status",
     "reserve",
@@ -45,6 +46,11 @@ def _move(name: str, source: int, target: int) -> None:
     os.replace(name, name, src_dir_fd=source, dst_dir_fd=target)
 
 
+def _map_to_read(descriptor: int, count: int) -> mmap.mmap:
+    """Maps a file read-only, over the page cache that all processes share."""
+    return mmap.mmap(descriptor, count, access=mmap.ACCESS_READ)
+
+
 @dataclass
 class FileCalls:
     """The file calls of tables and what is saved; tests put failing or recording ones here."""
@@ -56,6 +62,7 @@ class FileCalls:
     read: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     map: Callable[[int, int], mmap.mmap] = mmap.mmap
     map_copy: Callable[[int, int], mmap.mmap] = _map_copy
+    map_to_read: Callable[[int, int], mmap.mmap] = _map_to_read
     make_folder: Callable[[str], None] = os.mkdir
     fsync: Callable[[int], None] = os.fsync
     lock: Callable[[int, int], Any] = fcntl.flock
@@ -150,7 +157,7 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
 
     ValueError where it is no regular file, or ends before a view is full.
     """
-    with open_with_status(path) as (read, status):
+    with _opened(path) as (_, read, status):
         yield read, status.st_size
 
 
@@ -159,6 +166,31 @@ def open_with_status(
     path: str | os.PathLike[str],
 ) -> Iterator[tuple[Callable[..., None], os.stat_result]]:
     """As open_to_read(), with all that the file system tells of the file."""
+    with _opened(path) as (_, read, status):
+        yield read, status
+
+
+@contextmanager
+def open_to_map(
+    path: str | os.PathLike[str], mapped: MutableMapping[str, mmap.mmap]
+) -> Iterator[tuple[Callable[..., None], os.stat_result]]:
+    """As open_with_status; the file that is read, whole and read-only, is `mapped[path]` as well.
+
+    OSError where the file system cannot map it. `mapped[path].size()` is the file's size later.
+    """
+    with _opened(path) as (descriptor, read, status):
+        if size := status.st_size:  # an empty file cannot be mapped
+            name = os.fspath(path)
+            with about(name):
+                mapped[name] = calls.map_to_read(descriptor, size)
+        yield read, status
+
+
+@contextmanager
+def _opened(
+    path: str | os.PathLike[str],
+) -> Iterator[tuple[int, Callable[..., None], os.stat_result]]:
+    """A regular file's descriptor, a function that reads from it exactly, and its status."""
     name = os.fspath(path)
     # Opening a named pipe must not wait for its writer.
     descriptor = calls.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -174,7 +206,7 @@ def open_with_status(
                         raise ValueError(f"ends at byte {offset:,}; it was cut off")
                     view, offset = view[count:], offset + count
 
-        yield read, status
+        yield descriptor, read, status
     finally:
         calls.close(descriptor)
 

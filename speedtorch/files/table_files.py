@@ -9,7 +9,7 @@ import errno
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.pool import AsyncResult
@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 FORMATS: dict[str, FileFormat] = {".safetensors": safetensors_format, ".npy": npy_format}
+
+_Opened = tuple[str, Read, os.stat_result]
+_Open = Callable[[str], AbstractContextManager[tuple[Read, os.stat_result]]]
 
 # Large enough for the disk's full speed; small beside any table.
 _BLOCK_BYTES = 4 << 20
@@ -187,11 +190,14 @@ def _blocks_of(field: Tensor) -> Iterator[memoryview]:
 
 @contextmanager
 def open_fields(
-    path: str | os.PathLike[str], names: Collection[str] | None = None
+    path: str | os.PathLike[str],
+    names: Collection[str] | None = None,
+    opened: _Open = open_with_status,
 ) -> Iterator[dict[str, StoredField]]:
     """Opens the fields of a saved table, "weight" first; nothing is read yet but the headers.
 
     With `names` those files alone are opened that have these fields, where each has its own.
+    `opened` opens a file, as open_with_status does.
     ValueError for another ending, a header that does not fit its file, or fields whose numbers of
     rows differ.
     """
@@ -199,7 +205,7 @@ def open_fields(
     file_format = _format_of(name)
     stored: dict[str, StoredField] = {}
     with ExitStack() as stack:
-        files = _open_files(name, lambda: file_format.files_to_read(name, names), stack)
+        files = _open_files(name, lambda: file_format.files_to_read(name, names), opened, stack)
         for before, (target, read, status) in files.items():
             with about(target):
                 for after, array in file_format.read_arrays(read, status.st_size).items():
@@ -216,17 +222,14 @@ def open_fields(
         yield dict(sorted(stored.items(), key=lambda item: item[0] != "weight"))
 
 
-_Opened = tuple[str, Read, os.stat_result]
-
-
 def _open_files(
-    path: str, find: Callable[[], dict[str, list[str]]], stack: ExitStack
+    path: str, find: Callable[[], dict[str, list[str]]], opened: _Open, stack: ExitStack
 ) -> dict[str, _Opened]:
     """Opens files by what find() says: all of one save, also while other saves end."""
     for _ in range(_TRIES):
         with ExitStack() as tried:
             places = find()
-            files = {name: _open_first(each, tried) for name, each in places.items()}
+            files = {name: _open_first(each, opened, tried) for name, each in places.items()}
             # What is still there now was there when the last one was opened: no other file has the
             # number of an open one.
             if find() == places and all(
@@ -238,8 +241,8 @@ def _open_files(
     raise OSError(errno.EBUSY, f"other saves have replaced it at each of {_TRIES:,} tries", path)
 
 
-def _open_first(places: Sequence[str], stack: ExitStack) -> _Opened:
-    return _first(places, lambda path: (path, *stack.enter_context(open_with_status(path))))
+def _open_first(places: Sequence[str], opened: _Open, stack: ExitStack) -> _Opened:
+    return _first(places, lambda path: (path, *stack.enter_context(opened(path))))
 
 
 def _first(places: Sequence[str], act: Callable[[str], _Result]) -> _Result:

@@ -26,6 +26,7 @@ from speedtorch.legacy.switcher_files import (
     read_tensors,
 )
 from speedtorch.ops.functions import pinned_scatter
+from speedtorch.table.host_table import HostTable
 
 __all__ = [
     "CPUPytorchDataGadget",
@@ -144,6 +145,8 @@ class GadgetSwitcher(OneField):
             ValueError: another number of rows, or another shape; nothing is changed.
         """
         field = self._rows()["weight"]
+        if self._stored is not None and self._stored.table is not None:
+            self._stored.table.check_writable("insertData")
         rows = _as_tensor(dataObject)
         if field.is_cuda:
             rows = rows.to(field.device, non_blocking=True)
@@ -227,15 +230,19 @@ class DataGadget(_CupyGadget):
     """Holds data of any number of dimensions and brings rows of it to the GPU.
 
     After SpeedTorch's class of 2019. The rows are the gadget's own: arrays and tensors are copied
-    by gadgetInit or at the first use; leave them as they are until then.
+    by gadgetInit or at the first use; leave them as they are until then. With `mapped` they are
+    those of a file instead, as HostTable.open(file, "mapped") has them.
 
     Args:
         fileName: a .npy or .safetensors file, a NumPy array or a tensor on any device.
         CPUPinn: True keeps the rows in host memory that the GPU reaches; False on the GPU, or
             without one in ordinary memory.
         field: which tensor of a .safetensors file that holds several.
+        mapped: True maps the file, to be read: no copy, and one page cache for all processes.
+            CPUPinn then has no effect, and insertData raises ValueError.
 
     Raises:
+        TypeError: `mapped`, and it is no file.
         ValueError, OSError: the file cannot be read, or is no such file.
 
     Example:
@@ -244,6 +251,22 @@ class DataGadget(_CupyGadget):
         >>> gadget.getData([2, 0]).tolist()
         [[1.0, 1.0, 1.0], [0.0, 1.0, 2.0]]
     """
+
+    def _start(self, fileName: Source, *, field: str | None = None, mapped: bool = False) -> None:
+        if mapped and isinstance(fileName, np.ndarray | Tensor):
+            raise TypeError("mapped=True maps a file; the rows of an array or tensor are copied")
+        self._is_mapped = mapped
+        super()._start(fileName, field=field)
+
+    def _read_file(self, path: str) -> None:
+        if not self._is_mapped:
+            super()._read_file(path)
+            return
+        with open_fields(path) as stored:
+            chosen = _choose(stored, self._field)
+        name = next(name for name, each in stored.items() if each is chosen)
+        table = HostTable.open(path, "mapped")
+        self._stored = Stored(table, {"weight": table[name]})
 
 
 @families.of_family(families.with_variable)

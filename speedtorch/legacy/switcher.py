@@ -83,7 +83,7 @@ class Switcher:
         if self._stored is None:
             raise self._not_started()
         if self._stored.table is not None:
-            _ = self._stored.table.record  # a closed table refuses: rows put there would be lost
+            self._stored.table.check()  # a closed one refuses: rows put there would be lost
         return self._stored.fields
 
     def _settle(self) -> None:

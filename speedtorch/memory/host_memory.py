@@ -26,13 +26,16 @@ from torch import Tensor
 from speedtorch.memory.near_gpu import near_gpu
 from speedtorch.ops.functions import _ops
 from speedtorch.ops.shapes import check_dtype, check_span, row_shape
+from speedtorch.torch_internals import base_of
 
 __all__ = [
     "available_bytes",
     "check_owner",
     "empty",
+    "keep_pinned",
     "memory_kind",
     "memory_stats",
+    "pin_if_possible",
     "pin_memory_",
     "registration_seams",
     "release",
@@ -161,6 +164,29 @@ def pin_memory_(tensor: Tensor) -> Tensor:
     finalizer.atexit = False  # no CUDA call while the interpreter ends
     _pinned[id(tensor)] = finalizer, pin
     return tensor
+
+
+def pin_if_possible(tensor: Tensor) -> str:
+    """Pins a tensor's memory as pin_memory_ does, if there is a GPU; why CUDA refused, or ""."""
+    if default_kind() == "plain" or not tensor.numel():
+        return ""
+    try:
+        pin_memory_(tensor)
+    except RuntimeError as error:
+        return f"not registered, so that a GPU gets its rows by staged copies: {error}"
+    return ""
+
+
+def keep_pinned(view: Tensor, pinned: Tensor) -> Tensor:
+    """Keeps a pinned tensor object while a view of another dtype, or a view of that, is there.
+
+    A view of one dtype keeps its tensor by itself.
+    """
+    root = base_of(view)
+    root = view if root is None else root
+    if root is not pinned:
+        vars(root)["_pinned"] = pinned
+    return view
 
 
 def unpin_memory_(tensor: Tensor) -> Tensor:

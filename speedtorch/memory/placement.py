@@ -1,33 +1,51 @@
-"""Where the bytes of a table live: host memory of a kind, a GPU, or a mapped file."""
+"""Where the bytes of a table live: host memory of a kind, a GPU, a file, memory of processes."""
 
 from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Literal, TypeAlias, cast, get_args
 
 import torch
+from torch import Tensor
 
 from speedtorch.files import system_calls
 from speedtorch.memory import host_memory
 from speedtorch.memory.calibration import calibrate_once
+from speedtorch.memory.shared_memory import SharedMemory, SharedMemoryHandle
 from speedtorch.ops.functions import wait_for_rows
 
-__all__ = ["MemoryKind", "Placement", "check_kind"]
+__all__ = [
+    "MemoryKind",
+    "Placement",
+    "SharedPlacement",
+    "check_kind",
+    "check_size",
+    "made_placement",
+    "takes_host_memory",
+]
 
 _Device = str | int | torch.device | None
 _Path = str | os.PathLike[str] | None
 
-MemoryKind: TypeAlias = Literal["auto", "plain", "registered", "managed", "cuda", "file"]
-"""Where a table lies; see HostTable."""
+MemoryKind: TypeAlias = Literal[
+    "auto", "plain", "registered", "managed", "cuda", "file", "shared", "mapped"
+]
+"""Where a table lies; see HostTable and, for "mapped", HostTable.open."""
 
 _KINDS = get_args(MemoryKind)
 
 
 def check_kind(kind: MemoryKind, device: _Device = None, path: _Path = None) -> None:
-    """Raises ValueError unless this is a kind of memory, with the arguments that go with it."""
+    """Raises ValueError unless tables of this kind of memory can be made, with such arguments."""
     if kind not in _KINDS:
         raise ValueError(f"memory: expected one of {', '.join(_KINDS)}, got {kind!r}")
+    if kind == "mapped":
+        raise ValueError(
+            "memory='mapped' maps the file of a saved table: HostTable.open(path, 'mapped') makes"
+            " it, and Embedding.from_pretrained takes it; memory='file' makes a new file"
+        )
     if device is not None and kind != "cuda":
         raise ValueError(f"device: goes with memory='cuda' only, not with {kind!r}")
     if kind == "file" and path is None:
@@ -39,55 +57,225 @@ def check_kind(kind: MemoryKind, device: _Device = None, path: _Path = None) -> 
         raise ValueError(f"path: goes with memory='file' only; memory is {kind!r}")
 
 
-class Placement:
-    """Zeroed bytes of one kind of memory, `data` uint8 `[count]`, exactly as many as asked for.
+def takes_host_memory(kind: MemoryKind) -> bool:
+    """Whether a table of this kind takes host memory when it is made."""
+    return kind == "shared" or kind in host_memory.HOST_KINDS
 
-    Kind, device and path are those of HostTable; `memory` is the kind that "auto" became.
+
+class Placement:
+    """Bytes of a table, in one kind of memory; each kind is a subclass.
+
+    Attributes:
+        data: The bytes, uint8 `[count]`; "mapped" fields have none in common.
+        memory: The kind of memory, never "auto".
+        path: The file of the bytes, if there is one.
+        reason: Why the memory is not what was asked for, or reached more slowly; often "".
+        writable: Whether rows may be written.
+        is_in_place: Whether kernels of a GPU read the rows where they are, in host memory.
+        memory_beside: What kind of memory tables take that are made beside this one.
     """
 
-    def __init__(self, count: int, kind: MemoryKind, device: _Device, path: _Path) -> None:
-        check_kind(kind, device, path)
-        if count >= 2**63:
-            raise ValueError(f"rows: {count:,} bytes are more than any memory has (2^63 - 1)")
-        self.memory = kind
-        self.path: str | None = None
-        self._descriptor: int | None = None
-        if path is not None:
-            self.path = os.path.abspath(path)
-            self.data, self._descriptor = system_calls.map_new_file(self.path, count)
-            self._closer = weakref.finalize(self, system_calls.calls.close, self._descriptor)
-        elif kind == "cuda":
-            if not torch.cuda.is_available():
-                raise RuntimeError("memory='cuda' needs a GPU, and torch finds none here")
-            place = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
-            if torch.device(place).type != "cuda":
-                raise ValueError(f"device: expected a GPU for memory='cuda', got {str(place)!r}")
-            self.data = torch.zeros(count, dtype=torch.uint8, device=place)
-        elif kind != "file":  # which has a path
-            if kind != "plain":
-                calibrate_once(count)
-            self.data = host_memory.empty(count, dtype=torch.uint8, memory=kind)
-            self.memory = cast(MemoryKind, host_memory.memory_kind(self.data))
+    data: Tensor
+    memory: MemoryKind
+    path: str | None = None
+    reason: str = ""
+    writable: bool = True
+    is_in_place: bool = False
+
+    @property
+    def memory_beside(self) -> MemoryKind:
+        """What kind of memory tables take that are made beside this one."""
+        return self.memory
+
+    def check(self) -> None:
+        """Raises what makes the bytes unusable by now."""
 
     def settle(self) -> None:
         """Waits until the GPU has done its work on the bytes; raises what it found wrong."""
-        host_memory.check_owner(self.data)
-        wait_for_rows(self.data.device if self.memory == "cuda" else None)
+        self.check()
+        wait_for_rows(None)
 
     def flush(self) -> None:
-        """Settles, and brings a mapped file's bytes to the disk."""
+        """Settles, and brings a file's bytes to the disk."""
         self.settle()
-        if self._descriptor is not None:
-            system_calls.calls.fsync(self._descriptor)
 
     def release(self) -> None:
         """Lets the memory go once no tensor uses it, also if a captured CUDA graph still does."""
-        if self._descriptor is not None:
-            self._closer()
-        elif self.memory != "cuda":
-            host_memory.release(self.data)
 
     def remove_file(self) -> None:
-        """Deletes the mapped file, if there is one."""
-        if self.path is not None:
-            system_calls.calls.unlink(self.path)
+        """Deletes the file that was made for the bytes, if one was."""
+
+    def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
+        """Fills a field of this number with a first value, in shared memory once for all processes.
+
+        Returns False if another process has filled it with another value.
+        """
+        fill()
+        return True
+
+    def note_given(self, field: int) -> None:
+        """Says that a field has values which begin() of another process is not to replace."""
+
+    @property
+    def shared(self) -> SharedMemory:
+        """The memory that processes share.
+
+        Raises:
+            ValueError: This process alone has it.
+        """
+        raise ValueError(
+            f"this table's memory is {self.memory!r}, which one process alone can use: make the"
+            " table with memory='shared'"
+        )
+
+
+class HostPlacement(Placement):
+    """Zeros in host memory of one of host_memory's kinds."""
+
+    def __init__(self, count: int, kind: host_memory.HostMemoryKind) -> None:
+        if kind != "plain":
+            calibrate_once(count)
+        self.data = host_memory.empty(count, dtype=torch.uint8, memory=kind)
+        self.memory = cast(MemoryKind, host_memory.memory_kind(self.data))
+        self.is_in_place = self.memory in ("managed", "registered")
+
+    def check(self) -> None:
+        """Raises RuntimeError in a fork that cannot touch the memory."""
+        host_memory.check_owner(self.data)
+
+    def release(self) -> None:
+        """See Placement."""
+        host_memory.release(self.data)
+
+
+class GpuPlacement(Placement):
+    """Zeros on a GPU."""
+
+    memory = "cuda"
+
+    def __init__(self, count: int, device: _Device) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("memory='cuda' needs a GPU, and torch finds none here")
+        place = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
+        if torch.device(place).type != "cuda":
+            raise ValueError(f"device: expected a GPU for memory='cuda', got {str(place)!r}")
+        self.data = torch.zeros(count, dtype=torch.uint8, device=place)
+
+    def settle(self) -> None:
+        """See Placement."""
+        wait_for_rows(self.data.device)
+
+
+class FilePlacement(Placement):
+    """Zeros in a new file, mapped to be written."""
+
+    memory = "file"
+
+    @property
+    def memory_beside(self) -> MemoryKind:
+        """See Placement: a file has one table."""
+        return "auto"
+
+    def __init__(self, count: int, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(path)
+        self.data, self._descriptor = system_calls.map_new_file(self.path, count)
+        self._closer = weakref.finalize(self, system_calls.calls.close, self._descriptor)
+
+    def check(self) -> None:
+        """Raises ValueError if the file was cut: reading the bytes would end the process."""
+        check_size(str(self.path), os.fstat(self._descriptor).st_size, self.data.numel())
+
+    def flush(self) -> None:
+        """See Placement."""
+        self.settle()
+        system_calls.calls.fsync(self._descriptor)
+
+    def release(self) -> None:
+        """See Placement."""
+        self._closer()
+
+    def remove_file(self) -> None:
+        """See Placement."""
+        system_calls.calls.unlink(str(self.path))
+
+
+class SharedPlacement(Placement):
+    """Memory that several processes have; each registers it for its own GPU.
+
+    Args:
+        shared: The memory.
+    """
+
+    memory = "shared"
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+        self.data = shared.data
+        self.reason = host_memory.pin_if_possible(self.data)
+        self.is_in_place = host_memory.memory_kind(self.data) == "registered"
+
+    @classmethod
+    def of_zeros(cls, count: int, fields: int) -> SharedPlacement:
+        """New memory for so many fields, which share() of the table lets other processes open."""
+        calibrate_once(count)
+        return cls(SharedMemory.made(count, fields))
+
+    @classmethod
+    def opened(cls, handle: SharedMemoryHandle) -> SharedPlacement:
+        """The memory of a handle."""
+        return cls(SharedMemory.opened(handle))
+
+    @property
+    def memory_beside(self) -> MemoryKind:
+        """See Placement: what a module makes beside the table is its process's own."""
+        return "auto"
+
+    @property
+    def shared(self) -> SharedMemory:
+        """See Placement."""
+        return self._shared
+
+    def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
+        """See Placement."""
+        return self._shared.begin(field, value, fill)
+
+    def note_given(self, field: int) -> None:
+        """See Placement."""
+        self._shared.note_given(field)
+
+    def release(self) -> None:
+        """See Placement; other processes keep the memory."""
+        host_memory.release(self.data)
+        self._shared.close()
+
+
+def check_size(path: str, size: int, needed: int) -> None:
+    """Raises ValueError if a mapped file has become shorter than the table in it.
+
+    The system ends a process that touches memory behind the end of a mapped file (SIGBUS).
+    """
+    if size < needed:
+        raise ValueError(
+            f"{path}: the file was cut to {size:,} bytes while a table is mapped to {needed:,} of"
+            " it: close the table, and open a whole file; write a new file beside one that is in"
+            " use, and rename it"
+        )
+
+
+def made_placement(
+    count: int, fields: int, kind: MemoryKind, device: _Device, path: _Path
+) -> Placement:
+    """Zeroed bytes of one kind of memory for so many fields, exactly as many as asked for.
+
+    Kind, device and path are those of HostTable.
+    """
+    check_kind(kind, device, path)
+    if count >= 2**63:
+        raise ValueError(f"rows: {count:,} bytes are more than any memory has (2^63 - 1)")
+    if path is not None:
+        return FilePlacement(count, path)
+    if kind == "cuda":
+        return GpuPlacement(count, device)
+    if kind == "shared":
+        return SharedPlacement.of_zeros(count, fields)
+    return HostPlacement(count, cast(host_memory.HostMemoryKind, kind))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +122,7 @@ class AttachedState:
             return
         try:
             self.loading = None  # the table asks to be completed before it is written to
-            self._put(loading.entries)
+            self._put(loading.entries, self.table_rows.fields.fill)
         except BaseException:
             self.loading = loading
             raise
@@ -171,7 +171,7 @@ class AttachedState:
             for (name, row), held in zip(probe.row_state.items(), self._held, strict=True):
                 if not torch.equal(row, before.row_state[name]):
                     rows.flush()
-                    rows.fields.fill(name, row.cpu())
+                    rows.fields.begin(name, row.cpu())
                     held.copy_(row.expand_as(held))
             if made := optimizer.state.get(rows.parameter):  # by the optimizer's constructor
                 made.update({n: snapshot(value) for n, value in probe.scalar_state.items()})
@@ -282,15 +282,21 @@ class AttachedState:
         Without saved state a table that was read from a file with its own keeps that.
         """
         self.table_rows.write_back()
-        self._put(entries, was_read=was_read)
+        self._put(entries, self.table_rows.fields.begin, was_read=was_read)
 
-    def _put(self, entries: Mapping[str, Any] | None, *, was_read: bool = False) -> None:
+    def _put(
+        self,
+        entries: Mapping[str, Any] | None,
+        fill: Callable[[str, Tensor], None],
+        *,
+        was_read: bool = False,
+    ) -> None:
         """As take(), of rows that are at home; can be repeated where it was interrupted."""
         for name, row in self.probe.row_state.items():
             if entries is not None:
                 self.table_rows.fields.load(name, entries[name])
             elif not was_read:
-                self.table_rows.fields.fill(name, row.cpu())
+                fill(name, row.cpu())
         self._has_stepped = was_read or entries is not None
         self._counts_anew = was_read and entries is None and bool(self.probe.scalar_state)
         if self._has_stepped:

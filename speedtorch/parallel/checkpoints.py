@@ -49,6 +49,7 @@ from speedtorch.parallel.sharded_saves import (
 )
 from speedtorch.table.host_table import HostTable, any_notes_changes, table_and_field
 from speedtorch.table.progress import progress_bar
+from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.shared_rows import SharedRows
 from speedtorch.table.whole_fields import given_in_place
 from speedtorch.torch_internals import as_plain
@@ -496,7 +497,7 @@ def _shards(tensors: _Written) -> Iterator[_Written]:
 
 def _dense(name: str, tensor: Tensor) -> Tensor:
     """A tensor whose rows can be written; raises for what has no plain elements."""
-    tensor = tensor.detach()
+    tensor = tensor.rows if isinstance(tensor, ReadOnlyRows) else tensor.detach()
     if type(tensor) is not Tensor:
         kind = type(tensor)
         raise TypeError(

@@ -48,7 +48,7 @@ def changed_rows(base: SavedGeneration, tensors: Mapping[str, Tensor]) -> Delta:
             continue
         table, field = found
         moment = _known.get(table, {}).get((base.digest, field))
-        if table.changes is None:
+        if table.changes is None and table.can_note_changes:
             table.track_changes()
         if moment is None or not base.has(key, tensor):
             continue

@@ -121,7 +121,7 @@ class CachedStore(RowStore):
 
     def _made(self, names: tuple[str, ...], device: torch.device) -> HotRows:
         fields = dict(zip(names, self.fields(names), strict=True))
-        if device.type == "cuda" and self._table.memory not in ("auto", "managed", "registered"):
+        if device.type == "cuda" and not self._table.is_in_place:
             raise ValueError(
                 f"{self._name}: a cache needs host memory that the GPU reads in place, and this"
                 f" table's is {self._table.memory!r}: use memory='managed' or 'registered', or no"

@@ -133,7 +133,7 @@ class RowStore:
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Rows of a field by their ids: `out` is `[*ids.shape, ...]`, on either device."""
-        field = self._table.field(name)
+        field = self._table.field_to_read(name)
         if field.dtype == out.dtype:
             pinned_gather(field, ids, out=out)
         else:
@@ -145,7 +145,7 @@ class RowStore:
         """Puts weights `[*ids.shape, ...]` in the place of those of the ids."""
         home = self._table.home_of("weight")
         field = home.rows_of("weight")
-        with home.writing(ids):
+        with home.noting(ids):
             pinned_scatter(field, ids, rows.to(field.dtype))
 
     @property
@@ -181,10 +181,11 @@ class RowStore:
         The device reaches them in host memory, no other module was made to train them, and nobody
         asks which of them have changed.
         """
-        memory = self._table.memory
-        if memory is None or self._table.claim.was_replaced or self._table.changes is not None:
+        if self._table.memory is None or self._table.claim.was_replaced:
             return False
-        return device.type == "cpu" or memory in ("auto", "managed", "registered")
+        if self._table.changes is not None:
+            return False
+        return device.type == "cpu" or self._table.is_in_place
 
     def fields(self, names: Iterable[str]) -> list[Tensor]:
         """All rows of the fields, where they are now, for an exchange of several tables."""

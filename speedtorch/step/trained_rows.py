@@ -113,7 +113,7 @@ class TrainedRows:
         self.turn = self.exchange.turn
         """Held while a thread uses the rows; see Exchange."""
         self._sums = GradientSums()
-        if parameter.requires_grad:
+        if parameter.requires_grad and table.writable:
             table.claim.take(self)
 
     @property
@@ -155,7 +155,11 @@ class TrainedRows:
         return self._store.report()
 
     def claim(self) -> None:
-        """Trains the rows from now on, or refuses to if another module was made to."""
+        """Trains the rows from now on, or refuses to if another module was made to.
+
+        Raises ValueError if they cannot be written.
+        """
+        self.table.check_writable(f"{self.name}: training its rows")
         holder = self.table.claim.holder
         if holder is self:
             return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
@@ -16,16 +16,20 @@ from torch import Tensor
 from speedtorch.files import table_files
 from speedtorch.files.npy_format import NPY_DTYPES
 from speedtorch.memory import host_memory
-from speedtorch.memory.placement import MemoryKind, Placement
+from speedtorch.memory.mapped_files import MappedPlacement, NotMapped
+from speedtorch.memory.placement import MemoryKind, Placement, SharedPlacement, made_placement
 from speedtorch.ops.functions import pinned_gather, pinned_scatter
 from speedtorch.ops.shapes import check_span, row_shape
 from speedtorch.table import row_blocks
 from speedtorch.table.changed_rows import ChangedRows
-from speedtorch.table.record_layout import Fields, lay_out, weight_and_state
+from speedtorch.table.read_only_rows import ReadOnlyRows
+from speedtorch.table.record_layout import Fields, Record, lay_out, weight_and_state
+from speedtorch.table.table_handle import TableHandle
 
 __all__ = ["HostTable", "RowHolder", "any_notes_changes", "is_same", "table_and_field"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 _Self = TypeVar("_Self", bound="HostTable")  # typing.Self needs Python 3.11.
 _Device = str | int | torch.device | None
 _Path = str | os.PathLike[str]
@@ -90,8 +94,8 @@ class HostTable:
     Rows that a module's step holds come home before any method, `table["weight"]` or `table.record`
     gives or takes rows. Code that keeps a view calls `flush()` before reading it, for that reason
     and as the GPU writes on its own time. In a forked child (a DataLoader worker) every method
-    refuses managed memory; memory="registered" works, and a spawned process opens a saved table by
-    name.
+    refuses managed memory; memory="registered" works. Other processes use one table in
+    memory="shared" by its `share()`, or a saved one that each maps: `open(path, "mapped")`.
 
     `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` give a field its first values, in parallel,
     and return the table. With a seed the bits are the same whatever the number of threads, the kind
@@ -109,11 +113,18 @@ class HostTable:
         memory: "managed" or "registered": host memory that the GPU reads in place; "plain": any
             host memory; "auto": the fastest that this machine has. "cuda": on the GPU. "file": a
             mapped file, for tables beyond the memory (a GPU reaches it by staged copies only).
+            "shared": host memory that other processes can open by `share()`; each that has a GPU
+            registers it.
         device: The GPU of memory="cuda".
-        path: The new file of memory="file", without a header. It must not be shortened meanwhile.
+        path: The new file of memory="file", without a header. A call after it was shortened raises;
+            one at that moment ends the process.
 
     Attributes:
         rows, memory: As given, or the kind of memory that "auto" became.
+        memory_reason: Why the memory is another than was asked for, or is not reached by a GPU in
+            place; "" if neither is so.
+        memory_beside: The kind of memory of what modules make beside the table.
+        writable: Whether rows can be written; those of a mapped file cannot.
         dim, dtype: The weight's; without one None, and the dtype that all fields share, if any.
         device: Of its tensors: the CPU, or a GPU with memory="cuda".
         fields: Name to (row shape, dtype).
@@ -179,8 +190,16 @@ class HostTable:
         """Makes a table with the fields and the rows of a saved one.
 
         `source` is what save() was given, or a file of anyone's: `*.safetensors` whose tensors all
-        have the same number of rows, or `*.npy`. It is read, not mapped. All else is as for
-        HostTable.
+        have the same number of rows, or `*.npy`. It is read into memory of its own.
+
+        With memory="mapped" it is not read but mapped, read-only: the rows are those of the file,
+        in the system's page cache, which all processes share. A GPU reads them in place where it
+        can register the file; elsewhere its ops copy rows through the CPU. A file that cannot be
+        mapped, for its fields are not aligned or its file system does not do it, is read as with
+        memory="auto". `memory` and `memory_reason` say which it is, and why. A call after the file
+        was shortened raises ValueError; write a new file beside it and rename that.
+
+        All else is as for HostTable.
 
         Raises:
             ValueError: The file is broken or holds no table; found before memory is taken.
@@ -193,6 +212,8 @@ class HostTable:
             ...     HostTable.open(f"{folder}/t.safetensors", "plain")["weight"].tolist()
             [[7.0], [7.0]]
         """
+        if memory == "mapped":
+            return cls._mapped(source, device, path)
         with table_files.open_fields(source) as stored:
             fields = {name: (each.shape[1:], each.dtype) for name, each in stored.items()}
             rows = next(iter(stored.values())).shape[0]
@@ -205,13 +226,79 @@ class HostTable:
                 raise
         return table
 
+    @classmethod
+    def _mapped(cls, source: _Path, device: _Device, path: _Path | None) -> HostTable:
+        if device is not None or path is not None:
+            raise ValueError(
+                "memory='mapped' takes neither device nor path: the rows stay in the file that is"
+                " opened"
+            )
+        try:
+            placement = MappedPlacement(source)
+        except NotMapped as error:
+            table = cls.open(source)
+            table.memory_reason = f"loaded, not mapped: {error}"
+            return table
+        every = placement.fields
+        table = cls.__new__(cls)
+        table._describe(
+            len(next(iter(every.values()))),
+            lay_out({name: (each.shape[1:], each.dtype) for name, each in every.items()}),
+        )
+        if len(every) > 1:  # which lie one after the other, each with all of its rows
+            table.record_bytes = sum(each[:1].nbytes for each in every.values())
+            table.nbytes = sum(each.nbytes for each in every.values())
+        (first, *others) = every.values()
+        record = None if others else first.view(table.rows, -1) if first.numel() else first
+        table._lie_in(placement, every, record)
+        table.was_read = True
+        return table
+
+    @classmethod
+    def from_handle(cls, handle: TableHandle) -> HostTable:
+        """Opens the table that share() of another process gives, in this one: the same memory.
+
+        Nothing is copied, and nothing read: each process has all rows at once, and registers them
+        for its own GPU. Each closes the table for itself; the memory goes with the last.
+
+        Raises:
+            TypeError: It is no handle.
+            ValueError: The handle is of another machine, container, version or from before the
+                machine's last start.
+            ProcessLookupError: The process that gave it has ended, or has closed the table. A
+                process that multiprocessing has started with the handle does not need it.
+            PermissionError: The table is another user's.
+
+        Example:
+            >>> table = HostTable(2, 1, memory="shared")
+            >>> HostTable.from_handle(table.share()).fill_(7)["weight"].tolist()
+            [[7.0], [7.0]]
+            >>> table["weight"].tolist()
+            [[7.0], [7.0]]
+        """
+        if not isinstance(handle, TableHandle):
+            raise TypeError(f"handle: expected what table.share() gives, got {handle!r}")
+        layout = handle.layout()
+        table = cls.__new__(cls)
+        table._describe(handle.rows, layout)
+        placement = SharedPlacement.opened(handle.memory)
+        table._lie_in(placement, *_laid_out(placement.data, handle.rows, layout))
+        table.was_read = handle.was_read
+        return table
+
     def _take_memory(
         self, rows: int, fields: Fields, kind: MemoryKind, device: _Device, path: _Path | None
     ) -> None:
+        layout = lay_out(fields)
+        self._describe(rows, layout)
+        placement = made_placement(self.nbytes, len(self.fields), kind, device, path)
+        self._lie_in(placement, *_laid_out(placement.data, self.rows, layout))
+
+    def _describe(self, rows: int, layout: Record) -> None:
+        """Checks what the table will be, and says it; no memory is taken."""
         if isinstance(rows, Sequence):
             raise TypeError(f"rows: expected an int, got {rows!r}")
         (self.rows,) = row_shape(rows, "rows")
-        layout = lay_out(fields)
         self.fields = layout.fields
         for name, (shape, dtype) in self.fields.items():
             check_span(f"field {name!r}", (self.rows, *shape), dtype)
@@ -222,14 +309,42 @@ class HostTable:
         if "weight" in self.fields:
             shape, self.dtype = self.fields["weight"]
             self.dim = shape[0] if len(shape) == 1 else shape
-        self._placement: Placement | None = Placement(self.nbytes, kind, device, path)
-        data = self._placement.data
-        self.memory = self._placement.memory
-        self.device = data.device
-        self._views = {name: layout.rows_of(data, self.rows, name) for name in self.fields}
-        self._record = layout.records_of(data, self.rows)
+        self._layout = layout
+
+    def _lie_in(
+        self, placement: Placement, fields: Mapping[str, Tensor], record: Tensor | None
+    ) -> None:
+        """Takes memory with all rows of the fields, and of the records if there are any."""
+        self._placement: Placement | None = placement
+        self.memory, self.memory_reason = placement.memory, placement.reason
+        self.memory_beside, self.writable = placement.memory_beside, placement.writable
+        self.is_in_place = placement.is_in_place
+        self._plain_views = dict(fields)
+        self.device = next(iter(fields.values())).device
+        self._views = {name: self._guarded(each) for name, each in fields.items()}
+        self._record = None if record is None else self._guarded(record)
         self.changes: ChangedRows | None = None
         _tables.add(self)
+
+    def _guarded(self, rows: Tensor) -> Tensor:
+        """Rows as callers get them: those that cannot be written refuse it."""
+        return rows if self.writable else ReadOnlyRows(rows, self._read_only())
+
+    def _read_only(self) -> str:
+        path = self._placed().path
+        return (
+            f"lies in a read-only mapping of {path}: HostTable.open({path!r}) reads it into memory"
+            " that can be written"
+        )
+
+    def check_writable(self, what: str) -> None:
+        """Raises ValueError if rows cannot be written, as those of a mapped file.
+
+        Example:
+            >>> HostTable(2, 1, memory="plain").check_writable("training")
+        """
+        if not self.writable:
+            raise ValueError(f"{what}: the table {self._read_only()}")
 
     holder: weakref.ref[RowHolder] | None = None
 
@@ -250,10 +365,20 @@ class HostTable:
             )
         return self._placement
 
+    def check(self) -> None:
+        """Raises what makes the table unusable: it was closed, or its file was cut.
+
+        Rows that a module holds come home.
+
+        Example:
+            >>> HostTable(2, 1, memory="plain").check()
+        """
+        self._at_home()
+
     def _at_home(self) -> Placement:
         """Where all rows are, as they are now."""
         placement = self._placed()
-        host_memory.check_owner(placement.data)
+        placement.check()
         self.write_back()
         return placement
 
@@ -278,10 +403,17 @@ class HostTable:
 
     def rows_of(self, field: str) -> Tensor:
         """A field as it is in memory; rows held elsewhere stay there."""
-        self._placed()
+        return self._found(self._views, field)
+
+    def rows_to_read(self, field: str) -> Tensor:
+        """As rows_of, for what reads alone: of rows that cannot be written nothing guards them."""
+        return self._found(self._plain_views, field)
+
+    def _found(self, views: Mapping[str, Tensor], field: str) -> Tensor:
+        self._placed().check()
         if field not in self.fields:
             raise KeyError(f"no field {field!r} in this table; it has {', '.join(self.fields)}")
-        return self._views[field]
+        return views[field]
 
     def __repr__(self) -> str:
         fields = ", ".join(
@@ -289,20 +421,32 @@ class HostTable:
             for name, (shape, dtype) in self.fields.items()
         )
         kind = self.memory if self._placement else "closed"
+        why = f" ({self.memory_reason})" if self._placement and self.memory_reason else ""
         return (
-            f"{type(self).__name__}({self.rows:,} rows of {fields}; {self.nbytes:,} bytes, {kind})"
+            f"{type(self).__name__}({self.rows:,} rows of {fields};"
+            f" {self.nbytes:,} bytes, {kind}{why})"
         )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a table is not pickled or copied: save() it, and open it by name in the other "
-            "process, or fork with memory='registered'"
+            "a table is not pickled or copied: save() it, and HostTable.open(path, 'mapped') in the"
+            " other process; or make it with memory='shared', and send its share(); or fork with"
+            " memory='registered'"
         )
 
     @property
     def record(self) -> Tensor:
-        """All fields of all rows, `[rows, columns]` of their common dtype, or else uint8."""
+        """All fields of all rows, `[rows, columns]` of their common dtype, or else uint8.
+
+        Raises:
+            ValueError: The fields of a mapped file do not lie side by side.
+        """
         self._at_home()
+        if self._record is None:
+            raise ValueError(
+                f"a mapped file has no records: its fields {', '.join(self.fields)} lie one after"
+                " the other; name one, or open it without memory='mapped'"
+            )
         return self._record
 
     @_in_turn
@@ -323,7 +467,12 @@ class HostTable:
             >>> HostTable(3, 2, memory="plain").gather(torch.tensor([[0], [2]])).shape
             torch.Size([2, 1, 2])
         """
-        rows = self.record if field is None else self[field]
+        if field is None:
+            rows = self.record
+            rows = rows.rows if isinstance(rows, ReadOnlyRows) else rows
+        else:
+            self._at_home()
+            rows = self.rows_to_read(field)
         return pinned_gather(rows, index, out=out, plan=plan)
 
     @_in_turn
@@ -346,18 +495,24 @@ class HostTable:
             >>> table["weight"].tolist()
             [[0.0], [0.0], [5.0]]
         """
+        self.check_writable("scatter")
         rows = self.record if field is None else self[field]
         if accumulate and field is None and len({dtype for _, dtype in self.fields.values()}) > 1:
             raise ValueError("scatter: records of different dtypes cannot be added; name a field")
-        with self.writing(index):
+        with self.noting(index):
             pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
 
-    def writing(self, index: Tensor) -> AbstractContextManager[None]:
+    def noting(self, index: Tensor) -> AbstractContextManager[None]:
         """Notes rows that are written within, if track_changes() was called; ids may be bad."""
         if self.changes is None or not self.rows:
             return nullcontext()
         ids = index.reshape(-1).to(torch.int64)
         return self.changes.writing(ids.clamp(0, self.rows - 1))
+
+    @property
+    def can_note_changes(self) -> bool:
+        """Whether this process makes all writes, and there are any."""
+        return self.writable and self.memory != "shared"
 
     @_in_turn
     def track_changes(self) -> int:
@@ -367,6 +522,8 @@ class HostTable:
         keeps 4 bytes of each row of the table for it.
 
         Raises:
+            ValueError: The table is shared with other processes, whose writes are not seen, or
+                cannot be written.
             RuntimeError: A CUDA graph was captured before the first call, and would note nothing.
 
         Example:
@@ -377,12 +534,17 @@ class HostTable:
             [1, 3]
         """
         self.settle()
+        if not self.can_note_changes:
+            raise ValueError(
+                f"track_changes: memory is {self.memory!r}, of which this process does not see all"
+                " writes, or that has none; use another kind"
+            )
         if self.changes is None:
             if self.holder is not None and (holder := self.holder()) is not None:
                 holder.refuse_if_captured("noting its changes")
-            own = weakref.ref(self)
             # All fields are views of one memory, whose version torch counts up.
-            self.changes = ChangedRows(self.rows, lambda: cast(HostTable, own())._record._version)
+            field = weakref.ref(next(iter(self._plain_views.values())))
+            self.changes = ChangedRows(self.rows, lambda: cast(Tensor, field())._version)
         return self.changes.begin()
 
     @_in_turn
@@ -518,6 +680,7 @@ class HostTable:
             >>> bool(table["weight"].abs().max() <= (6 / 108) ** 0.5)
             True
         """
+        self.check_writable("init_")
         drawn = self[field][rows]
         self.settle()
         row_blocks.draw_rows(drawn, function, args, kwargs, seed, progress, share)
@@ -541,11 +704,43 @@ class HostTable:
             >>> HostTable(2, 3).fill_([1, 2, 3])["weight"].tolist()
             [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
         """
+        self.check_writable("fill_")
         rows = self[field]
         self.settle()
         row_blocks.fill_rows(rows, field, value, progress)
         self.settle()
         return self
+
+    def begin_state(self, field: str, row: Tensor) -> None:
+        """Gives all rows of an optimizer's state their first value, `row` `[*shape]` on the CPU.
+
+        In shared memory the first process does, and the others find it done.
+
+        Raises:
+            RuntimeError: Another process has given them another value.
+
+        Example:
+            >>> table = HostTable(2, 1, state=("sum",), memory="shared")
+            >>> table.begin_state("sum", torch.tensor([0.1]))
+            >>> table["sum"].tolist() == [[torch.tensor(0.1).item()]] * 2
+            True
+        """
+        value = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        number = list(self.fields).index(field)
+        if not self._placed().begin(number, value, lambda: self.fill_(row, field)):
+            raise RuntimeError(
+                f"the state {field!r} of this shared table has begun otherwise than this optimizer"
+                " begins it: make the optimizers of all processes alike before they are attached,"
+                " or share a new table"
+            )
+
+    def note_given(self, field: str) -> None:
+        """Says that a field was loaded: no process is to give it first values.
+
+        Example:
+            >>> HostTable(2, 1, memory="plain").note_given("weight")
+        """
+        self._placed().note_given(list(self.fields).index(field))
 
     @_in_turn
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:
@@ -583,7 +778,7 @@ class HostTable:
         """
         self.settle()
         here = _range_of(rows, self.rows, "rows")
-        fields = {name: self[name][here.start : here.stop] for name in self.fields}
+        fields = {name: self.rows_to_read(name)[here.start : here.stop] for name in self.fields}
         own = self._placed().path
         table_files.save_fields(path, fields, None if own is None else os.path.realpath(own))
 
@@ -621,6 +816,7 @@ class HostTable:
             >>> table["weight"].tolist()
             [[7.0], [0.0]]
         """
+        self.check_writable("load")
         self.settle()
         here = _range_of(rows, self.rows, "rows")
         with table_files.open_fields(path, self.fields) as found:
@@ -648,8 +844,104 @@ class HostTable:
     def _read(self, stored: Mapping[str, table_files.StoredField], rows: range) -> None:
         for name, each in stored.items():
             each.read_into(self.rows_of(name)[rows.start : rows.stop])
+            self.note_given(name)
         self.settle()
         self.was_read = True
+
+    # ---- several processes
+
+    def share(self) -> TableHandle:
+        """What HostTable.from_handle opens in another process of this machine and user.
+
+        It can be pickled: as an argument of a process that multiprocessing starts, in the data set
+        of a DataLoader, or by torch.distributed.broadcast_object_list. Of a table that a module has
+        made, attach its optimizer first, which makes room for the state by a new table. While a
+        handle is there, the memory stays, as it does while another process has the table.
+
+        Several processes may write at once if each writes rows of its own. Otherwise one writes,
+        within writing(), and the others read by read_consistently(); see there.
+
+        Raises:
+            ValueError: The table has not been made with memory="shared", or is closed.
+
+        Example:
+            >>> table = HostTable(1000, 4, memory="shared")
+            >>> table.share().rows
+            1000
+        """
+        return TableHandle.of(
+            self._layout, self.rows, self.was_read, self._placed().shared.handle()
+        )
+
+    @property
+    def version(self) -> int:
+        """How often rows were written within writing(), times two; odd while a process does.
+
+        Raises:
+            ValueError: The table has not been made with memory="shared", or is closed.
+
+        Example:
+            >>> table = HostTable(2, 1, memory="shared")
+            >>> with table.writing():
+            ...     table.version
+            1
+            >>> table.version
+            2
+        """
+        return self._placed().shared.version
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within, this thread alone writes rows for readers in other processes; others wait.
+
+        Any way of writing will do: scatter(), a view, the step of an optimizer. At the end rows
+        that modules hold are written back, and the GPU's work is waited for. Readers who use
+        read_consistently() see rows of before or of after, and wait meanwhile; so keep it short.
+        An exception ends it as well: what was written before it, is.
+
+        Raises:
+            ValueError: The table has not been made with memory="shared", or is closed.
+            RuntimeError: This thread writes already.
+
+        Example:
+            >>> table = HostTable(2, 1, memory="shared")
+            >>> with table.writing():
+            ...     table.scatter(torch.tensor([0, 1]), torch.ones(2, 1))
+        """
+        with self._placed().shared.writing() as all_is_written:
+            try:
+                yield
+            finally:
+                self.settle()
+                all_is_written()
+
+    def read_consistently(self, read: Callable[[], _Result], *, timeout_s: float = 10.0) -> _Result:
+        """The result of `read()`, called again until no process wrote within writing() meanwhile.
+
+        This is a sequence lock: readers take no lock and do not hold the writer up.
+
+        Args:
+            read: Reads rows, as by gather() or a module's lookup without gradients, and gives
+                copies of them. It may be called often.
+            timeout_s: How many seconds this waits for a moment without a writer.
+
+        Raises:
+            ValueError: The table has not been made with memory="shared", or is closed.
+            TimeoutError: There was no such moment.
+            RuntimeError: A process ended while it wrote; rows may be of both versions.
+
+        Example:
+            >>> table = HostTable(2, 1, memory="shared")
+            >>> table.read_consistently(lambda: table.gather(torch.tensor([1]))).tolist()
+            [[0.0]]
+        """
+
+        def settled() -> _Result:
+            result = read()
+            self.settle()
+            return result
+
+        return self._placed().shared.read_consistently(settled, timeout_s)
 
     def settle(self) -> None:
         """Brings rows home and waits for the GPU's work on them: CPU views are current then.
@@ -697,6 +989,7 @@ class HostTable:
         self.write_back()
         placement, self._placement = self._placement, None
         self._views.clear()
+        self._plain_views.clear()
         del self._record
         try:
             placement.flush()
@@ -708,6 +1001,15 @@ class HostTable:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _laid_out(data: Tensor, rows: int, layout: Record) -> tuple[dict[str, Tensor], Tensor]:
+    """The fields of all rows in a table's bytes, and the records."""
+    fields = {name: layout.rows_of(data, rows, name) for name in layout.fields}
+    record = layout.records_of(data, rows)
+    for each in (*fields.values(), record):
+        host_memory.keep_pinned(each, data)
+    return fields, record
 
 
 def _range_of(rows: slice, count: int, what: str) -> range:

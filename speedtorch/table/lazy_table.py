@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory import host_memory
-from speedtorch.memory.placement import MemoryKind, check_kind
+from speedtorch.memory.placement import MemoryKind, check_kind, takes_host_memory
 from speedtorch.ops.shapes import row_shape
 from speedtorch.table.changed_rows import ChangedRows
 from speedtorch.table.claim import Claim
@@ -64,7 +64,7 @@ class LazyTable:
         self._table: HostTable | None = None
         if isinstance(table, HostTable):
             self._table, self._owned = table, False
-            self._memory: MemoryKind = "auto" if table.memory == "file" else table.memory
+            self._memory: MemoryKind = table.memory_beside
             self.rows, (self.row_shape, self.stored_dtype) = table.rows, table.fields["weight"]
         else:
             rows, columns, self.stored_dtype = table
@@ -106,6 +106,10 @@ class LazyTable:
         """All rows of a field `[rows, ...]`, where they are now."""
         return self.home_of(name).rows_of(name)
 
+    def field_to_read(self, name: str) -> Tensor:
+        """As field(), for what reads alone."""
+        return self.home_of(name).rows_to_read(name)
+
     @property
     def changes(self) -> ChangedRows | None:
         """What notes the rows that are written, if that was asked for."""
@@ -117,6 +121,23 @@ class LazyTable:
         if self._table is None:
             return self._memory
         return None if self._table.closed else self._table.memory
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether a GPU reads the rows in place, or will, if it can here, once they are made."""
+        if self._table is None:
+            return takes_host_memory(self._memory) and self._memory != "plain"
+        return not self._table.closed and self._table.is_in_place
+
+    @property
+    def writable(self) -> bool:
+        """Whether rows can be written; those of a mapped file cannot."""
+        return self._table is None or self._table.writable
+
+    def check_writable(self, what: str) -> None:
+        """Raises ValueError if rows cannot be written."""
+        if self._table is not None:
+            self._table.check_writable(what)
 
     def own(self) -> None:
         """Says that this alone uses the table, so that another may replace it."""
@@ -220,7 +241,7 @@ class LazyTable:
 
     def needed_bytes(self, rows: int) -> int:
         """Bytes of host memory that so many rows of the weight take."""
-        if self._memory not in host_memory.HOST_KINDS:
+        if not takes_host_memory(self._memory):
             return 0
         return rows * lay_out({"weight": (self.row_shape, self.stored_dtype)}).record_bytes
 

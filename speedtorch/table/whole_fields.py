@@ -14,6 +14,7 @@ from speedtorch.memory import host_memory
 from speedtorch.ops.functions import pinned_copy
 from speedtorch.table.host_table import is_same
 from speedtorch.table.lazy_table import LazyTable
+from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["WholeFields", "given_in_place"]
@@ -38,6 +39,10 @@ class WholeFields:
         """Copies one row to all rows of a field."""
         self._table.home_of(name).fill_(row, name)
 
+    def begin(self, name: str, row: Tensor) -> None:
+        """As fill(), of what an optimizer's state begins with; see HostTable.begin_state."""
+        self._table.home_of(name).begin_state(name, row)
+
     def check_loadable(self, row: Tensor, value: Tensor) -> None:
         """Raises what load() of all rows would, of a field with such a row; changes nothing."""
         portion = self._table.portion
@@ -54,6 +59,7 @@ class WholeFields:
         """
         are_all = len(value) == self._table.whole_rows
         home = self._table.home_of(name, anew=are_all)
+        home.check_writable(f"{self._table.name}: loading {name!r}")
         home.settle()
         field, rows = home.rows_of(name), slice(first, first + len(value))
         if (portion := self._table.portion) is not None:
@@ -61,6 +67,7 @@ class WholeFields:
         else:
             _convert(value.detach(), field[rows])
             home.settle()
+        home.note_given(name)
         if name == "weight" and are_all:
             self._table.note_loaded()
 
@@ -111,7 +118,7 @@ class WholeFields:
         if name in self._full:
             return _in_own_storage(self._full[name][rows])
         field = self.in_place(name, rows)
-        if isinstance(field, SharedRows) or _are_given_in_place.get():
+        if isinstance(field, SharedRows | ReadOnlyRows) or _are_given_in_place.get():
             return field
         if field.is_contiguous():
             return _in_own_storage(field)

@@ -316,6 +316,7 @@ def test_every_file_call_goes_through_the_table_of_calls(
     table.save(tmp_path / "t.npy")
     table.load(tmp_path / "t.npy")
     table.close()
+    HostTable.open(tmp_path / "t.npy", "mapped")
     speedtorch.save(tmp_path / "run", a=torch.ones(2))
     speedtorch.load(tmp_path / "run")
     with pytest.raises(RuntimeError), replace_files([tmp_path / "a"]):

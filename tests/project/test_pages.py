@@ -18,7 +18,8 @@ from speedtorch import optim, types
 
 DOCS = ROOT / "docs"
 # Their examples have tests of their own, of what these print or save.
-TESTED_ALONE = {"collections", "layers", "ops", "several_gpus", "streams_and_threads"}
+TESTED_ALONE = {"collections", "layers", "ops", "several_gpus", "shared_tables"}
+TESTED_ALONE |= {"streams_and_threads"}
 EXAMPLES = [
     block
     for document in (README, *PAGES)

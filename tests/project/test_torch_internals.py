@@ -137,6 +137,23 @@ def test_tensor_without_memory() -> None:
     assert made.layout == torch.strided and made.is_cpu and not made.is_meta
 
 
+def test_tensor_of_class() -> None:
+    class Named(Tensor):
+        pass
+
+    rows = torch.ones(3)
+    made = torch_internals.tensor_of_class(Named, rows)
+    assert type(made) is Named and made.data_ptr() == rows.data_ptr()
+
+
+def test_written_arguments() -> None:
+    of = torch_internals.written_arguments
+    assert of(torch.ops.aten.add_.Tensor) == {"self": 0}
+    assert of(torch.ops.aten.add.out) == {"out": 3}
+    assert of(torch.ops.aten.view.default) == {}
+    assert of(torch.ops.aten._foreach_add_.Scalar) == {"self": 0}
+
+
 def test_set_versions() -> None:
     weight, other = nn.Parameter(torch.ones(3, 3)), torch.zeros(2)
     saved = weight.t()

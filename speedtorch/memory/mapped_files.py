@@ -1,0 +1,102 @@
+"""MappedPlacement: fields of a saved table where they are in its files, to be read."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import warnings
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from speedtorch.files.system_calls import open_to_map
+from speedtorch.files.table_files import StoredField, open_fields
+from speedtorch.memory import host_memory
+from speedtorch.memory.placement import MemoryKind, Placement, check_size
+from speedtorch.ops.functions import wait_for_rows
+
+__all__ = ["MappedPlacement", "NotMapped"]
+
+# What systems say of files that they cannot map, as some FUSE file systems.
+_NOT_SUPPORTED = (errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class NotMapped(Exception):
+    """Why the fields of a file cannot be used where they are; its text says it."""
+
+
+class MappedPlacement(Placement):
+    """Files of a saved table, mapped read-only: one page cache serves all processes.
+
+    Where there is a GPU the files are registered for it, read-only and in place, which reads them
+    whole. What does not work there is the `reason`.
+
+    Args:
+        source: What HostTable.save was given, or a file like it.
+
+    Attributes:
+        fields: Name to `[rows, ...]`, in the file's memory; writing to them ends the process.
+
+    Raises:
+        NotMapped: The file system cannot map them, or a field is not aligned.
+        ValueError: As for open_fields.
+    """
+
+    memory = "mapped"
+    writable = False
+
+    def __init__(self, source: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(source)
+        self._files: dict[str, mmap.mmap] = {}
+        try:
+            with open_fields(source, opened=partial(open_to_map, mapped=self._files)) as stored:
+                _check_alignment(stored)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            raise NotMapped(f"the file system does not map it: {error.strerror}") from error
+        whole = {path: _bytes_of(file) for path, file in self._files.items()}
+        reasons = [host_memory.pin_if_possible(each) for each in whole.values()]
+        self.reason = next(filter(None, reasons), "")
+        kinds = {host_memory.memory_kind(each) for each in whole.values()}
+        self.is_in_place = kinds == {"registered"}
+        self.fields: dict[str, Tensor] = {}
+        for name, each in stored.items():
+            data = whole[each.path][each.offset : each.offset + each.nbytes]
+            field = data.view(each.dtype).view(each.shape)
+            self.fields[name] = host_memory.keep_pinned(field, whole[each.path])
+
+    @property
+    def memory_beside(self) -> MemoryKind:
+        """See Placement: a file has one table."""
+        return "auto"
+
+    def check(self) -> None:
+        """Raises ValueError if a file was cut: reading its bytes would end the process."""
+        for path, file in self._files.items():
+            check_size(path, file.size(), len(file))
+
+    def flush(self) -> None:
+        """Waits for the GPU alone: there is nothing to lose, and a file that was cut is closed."""
+        wait_for_rows(None)
+
+
+def _check_alignment(stored: Mapping[str, StoredField]) -> None:
+    for name, each in stored.items():
+        if each.nbytes and each.offset % each.dtype.itemsize:
+            raise NotMapped(
+                f"field {name!r} begins at byte {each.offset:,} of {each.path}, which is no"
+                f" multiple of the {each.dtype.itemsize} bytes of {each.dtype}; save() the table"
+                " once, and open that file"
+            )
+
+
+def _bytes_of(file: mmap.mmap) -> Tensor:
+    """A mapped file as uint8 `[size]`."""
+    with warnings.catch_warnings():
+        # Tables give such tensors out as ReadOnlyRows alone.
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(file, dtype=torch.uint8)

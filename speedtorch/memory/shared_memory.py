@@ -1,0 +1,368 @@
+"""SharedMemory: host memory that several processes map, and the handle by which they open it.
+
+It is an anonymous file in memory (memfd_create), mapped shared. The kernel frees it once no process
+has it, however those end: there is no name to sweep. Its size is sealed, so that no process can cut
+it under another. Words behind the data hold the version, a sequence lock of one writer and any
+number of readers, and for each field of the table how it began.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from speedtorch.files.system_calls import calls
+from speedtorch.memory import host_memory
+from speedtorch.memory.near_gpu import near_gpu
+
+__all__ = ["SharedMemory", "SharedMemoryHandle"]
+
+_Result = TypeVar("_Result")
+
+_NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL of Linux 6.3, which some systems demand
+_RESERVED_AT_ONCE = 1 << 30  # Python answers signals in between
+_WORD_BYTES = 8
+_GIVEN = 1  # the word of a field that was loaded
+# Threads within SharedMemory.writing: they have the lock, and would wait for themselves.
+_writers: set[tuple[int, int, tuple[int, int]]] = set()
+
+_FIRST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-5, 1e-3
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Where a descriptor of the memory is, and what tells whether it is still the same."""
+
+    boot: str
+    """The machine, and its last start."""
+    namespace: str
+    """In which process numbers are counted."""
+    process: int
+    started: int
+    """When the process started, in clock ticks since the boot."""
+    descriptor: int
+    file: tuple[int, int]
+    """Device and inode of the memory."""
+    count: int
+    """Bytes of data."""
+
+
+class SharedMemoryHandle:
+    """What opens the memory in another process, once pickled there.
+
+    A process that multiprocessing starts gets a descriptor with it. Others open the descriptor of
+    the process that made the handle, which has to live until then, by its number in /proc.
+    """
+
+    def __init__(self, address: _Address, descriptor: int | None) -> None:
+        self.address = address
+        self._descriptor = descriptor
+        """A descriptor of its own, as long as this process does not need the address."""
+        if descriptor is not None:
+            weakref.finalize(self, os.close, descriptor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sent = None
+        if self._descriptor is not None and get_spawning_popen() is not None:
+            sent = DupFd(self._descriptor)
+        return _received, (self.address, sent)
+
+    def open(self) -> int:
+        """A new descriptor of the memory.
+
+        Raises:
+            ValueError: It is memory of another machine or container, or from before a restart.
+            ProcessLookupError: The process that made the handle, or its table, is gone.
+            PermissionError: It belongs to another user.
+        """
+        if self._descriptor is not None:
+            return _opened_again(self._descriptor)
+        address = self.address
+        if address.boot != _boot():
+            raise ValueError(
+                "handle: the table is in the memory of another machine, or of this one before its"
+                " last start; save() it there, and HostTable.open() the file here"
+            )
+        if address.namespace != _namespace():
+            raise ValueError(
+                f"handle: the table is shared by a process of another container"
+                f" ({address.namespace}, here {_namespace()}); let both see the same processes, or"
+                " map one file in both: HostTable.open(path, 'mapped')"
+            )
+        gone = (
+            f"process {address.process}, which shared the table, has closed it or has ended; call"
+            " share() in a process that has the table open"
+        )
+        if _start_of(address.process) != address.started:
+            raise ProcessLookupError(errno.ESRCH, gone)
+        path = f"/proc/{address.process}/fd/{address.descriptor}"
+        try:
+            descriptor = calls.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise ProcessLookupError(errno.ESRCH, gone) from error
+        except PermissionError as error:
+            text = "the table belongs to another user; processes of one user can share it"
+            raise PermissionError(errno.EACCES, text, path) from error
+        if _file_of(descriptor) != address.file:
+            calls.close(descriptor)
+            raise ProcessLookupError(errno.ESRCH, gone)
+        return descriptor
+
+
+def _received(address: _Address, sent: Any) -> SharedMemoryHandle:
+    """A handle as another process gets it."""
+    return SharedMemoryHandle(address, None if sent is None else sent.detach())
+
+
+class SharedMemory:
+    """Zeros that several processes read and write at the same place.
+
+    The memory goes with the last process, tensor and handle that has it.
+
+    Args:
+        descriptor: Of the memory, which is sealed; closed with this.
+        count: Bytes of data.
+
+    Attributes:
+        data: uint8 `[count]`.
+    """
+
+    def __init__(self, descriptor: int, count: int) -> None:
+        self._descriptor = descriptor
+        self._closer = weakref.finalize(self, calls.close, descriptor)
+        self._count = count
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if count:
+            self.data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
+
+    @classmethod
+    def made(cls, count: int, fields: int) -> SharedMemory:
+        """New memory of a table with so many fields, all of it taken now.
+
+        Raises:
+            MemoryError: The machine has too little; nothing was taken.
+            RuntimeError: The system has no such memory.
+        """
+        size = _in_pages(_in_pages(count) + _WORD_BYTES * (1 + fields))
+        if host_memory.is_checked() and size > (available := host_memory.available_bytes()):
+            raise MemoryError(
+                f"shared memory: {size:,} bytes are needed and {available:,} are available: free"
+                " memory, use fewer or narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to try all"
+                " the same"
+            )
+        descriptor = _new_file()
+        try:
+            os.fchmod(descriptor, 0o600)
+            with near_gpu():
+                for offset in range(0, size, _RESERVED_AT_ONCE):
+                    calls.reserve(descriptor, offset, min(_RESERVED_AT_ONCE, size - offset))
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            return cls(descriptor, count)
+        except BaseException as error:
+            calls.close(descriptor)
+            if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
+                raise MemoryError(
+                    f"shared memory: the system gave less than {size:,} bytes: {error}"
+                ) from error
+            raise
+
+    @classmethod
+    def opened(cls, handle: SharedMemoryHandle) -> SharedMemory:
+        """The memory of a handle; raises what SharedMemoryHandle.open does."""
+        descriptor = handle.open()
+        try:
+            return cls(descriptor, handle.address.count)
+        except BaseException:
+            calls.close(descriptor)
+            raise
+
+    def handle(self) -> SharedMemoryHandle:
+        """What opens the memory in another process."""
+        address = _Address(
+            boot=_boot(),
+            namespace=_namespace(),
+            process=os.getpid(),
+            started=_start_of(os.getpid()) or 0,
+            descriptor=self._descriptor,
+            file=_file_of(self._descriptor),
+            count=self._count,
+        )
+        # Of its own: the process that is started next may get it after the table is closed.
+        return SharedMemoryHandle(address, os.dup(self._descriptor))
+
+    def close(self) -> None:
+        """Closes the descriptor; the memory goes with the tensors of it."""
+        self._closer()
+
+    # ---- first values
+
+    def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
+        """Lets one process fill a field of this number with a value, once; the others wait.
+
+        Returns whether the field began with this value, or with values that were loaded.
+        """
+        mine = self._this_thread() in _writers
+        with nullcontext() if mine else self._locked(fcntl.LOCK_EX):
+            if (mark := self._read_word(1 + field)) == 0:
+                fill()
+                self._write_word(1 + field, mark := _mark_of(value))
+        return mark in (_GIVEN, _mark_of(value))
+
+    def note_given(self, field: int) -> None:
+        """Says that a field has values which no process is to fill."""
+        self._write_word(1 + field, _GIVEN)
+
+    # ---- the version: a sequence lock
+
+    @property
+    def version(self) -> int:
+        """Even: what changed is whole. Odd: a writer is at work. Each write adds two.
+
+        Calls read and write it, not the mapping: the kernel's locks on the page order it with what
+        is read and written in the mapping before and after.
+        """
+        return self._read_word(0)
+
+    def _read_word(self, number: int) -> int:
+        offset = _in_pages(self._count) + _WORD_BYTES * number
+        return int.from_bytes(os.pread(self._descriptor, _WORD_BYTES, offset), "little")
+
+    def _write_word(self, number: int, word: int) -> None:
+        offset = _in_pages(self._count) + _WORD_BYTES * number
+        os.pwrite(self._descriptor, word.to_bytes(_WORD_BYTES, "little"), offset)
+
+    @contextmanager
+    def writing(self) -> Iterator[Callable[[], None]]:
+        """Within, this thread alone writes for readers that check the version.
+
+        It gives a function that says that all is written; without that call the version stays odd,
+        and readers are told that the writer ended.
+        """
+        if (writer := self._this_thread()) in _writers:
+            raise RuntimeError("writing: this thread writes already; one block is enough")
+        with self._locked(fcntl.LOCK_EX):
+            _writers.add(writer)
+            try:
+                # That of a writer that ended half-way is odd already.
+                version = self.version | 1
+                self._write_word(0, version)
+                yield lambda: self._write_word(0, version + 1)
+            finally:
+                _writers.discard(writer)
+
+    def _this_thread(self) -> tuple[int, int, tuple[int, int]]:
+        """This thread, as what writes to this memory."""
+        return os.getpid(), threading.get_ident(), _file_of(self._descriptor)
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        """A lock of this thread: another open file has another lock, also in one process."""
+        descriptor = _opened_again(self._descriptor)
+        try:
+            calls.lock(descriptor, how)
+            yield
+        finally:
+            calls.close(descriptor)  # which gives the lock back
+
+    def read_consistently(self, read: Callable[[], _Result], timeout_s: float) -> _Result:
+        """The result of a call of read() while which no writer was at work.
+
+        Raises:
+            TimeoutError: There was none in so many seconds.
+            RuntimeError: A writer ended while it wrote.
+        """
+        until, nap = time.monotonic() + timeout_s, _FIRST_NAP_SECONDS
+        while True:
+            before = self.version
+            if before % 2 == 0:
+                result = read()
+                if self.version == before:
+                    return result
+            elif self._writer_ended(before):
+                raise RuntimeError(
+                    "read_consistently: a writer ended within `with table.writing()`, and its rows"
+                    " may be of both versions; write them again within such a block"
+                )
+            if time.monotonic() > until:
+                raise TimeoutError(
+                    f"read_consistently: writers left no {timeout_s:g} s in which the rows could be"
+                    " read: read fewer rows at once, write less often, or wait longer (timeout_s)"
+                )
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+
+    def _writer_ended(self, version: int) -> bool:
+        """Whether no process writes though the version says so."""
+        try:
+            with self._locked(fcntl.LOCK_SH | fcntl.LOCK_NB):
+                return self.version == version
+        except BlockingIOError:
+            return False
+
+
+def _in_pages(count: int) -> int:
+    """The bytes of the pages that so many bytes take."""
+    return -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _mark_of(value: bytes) -> int:
+    """A word for a value, which is neither 0 nor _GIVEN."""
+    digest = hashlib.blake2b(value, digest_size=_WORD_BYTES).digest()
+    return int.from_bytes(digest, "little") | 2
+
+
+def _new_file() -> int:
+    """A descriptor of an empty anonymous file in memory that can be sealed."""
+    if not hasattr(os, "memfd_create"):
+        raise RuntimeError("memory='shared' needs memfd_create, of Linux with glibc 2.27 or later")
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("speedtorch", flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # which Linux before 6.3 says
+            raise
+        return os.memfd_create("speedtorch", flags)
+
+
+def _opened_again(descriptor: int) -> int:
+    """Another open file of the same memory, with locks of its own."""
+    return calls.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _file_of(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+def _start_of(process: int) -> int | None:
+    """When a process started, in clock ticks since the boot; None if there is none."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field is the program's name in parentheses, which may hold anything.
+    return int(status.rpartition(b")")[2].split()[19])

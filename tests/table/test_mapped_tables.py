@@ -1,0 +1,409 @@
+"""Saved tables that are mapped and not read: in place, read-only, cut, not aligned."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_calls import PretendedDriver
+from file_faults import fail
+from safetensors.torch import load_file, save_file
+from table_processes import maps, smaps, spawned, told
+from torch import Tensor
+
+import speedtorch
+from speedtorch import HostTable
+from speedtorch.memory import memory_stats
+
+READ_ONLY = r"lies in a read-only mapping of .*: HostTable.open\(.*\) reads it into memory that can"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A table of 50 rows with a weight of 4 columns, saved."""
+    path = tmp_path / "rows.safetensors"
+    HostTable(50, 4, memory="plain").normal_(seed=2).save(path)
+    return path
+
+
+def rows_in(path: Path) -> Tensor:
+    """The weight that is saved there, read."""
+    return HostTable.open(path, "plain")["weight"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npy"])
+@pytest.mark.parametrize("state", [(), ("m",)], ids=["weight", "weight_and_state"])
+def test_a_mapped_table_has_the_rows_of_its_file(
+    tmp_path: Path, ending: str, state: tuple[str, ...], device: str
+) -> None:
+    path = tmp_path / f"t.{ending}"
+    table = HostTable(50, 4, state=state, memory="plain").normal_(seed=2)
+    for name in state:
+        table.normal_(field=name, seed=3)
+    table.save(path)
+    mapped = HostTable.open(path, "mapped")
+    assert (mapped.memory, mapped.writable, mapped.nbytes) == ("mapped", False, table.nbytes)
+    assert mapped.fields == table.fields
+    ids = torch.tensor([[7, 0], [49, 7]])
+    for name in table.fields:
+        assert torch.equal(mapped[name], table[name])
+        assert torch.equal(mapped.gather(ids.to(device), name).cpu(), table[name][ids])
+        assert np.array_equal(mapped.numpy(name), table.numpy(name))
+
+
+def test_nothing_is_read_and_no_memory_taken(saved: Path) -> None:
+    before = memory_stats()
+    table = HostTable.open(saved, "mapped")
+    assert "plain" in before and memory_stats()["plain"] == before["plain"]
+    assert table["weight"].data_ptr() % 8 == 0 and "200 bytes" not in repr(table)
+    assert repr(table).endswith("800 bytes, mapped)") or table.memory_reason
+
+
+def test_the_record_of_a_lone_field_is_the_field(saved: Path) -> None:
+    table = HostTable.open(saved, "mapped")
+    assert torch.equal(table.record, rows_in(saved))
+    assert torch.equal(table.gather(torch.tensor([3])), rows_in(saved)[3:4])
+
+
+def test_fields_that_lie_apart_have_no_records(tmp_path: Path) -> None:
+    HostTable(3, 2, state=("m",), memory="plain").save(tmp_path / "t.safetensors")
+    table = HostTable.open(tmp_path / "t.safetensors", "mapped")
+    with pytest.raises(ValueError, match="a mapped file has no records: its fields weight, m lie"):
+        table.gather(torch.tensor([0]))
+    assert table.record_bytes == 16 and table.nbytes == 48
+
+
+def test_files_of_no_rows_and_of_other_libraries_are_mapped(tmp_path: Path) -> None:
+    np.save(tmp_path / "none.npy", np.zeros((0, 3), np.float32))
+    assert HostTable.open(tmp_path / "none.npy", "mapped")["weight"].shape == (0, 3)
+    save_file({"a": torch.arange(6).view(3, 2)}, tmp_path / "a.safetensors")
+    assert HostTable.open(tmp_path / "a.safetensors", "mapped")["a"].tolist() == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+
+
+def test_a_mapped_table_is_saved_elsewhere(saved: Path, tmp_path: Path) -> None:
+    HostTable.open(saved, "mapped").save(tmp_path / "again.safetensors", rows=slice(5, 9))
+    assert torch.equal(rows_in(tmp_path / "again.safetensors"), rows_in(saved)[5:9])
+
+
+def test_processes_share_one_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    HostTable(1 << 16, 16, memory="plain").fill_(1).save(path)
+    table = HostTable.open(path, "mapped")
+    assert float(table["weight"].sum()) == 1 << 20
+    with spawned(maps, str(path)) as (_, other):
+        assert told(other) == 1 << 20
+        found = smaps(path, "Shared_Clean", "Shared_Dirty", "Private_Clean", "Private_Dirty")
+    assert found["Shared_Clean"] + found["Shared_Dirty"] >= table.nbytes
+    assert found["Private_Clean"] + found["Private_Dirty"] == 0
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing
+# ------------------------------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[HostTable], Any]] = {
+    "scatter": lambda table: table.scatter(torch.tensor([1]), torch.ones(1, 4), "weight"),
+    "fill_": lambda table: table.fill_(1),
+    "init_": lambda table: table.normal_(),
+    "add_": lambda table: table["weight"].add_(1),
+    "of_a_view": lambda table: table["weight"][3:].t().mul_(0),
+    "of_a_row": lambda table: table["weight"][3].copy_(torch.ones(4)),
+    "of_an_item": lambda table: table["weight"].__setitem__((0, 0), 1.0),
+    "out": lambda table: torch.add(table["weight"], 1, out=table["weight"]),
+    "foreach": lambda table: torch._foreach_add_([table["weight"]], 1),
+    "record": lambda table: table.record.zero_(),
+    "pinned_scatter": lambda table: speedtorch.pinned_scatter(
+        table["weight"], torch.tensor([0]), torch.ones(1, 4)
+    ),
+    "swap": lambda table: speedtorch.optimizer_state_swap(
+        [table["weight"]],
+        [torch.ones(1, 4)],
+        torch.tensor([0]),
+        [torch.ones(0, 4)],
+        torch.tensor([], dtype=torch.int64),
+    ),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+def test_a_write_is_refused_before_anything_happens(
+    saved: Path, write: Callable[[HostTable], Any]
+) -> None:
+    before = saved.read_bytes()
+    table = HostTable.open(saved, "mapped")
+    with pytest.raises(ValueError, match=READ_ONLY):
+        write(table)
+    assert saved.read_bytes() == before
+
+
+def test_a_table_is_not_loaded_into_a_mapped_one(saved: Path) -> None:
+    with pytest.raises(ValueError, match=f"^load: the table {READ_ONLY}"):
+        HostTable.open(saved, "mapped").load(saved)
+
+
+def test_arrays_of_a_mapped_table_are_read_only(saved: Path) -> None:
+    table = HostTable.open(saved, "mapped")
+    for array in (table.numpy(), table["weight"].numpy(), np.asarray(table["weight"])):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0, 0] = 1
+    with pytest.raises(BufferError, match="others could write"):
+        torch.from_dlpack(table["weight"])
+
+
+def test_results_in_memory_of_their_own_are_plain_tensors(saved: Path) -> None:
+    rows = HostTable.open(saved, "mapped")["weight"]
+    kept = io.BytesIO()
+    torch.save(rows, kept)
+    kept.seek(0)
+    for made in (rows + 1, rows.clone(), copy.deepcopy(rows), torch.load(kept), rows[[1, 2]]):
+        assert type(made) is Tensor
+        made.zero_()
+    assert type(rows[3]) is type(rows.view(-1)) is type(rows)
+    assert str(rows[0]) == str(rows[0].clone()) and rows[0].tolist() == rows[0].clone().tolist()
+
+
+# ------------------------------------------------------------------------------------------------
+# Files that change, and files that cannot be mapped
+# ------------------------------------------------------------------------------------------------
+
+READS: dict[str, Callable[[HostTable], Any]] = {
+    "gather": lambda table: table.gather(torch.tensor([1]), "weight"),
+    "field": lambda table: table["weight"],
+    "record": lambda table: table.record,
+    "numpy": lambda table: table.numpy(),
+    "settle": lambda table: table.settle(),
+    "lookup": lambda table: speedtorch.Embedding.from_pretrained(table)(torch.tensor([1])),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=list(READS))
+def test_a_file_that_was_cut_is_told_at_the_next_call(
+    saved: Path, read: Callable[[HostTable], Any]
+) -> None:
+    table = HostTable.open(saved, "mapped")
+    read(table)
+    size = os.path.getsize(saved)
+    os.truncate(saved, 100)
+    with pytest.raises(ValueError, match=f"was cut to 100 bytes while .* mapped to {size:,} of it"):
+        read(table)
+    table.close()
+
+
+def test_a_file_that_holds_a_table_and_was_cut_is_told(tmp_path: Path) -> None:
+    table = HostTable(10, 4, memory="file", path=tmp_path / "rows.bin")
+    os.truncate(tmp_path / "rows.bin", 0)
+    with pytest.raises(ValueError, match=r"was cut to 0 bytes while a table is mapped to 160 of"):
+        table.gather(torch.tensor([1]))
+    with pytest.raises(ValueError, match="was cut to 0 bytes"):
+        table.close()
+    assert table.closed
+
+
+def test_a_file_that_was_replaced_stays_as_it_was(saved: Path) -> None:
+    table, before = HostTable.open(saved, "mapped"), rows_in(saved)
+    HostTable(1, 4, memory="plain").save(saved)
+    assert torch.equal(table["weight"], before)
+    assert HostTable.open(saved, "mapped").rows == 1
+
+
+def unaligned(path: Path) -> Tensor:
+    """Rows that begin at an odd byte of a safetensors file."""
+    rows = torch.arange(12.0).view(3, 4)
+    entry = {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}
+    header = json.dumps({"weight": entry}).encode()
+    header += b" " * (1 - len(header) % 2)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + rows.numpy().tobytes())
+    return rows
+
+
+def test_fields_that_are_not_aligned_are_read_and_it_is_said(tmp_path: Path) -> None:
+    rows = unaligned(path := tmp_path / "t.safetensors")
+    table = HostTable.open(path, "mapped")
+    assert table.memory in ("plain", "managed", "registered")
+    assert "no multiple of the 4 bytes of torch.float32; save() the table" in table.memory_reason
+    assert "(loaded, not mapped: field 'weight' begins at byte" in repr(table)
+    assert torch.equal(table.fill_(1)["weight"], torch.ones_like(rows))
+    assert torch.equal(rows_in(path), rows)
+
+
+def test_a_file_system_that_does_not_map_is_said(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "map_to_read", code=errno.ENODEV)
+    table = HostTable.open(saved, "mapped")
+    assert table.memory_reason.startswith("loaded, not mapped: the file system does not map it")
+    assert torch.equal(table["weight"], rows_in(saved))
+
+
+def test_a_file_call_that_fails_is_no_reason_to_read(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    fail(monkeypatch, "map_to_read", code=errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        HostTable.open(saved, "mapped")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_what_is_no_table_is_told_as_by_any_open(tmp_path: Path) -> None:
+    (tmp_path / "t.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="has at least 8 bytes, this one 0"):
+        HostTable.open(tmp_path / "t.safetensors", "mapped")
+    with pytest.raises(FileNotFoundError):
+        HostTable.open(tmp_path / "gone.safetensors", "mapped")
+
+
+def test_a_new_table_is_not_mapped(saved: Path) -> None:
+    for make in (HostTable, speedtorch.Embedding):
+        with pytest.raises(ValueError, match=r"memory='mapped' maps the file of a saved table"):
+            make(3, 2, memory="mapped")
+    with pytest.raises(ValueError, match="memory='mapped' takes neither device nor path"):
+        HostTable.open(saved, "mapped", path=saved)
+    with pytest.raises(ValueError, match="memory is 'mapped', which one process alone can use"):
+        HostTable.open(saved, "mapped").share()
+
+
+def test_a_closed_mapped_table_lets_its_file_go(saved: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    table = HostTable.open(saved, "mapped")
+    row = table["weight"][3]
+    table.close()
+    with pytest.raises(ValueError, match="this table is closed"):
+        table.check()
+    assert row.tolist() == rows_in(saved)[3].tolist()
+    del table, row
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert str(saved) not in Path("/proc/self/maps").read_text()
+
+
+# ------------------------------------------------------------------------------------------------
+# On a GPU, pretended or not
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_registered_read_only_and_in_place(
+    saved: Path, driver: PretendedDriver
+) -> None:
+    table = HostTable.open(saved, "mapped")
+    ((count, read_only),) = driver.registered.values()
+    assert (count, read_only) == (os.path.getsize(saved), True)
+    assert table.is_in_place and table.memory_reason == ""
+    assert torch.equal(table.gather(torch.tensor([4]), "weight"), rows_in(saved)[4:5])
+    row = table["weight"][4]
+    table.close()
+    assert driver.registered
+    del table, row
+    assert not driver.registered
+
+
+def test_a_file_that_cuda_does_not_register_says_so(saved: Path, driver: PretendedDriver) -> None:
+    driver.fail("host_register")
+    table = HostTable.open(saved, "mapped")
+    assert not table.is_in_place
+    assert "mapped (not registered, so that a GPU gets its rows by staged copies" in repr(table)
+
+
+# ------------------------------------------------------------------------------------------------
+# Modules
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_module_that_only_reads_works(saved: Path, device: str, freeze: bool) -> None:
+    module = speedtorch.Embedding.from_pretrained(
+        saved, freeze=freeze, memory="mapped", device=device
+    ).eval()
+    ids = torch.tensor([3, 3, 49])
+    with torch.no_grad():
+        assert torch.equal(module(ids.to(device)).cpu(), rows_in(saved)[ids])
+    assert module.table.memory == "mapped" and "memory=mapped" in repr(module)
+    assert torch.equal(module.state_dict()["weight"], rows_in(saved))
+    save_file(dict(module.state_dict()), saved.with_name("state.safetensors"))
+    assert torch.equal(load_file(saved.with_name("state.safetensors"))["weight"], rows_in(saved))
+
+
+def test_a_module_with_mapped_rows_is_saved_with_a_run(saved: Path, tmp_path: Path) -> None:
+    mapped = speedtorch.Embedding.from_pretrained(saved, memory="mapped")
+    speedtorch.save(tmp_path / "run", model=mapped)
+    module = speedtorch.Embedding(50, 4)
+    speedtorch.load(tmp_path / "run", model=module)
+    assert torch.equal(module.table["weight"], rows_in(saved))
+    with pytest.raises(ValueError, match=f"loading 'weight': the table {READ_ONLY}"):
+        speedtorch.load(tmp_path / "run", model=mapped)
+
+
+def test_all_rows_of_a_mapped_module_are_read(saved: Path) -> None:
+    module, rows = speedtorch.Embedding.from_pretrained(saved, memory="mapped"), rows_in(saved)
+    assert torch.equal(torch.cat([block for _, block in module.blocks()]), rows)
+    assert np.array_equal(module.numpy(), rows.numpy())
+    found = speedtorch.nearest_neighbors(module, rows[7:8], 1)
+    assert found[1].tolist() == [[7]]
+
+
+def test_a_module_that_trains_is_refused(saved: Path) -> None:
+    module = speedtorch.Embedding.from_pretrained(saved, freeze=False, memory="mapped")
+    message = f"^Embedding: training its rows: the table {READ_ONLY}"
+    with pytest.raises(ValueError, match=message):
+        module(torch.tensor([1]))
+    with pytest.raises(ValueError, match=message):
+        speedtorch.attach(torch.optim.Adam(module.parameters()), module)
+    with pytest.raises(ValueError, match=message):
+        list(speedtorch.prefetch([torch.tensor([1])], module, ids=lambda batch: batch))
+    with pytest.raises(ValueError, match=f"Embedding: loading 'weight': the table {READ_ONLY}"):
+        module.load_state_dict(module.state_dict())
+    with pytest.raises(ValueError, match=f"init_: the table {READ_ONLY}"):
+        module.reset_parameters()
+
+
+def test_a_copy_of_a_module_has_rows_of_its_own(saved: Path) -> None:
+    module = copy.deepcopy(speedtorch.Embedding.from_pretrained(saved, memory="mapped"))
+    assert module.table.memory != "mapped"
+    module.table.fill_(1)
+
+
+def test_max_norm_does_not_shorten_mapped_rows(saved: Path) -> None:
+    module = speedtorch.Embedding.from_pretrained(saved, max_norm=0.1, memory="mapped")
+    before = saved.read_bytes()
+    with pytest.raises(ValueError, match=READ_ONLY):
+        module(torch.tensor([1]))
+    assert saved.read_bytes() == before
+
+
+def test_a_gadget_maps_its_file(saved: Path) -> None:
+    gadget = speedtorch.DataGadget(str(saved), mapped=True)
+    gadget.gadgetInit()
+    assert gadget.table.memory == "mapped"
+    assert torch.equal(gadget.getData([3, 1]).cpu(), rows_in(saved)[[3, 1]])
+    assert torch.equal(gadget.getData(slice(4, 6)).cpu(), rows_in(saved)[4:6])
+    with pytest.raises(ValueError, match=f"^insertData: the table {READ_ONLY}"):
+        gadget.insertData(torch.ones(1, 4), [0])
+    assert np.array_equal(gadget.getNumpyVersion(), rows_in(saved).numpy())
+    os.truncate(saved, 90)
+    with pytest.raises(ValueError, match="was cut to 90 bytes"):
+        gadget.getData([3])
+    with pytest.raises(TypeError, match="mapped=True maps a file"):
+        speedtorch.DataGadget(np.zeros((3, 2)), mapped=True)
+
+
+def test_a_gadget_maps_one_field_of_several(tmp_path: Path) -> None:
+    HostTable(3, 2, state=("m",), memory="plain").fill_(4, "m").save(tmp_path / "t.safetensors")
+    gadget = speedtorch.DataGadget(str(tmp_path / "t.safetensors"), field="m", mapped=True)
+    assert gadget.getData([1]).tolist() == [[4, 4]]

@@ -1,0 +1,446 @@
+"""Tables in memory of several processes: one copy, disjoint writers, versions, who ends."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from cuda_calls import PretendedDriver
+from table_processes import (
+    Rows,
+    counts_bytes,
+    ends_while_it_writes,
+    owns,
+    random_work,
+    smaps,
+    smaps_of,
+    spawned,
+    told,
+    train,
+    trains,
+    works_at_random,
+    writes_versions,
+)
+
+import speedtorch
+from speedtorch import HostTable
+from speedtorch.memory import host_memory, shared_memory
+
+
+def small(**how: object) -> HostTable:
+    """Ten rows of four columns, that several processes could share."""
+    return HostTable(10, 4, memory="shared", **how)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------
+# One process
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_shared_table_is_as_any_other() -> None:
+    table = small(state=("m",)).normal_(seed=3)
+    plain = HostTable(10, 4, state=("m",), memory="plain").normal_(seed=3)
+    assert table.memory == "shared" and "80 bytes" not in repr(table) and "shared" in repr(table)
+    assert torch.equal(table.record, plain.record)
+    assert (table.writable, table.memory_reason, table.device.type) == (True, "", "cpu")
+
+
+def test_two_tables_of_one_handle_have_the_same_rows() -> None:
+    table = small(state={"half": (2, torch.float16)})
+    other = HostTable.from_handle(table.share())
+    assert (other.fields, other.record_bytes) == (table.fields, table.record_bytes)
+    other.scatter(torch.tensor([3]), torch.full((1, 2), 7.0, dtype=torch.float16), "half")
+    assert table["half"][3].tolist() == [7, 7]
+    other.close()
+    table.fill_(2)
+    assert table["weight"].sum() == 80
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_tables_of_few_rows_are_shared(rows: int) -> None:
+    table = HostTable(rows, 1, memory="shared")
+    other = HostTable.from_handle(pickle.loads(pickle.dumps(table.share()))).fill_(5)
+    assert table["weight"].flatten().tolist() == other["weight"].flatten().tolist() == [5] * rows
+    assert other.version == 0
+
+
+def test_its_owner_alone_may_open_the_memory_and_nobody_may_cut_it() -> None:
+    table = small()
+    descriptor = table._placed().shared._descriptor
+    assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
+    for size in (0, 1 << 30):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+
+
+def test_the_memory_is_taken_whole_and_goes_with_the_last_that_has_it() -> None:
+    table = HostTable(1 << 18, 16, memory="shared")
+    status = os.fstat(table._placed().shared._descriptor)
+    assert 0 <= status.st_blocks * 512 - table.nbytes <= 1 << 16
+    before = set(os.listdir("/proc/self/fd"))
+    handle = table.share()
+    table.close()
+    other = HostTable.from_handle(handle)
+    del handle
+    assert other["weight"].sum() == 0
+    other.close()
+    del other, table
+    assert len(set(os.listdir("/proc/self/fd"))) < len(before)
+    assert smaps_of(status.st_ino, "Size")["Size"] == 0
+
+
+def test_what_does_not_fit_is_refused_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 100)
+    with pytest.raises(MemoryError, match=r"shared memory: 8,192 bytes are needed and 100 are"):
+        small()
+
+
+def test_memory_that_the_system_does_not_give_is_a_memory_error() -> None:
+    before = os.listdir("/proc/self/fd")
+    refused = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with (
+        mock.patch.object(shared_memory.calls, "reserve", refused),
+        pytest.raises(MemoryError, match="the system gave less than 8,192 bytes"),
+    ):
+        small()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_closed_table_is_not_shared_and_closing_twice_is_fine() -> None:
+    table = small()
+    handle = pickle.loads(pickle.dumps(table.share()))
+    table.close()
+    table.close()
+    with pytest.raises(ValueError, match="this table is closed"):
+        table.share()
+    with pytest.raises(ProcessLookupError, match="has closed it or has ended; call share"):
+        HostTable.from_handle(handle)
+
+
+def test_a_table_of_one_process_is_not_shared() -> None:
+    table = HostTable(2, 1, memory="plain")
+    for use in (table.share, lambda: table.version, lambda: table.read_consistently(table.settle)):
+        with pytest.raises(ValueError, match="memory is 'plain', which one process alone can use"):
+            use()
+    with pytest.raises(ValueError, match="make the table with memory='shared'"), table.writing():
+        pass
+    with pytest.raises(TypeError, match="handle: expected what table.share"):
+        HostTable.from_handle(table)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "says", "error"),
+    [
+        ("_boot", "another machine, or of this one before its last start", ValueError),
+        ("_namespace", "a process of another container", ValueError),
+        ("_file_of", "has closed it or has ended", ProcessLookupError),
+        ("_start_of", "has closed it or has ended", ProcessLookupError),
+    ],
+)
+def test_a_handle_of_elsewhere_is_told(
+    monkeypatch: pytest.MonkeyPatch, function: str, says: str, error: type[Exception]
+) -> None:
+    table = small()
+    handle = pickle.loads(pickle.dumps(table.share()))
+    monkeypatch.setattr(shared_memory, function, lambda *_: "other")
+    with pytest.raises(error, match=says):
+        HostTable.from_handle(handle)
+
+
+def test_memory_of_another_user_is_told() -> None:
+    table = small()
+    handle = pickle.loads(pickle.dumps(table.share()))
+    refused = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    with (
+        mock.patch.object(shared_memory.calls, "open", refused),
+        pytest.raises(PermissionError, match="belongs to another user"),
+    ):
+        HostTable.from_handle(handle)
+
+
+def test_a_handle_of_another_layout_is_told() -> None:
+    table = small()
+    with pytest.raises(ValueError, match="use one version of speedtorch in all processes"):
+        HostTable.from_handle(table.share()._replace(record_bytes=32))
+
+
+def test_a_system_without_such_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(RuntimeError, match="memory='shared' needs memfd_create"):
+        small()
+
+
+def test_a_module_makes_a_shared_table() -> None:
+    module = speedtorch.Embedding(10, 4, memory="shared")
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    speedtorch.attach(optimizer, module)
+    module(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    other = HostTable.from_handle(module.table.share())
+    assert torch.equal(other["exp_avg"], module.table["exp_avg"])
+    assert other["exp_avg"][1].tolist() == [pytest.approx(0.1)] * 4
+    assert copy.deepcopy(module).table.memory == "shared"
+
+
+def adagrad(table: HostTable, first: float) -> None:
+    """Attaches an Adagrad whose sums begin so, in a module as of another process."""
+    module = speedtorch.Embedding.from_pretrained(HostTable.from_handle(table.share()), False)
+    optimizer = torch.optim.Adagrad(module.parameters(), initial_accumulator_value=first)
+    speedtorch.attach(optimizer, module)
+
+
+@pytest.mark.filterwarnings("error")
+def test_state_begins_once_for_all_processes() -> None:
+    table = small(state=("sum",))
+    adagrad(table, 0.5)
+    assert (table["sum"] == 0.5).all()
+    table["sum"][3] = 7
+    adagrad(table, 0.5)
+    assert table["sum"][:, 0].tolist() == [0.5] * 3 + [7] + [0.5] * 6
+    with pytest.raises(RuntimeError, match="the state 'sum' of this shared table has begun other"):
+        adagrad(table, 0.25)
+    with table.writing():
+        adagrad(table, 0.5)
+
+
+def test_loading_a_fresh_state_begins_it_anew_for_all_processes() -> None:
+    table = small(state=("sum",))
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = torch.optim.Adagrad(module.parameters())
+    fresh = optimizer.state_dict()
+    speedtorch.attach(optimizer, module)
+    module(torch.tensor([3])).sum().backward()
+    optimizer.step()
+    assert table["sum"].any()
+    optimizer.load_state_dict({**fresh, "state": {}})
+    assert not table["sum"].any()
+
+
+def test_state_that_was_loaded_is_not_begun(tmp_path: Path) -> None:
+    HostTable(10, 4, state=("sum",), memory="plain").fill_(3, "sum").save(
+        tmp_path / "t.safetensors"
+    )
+    read = HostTable.open(tmp_path / "t.safetensors", "shared")
+    assert read.share().was_read
+    other = small(state=("sum",))
+    handle = other.share()
+    other.load(tmp_path / "t.safetensors")
+    for table in (read, other, HostTable.from_handle(handle)):
+        adagrad(table, 0.5)
+        assert (table["sum"] == 3).all()
+
+
+def test_a_shared_table_is_saved_and_loaded(tmp_path: Path) -> None:
+    table = small(state=("m",)).normal_(seed=1)
+    table.save(tmp_path / "t.safetensors")
+    again = HostTable.open(tmp_path / "t.safetensors", "shared")
+    assert again.memory == "shared" and torch.equal(again.record, table.record)
+    table.fill_(0).load(tmp_path / "t.safetensors")
+    assert torch.equal(again.record, table.record)
+
+
+def test_each_process_registers_the_memory_for_its_gpu(driver: PretendedDriver) -> None:
+    table = small()
+    assert driver.registered == {table.record.data_ptr(): (160, False)}
+    other = HostTable.from_handle(table.share())
+    assert len(driver.registered) == 2 and other.is_in_place
+    other.close()
+    row = table["weight"][3]
+    table.close()
+    del other, table
+    assert len(driver.registered) == 1 and speedtorch.memory_kind(row) == "registered"
+    del row
+    assert not driver.registered
+
+
+def test_memory_that_cuda_does_not_register_says_so(driver: PretendedDriver) -> None:
+    driver.fail("host_register")
+    table = small()
+    assert "shared (not registered, so that a GPU gets its rows by staged copies" in repr(table)
+    assert not table.is_in_place
+
+
+# ------------------------------------------------------------------------------------------------
+# Versions
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_version_is_odd_while_rows_are_written() -> None:
+    table = small()
+    other = HostTable.from_handle(table.share())
+    with table.writing():
+        assert other.version == 1
+    assert (other.version, table.version) == (2, 2)
+    with pytest.raises(KeyError), table.writing():
+        raise KeyError
+    assert other.version == 4
+
+
+def test_a_thread_that_writes_does_not_wait_for_itself() -> None:
+    table = small()
+    with (
+        table.writing(),
+        pytest.raises(RuntimeError, match="this thread writes already"),
+        table.writing(),
+    ):
+        pass
+    assert table.version == 2
+
+
+def test_rows_that_a_module_trains_are_written_back_before_the_version() -> None:
+    table = small()
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    with table.writing():
+        module(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    other = HostTable.from_handle(table.share())
+    assert other["weight"].sum(1).tolist() == [0, -4, -4, *[0] * 7]
+
+
+def test_a_read_beside_a_write_is_repeated() -> None:
+    table, calls = small(), []
+
+    def read() -> int:
+        if not calls:
+            with table.writing():
+                pass
+        calls.append(table.version)
+        return calls[-1]
+
+    assert table.read_consistently(read) == 2
+    assert calls == [2, 2]
+
+
+def test_a_reader_waits_so_long() -> None:
+    table = small()
+    with (
+        table.writing(),
+        pytest.raises(TimeoutError, match=r"left no 0.01 s in which the rows could be read"),
+    ):
+        table.read_consistently(table.settle, timeout_s=0.01)
+
+
+# ------------------------------------------------------------------------------------------------
+# Two processes
+# ------------------------------------------------------------------------------------------------
+
+
+def test_random_work_of_two_processes_on_disjoint_rows_leaves_no_wrong_row(device: str) -> None:
+    table = HostTable(1000, 8, memory="shared").fill_(-1)
+    with spawned(works_at_random, table.share(), 5000, device) as (_, other):
+        assert told(other) == "open"
+        even = random_work(table, 0, 2, 5000, device)
+        odd = torch.from_numpy(told(other))
+    assert torch.equal(table["weight"][::2], even)
+    assert torch.equal(table["weight"][1::2], odd)
+
+
+def test_two_processes_train_disjoint_rows_as_one_would_each(device: str) -> None:
+    def made(memory: str) -> HostTable:
+        table = HostTable(100, 4, state=("exp_avg", "exp_avg_sq"), memory=memory)  # type: ignore[arg-type]
+        return table.normal_(seed=5)
+
+    table, *alone = made("shared"), made("plain"), made("plain")
+    with spawned(trains, table.share(), device) as (_, other):
+        train(table, 0, device)
+        assert told(other) == "done"
+    for part in (0, 1):
+        train(alone[part], part, device)
+        for name in table.fields:
+            assert torch.equal(table[name][part::2], alone[part][name][part::2])
+
+
+def test_a_reader_beside_a_writer_sees_whole_versions(device: str) -> None:
+    table = HostTable(2000, 4, memory="shared")
+    ids, seen = torch.arange(2000, device=device), [0.0]
+    with spawned(writes_versions, table.share(), device) as (_, other):
+        assert told(other) == "open"
+        for _ in range(300):
+            rows = table.read_consistently(lambda: table.gather(ids, "weight"))
+            assert (rows == rows[0, 0]).all()
+            seen.append(float(rows[0, 0]))
+    assert seen == sorted(seen) and len(set(seen)) > 1
+
+
+def test_a_writer_that_was_ended_is_told_and_the_next_one_goes_on() -> None:
+    table = small()
+    with spawned(ends_while_it_writes, table.share()) as (_, other):
+        assert told(other) == "writing"
+    assert table.version == 1
+    with pytest.raises(RuntimeError, match="a writer ended within `with table.writing"):
+        table.read_consistently(table.settle)
+    with table.writing():
+        table.fill_(2)
+    assert table.read_consistently(lambda: table["weight"].sum()) == 80
+
+
+def test_the_memory_outlives_the_process_that_made_it() -> None:
+    with spawned(owns) as (process, other):
+        handle = told(other)
+        table, again = HostTable.from_handle(handle), pickle.dumps(handle)
+        process.kill()
+        process.join()
+        with pytest.raises(ProcessLookupError, match=r"process \d+, which shared the table, has"):
+            HostTable.from_handle(pickle.loads(again))
+    assert table["weight"].sum() == 1200
+    assert HostTable.from_handle(table.share())["weight"].sum() == 1200
+
+
+def test_a_table_that_its_maker_has_closed_is_told() -> None:
+    with spawned(owns) as (_, other):
+        handle = told(other)
+        other.send("close")
+        assert told(other) == "closed"
+        with pytest.raises(ProcessLookupError, match="has closed it or has ended"):
+            HostTable.from_handle(handle)
+
+
+def test_two_processes_take_the_memory_once() -> None:
+    table = HostTable(1 << 20, 16, memory="shared").fill_(1)
+    with spawned(counts_bytes, table.share()) as (_, other):
+        assert told(other) == "read"
+        here = smaps(table, "Pss", "Rss")
+        other.send("count")
+        there, stats = told(other)
+    assert here["Rss"] == there["Rss"] == table.nbytes
+    assert 0.99 * table.nbytes <= here["Pss"] + there["Pss"] <= 1.01 * table.nbytes
+    assert stats["plain"] == stats["managed"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_workers_of_a_data_loader_read_a_shared_table(start: str) -> None:
+    table = HostTable(20, 3, memory="shared").uniform_(seed=1)
+    how: dict[str, object] = {"num_workers": 2, "multiprocessing_context": start}
+    loader = torch.utils.data.DataLoader(Rows(table.share()), 5, **how)  # type: ignore[arg-type]
+    assert torch.equal(torch.cat(list(loader)), table["weight"])
+
+
+def test_a_forked_child_has_the_same_memory() -> None:
+    table = small()
+    if (child := os.fork()) == 0:
+        table["weight"][3] = 7
+        with table.writing():
+            pass
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert table["weight"][3].tolist() == [7] * 4 and table.version == 2
+
+
+def test_one_process_gets_several_handles_of_one_table() -> None:
+    table = small()
+    with spawned(_opens_all, [table.share(), table.share()]) as (_, other):
+        assert told(other) == [0.0, 0.0]
+
+
+def _opens_all(connection: object, handles: list[object]) -> None:
+    send: Callable[[object], None] = connection.send  # type: ignore[attr-defined]
+    send([float(HostTable.from_handle(each)["weight"].sum()) for each in handles])  # type: ignore[arg-type]
