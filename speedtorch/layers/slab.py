@@ -250,8 +250,8 @@ class Slab:
         for name, tensor in tensors.items():
             memory, place = None, self.places.get(name)
             if place is not None and tensor.layout is torch.strided:
-                address = _address(tensor) if 0 in place.size else tensor.data_ptr()
-                address -= place.begin
+                # data_ptr() is 0 of a tensor without elements.
+                address = (tensor.data_ptr() or _address(tensor)) - place.begin
                 if address == host:
                     memory = Memory.HOST
                 elif address == device and place.begin + place.nbytes <= filled:
