@@ -31,7 +31,7 @@ _swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have a StateSwapper."""
 
 _AT_ONCE = 3
-"""Pieces on the device: one that is stepped, one that comes and one that leaves."""
+"""Pieces on the device: one that is stepped and leaves, and the two that come next."""
 
 
 @dataclass(frozen=True)
