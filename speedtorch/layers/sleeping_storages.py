@@ -87,6 +87,12 @@ class _Member:
         self.stride, self.dtype = tensor.stride(), tensor.dtype
         self.version = version_of(tensor)
 
+    def show(self, tensor: Tensor, view: Tensor) -> None:
+        """Lets it be a view of what sleeps."""
+        self.shown = view.data_ptr()
+        set_versions((tensor,), (_ASLEEP + self.version,))
+        tensor.data = view
+
     def of(self, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
         """Such a tensor in a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=device)
@@ -169,9 +175,7 @@ class Slot:
         for member, view in zip(self.members, views, strict=True):
             tensor = member.ref()
             if tensor is not None and self.has(tensor):
-                member.shown = view.data_ptr()
-                set_versions((tensor,), (_ASLEEP + member.version,))
-                tensor.data = view
+                member.show(tensor, view)
         self.storage.resize_(0)
 
     def wake_up(self, views: Sequence[Tensor]) -> None:
