@@ -31,6 +31,7 @@ STEMS = (
     "layers",
     "training_state",
     "state_swapper",
+    "checkpoints",
     "transformer",
     "overlap",
     "headline",

@@ -18,6 +18,7 @@ README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
 NGRAM_TABLES = ROOT / "docs/ngram_tables.md"
 SLEEP = ROOT / "docs/sleep.md"
 LAYERS = ROOT / "docs/layers.md"
+CHECKPOINTS = ROOT / "docs/checkpoints.md"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 FIRST, LAST = "<!-- steps -->", "<!-- /steps -->"
 _PICTURES = {
@@ -183,6 +184,17 @@ def state_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def checkpoints_table(results: dict[str, Any]) -> str:
+    """A table to the disk and back, and steps that note what they write, with the machine."""
+    if (result := results.get("checkpoints")) is None:
+        return not_measured("checkpoints")
+    lines = [f"{result['title']}; {where(result)}:", "", "| | ms | GB/s |", "|---|---|---|"]
+    for each in result["figures"]:
+        rate = f"{each['gigabytes_per_s']:.2f}" if each["gigabytes_per_s"] else ""
+        lines.append(f"| {each['section']}: {each['name']} | {each['median_ms']:,.1f} | {rate} |")
+    return "\n".join(lines)
+
+
 def ngram_table(results: dict[str, Any]) -> str:
     """What tables of n-grams add to a step of a GPT, with the machine."""
     if (result := results.get("ngram_tables")) is None:
@@ -297,6 +309,7 @@ def write_documents() -> None:
         (NGRAM_TABLES, BEGIN, END, ngram_table(results)),
         (SLEEP, BEGIN, END, sleep_table(results)),
         (LAYERS, BEGIN, END, state_table(results)),
+        (CHECKPOINTS, BEGIN, END, checkpoints_table(results)),
     ):
         document.write_text(replaced(document.read_text(), begin, end, made))
 

@@ -232,6 +232,20 @@ def _state_swapper(result: Result) -> Iterator[Target]:
     yield Target("a step by a StateSwapper, of the link's speed", max(shares), 1 / 1.1)
 
 
+def _checkpoints(result: Result) -> Iterator[Target]:
+    for section, kind in (("save", "whole"), ("load", "whole")):
+        for figure in _pick(result, section, kind=kind):
+            yield Target(f"{figure['name']}, of the disk", figure["share_of_bound"], 0.9)
+    whole, delta = (_pick(result, "save", kind=kind)[0] for kind in ("whole", "delta"))
+    share = delta["median_ms"] / whole["median_ms"]
+    yield _at_most("a save of 1 % of the rows, time / that of all", share, 0.03)
+    noted, plain = (
+        _pick(result, "a step, Zipf 1.05, Adam", kind=kind)[0]["median_ms"]
+        for kind in ("noted", "plain")
+    )
+    yield _at_most("a step whose rows are noted, time / one without", noted / plain, 1.01)
+
+
 def _ngram_tables(result: Result) -> Iterator[Target]:
     for section, facts in result["extra"].items():
         if "exposed" in facts:
@@ -254,6 +268,7 @@ _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
     "layers": _layers,
     "training_state": _training_state,
     "state_swapper": _state_swapper,
+    "checkpoints": _checkpoints,
 }
 
 

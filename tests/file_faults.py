@@ -8,6 +8,7 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -103,107 +104,112 @@ def replace(folder: Path, *names: str) -> None:
     """Gives each file new content of two writes."""
     with replace_files([folder / name for name in names]) as new_files:
         for file, name in zip(new_files, names, strict=True):
-            file.reserve(7 + len(name))
-            file.write(f"new {name}".encode())
+            content = os.fsencode(f"new {name}")
+            file.reserve(len(content) + 3)
+            file.write(content)
             file.write(b"...")
+
+
+def of_one_save(state: dict[str, bytes], whole: str, *names: str) -> dict[str, bytes]:
+    """Those of these files that a reader finds: in the switch folder of `whole`, else as named."""
+    places = {name: (f".{whole}.switch/{name}", name) for name in names}
+    return {
+        name: state[next(place for place in each if place in state)]
+        for name, each in places.items()
+        if not state.keys().isdisjoint(each)
+    }
 
 
 class Journal:
     """What reached a folder's files, call by call, and what a power loss would leave of it.
 
     A file keeps what its last fsync found, and is torn if it was written since. A name is on the
-    disk once the folder is synced; of the changes since then any subset may be.
+    disk once its folder is synced; of the changes since then any subset may be. A move from one
+    folder to another is one change, which the sync of either brings to the disk.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.before = {entry.name: entry.stat().st_ino for entry in folder.iterdir()}
         self.old = {entry.stat().st_ino: entry.read_bytes() for entry in folder.iterdir()}
         self.events: list[tuple[str, Any]] = []
-        self._folder = str(folder)
-        for name in ("open", "write", "fsync", "link", "rename", "unlink"):
-            monkeypatch.setattr(system_calls.calls, name, getattr(self, f"_{name}")(name))
+        self._root = folder.stat().st_ino
+        self._folders: set[int] = set()
+        for name in (
+            *("open", "write", "fsync", "make_folder", "rename", "move", "unlink"),
+            "remove_folder",
+        ):
+            real = getattr(system_calls.calls, name)
+            monkeypatch.setattr(system_calls.calls, name, partial(getattr(self, f"_{name}"), real))
 
-    def _open(self, name: str) -> Callable[..., int]:
-        real = getattr(system_calls.calls, name)
+    def _open(self, real: Callable[..., int], path: str, flags: int, mode: int = 0o777) -> int:
+        descriptor = real(path, flags, mode)
+        if flags & os.O_CREAT:
+            self._names((path, os.fstat(descriptor).st_ino))
+        return descriptor
 
-        def call(path: str, flags: int, mode: int = 0o777) -> int:
-            descriptor: int = real(path, flags, mode)
-            if flags & os.O_CREAT:
-                self._rename_event({path: os.fstat(descriptor).st_ino})
-            return descriptor
+    def _write(self, real: Callable[..., int], descriptor: int, data: memoryview) -> int:
+        written = real(descriptor, data)
+        self.events.append(("write", (os.fstat(descriptor).st_ino, bytes(data[:written]))))
+        return written
 
-        return call
+    def _fsync(self, real: Callable[..., None], descriptor: int) -> None:
+        real(descriptor)
+        status = os.fstat(descriptor)
+        kind = "fsync folder" if stat.S_ISDIR(status.st_mode) else "fsync"
+        self.events.append((kind, status.st_ino))
 
-    def _write(self, name: str) -> Callable[..., int]:
-        real = getattr(system_calls.calls, name)
+    def _make_folder(self, real: Callable[..., None], path: str) -> None:
+        real(path)
+        self._folders.add(os.stat(path).st_ino)
+        self._names((path, os.stat(path).st_ino))
 
-        def call(descriptor: int, data: memoryview) -> int:
-            written: int = real(descriptor, data)
-            self.events.append(("write", (os.fstat(descriptor).st_ino, bytes(data[:written]))))
-            return written
+    def _rename(self, real: Callable[..., None], source: str, target: str) -> None:
+        real(source, target)
+        self._names((target, os.stat(target).st_ino), (source, None))
 
-        return call
+    def _move(self, real: Callable[..., None], name: str, source: int, target: int) -> None:
+        inode = os.stat(name, dir_fd=source).st_ino
+        real(name, source, target)
+        folders = os.fstat(target).st_ino, os.fstat(source).st_ino
+        self.events.append(("names", [(folders[0], name, inode), (folders[1], name, None)]))
 
-    def _fsync(self, name: str) -> Callable[[int], None]:
-        real = getattr(system_calls.calls, name)
+    def _unlink(self, real: Callable[..., None], path: str) -> None:
+        real(path)
+        self._names((path, None))
 
-        def call(descriptor: int) -> None:
-            real(descriptor)
-            status = os.fstat(descriptor)
-            kind = "fsync folder" if stat.S_ISDIR(status.st_mode) else "fsync"
-            self.events.append((kind, status.st_ino))
+    def _remove_folder(self, real: Callable[..., None], path: str) -> None:
+        real(path)
+        self._names((path, None))
 
-        return call
-
-    def _link(self, name: str) -> Callable[[str, str], None]:
-        real = getattr(system_calls.calls, name)
-
-        def call(source: str, target: str) -> None:
-            real(source, target)
-            self._rename_event({target: os.stat(target).st_ino})
-
-        return call
-
-    def _rename(self, name: str) -> Callable[[str, str], None]:
-        real = getattr(system_calls.calls, name)
-
-        def call(source: str, target: str) -> None:
-            real(source, target)
-            self._rename_event({target: os.stat(target).st_ino, source: None})
-
-        return call
-
-    def _unlink(self, name: str) -> Callable[[str], None]:
-        real = getattr(system_calls.calls, name)
-
-        def call(path: str) -> None:
-            real(path)
-            self._rename_event({path: None})
-
-        return call
-
-    def _rename_event(self, change: dict[str, int | None]) -> None:
-        assert {os.path.dirname(path) for path in change} == {self._folder}
-        self.events.append(
-            ("names", {os.path.basename(path): inode for path, inode in change.items()})
-        )
+    def _names(self, *changes: tuple[str, int | None]) -> None:
+        what = [
+            (os.stat(os.path.dirname(path)).st_ino, os.path.basename(path), inode)
+            for path, inode in changes
+        ]
+        self.events.append(("names", what))
 
     def without(self, kind: str) -> list[tuple[str, Any]]:
         """The events as if calls of this kind had been left out."""
         return [event for event in self.events if event[0] != kind]
 
     def after_power_loss(self, events: list[tuple[str, Any]]) -> Iterator[dict[str, bytes]]:
-        """Every state of the folder that a power loss right after `events` may leave."""
-        names: dict[str, int | None] = dict(self.before)
+        """Every state of the folder that a power loss right after `events` may leave.
+
+        The names of files in folders within it have the form "folder/file".
+        """
+        folders: dict[int, dict[str, int]] = {self._root: dict(self.before)}
         written, synced = dict(self.old), dict(self.old)
-        pending: list[dict[str, int | None]] = []
+        pending: list[list[tuple[int, str, int | None]]] = []
         for kind, what in events:
             if kind == "names":
                 pending.append(what)
             elif kind == "fsync folder":
                 for change in pending:
-                    names.update(change)
-                pending = []
+                    if what in [folder for folder, _, _ in change]:
+                        _change(folders, change)
+                pending = [
+                    change for change in pending if what not in [folder for folder, _, _ in change]
+                ]
             elif kind == "fsync":
                 synced[what] = written.get(what, b"")
             else:
@@ -211,11 +217,27 @@ class Journal:
                 written[inode] = written.get(inode, b"") + data
         subsets = (combinations(pending, count) for count in range(len(pending) + 1))
         for subset in chain.from_iterable(subsets):
-            left = dict(names)
+            left = {folder: dict(names) for folder, names in folders.items()}
             for change in subset:
-                left.update(change)
+                _change(left, change)
             yield {
                 name: synced.get(inode, b"") if synced.get(inode) == written.get(inode) else TORN
-                for name, inode in left.items()
-                if inode is not None
+                for name, inode in _files(left, self._root)
+                if inode not in self._folders
             }
+
+
+def _change(folders: dict[int, dict[str, int]], change: list[tuple[int, str, int | None]]) -> None:
+    for folder, name, inode in change:
+        names = folders.setdefault(folder, {})
+        if inode is None:
+            names.pop(name, None)
+        else:
+            names[name] = inode
+
+
+def _files(folders: dict[int, dict[str, int]], folder: int) -> Iterator[tuple[str, int]]:
+    for name, inode in folders[folder].items():
+        yield name, inode
+        if inode in folders:
+            yield from ((f"{name}/{each}", its) for each, its in _files(folders, inode))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import speedtorch
 from speedtorch.files import system_calls
+from speedtorch.files.table_files import open_fields, save_fields
 
 
 def values(step: int) -> dict[str, Any]:
@@ -45,32 +48,104 @@ def killed_at(number: int) -> None:
         setattr(system_calls.calls, name, wrapped(real))
 
 
-def main(folder: Path) -> None:
+class Run:
+    """A whole run in generations of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, step: int) -> None:
+        speedtorch.save(self.folder, **values(step))
+
+    def step(self) -> int:
+        return check(self.folder, tuple(range(1000)))
+
+    def check_files(self, step: int) -> None:
+        left = [each for each in os.listdir(self.folder) if each.startswith(".")]
+        assert left == [], left
+        assert len(os.listdir(self.folder)) == 2
+
+
+FIELDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+class Table:
+    """A table in several .npy files; with `anew`, what is there is removed before each save."""
+
+    def __init__(self, folder: Path, *, anew: bool) -> None:
+        self.folder, self.anew = folder, anew
+        folder.mkdir()
+
+    def save(self, step: int) -> None:
+        save_fields(self.folder / "t.npy", {name: torch.full((9,), step) for name in FIELDS})
+
+    def step(self) -> int:
+        """The step that is there, by two ways to open it."""
+        step, other = self.opened(None), self.opened(FIELDS)
+        assert step == other
+        return step
+
+    def opened(self, names: tuple[str, ...] | None) -> int:
+        """The one step of all rows of all fields; -1 if there is no table."""
+        found: list[int] = []
+        try:
+            with open_fields(self.folder / "t.npy", names) as stored:
+                assert set(stored) == set(FIELDS), set(stored)
+                for field in stored.values():
+                    field.read_into(rows := torch.zeros(9, dtype=torch.int64))
+                    found += rows.tolist()
+        except FileNotFoundError:
+            assert self.anew
+            return -1
+        assert len(set(found)) == 1, found
+        return found[0]
+
+    def check_files(self, step: int) -> None:
+        """A plain NumPy finds them all."""
+        for name in FIELDS:
+            assert np.array_equal(np.load(self.folder / f"t.{name}.npy"), np.full(9, step))
+        assert len(os.listdir(self.folder)) == len(FIELDS)
+        if self.anew:
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+
+
+def saved_and_killed(saved: Run | Table, step: int, number: int) -> tuple[bool, int]:
+    """Kills a save at its n-th call, in a fork; whether it switched, and how the fork ended."""
+    before = saved.step()
+    if (child := os.fork()) == 0:
+        try:
+            killed_at(number)
+            saved.save(step)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL
+    after = saved.step()
+    assert after in (before, step), (after, before)
+    return after != before, status
+
+
+def main(kind: str, folder: Path) -> None:
     """Kills a save at each call; prints how many kills there were, and how many were too late."""
     torch.set_num_threads(1)
-    speedtorch.save(folder, **values(0))
+    saved = Run(folder) if kind == "run" else Table(folder, anew=kind == "first table")
+    if kind != "first table":
+        saved.save(0)
     number = switched = 0
     while True:
         number += 1
-        before = check(folder, tuple(range(2 * number)))
-        if (child := os.fork()) == 0:
-            try:
-                killed_at(number)
-                speedtorch.save(folder, **values(2 * number))
-            finally:
-                os._exit(0)
-        _, status = os.waitpid(child, 0)
-        switched += check(folder, (before, 2 * number)) != before
-        speedtorch.save(folder, **values(2 * number + 1))
-        check(folder, (2 * number + 1,))
-        left = [each for each in os.listdir(folder) if each.startswith(".")]
-        assert left == [], left
-        assert len(os.listdir(folder)) == 2
+        late, status = saved_and_killed(saved, 3 * number, number)
+        switched += late
+        # The next one is killed as well, often while it completes the one before.
+        saved_and_killed(saved, 3 * number + 1, 1 + number * 5 % 23)
+        saved.save(3 * number + 2)
+        assert saved.step() == 3 * number + 2
+        saved.check_files(3 * number + 2)
         if status == 0:
             break
-        assert os.WTERMSIG(status) == signal.SIGKILL
     print(number - 1, switched)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

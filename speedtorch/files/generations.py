@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -68,11 +68,14 @@ class Generation:
 
 
 @contextmanager
-def new_generation(folder: str, keep: int) -> Iterator[Generation]:
+def new_generation(
+    folder: str, keep: int, base_of: Callable[[int], int | None], base: int | None = None
+) -> Iterator[Generation]:
     """Makes the next generation of a folder.
 
     Within the `with` block every file is written and synced. Then the folder switches, and all
-    generations but the last `keep` are removed. An error leaves what was there. What killed
+    generations but the last `keep` are removed, and those that they go on from: `base` is that of
+    the new one, and `base_of` says which an older one needs, or None. An error leaves what was there. What killed
     processes have left is removed first, unless another process saves to this folder now.
 
     Raises:
@@ -97,6 +100,7 @@ def new_generation(folder: str, keep: int) -> Iterator[Generation]:
                 calls.fsync(inner)
             finally:
                 calls.close(inner)
+            bases = {each: base_of(each) for each in generations_of(folder)}
             # Another process may have taken the number meanwhile, with a folder that is not empty.
             while True:
                 try:
@@ -110,9 +114,23 @@ def new_generation(folder: str, keep: int) -> Iterator[Generation]:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         sync_folder(folder, descriptor)
-        _remove(folder, generations_of(folder)[:-keep], token)
+        bases[made.number] = base
+        numbers = generations_of(folder)
+        bases |= {each: base_of(each) for each in numbers if each not in bases}
+        _remove(folder, _unneeded(numbers, keep, bases), token)
     finally:
         calls.close(descriptor)
+
+
+def _unneeded(numbers: list[int], keep: int, bases: Mapping[int, int | None]) -> list[int]:
+    """Those that go, the last one first: one that goes on from another never lacks it."""
+    needed: set[int] = set()
+    for each in numbers[-keep:]:
+        at: int | None = each
+        while at is not None and at not in needed:
+            needed.add(at)
+            at = bases.get(at)
+    return [each for each in reversed(numbers) if each not in needed]
 
 
 def _remove(folder: str, numbers: list[int], token: str) -> None:

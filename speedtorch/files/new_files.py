@@ -1,12 +1,25 @@
-"""New files in the place of old ones: whole and on the disk, or not there at all."""
+"""New files in the place of old ones: whole and on the disk, or not there at all.
+
+One file takes its place by one rename. Several files of a folder are written in a hidden folder
+beside them, `.table.npy.<process>.partial`. Renaming that to `.table.npy.switch` puts all of them
+in the place of the old ones in one step; then each file moves to its own name, and the folder goes.
+
+Thus a file is in the switch folder, if it is there, and else under its own name, at every moment. A
+kill after the switch leaves files in the switch folder; the next replacement moves them first.
+Nothing waits for a lock: a switch folder with files in it is not replaced by another, and a process
+that finds one moves its files to their names, as the process that made it does.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
+import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -20,32 +33,42 @@ from speedtorch.files.system_calls import (
     where_supported,
 )
 
-__all__ = ["NewFile", "replace_files"]
+__all__ = ["NewFile", "replace_files", "switch_folder"]
+
+# Hidden names add 27 bytes at most; file systems take 255 bytes, some 143.
+_LONGEST_BASE = 100
 
 
 class NewFile:
-    """A file in the making beside the one whose place it is to take.
+    """A file in the making, whose place another one may have now.
 
     Ctrl-C may come between any call on the disk and the note of it in here, so what has happened
     already is asked of the disk.
     """
 
-    def __init__(self, path: str, token: str) -> None:
-        folder, name = os.path.split(path)
-        if os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, "is a folder; name a file", path)
-        self.path = path
-        self.partial = os.path.join(folder, f".{name}.{token}.partial")
-        self.previous = os.path.join(folder, f".{name}.{token}.previous")
+    def __init__(self, path: str, partial: str) -> None:
+        self.path, self.partial = path, partial
         self._descriptor = -1
+        self._mode: int | None = None
+        if not os.path.exists(path):
+            return
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "is a folder; name a file", path)
+        if not stat.S_ISREG(mode):
+            raise ValueError(f"{path}: is a named pipe, socket or device; name a regular file")
+        # A file without write permission is refused as root, too.
+        if not mode & 0o222 or not os.access(path, os.W_OK, effective_ids=True):
+            text = "is read-only; make it writable, or choose another name"
+            raise PermissionError(errno.EACCES, text, path)
+        self._mode = mode & 0o777
 
     def open(self) -> None:
         """Makes it, with the mode of the file that is there now."""
-        there = os.path.exists(self.path)
-        mode = os.stat(self.path).st_mode & 0o777 if there else 0o666
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        mode = 0o666 if self._mode is None else self._mode
         self._descriptor = calls.open(self.partial, flags, mode)
-        if there:
+        if self._mode is not None:
             with suppress(OSError):  # File systems without modes.
                 calls.chmod(self._descriptor, mode)  # What the umask took away.
 
@@ -69,21 +92,11 @@ class NewFile:
             calls.fsync(self._descriptor)
         self._close()
 
-    def undo(self) -> None:
-        """Brings back the file of the second name, or none if there was none."""
-        if os.path.lexists(self.partial):
-            return  # Not switched yet.
-        if os.path.lexists(self.previous):
-            calls.rename(self.previous, self.path)
-        else:
-            calls.unlink(self.path)
-
     def clean(self) -> None:
-        """Removes every name that only served the making."""
+        """Removes it, unless it has taken its place."""
         self._close()
-        for left in (self.partial, self.previous):
-            if os.path.lexists(left):
-                calls.unlink(left)
+        if os.path.lexists(self.partial):
+            calls.unlink(self.partial)
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -92,64 +105,168 @@ class NewFile:
 
 
 @contextmanager
-def replace_files(paths: Sequence[str | os.PathLike[str]]) -> Iterator[list[NewFile]]:
+def replace_files(
+    paths: Sequence[str | os.PathLike[str]], together: str | os.PathLike[str] | None = None
+) -> Iterator[list[NewFile]]:
     """Replaces or creates files at once: all of them, whole and on disk, or none.
 
-    The new files are written within the `with` block, beside the old ones under hidden names, then
-    synced, then renamed, then their folder is synced. One file switches in one atomic step, also at
-    a power loss; several follow each other, and an error between two brings the earlier ones back.
-    After an OSError the old files are as they were, but if only the folder's sync failed, the
-    message says that the new files are in place. What a killed process left behind is removed by
-    the next replacement of the same file. A symbolic link's target is replaced.
+    The new files are written within the `with` block under hidden names, then synced, then switched
+    in one step, also at a power loss. After an error the old files are as they were, unless the
+    message says that the new ones are in place. What a killed process left is completed or removed
+    by the next replacement of the same files.
+
+    Args:
+        paths: One file, whose symbolic link stays and points to the new one, or several of one
+            folder, which are no links.
+        together: The path after which the switch folder of several files is named (None: the
+            first). A reader of them looks there first, see switch_folder().
+
+    Raises:
+        ValueError: In a file's place is something else, or several are links or in several folders.
+        IsADirectoryError, PermissionError: In its place is a folder, or a file that is read-only.
+        OSError: Of the disk.
     """
-    targets = [os.path.realpath(path) for path in paths]
+    whole = _absolute(paths[0] if together is None else together)
+    several = len(paths) > 1
+    targets = [_absolute(path) if several else os.path.realpath(path) for path in paths]
+    folder = os.path.dirname(targets[0])
+    for target in targets:
+        if several and (os.path.islink(target) or os.path.dirname(target) != folder):
+            text = "several files that switch together share one folder and are no symbolic links"
+            raise ValueError(f"{target}: {text}; choose another name")
     token = f"{os.getpid()}-{secrets.token_hex(4)}"
+    partial = _hidden(whole if several else targets[0], f"{token}.partial")
+    _complete_earlier(whole)
     with ExitStack() as stack:
-        folders = {}
-        for folder in dict.fromkeys(os.path.dirname(target) for target in targets):
-            folders[folder] = open_folder(folder)
-            stack.callback(calls.close, folders[folder])
-            _sweep(folder, folders[folder], targets)
+        descriptor = open_folder(folder)
+        stack.callback(calls.close, descriptor)
+        _sweep(folder, descriptor, [whole, *targets])
+        if several:
+            stack.callback(_complete, whole)  # also where Ctrl-C comes after the switch
+            stack.callback(_remove_folder, partial)
+            calls.make_folder(partial)
         files: list[NewFile] = []
         for target in targets:
-            files.append(NewFile(target, token))
+            within = os.path.join(partial, os.path.basename(target)) if several else partial
+            files.append(NewFile(target, within))
             stack.callback(files[-1].clean)
             files[-1].open()
         yield files
         for file in files:
             file.finish()
-        _switch(files)
-        for folder, descriptor in folders.items():
+        if several:
+            _sync_partial(partial, descriptor)
+            _switch(partial, whole)
+        else:
+            calls.rename(partial, files[0].path)
             sync_folder(folder, descriptor)
 
 
-def _switch(files: Sequence[NewFile]) -> None:
-    if len(files) == 1:
-        # One step of the disk: there is nothing between old and new to undo.
-        calls.rename(files[0].partial, files[0].path)
-        return
+def switch_folder(path: str) -> str:
+    """Where several files that replace_files() makes together are before they have their names."""
+    return _hidden(path, "switch")
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """The path itself in its real folder; a link of this name is not followed."""
+    folder, name = os.path.split(os.fspath(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def _hidden(path: str, ending: str) -> str:
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{_base(name)}.{ending}")
+
+
+def _base(name: str) -> str:
+    """A name, or what stands for a long one in hidden names, which are longer."""
+    data = os.fsencode(name)
+    return name if len(data) <= _LONGEST_BASE else hashlib.sha256(data).hexdigest()[:32]
+
+
+def _sync_partial(partial: str, parent: int) -> None:
+    """Brings the names in a new folder to the disk, with the permissions of its parent."""
+    descriptor = open_folder(partial)
     try:
-        for file in files:
-            if os.path.exists(file.path):
-                calls.link(file.path, file.previous)  # a second name, to go back to
-        for file in files:
-            calls.rename(file.partial, file.path)
-    except BaseException:
-        with ExitStack() as undoing:  # One that fails does not keep the others from it.
-            for file in files:
-                undoing.callback(file.undo)
-        raise
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode) | os.fstat(parent).st_mode & 0o777
+        with suppress(OSError):  # File systems without modes.
+            calls.chmod(descriptor, mode)
+        with where_supported(), about(partial):
+            calls.fsync(descriptor)
+    finally:
+        calls.close(descriptor)
+
+
+def _switch(partial: str, whole: str) -> None:
+    while True:
+        _complete_earlier(whole)
+        try:
+            calls.rename(partial, switch_folder(whole))
+            break
+        except OSError as error:  # Another process has switched meanwhile.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    _complete(whole)
+
+
+def _complete_earlier(whole: str) -> None:
+    with about(whole, "this was the end of an earlier save; nothing of this one is in place"):
+        _complete(whole)
+
+
+def _complete(whole: str) -> None:
+    """Moves files that have switched, of this process or another, to their own names."""
+    place, folder = switch_folder(whole), os.path.dirname(whole)
+    with ExitStack() as stack:
+        try:
+            source = calls.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        stack.callback(calls.close, source)
+        target = open_folder(folder)
+        stack.callback(calls.close, target)
+        # After a power loss no file may have its name unless all have switched.
+        sync_folder(folder, target)
+        text = f"the new files are whole, in {place}: loading and the next save find them there"
+        with about(whole, text):
+            for name in _names(source):
+                # This is the folder that was opened, also if another one has its name by now.
+                with suppress(FileNotFoundError):  # Another process has moved it.
+                    calls.move(name, source, target)
+        sync_folder(place, source)
+        sync_folder(folder, target)
+        _remove_folder(place)
+
+
+def _names(folder: int) -> list[str]:
+    with suppress(FileNotFoundError):  # It has been removed since it was opened.
+        return os.listdir(folder)
+    return []
+
+
+def _remove_folder(folder: str) -> None:
+    """Removes a folder if it is there and empty."""
+    try:
+        calls.remove_folder(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def _sweep(folder: str, descriptor: int, targets: Sequence[str]) -> None:
     """Removes what killed processes left of files so named, unless someone writes here now."""
-    any_name = "|".join(re.escape(os.path.basename(target)) for target in targets)
-    left = re.compile(rf"\.({any_name})\.\d+-[0-9a-f]{{8}}\.(partial|previous)")
+    any_name = "|".join(re.escape(_base(os.path.basename(target))) for target in targets)
+    left = re.compile(rf"\.({any_name})\.\d+-[0-9a-f]{{8}}\.partial")
     # File systems without locks cannot tell: what is left stays.
     with where_supported(errno.EBADF, errno.ENOLCK):
         # Where they are in use, or another user's, saving works all the same.
         with suppress(BlockingIOError, PermissionError):
             calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for entry in filter(left.fullmatch, os.listdir(folder)):
-                calls.unlink(os.path.join(folder, entry))
+                if os.path.isdir(path := os.path.join(folder, entry)):
+                    shutil.rmtree(path)
+                else:
+                    calls.unlink(path)
         share_lock(descriptor)  # Held until the files have switched.

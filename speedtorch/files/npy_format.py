@@ -1,16 +1,18 @@
 """.npy files, each with the rows of one field, without pickle.
 
 A table with only a weight is the file of its name; any other has one for each field,
-`table.weight.npy`, `table.exp_avg.npy` for `table.npy`.
+`table.weight.npy`, `table.exp_avg.npy` for `table.npy`. Those are one table: they switch together
+through a hidden folder (new_files.py), in which a reader looks first. A program that knows nothing
+of this folder finds whole files, old ones and new ones for a moment or after a killed save.
 """
 
 from __future__ import annotations
 
 import errno
-import glob
 import io
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from tokenize import TokenError
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.files.file_format import NewContent, Read, StoredArray, are_sizes
+from speedtorch.files.new_files import switch_folder
 
 __all__ = ["NPY_DTYPES", "files_to_read", "files_to_write", "npy_header", "read_arrays"]
 
@@ -41,28 +44,36 @@ NPY_DTYPES: dict[str, torch.dtype] = {
 
 def files_to_write(path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
     """See FileFormat; refuses names of files that would be read as fields of another table."""
-    targets = list(_paths(path, fields).values())
+    targets = _paths(path, fields)
     headers = [npy_header(field.shape, field.dtype) for field in fields.values()]
-    if path not in targets:
-        others = {path, *_siblings(path).values()}.difference(targets)
-        if beside := sorted(filter(os.path.lexists, others)):
+    if path not in targets.values():
+        others = [path] if os.path.lexists(path) else []
+        others += [_path(path, name) for name in _names(path) if name not in fields]
+        if others:
             raise ValueError(
-                f"{path}: {', '.join(beside)} would be read as part of this table; remove it, or"
+                f"{path}: {', '.join(others)} would be read as part of this table; remove it, or"
                 " save under another name or as .safetensors"
             )
-    return list(zip(targets, headers, ([field] for field in fields.values()), strict=True))
+    contents = ([field] for field in fields.values())
+    return list(zip(targets.values(), headers, contents, strict=True))
 
 
-def files_to_read(path: str, names: Collection[str] | None) -> dict[str, str]:
+def files_to_read(path: str, names: Collection[str] | None) -> dict[str, list[str]]:
     """See FileFormat."""
     if names is not None:
-        return _paths(path, names)
-    if os.path.lexists(path):
-        return {"weight": path}
-    if found := _siblings(path):
-        return found
-    stem = path.removesuffix(".npy")
-    raise FileNotFoundError(errno.ENOENT, f"neither this nor {stem}.<field>.npy exists", path)
+        targets = _paths(path, names)
+    elif os.path.lexists(path):
+        targets = {"weight": path}
+    elif found := _names(path):
+        targets = {name: _path(path, name) for name in found}
+    else:
+        text = f"neither this nor {path.removesuffix('.npy')}.<field>.npy exists"
+        raise FileNotFoundError(errno.ENOENT, text, path)
+    place = switch_folder(path)
+    return {
+        name: [os.path.join(place, os.path.basename(target)), target]
+        for name, target in targets.items()
+    }
 
 
 def _paths(path: str, names: Collection[str]) -> dict[str, str]:
@@ -71,15 +82,27 @@ def _paths(path: str, names: Collection[str]) -> dict[str, str]:
     for name in names:
         if "." in name:
             raise ValueError(f"field {name!r}: no dots in .npy files' names; save as .safetensors")
-    return {name: f"{path.removesuffix('.npy')}.{name}.npy" for name in names}
+    return {name: _path(path, name) for name in names}
 
 
-def _siblings(path: str) -> dict[str, str]:
-    """Field name to file, of the files that are named as those of several fields."""
-    stem = path.removesuffix(".npy")
-    targets = sorted(glob.glob(f"{glob.escape(stem)}.*.npy"))
-    found = {target[len(stem) + 1 : -len(".npy")]: target for target in targets}
-    return {name: target for name, target in found.items() if "." not in name}
+def _path(path: str, name: str) -> str:
+    return f"{path.removesuffix('.npy')}.{name}.npy"
+
+
+def _names(path: str) -> list[str]:
+    """The fields whose files are there, each in a file of its own."""
+    folder, begin = os.path.split(path.removesuffix("npy"))
+    found: set[str] = set()
+    # In this order a file that moves to its name meanwhile is not overlooked.
+    for each in (switch_folder(path), folder or "."):
+        with suppress(FileNotFoundError):
+            found.update(os.listdir(each))
+    ours = (
+        each[len(begin) : -len(".npy")]
+        for each in found
+        if each.startswith(begin) and each.endswith(".npy") and len(each) > len(begin) + 3
+    )
+    return sorted(name for name in ours if "." not in name)
 
 
 def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:

@@ -43,9 +43,9 @@ def files_to_write(path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
     return [(path, safetensors_header(arrays), [fields[name] for name in order])]
 
 
-def files_to_read(path: str, names: Collection[str] | None) -> dict[str, str]:
+def files_to_read(path: str, names: Collection[str] | None) -> dict[str, list[str]]:
     """See FileFormat."""
-    return {"": path}
+    return {"": [path]}
 
 
 def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
@@ -106,10 +106,14 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
     if not isinstance(content, dict):
         raise ValueError("the header is no JSON object")
     content.pop("__metadata__", None)
-    arrays = {name: _array(name, entry, 8 + len(header)) for name, entry in content.items()}
+    arrays: dict[str, StoredArray] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name in list(content):  # Entries that stay would make Python collect all its garbage.
+        start, stop, arrays[name] = _array(name, content.pop(name), 8 + len(header))
+        spans.append((start, stop, name))
     end = 0
-    for name, (start, stop, array) in sorted(arrays.items(), key=lambda item: item[1][:2]):
-        if stop - start != array.nbytes:
+    for start, stop, name in sorted(spans):
+        if stop - start != (array := arrays[name]).nbytes:
             raise ValueError(
                 f"{name!r} takes {array.nbytes:,} bytes by its shape {array.shape} and "
                 f"{stop - start:,} by its offsets"
@@ -119,7 +123,7 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
         end = stop
     if end != data_bytes:
         raise ValueError(f"the header describes {end:,} bytes of data, the file has {data_bytes:,}")
-    return {name: array for name, (_, _, array) in arrays.items()}
+    return arrays
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

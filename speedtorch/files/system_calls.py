@@ -1,8 +1,8 @@
 """Calls on files, exact reads, mapped files.
 
 Every call on a file goes through `calls`, so that tests can make each of them fail or record their
-order. None of them holds the GIL while it waits for the disk. Seeking, making the folders above a
-path and removing a folder do not go through it.
+order. None of them holds the GIL while it waits for the disk. Seeking, listing, making the folders
+above a path and removing a folder with all in it do not go through it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = [
     "map_new_file",
     "open_folder",
     "open_to_read",
+    "open_with_status",
     "reserve",
     "share_lock",
     "sync_folder",
@@ -37,6 +38,11 @@ __all__ = [
 def _map_copy(descriptor: int, count: int) -> mmap.mmap:
     """Maps a file so that what is written to the memory is not written to the file."""
     return mmap.mmap(descriptor, count, access=mmap.ACCESS_COPY)
+
+
+def _move(name: str, source: int, target: int) -> None:
+    """Moves a file from one open folder to another, in the place of the one of this name there."""
+    os.replace(name, name, src_dir_fd=source, dst_dir_fd=target)
 
 
 @dataclass
@@ -53,9 +59,10 @@ class FileCalls:
     make_folder: Callable[[str], None] = os.mkdir
     fsync: Callable[[int], None] = os.fsync
     lock: Callable[[int, int], Any] = fcntl.flock
-    link: Callable[[str, str], None] = os.link
     rename: Callable[[str, str], None] = os.replace
+    move: Callable[[str, int, int], None] = _move
     unlink: Callable[[str], None] = os.unlink
+    remove_folder: Callable[[str], None] = os.rmdir
     close: Callable[[int], None] = os.close
 
 
@@ -143,6 +150,15 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
 
     ValueError where it is no regular file, or ends before a view is full.
     """
+    with open_with_status(path) as (read, status):
+        yield read, status.st_size
+
+
+@contextmanager
+def open_with_status(
+    path: str | os.PathLike[str],
+) -> Iterator[tuple[Callable[..., None], os.stat_result]]:
+    """As open_to_read(), with all that the file system tells of the file."""
     name = os.fspath(path)
     # Opening a named pipe must not wait for its writer.
     descriptor = calls.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -158,7 +174,7 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
                         raise ValueError(f"ends at byte {offset:,}; it was cut off")
                     view, offset = view[count:], offset + count
 
-        yield read, status.st_size
+        yield read, status
     finally:
         calls.close(descriptor)
 

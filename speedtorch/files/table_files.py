@@ -5,11 +5,14 @@ A field may be strided (one of several in a record), on the CPU or on a GPU; its
 
 from __future__ import annotations
 
+import errno
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +21,12 @@ from speedtorch.files import npy_format, safetensors_format
 from speedtorch.files.chunk_digests import DigestedFile
 from speedtorch.files.file_format import FileFormat, Read, StoredArray
 from speedtorch.files.new_files import NewFile, replace_files
-from speedtorch.files.system_calls import about, open_to_read
+from speedtorch.files.system_calls import about, open_with_status
 from speedtorch.ops.shapes import check_span
 
 __all__ = [
     "FORMATS",
+    "SomeRows",
     "StoredField",
     "blocks_of_bytes",
     "open_fields",
@@ -34,6 +38,11 @@ FORMATS: dict[str, FileFormat] = {".safetensors": safetensors_format, ".npy": np
 
 # Large enough for the disk's full speed; small beside any table.
 _BLOCK_BYTES = 4 << 20
+
+# Each try needs another save that ends meanwhile.
+_TRIES = 1000
+
+_Result = TypeVar("_Result")
 
 
 def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -57,6 +66,37 @@ def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @dataclass(frozen=True)
+class SomeRows:
+    """Rows of a field `[rows, ...]` by their ids `[n]`, on the CPU, which are read when written."""
+
+    field: Tensor
+    ids: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[n, ...]`."""
+        return torch.Size((len(self.ids), *self.field.shape[1:]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The field's."""
+        return self.field.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of these rows."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def blocks(self) -> Iterator[memoryview]:
+        """All bytes, of a few MB of rows at once."""
+        row_bytes = max(1, self.nbytes // max(1, len(self.ids)))
+        for ids in torch.split(self.ids, max(1, _BLOCK_BYTES // row_bytes)):
+            rows = self.field.index_select(0, ids.to(self.field.device)).cpu()
+            if rows.numel():
+                yield rows.view(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(slots=True)
 class StoredField(StoredArray):
     """A field `[rows, ...]` in an open file."""
 
@@ -94,10 +134,11 @@ def save_fields(
     as fields of this table, or the file `mapped`.
     """
     name = os.fspath(path)
-    _refuse_own([name], mapped)
+    with about(name):  # of a folder that is gone
+        _refuse_own([name], mapped)
     files = _format_of(name).files_to_write(name, fields)
     _refuse_own([target for target, _, _ in files], mapped)
-    with replace_files([target for target, _, _ in files]) as new_files:
+    with replace_files([target for target, _, _ in files], name) as new_files:
         for file, (_, header, parts) in zip(new_files, files, strict=True):
             _write(file, header, parts)
 
@@ -107,19 +148,27 @@ def _refuse_own(targets: Sequence[str], mapped: str | None) -> None:
         raise ValueError(f"{own[0]}: is the file that the rows are in; choose another")
 
 
-def write_safetensors(file: NewFile | DigestedFile, fields: Mapping[str, Tensor]) -> None:
+def write_safetensors(
+    file: NewFile | DigestedFile, fields: Mapping[str, Tensor | SomeRows]
+) -> None:
     """Writes fields, or the tensors of a state dict, to a new file as safetensors."""
-    for _, header, parts in safetensors_format.files_to_write(file.path, fields):
-        _write(file, header, parts)
+    order = safetensors_format.in_file_order({name: each.dtype for name, each in fields.items()})
+    arrays = {name: (each.shape, each.dtype) for name, each in fields.items()}
+    _write(file, safetensors_format.safetensors_header(arrays), [fields[name] for name in order])
 
 
-def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor]) -> None:
+def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor | SomeRows]) -> None:
     file.reserve(len(header) + sum(part.nbytes for part in parts))
     file.write(header)
     for part in parts:
-        for block, buffer in blocks_of_bytes(part):
-            buffer.copy_(block)
-            file.write(buffer.view(-1).numpy().data)
+        for data in part.blocks() if isinstance(part, SomeRows) else _blocks_of(part):
+            file.write(data)
+
+
+def _blocks_of(field: Tensor) -> Iterator[memoryview]:
+    for block, buffer in blocks_of_bytes(field):
+        buffer.copy_(block)
+        yield buffer.view(-1).numpy().data
 
 
 @contextmanager
@@ -136,17 +185,52 @@ def open_fields(
     file_format = _format_of(name)
     stored: dict[str, StoredField] = {}
     with ExitStack() as stack:
-        for before, target in file_format.files_to_read(name, names).items():
-            read, size = stack.enter_context(open_to_read(target))
+        files = _open_files(name, lambda: file_format.files_to_read(name, names), stack)
+        for before, (target, read, status) in files.items():
             with about(target):
-                for after, array in file_format.read_arrays(read, size).items():
+                for after, array in file_format.read_arrays(read, status.st_size).items():
                     check_span(repr(before + after), array.shape, array.dtype)
                     field = StoredField(array.shape, array.dtype, array.offset, target, read)
                     stored[before + after] = field
-        counts = {each: field.shape[:1] for each, field in stored.items()}
+        counts = {field.shape[:1] for field in stored.values()}
         with about(name):
             if not stored:
                 raise ValueError("it holds no field")
-            if len(set(counts.values())) > 1 or () in counts.values():
-                raise ValueError(f"its fields need the same number of rows, they have {counts}")
+            if len(counts) > 1 or () in counts:
+                found = {each: field.shape[:1] for each, field in islice(stored.items(), 20)}
+                raise ValueError(f"its fields need the same number of rows, they have {found}")
         yield dict(sorted(stored.items(), key=lambda item: item[0] != "weight"))
+
+
+_Opened = tuple[str, Read, os.stat_result]
+
+
+def _open_files(
+    path: str, find: Callable[[], dict[str, list[str]]], stack: ExitStack
+) -> dict[str, _Opened]:
+    """Opens files by what find() says: all of one save, also while other saves end."""
+    for _ in range(_TRIES):
+        with ExitStack() as tried:
+            places = find()
+            files = {name: _open_first(each, tried) for name, each in places.items()}
+            # What is still there now was there when the last one was opened: no other file has the
+            # number of an open one.
+            if find() == places and all(
+                os.path.samestat(status, _first(places[name], os.stat))
+                for name, (_, _, status) in files.items()
+            ):
+                stack.push(tried.pop_all())
+                return files
+    raise OSError(errno.EBUSY, f"other saves have replaced it at each of {_TRIES:,} tries", path)
+
+
+def _open_first(places: Sequence[str], stack: ExitStack) -> _Opened:
+    return _first(places, lambda path: (path, *stack.enter_context(open_with_status(path))))
+
+
+def _first(places: Sequence[str], act: Callable[[str], _Result]) -> _Result:
+    """Acts on the first of these files that is there."""
+    for place in places[:-1]:
+        with suppress(FileNotFoundError):
+            return act(place)
+    return act(places[-1])

@@ -43,7 +43,7 @@ _GOLDEN = -0x61C8864680B583EB
 # Words that are mixed at once.
 _CHUNK = 1 << 22
 # What comes first travels while CUDA makes memory for the rest.
-_PIECE = 1 << 30
+_PIECE = 1 << 26
 # Versions of 32 bits; none of a tensor on the device is so high, so that what autograd has saved of
 # it is refused while it sleeps.
 _ASLEEP = 1 << 31
@@ -326,7 +326,7 @@ class SleepingStorages:
         """
         needed = [each for each in self._slots if each.is_awake or each.is_needed]
         empty = [each for each in needed if not each.is_awake]
-        known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        seldom_written: list[Slot] = []
         try:
             for some in _pieces(empty):
                 # Torch cuts this up for the storages, which come to lie one after another.
@@ -338,20 +338,24 @@ class SleepingStorages:
                 self._copy(here, comes=True)
                 if frozen := [each for each in here if each.is_frozen]:
                     self._copies.join()
-                    known |= {each.begin: self._known_of(each) for each in frozen}
+                    seldom_written += frozen
+            # The link is busy meanwhile with what comes after them.
+            known = {each.begin: self._known_of(each) for each in seldom_written}
             for slot in empty:
                 if not slot.is_kept:
                     slot.bytes().fill_(255)
             awake = {id(each): each.awake() for each in needed}
-            self._wait()
         except BaseException:
             self._wait()
             for slot in empty:
                 slot.storage.resize_(0)
             raise
-        for slot in self._slots:
-            slot.wake_up(awake.get(id(slot), ()))
-        self._slots, self._known = [], known
+        try:
+            for slot in self._slots:
+                slot.wake_up(awake.get(id(slot), ()))
+            self._slots, self._known = [], known
+        finally:
+            self._wait()
         return sum(each.nbytes for each in empty if each.is_kept)
 
     def release(self) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from speedtorch.files.file_format import listed
 from speedtorch.files.table_files import StoredField, open_fields
 from speedtorch.legacy import families
 from speedtorch.legacy.batch_ids import Indexes, flat_index
@@ -186,7 +187,7 @@ def _choose(stored: Mapping[str, StoredField], field: str | None) -> StoredField
     if field is None and len(stored) == 1:
         return next(iter(stored.values()))
     if field is None or field not in stored:
-        raise ValueError(f"field={field!r}: the file holds {', '.join(stored)}; choose one of them")
+        raise ValueError(f"field={field!r}: the file holds {listed(stored)}; choose one of them")
     return stored[field]
 
 

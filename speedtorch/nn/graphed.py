@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.layers.sleeping_storages import times_moved
-from speedtorch.layers.state_tensors import state_tensors
+from speedtorch.nn.captured_state import CapturedState, kept_as_before
 from speedtorch.nn.prefetch import ids_of_modules, modules_with_ids
 from speedtorch.nn.row_module import RowModule
-from speedtorch.optim.optimizer_copy import settings_of, snapshot
-from speedtorch.optim.probe import learn_state
+from speedtorch.optim.optimizer_copy import settings_of
 from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.torch_internals import as_plain, tree_leaves, tree_map
@@ -25,6 +24,8 @@ __all__ = ["GraphedStep", "graphed"]
 
 _Kind = TypeVar("_Kind")
 
+_ISOLATION = ("cudaErrorStreamCaptureIsolation", "cudaErrorStreamCaptureImplicit")
+"""What CUDA calls a capture that waits for work outside of it."""
 _WARM_UPS = 3  # as torch's documentation of CUDA graphs has it
 
 
@@ -109,7 +110,9 @@ class _Captured(GraphedStep):
         self._next = {
             module: [self._own(each) for each in parts] for module, parts in self._named.items()
         }
-        with _kept(modules, optimizers, self._exchanges):
+        # Nodes of autograd that an eager step has left in a cycle would belong to its stream.
+        gc.collect()
+        with kept_as_before(modules, optimizers, self._exchanges):
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             # The warm-ups read what the current stream has written, which reads what they write.
             side.wait_stream(torch.cuda.current_stream(self._device))
@@ -120,37 +123,18 @@ class _Captured(GraphedStep):
         self._settings = self._numbers()
         self._graph = torch.cuda.CUDAGraph()
         # On one stream with the warm-ups, as nodes of autograd that are still alive belong to it.
-        with torch.cuda.graph(self._graph, stream=side), ExitStack() as foreseen:
+        with (
+            _told_apart(),
+            torch.cuda.graph(self._graph, stream=side),
+            ExitStack() as foreseen,
+        ):
             for module, parts in self._next.items():
                 exchange = self._exchanges[module.trained_rows]
                 foreseen.enter_context(exchange.foreseeing(parts))
             result = step(*self._inputs)
         # The nodes of autograd belong to the stream of the capture for good.
         self._result = _without_nodes(result)
-        self._modules, self._moved = modules, times_moved()
-        self._places = self._addresses()
-
-    def _addresses(self) -> dict[str, int]:
-        """Where the graph finds what is trained, but for rows."""
-        found = state_tensors(nn.ModuleList(self._modules), self._optimizers).of
-        return {
-            name: each.data_ptr()
-            for part in ("weights", "optimizer")
-            for name, each in found[part].items()
-            if each.is_cuda
-        }
-
-    def _check_addresses(self) -> None:
-        """Raises RuntimeError if something has moved since the capture."""
-        if self._moved == times_moved():
-            return
-        now = self._addresses()
-        if moved := [name for name, address in self._places.items() if now.get(name) != address]:
-            raise RuntimeError(
-                f"graphed: {moved[0]} is not where it was at the capture, as a TrainingState has"
-                " put it to sleep since then: graph the step again once it is awake"
-            )
-        self._moved = times_moved()
+        self._state = CapturedState(modules, optimizers, [*exchanges])
 
     def _own(self, given: Any) -> Any:
         return given.detach().to(self._device, copy=True) if _is_tensor(given) else given
@@ -158,10 +142,10 @@ class _Captured(GraphedStep):
     def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
         if not self._fits(batch):
             return self._step(*batch)
-        self._check_addresses()
         with as_plain():
             for exchange in self._exchanges.values():
                 exchange.before_replay()
+        self._state.before_replay()
         for own, given in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
             if _is_tensor(own):
                 _send(given, own)
@@ -181,6 +165,24 @@ class _Captured(GraphedStep):
         """Whether a batch can be copied to the inputs."""
         own, given = tree_leaves(self._inputs), tree_leaves(batch)
         return len(own) == len(given) and all(map(_alike, own, given))
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    """Says what to do where a step before is still alive, which CUDA tells by its own words."""
+    try:
+        yield
+    except RuntimeError as error:
+        told: BaseException | None = error
+        while told is not None:
+            if any(name in str(told) for name in _ISOLATION):
+                raise RuntimeError(
+                    "graphed: the step waits for work outside of the capture, as that of an"
+                    " earlier step whose loss, output or exception is still there: let those go"
+                    " first (del loss, or loss.detach())"
+                ) from error
+            told = told.__context__
+        raise
 
 
 def _without_nodes(result: Any) -> Any:
@@ -250,60 +252,6 @@ def _exchanges_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedExchan
             " graphs cannot reach it: move all of them to the GPU"
         )
     return exchanges
-
-
-@contextmanager
-def _kept(
-    modules: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    exchanges: Mapping[TrainedRows, FixedExchange],
-) -> Iterator[None]:
-    """What is trained within leaves rows, parameters, states and random numbers as they were."""
-    device = next(iter(exchanges.values())).device
-    held = {id(each.parameter) for each in exchanges}
-    others = [p for each in modules for p in (*each.parameters(), *each.buffers())]
-    others += [p for each in optimizers for group in each.param_groups for p in group["params"]]
-    tensors = {id(p): p for p in others if id(p) not in held}
-    before = {key: (p, p.detach().clone()) for key, p in tensors.items()}
-    states = [
-        {p: {n: snapshot(v) for n, v in of.items()} for p, of in each.state.items()}
-        for each in optimizers
-    ]
-    random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
-    with as_plain():
-        for exchange in exchanges.values():
-            exchange.stand_still()
-    try:
-        yield
-    finally:
-        with as_plain():
-            for exchange in exchanges.values():
-                exchange.move_again()
-        torch.set_rng_state(random[0])
-        torch.cuda.set_rng_state(random[1], device)
-        with torch.no_grad(), as_plain():
-            for p, value in before.values():
-                p.copy_(value)
-            for optimizer, known in zip(optimizers, states, strict=True):
-                _put_back(optimizer, known, held)
-
-
-def _put_back(optimizer: Optimizer, known: dict[Tensor, dict[str, Any]], held: set[int]) -> None:
-    """Makes a state that of before, in the tensors of now, which a graph goes on to use."""
-    for parameter, state in optimizer.state.items():
-        before = known.get(parameter, {})
-        if missing := [name for name, value in state.items() if name not in before]:
-            learnt = learn_state(optimizer, parameter)
-            # The table has the state of rows; the optimizer gets it at its first step.
-            rows = {} if id(parameter) in held else learnt.row_state
-            first = {**learnt.scalar_state, **rows}
-            before = {**{name: first[name] for name in missing if name in first}, **before}
-        for name, value in state.items():
-            if isinstance(value, Tensor) and isinstance(before.get(name), Tensor):
-                if id(parameter) not in held or value.shape == before[name].shape:
-                    value.copy_(before[name].expand_as(value))
-            elif name in before:
-                state[name] = before[name]
 
 
 def graphed(

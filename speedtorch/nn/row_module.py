@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from speedtorch.files.file_format import listed
 from speedtorch.files.table_files import open_fields
 from speedtorch.memory.byte_count import bytes_of
 from speedtorch.memory.placement import MemoryKind
@@ -711,7 +712,7 @@ def _check_fields(argument: str, source: str, fields: Sequence[str], table: str)
     if "weight" not in fields:
         raise ValueError(
             f"{argument}: {source} has no field 'weight', of which rows are made; it has"
-            f" {', '.join(fields)}: give the rows themselves, as {table}[{fields[0]!r}]"
+            f" {listed(fields)}: give the rows themselves, as {table}[{fields[0]!r}]"
         )
 
 

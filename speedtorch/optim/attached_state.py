@@ -180,7 +180,12 @@ class AttachedState:
 
     def begin_step(self) -> None:
         """Called when the optimizer's own code is about to run."""
-        if not self._has_stepped and self.table_rows.parameter.grad is not None:
+        if self.table_rows.parameter.grad is not None:
+            self.begin_replay()
+
+    def begin_replay(self) -> None:
+        """Called when a CUDA graph is about to step all rows."""
+        if not self._has_stepped:
             self._lend()
             self._has_stepped = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -10,26 +11,32 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.files import safetensors_format
-from speedtorch.files.chunk_digests import CHUNK_BYTES, DigestedFile, chunk_count, digests_of
-from speedtorch.files.file_format import StoredArray
+from speedtorch.files.chunk_digests import DigestedFile
 from speedtorch.files.generations import Generation, generations_of, new_generation, path_of
 from speedtorch.files.new_files import replace_files
-from speedtorch.files.saved_values import described, restored
-from speedtorch.files.system_calls import about, calls, open_to_read
-from speedtorch.files.table_files import write_safetensors
-from speedtorch.layers.state_tensors import plain_tensors
+from speedtorch.files.saved_values import described
+from speedtorch.files.table_files import SomeRows, write_safetensors
 from speedtorch.memory.byte_count import text_of
+from speedtorch.parallel.deltas import Delta, changed_rows, moments_of, remember
 from speedtorch.parallel.ranks import Ranks
+from speedtorch.parallel.saved_generation import (
+    FORMAT,
+    THREADS,
+    VERSION,
+    VERSION_OF_DELTA,
+    SavedGeneration,
+    base_of,
+)
 from speedtorch.parallel.sharded_saves import (
     agreed,
     check_same,
@@ -37,6 +44,7 @@ from speedtorch.parallel.sharded_saves import (
     own_digests,
     write_own,
 )
+from speedtorch.table.host_table import HostTable, any_notes_changes, table_and_field
 from speedtorch.table.progress import progress_bar
 from speedtorch.table.shared_rows import SharedRows
 from speedtorch.table.whole_fields import given_in_place
@@ -44,11 +52,8 @@ from speedtorch.torch_internals import as_plain
 
 __all__ = ["Saved", "load", "save"]
 
-FORMAT = "speedtorch checkpoint"
-VERSION = 1
+_Written = Mapping[str, Tensor | SomeRows]
 SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
-_LARGEST_MANIFEST = 1 << 30
-_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class Saved:
     nbytes: int
     """Of all files."""
     seconds: float
+    base: int | None = None
+    """The generation whose unchanged rows it goes on with."""
 
     def __str__(self) -> str:
         return (
@@ -70,7 +77,12 @@ class Saved:
 
 
 def save(
-    path: str | os.PathLike[str], *, keep: int = 2, progress: bool | None = None, **parts: Any
+    path: str | os.PathLike[str],
+    *,
+    keep: int = 2,
+    base: int | None = None,
+    progress: bool | None = None,
+    **parts: Any,
 ) -> Saved:
     """Saves all of a training run: tables, state, layers, schedulers, your own numbers.
 
@@ -84,7 +96,11 @@ def save(
 
     Args:
         path: A folder, which is made if it is not there.
-        keep: How many generations stay; older ones are removed once the new one is there.
+        keep: How many generations stay; older ones are removed once the new one is there, but for
+            those that these need as their base.
+        base: The number of a generation of this folder: of tables only rows are written that have
+            changed since then. A table that had noted no changes is written as a whole, and notes
+            them from now on (HostTable.track_changes). Nobody else saves to the folder meanwhile.
         progress: Shows a bar on stderr: always (True), never (False), or when it takes longer than
             a moment and stderr is a terminal (None). There is none where ranks share rows out.
         **parts: By names of your own, such as `model=`, `optimizer=`, `scheduler=`, `step=`: what
@@ -97,8 +113,10 @@ def save(
     Raises:
         TypeError: There is nothing to save, or a value that a file without code cannot hold; it is
             named.
-        ValueError: `keep` is less than 1, or a tensor is of a kind that safetensors files do not
-            have.
+        ValueError: `keep` is less than 1, a tensor is of a kind that safetensors files do not have,
+            or the base is damaged.
+        NotImplementedError: A base is given, and ranks share rows out.
+        FileNotFoundError: The base is not there.
         OSError: Of the disk, such as too little room; the generations of before are as they were.
         RuntimeError: Another rank has raised an error, which is told.
 
@@ -125,14 +143,31 @@ def save(
             name: described(name, _state_of(each), tensors.keep) for name, each in parts.items()
         }
         if tensors.shared:
+            if base is not None:
+                raise NotImplementedError(
+                    f"save: {next(iter(tensors.shared))} is shared out among ranks, which note no"
+                    " changes together: leave base= out"
+                )
             return _save_together(folder, keep, tensors, values, begin)
-        total = sum(each.nbytes for each in tensors.by_key.values())
-        with new_generation(folder, keep) as generation:
-            _check_room(folder, total)
-            with progress_bar(total, progress, unit="B") as bar:
-                files = _write_shards(generation.folder, tensors, bar.update)
-            nbytes = _write_manifest(generation.folder, files, values)
-    return _saved(folder, generation, nbytes, begin)
+        with ExitStack() as stack:
+            delta, against = Delta(dict(tensors.by_key), {}), None
+            if base is not None:
+                against = stack.enter_context(SavedGeneration(folder, _chosen(folder, base)))
+                delta = changed_rows(against, tensors.by_key)
+            moments = moments_of(tensors.by_key.values())
+            total = sum(each.nbytes for each in delta.tensors.values())
+            needed = partial(base_of, folder)
+            with new_generation(folder, keep, needed, base) as generation:
+                _check_room(folder, total)
+                with progress_bar(total, progress, unit="B") as bar:
+                    files = _write_shards(generation.folder, delta.tensors, bar.update)
+                written = _write_manifest(generation.folder, files, values, against, delta.ids_of)
+                if against is not None and base not in generations_of(folder):
+                    raise RuntimeError(
+                        f"save: generation {base}, the base, was removed meanwhile: save without it"
+                    )
+        remember(written.digest, moments)
+    return _saved(folder, generation, written.nbytes, begin, base)
 
 
 def _save_together(
@@ -146,7 +181,8 @@ def _save_together(
         def make() -> tuple[Generation, list[tuple[str, int, int]]] | None:
             if not is_first:
                 return None
-            generation = stack.enter_context(new_generation(folder, keep))
+            needed = partial(base_of, folder)
+            generation = stack.enter_context(new_generation(folder, keep, needed))
             nbytes = sum(each.numel() * each.dtype.itemsize for each in shared.values())
             nbytes += sum(each.nbytes for each in tensors.by_key.values())
             _check_room(folder, nbytes)
@@ -179,24 +215,27 @@ def _save_together(
             if not is_first:
                 return None
             with stack.pop_all():
-                own = _write_shards(generation.folder, tensors, lambda _: None)
-                nbytes = _write_manifest(generation.folder, [*files, *own], values)
-            return _saved(folder, generation, nbytes, begin)
+                own = _write_shards(generation.folder, tensors.by_key, lambda _: None)
+                written = _write_manifest(generation.folder, [*files, *own], values)
+            return _saved(folder, generation, written.nbytes, begin)
 
         done = agreed(switch)[0]
         assert done is not None
         return done
 
 
-def _saved(folder: str, generation: Generation, nbytes: int, begin: float) -> Saved:
+def _saved(
+    folder: str, generation: Generation, nbytes: int, begin: float, base: int | None = None
+) -> Saved:
     number, seconds = generation.number, time.perf_counter() - begin
-    return Saved(path_of(folder, number), number, nbytes, seconds)
+    return Saved(path_of(folder, number), number, nbytes, seconds, base)
 
 
 def load(
     path: str | os.PathLike[str],
     *,
     generation: int | None = None,
+    since: int | None = None,
     verify: bool = True,
     progress: bool | None = None,
     **parts: Any,
@@ -209,6 +248,9 @@ def load(
     Args:
         path: The folder that save() was given.
         generation: Its number; by default the last one.
+        since: The number of the generation that the parts have now. If this one was written against
+            that (`save(base=)`), only the rows that have changed since are written to the tables,
+            and other threads may look rows up meanwhile; else all is loaded.
         verify: Compare all bytes with their digests.
         progress: As of save().
         **parts: By the names of save(): what has a load_state_dict(), or a list of such. Optimizers
@@ -238,8 +280,8 @@ def load(
     while True:
         number = _chosen(folder, generation)
         try:
-            with _Opened(folder, number) as opened:
-                return _loaded(opened, parts, verify=verify, progress=progress)
+            with SavedGeneration(folder, number) as opened:
+                return _loaded(opened, parts, since=since, verify=verify, progress=progress)
         except FileNotFoundError:
             # It was removed between two looks, as a new one has come.
             if generation is not None or number in generations_of(folder):
@@ -247,7 +289,12 @@ def load(
 
 
 def _loaded(
-    opened: _Opened, parts: Mapping[str, Any], *, verify: bool, progress: bool | None
+    opened: SavedGeneration,
+    parts: Mapping[str, Any],
+    *,
+    since: int | None,
+    verify: bool,
+    progress: bool | None,
 ) -> dict[str, Any]:
     """Fills parts, and gives the values of the rest."""
     saved = opened.manifest["parts"]
@@ -255,8 +302,18 @@ def _loaded(
         raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
     if verify:
         opened.verify(progress)
-    states = {name: opened.value(name, copies=_copies(each)) for name, each in parts.items()}
-    others = {name: opened.value(name, copies=True) for name in saved if name not in parts}
+    changes = None if since is None else opened.changed_since(since)
+    states: dict[str, Any] = {}
+    patches: list[tuple[HostTable, str, Tensor, Tensor]] = []
+    for name, part in parts.items():
+        live = _fields_in_place(opened, name, part) if changes else {}
+        kept = {key: each for key, each in live.items() if key in (changes or {})}
+        for key, each in kept.items():
+            found = table_and_field(each)
+            assert found is not None
+            patches += [(*found, ids, rows) for ids, rows in (changes or {})[key]]
+        states[name] = opened.value(name, kept, copies=_copies(part))
+    others = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
     pairs: list[tuple[Any, Any]] = []  # before any of them is loaded
     for name, part in parts.items():
         state = states[name]
@@ -267,11 +324,31 @@ def _loaded(
             count = len(state) if isinstance(state, list) else "no list"
             raise ValueError(f"{name}: {count} were saved, {len(part)} are given")
         pairs += zip(part, state, strict=True)
+    for table, field, ids, rows in patches:
+        table.scatter(ids, rows, field)
     for each, state in pairs:
         each.load_state_dict(state)
         if isinstance(each, Optimizer):
             opened.let_go(each)
+    if any_notes_changes():
+        fields = [_fields_in_place(opened, name, part) for name, part in parts.items()]
+        remember(opened.digest, moments_of(each for of in fields for each in of.values()))
     return others
+
+
+def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str, Tensor]:
+    """The fields of tables that a part and a generation have, by their keys there."""
+    several = part if isinstance(part, list | tuple) else [part]
+    if not all(isinstance(each, nn.Module | Optimizer) for each in several):
+        return {}
+    tensors = _Tensors()
+    with as_plain(), torch.no_grad(), given_in_place():
+        described(name, _state_of(part), tensors.keep)
+    return {
+        key: each
+        for key, each in tensors.by_key.items()
+        if table_and_field(each) is not None and opened.has(key, each)
+    }
 
 
 def _copies(part: Any) -> bool:
@@ -340,18 +417,19 @@ class _Tensors:
         self.by_key[key] = tensor
         return self._keys.setdefault(same, key) if tensor.numel() else key
 
-    def shards(self) -> Iterator[dict[str, Tensor]]:
-        """Those of one file each."""
-        shard: dict[str, Tensor] = {}
-        nbytes = 0
-        for key, each in self.by_key.items():
-            if shard and (nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS):
-                yield shard
-                shard, nbytes = {}, 0
-            shard[key] = each
-            nbytes += each.nbytes
-        if shard:
+
+def _shards(tensors: _Written) -> Iterator[_Written]:
+    """Those of one file each."""
+    shard: dict[str, Tensor | SomeRows] = {}
+    nbytes = 0
+    for key, each in tensors.items():
+        if shard and (nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS):
             yield shard
+            shard, nbytes = {}, 0
+        shard[key] = each
+        nbytes += each.nbytes
+    if shard:
+        yield shard
 
 
 def _dense(name: str, tensor: Tensor) -> Tensor:
@@ -393,31 +471,47 @@ def _write(folder: str, name: str, data: bytes) -> None:
 
 
 def _write_shards(
-    folder: str, tensors: _Tensors, told: Callable[[int], object]
+    folder: str, tensors: _Written, told: Callable[[int], object]
 ) -> list[dict[str, Any]]:
     """Writes all tensors, and gives the entries of their files in the manifest."""
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         return [
             _write_shard(folder, f"tensors-{at:05d}.safetensors", shard, pool, told)
-            for at, shard in enumerate(tensors.shards(), 1)
+            for at, shard in enumerate(_shards(tensors), 1)
         ]
 
 
+class _Manifest(NamedTuple):
+    """What tells all of a generation."""
+
+    nbytes: int
+    """Of all files."""
+    digest: str
+
+
 def _write_manifest(
-    folder: str, files: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
-) -> int:
-    """Writes what tells all; gives the bytes of all files."""
+    folder: str,
+    files: Sequence[Mapping[str, Any]],
+    values: Mapping[str, Any],
+    base: SavedGeneration | None = None,
+    ids_of: Mapping[str, str] | None = None,
+) -> _Manifest:
+    """Writes what tells all."""
     manifest = {"format": FORMAT, "version": VERSION, "files": files, "parts": values}
+    if base is not None:
+        against = {"generation": base.number, "sha256": base.digest, "rows": dict(ids_of or {})}
+        manifest |= {"version": VERSION_OF_DELTA, "base": against}
     text = json.dumps(manifest, separators=(",", ":")).encode()
     _write(folder, "manifest.json", text)
     _write(folder, "manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
-    return sum(int(each["bytes"]) for each in files) + len(text)
+    nbytes = sum(int(each["bytes"]) for each in files) + len(text)
+    return _Manifest(nbytes, hashlib.sha256(text).hexdigest())
 
 
 def _write_shard(
     folder: str,
     name: str,
-    tensors: Mapping[str, Tensor],
+    tensors: _Written,
     pool: ThreadPoolExecutor,
     told: Callable[[int], object],
 ) -> dict[str, Any]:
@@ -426,141 +520,3 @@ def _write_shard(
         digested = DigestedFile(file, pool, told)
         write_safetensors(digested, tensors)
     return {"name": name, "bytes": digested.count, "crc32": digested.digests}
-
-
-class _Opened:
-    """A generation to read."""
-
-    def __init__(self, folder: str, number: int) -> None:
-        self.path = path_of(folder, number)
-        self._older = [each for each in generations_of(folder) if each != number]
-        self._stack = ExitStack()
-        self._arrays: dict[str, tuple[StoredArray, Tensor]] = {}
-        self._ranges: list[range] = []
-
-    def __enter__(self) -> _Opened:
-        with self._stack:
-            with self._damage("manifest.json"):
-                self.manifest = self._manifest()
-                names = [self._checked(each) for each in self.manifest["files"]]
-            self._reads = {name: self._open(name) for name in names}
-            self._stack = self._stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    @contextmanager
-    def _damage(self, name: str) -> Iterator[None]:
-        """Says in errors which file it is, and what else there is."""
-        try:
-            yield
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            others = f"; load(..., generation={self._older[-1]}) is there" if self._older else ""
-            raise ValueError(
-                f"{os.path.join(self.path, name)}: is damaged, or none of ours: {error}{others}"
-            ) from error
-
-    def _manifest(self) -> dict[str, Any]:
-        text = _whole(os.path.join(self.path, "manifest.json"))
-        digest = _whole(os.path.join(self.path, "manifest.crc32"))
-        if f"{zlib.crc32(text):08x}\n".encode() != digest:
-            raise ValueError("its bytes are not those that were written")
-        content = json.loads(text)
-        if content["format"] != FORMAT or content["version"] != VERSION:
-            raise ValueError(f"expected {FORMAT!r}, version {VERSION}")
-        if not isinstance(content["parts"], dict):
-            raise ValueError("its parts have no names")
-        for each in content["files"]:
-            numbers = [each["bytes"], *each["crc32"]]
-            if not all(type(number) is int and number >= 0 for number in numbers):
-                raise ValueError("it has bytes or digests that are no numbers")
-        return dict(content)
-
-    @staticmethod
-    def _checked(entry: Any) -> str:
-        name = entry["name"]
-        if os.path.basename(name) != name or not name.endswith(".safetensors"):
-            raise ValueError(f"it names the file {name!r}")
-        return str(name)
-
-    def _open(self, name: str) -> Callable[..., None]:
-        """Opens a file, and maps its arrays, privately: what is written to them stays here."""
-        path = os.path.join(self.path, name)
-        read, size = self._stack.enter_context(open_to_read(path))
-        entry = self._entry(name)
-        with self._damage(name):
-            if size != entry["bytes"]:
-                raise ValueError(f"it has {size:,} bytes of {entry['bytes']:,}")
-            arrays = safetensors_format.read_arrays(read, size)
-        descriptor = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with about(path):
-                mapped = torch.frombuffer(calls.map_copy(descriptor, size), dtype=torch.uint8)
-        finally:
-            calls.close(descriptor)
-        self._ranges.append(range(mapped.data_ptr(), mapped.data_ptr() + size))
-        for key, array in arrays.items():
-            self._arrays[key] = array, mapped
-        return read
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        return next(each for each in self.manifest["files"] if each["name"] == name)
-
-    def verify(self, progress: bool | None) -> None:
-        """Raises ValueError unless all bytes are those that were written."""
-        total = sum(each["bytes"] for each in self.manifest["files"])
-        with ThreadPoolExecutor(_THREADS) as pool, progress_bar(total, progress, unit="B") as bar:
-            for name, read in self._reads.items():
-                entry = self._entry(name)
-                with self._damage(name):
-                    nbytes, count = entry["bytes"], chunk_count(entry["bytes"])
-                    if len(entry["crc32"]) != count:
-                        raise ValueError(f"it has {count} chunks of {len(entry['crc32'])}")
-                    runs = [range(k, min(k + 16, count)) for k in range(0, count, 16)]
-                    found = pool.map(partial(digests_of, read, nbytes), runs)
-                    for run, digests in zip(runs, found, strict=True):
-                        expected = entry["crc32"][run.start : run.stop]
-                        for number, digest, other in zip(run, digests, expected, strict=True):
-                            if digest != other:
-                                begin = number * CHUNK_BYTES
-                                raise ValueError(
-                                    f"its bytes from {begin:,} on are not those written"
-                                )
-                        bar.update(min(run.stop * CHUNK_BYTES, nbytes) - run.start * CHUNK_BYTES)
-
-    def value(self, name: str, *, copies: bool) -> Any:
-        """The value of a part; its tensors are in the file's memory unless it `copies`."""
-
-        def found(key: str) -> Tensor:
-            array, mapped = self._arrays[key]
-            made = torch.empty(0, dtype=array.dtype, device="cpu")
-            if array.nbytes == 0:
-                return made.view(array.shape)
-            storage, begin = mapped.untyped_storage(), array.offset
-            if begin % array.dtype.itemsize:  # none of our files
-                part = mapped[begin : begin + array.nbytes].clone()
-                storage, begin = part.untyped_storage(), 0
-            # No view of another tensor, which would keep that and with it the file.
-            strides = torch.empty(array.shape, device="meta").stride()
-            made.set_(storage, begin // array.dtype.itemsize, array.shape, strides)
-            return made.clone() if copies else made
-
-        with self._damage("manifest.json"):
-            return restored(self.manifest["parts"][name], found)
-
-    def let_go(self, optimizer: Optimizer) -> None:
-        """Gives an optimizer tensors of its own where it has kept those of the file."""
-        for _, each in plain_tensors("", dict(enumerate(optimizer.state.values()))):
-            if each.is_cpu and each.numel() and any(each.data_ptr() in r for r in self._ranges):
-                each.data = each.data.clone()
-
-
-def _whole(path: str) -> bytes:
-    """All of a small file."""
-    with open_to_read(path) as (read, size):
-        if size > _LARGEST_MANIFEST:
-            raise ValueError(f"it has {size:,} bytes, and the limit is {_LARGEST_MANIFEST:,}")
-        data = bytearray(size)
-        read(memoryview(data), 0)
-    return bytes(data)

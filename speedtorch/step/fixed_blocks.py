@@ -7,6 +7,8 @@ interrupted is done again.
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,6 +21,8 @@ from speedtorch.step.row_store import Counted, Fields, RowStore
 
 __all__ = ["OTHER_MODULE", "OVER_SHARE", "REFUSED", "FixedBlocks", "of_ranks"]
 
+_SECONDS_TO_GO = 0.2
+"""What CUDA's own thread takes at most to say that a graph has gone."""
 OVER_SHARE, OTHER_MODULE, REFUSED = 3, 4, 5
 """Why ranks that hold rows together cannot, beside what may be wrong with a batch."""
 
@@ -151,6 +155,17 @@ class FixedBlocks:
         alive = _ops.graph_is_alive
         self._graphs = [each for each in self._graphs if alive(each)]
         return bool(self._graphs)
+
+    def stay_captured(self) -> bool:
+        """Whether one does that is not just going: CUDA lets it go when all its work is done."""
+        if not self.is_captured:
+            return False
+        gc.collect()
+        torch.cuda.synchronize(self._status.device)
+        until = time.monotonic() + _SECONDS_TO_GO
+        while self.is_captured and time.monotonic() < until:
+            time.sleep(1e-3)
+        return self.is_captured
 
     def forget(self) -> None:
         """Gives the memory back."""

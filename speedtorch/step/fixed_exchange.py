@@ -348,8 +348,8 @@ class FixedExchange(Exchange):
 
     def refuse_if_captured(self, what: str) -> None:
         """As Exchange.refuse_if_captured."""
-        if self._blocks.is_captured:
+        if self._blocks.stay_captured():
             raise RuntimeError(
-                f"{self.name}: {what} would take memory away that a captured CUDA graph uses: let"
-                " the graph go first (del graph)"
+                f"{self.name}: {what} is refused while a captured CUDA graph uses its rows: let the"
+                " graph go first (del graph)"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from speedtorch.torch_internals import current_stream
 
 __all__ = ["Arange", "Block", "Counted", "Fields", "Rounder", "RowStore", "exchanged"]
 
+_UNNOTED = nullcontext()
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name to (row shape, dtype) of what a step holds of each row."""
 
@@ -108,7 +110,8 @@ class RowStore:
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """Rows leave for the table while others arrive from it, all fields of each at once."""
         lists = exchanged(leaving, arriving, self._arange)
-        exchange_rows(self.fields(names), *lists)
+        with self._writing(leaving):
+            exchange_rows(self.fields(names), *lists)
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
         """As `exchange`, of so many rows as the device says.
@@ -117,7 +120,16 @@ class RowStore:
         """
         lists = (leaving.ids, leaving.places, arriving.rows, arriving.ids, arriving.places)
         numbers = (leaving.number, arriving.number)
-        exchange_rows(self.fields(names), leaving.rows, *lists, 1, *numbers)
+        with self._writing(leaving):
+            exchange_rows(self.fields(names), leaving.rows, *lists, 1, *numbers)
+
+    def _writing(self, leaving: Block | Counted | None = None) -> AbstractContextManager[None]:
+        """Notes rows that leave for the table within, if it was asked to note changes."""
+        if (changes := self._table.changes) is None:
+            return _UNNOTED
+        if leaving is None or (isinstance(leaving, Counted) and leaving.are_none):
+            return changes.moving()
+        return changes.writing(leaving.ids, getattr(leaving, "number", None))
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Rows of a field by their ids: `out` is `[*ids.shape, ...]`, on either device."""
@@ -131,8 +143,10 @@ class RowStore:
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Puts weights `[*ids.shape, ...]` in the place of those of the ids."""
-        field = self._table.field("weight")
-        pinned_scatter(field, ids, rows.to(field.dtype))
+        home = self._table.home_of("weight")
+        field = home.rows_of("weight")
+        with home.writing(ids):
+            pinned_scatter(field, ids, rows.to(field.dtype))
 
     @property
     def stored(self) -> Mapping[str, torch.dtype]:
@@ -164,10 +178,11 @@ class RowStore:
     def can_join(self, device: torch.device) -> bool:
         """Whether one op may move these rows with those of other tables.
 
-        The device reaches them in host memory, and no other module was made to train them.
+        The device reaches them in host memory, no other module was made to train them, and nobody
+        asks which of them have changed.
         """
         memory = self._table.memory
-        if memory is None or self._table.claim.was_replaced:
+        if memory is None or self._table.claim.was_replaced or self._table.changes is not None:
             return False
         return device.type == "cpu" or memory in ("auto", "managed", "registered")
 

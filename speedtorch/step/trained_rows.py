@@ -264,9 +264,9 @@ class TrainedRows:
             self._store.settle(self.exchange.device)
             self.exchange.raise_faults()
 
-    def before_close(self) -> None:
+    def refuse_if_captured(self, what: str) -> None:
         """See RowHolder."""
-        self.exchange.refuse_if_captured("closing its table")
+        self.exchange.refuse_if_captured(what)
 
     @alone
     def let_go(self) -> None:

@@ -20,14 +20,38 @@ from speedtorch.memory.placement import MemoryKind, Placement
 from speedtorch.ops.functions import pinned_gather, pinned_scatter
 from speedtorch.ops.shapes import check_span, row_shape
 from speedtorch.table import row_blocks
+from speedtorch.table.changed_rows import ChangedRows
 from speedtorch.table.record_layout import Fields, lay_out, weight_and_state
 
-__all__ = ["HostTable", "RowHolder"]
+__all__ = ["HostTable", "RowHolder", "any_notes_changes", "is_same", "table_and_field"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Self = TypeVar("_Self", bound="HostTable")  # typing.Self needs Python 3.11.
 _Device = str | int | torch.device | None
 _Path = str | os.PathLike[str]
+
+
+_tables: weakref.WeakSet[HostTable] = weakref.WeakSet()
+
+
+def table_and_field(tensor: Tensor) -> tuple[HostTable, str] | None:
+    """The table of which a tensor is all rows of a field, in its memory, and the field's name."""
+    for table in list(_tables):
+        for name in table.fields if not table.closed else ():
+            if is_same(table.rows_of(name), tensor):
+                return table, name
+    return None
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements in the same memory."""
+    same = one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
+    return same and (one.shape, one.stride()) == (other.shape, other.stride())
+
+
+def any_notes_changes() -> bool:
+    """Whether there is a table that notes which rows are written."""
+    return any(table.changes is not None for table in list(_tables))
 
 
 class RowHolder(Protocol):
@@ -40,8 +64,8 @@ class RowHolder(Protocol):
     def write_back(self) -> None:
         """Writes rows that are newer elsewhere to the table, and reads them again before use."""
 
-    def before_close(self) -> None:
-        """Raises RuntimeError if it cannot do without the table."""
+    def refuse_if_captured(self, what: str) -> None:
+        """Raises RuntimeError if a CUDA graph uses the rows, which does not see what is done."""
 
 
 def _in_turn(method: _Method) -> _Method:
@@ -204,6 +228,8 @@ class HostTable:
         self.device = data.device
         self._views = {name: layout.rows_of(data, self.rows, name) for name in self.fields}
         self._record = layout.records_of(data, self.rows)
+        self.changes: ChangedRows | None = None
+        _tables.add(self)
 
     holder: weakref.ref[RowHolder] | None = None
 
@@ -323,7 +349,65 @@ class HostTable:
         rows = self.record if field is None else self[field]
         if accumulate and field is None and len({dtype for _, dtype in self.fields.values()}) > 1:
             raise ValueError("scatter: records of different dtypes cannot be added; name a field")
-        pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
+        with self.writing(index):
+            pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
+
+    def writing(self, index: Tensor) -> AbstractContextManager[None]:
+        """Notes rows that are written within, if track_changes() was called; ids may be bad."""
+        if self.changes is None or not self.rows:
+            return nullcontext()
+        ids = index.reshape(-1).to(torch.int64)
+        return self.changes.writing(ids.clamp(0, self.rows - 1))
+
+    @_in_turn
+    def track_changes(self) -> int:
+        """Notes from now on which rows are written; gives the number that changed() takes.
+
+        Each call begins anew, and the numbers of before stay valid. The device that trains rows
+        keeps 4 bytes of each row of the table for it.
+
+        Raises:
+            RuntimeError: A CUDA graph was captured before the first call, and would note nothing.
+
+        Example:
+            >>> table = HostTable(5, 1, memory="plain")
+            >>> since = table.track_changes()
+            >>> table.scatter(torch.tensor([3, 1]), torch.ones(2, 1), "weight")
+            >>> table.changed(since).tolist()
+            [1, 3]
+        """
+        self.settle()
+        if self.changes is None:
+            if self.holder is not None and (holder := self.holder()) is not None:
+                holder.refuse_if_captured("noting its changes")
+            own = weakref.ref(self)
+            # All fields are views of one memory, whose version torch counts up.
+            self.changes = ChangedRows(self.rows, lambda: cast(HostTable, own())._record._version)
+        return self.changes.begin()
+
+    @_in_turn
+    def changed(self, since: int) -> Tensor:
+        """Ids of rows that were written since track_changes(), ascending, int64 `[n]`, on the CPU.
+
+        Trained rows count once their step is over, wherever they are held; a row that was written
+        with the values of before counts, too. Writes in place, as `table["weight"][3] = 0`, do not
+        tell which rows they change: all rows count then. Writes past torch (into what `numpy()`
+        gives, or by `data_ptr()`) are not seen: write such rows with scatter().
+
+        Args:
+            since: What track_changes() has returned.
+
+        Raises:
+            ValueError: track_changes() has not returned this number.
+        """
+        known = 0 if self.changes is None else self.changes.now
+        if self.changes is None or not 1 <= since <= known:
+            raise ValueError(
+                f"changed: expected a number that this table's track_changes() has returned (1 to"
+                f" {known}), got {since}; call it before the changes that are to be noted"
+            )
+        self.settle()
+        return self.changes.since(since)
 
     def numpy(self, field: str = "weight") -> npt.NDArray[Any]:
         """A field as a NumPy array `[rows, *shape]` of the same memory, when the GPU is done.
@@ -467,6 +551,11 @@ class HostTable:
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:
         """Saves all fields; what was there before stays until the new files are on the disk.
 
+        They switch in one step: load() and open() find the old table or the new one, also after
+        the process was killed, and while other processes save. Several .npy files that a save
+        leaves in a hidden folder, as it was killed, get their names by the next save; until then a
+        program that reads them by name finds old ones among them.
+
         With `rows` it saves some of them, as a table of so many rows would.
 
         Args:
@@ -480,7 +569,9 @@ class HostTable:
         Raises:
             TypeError: `rows` is no slice of integers.
             ValueError: Another ending, a dtype or a name that the format cannot hold, the table's
-                own mapped file, or `rows` with another step or such ends.
+                own mapped file, a named pipe or a device, a symbolic link among several .npy files,
+                or `rows` with another step or such ends.
+            PermissionError: The file is read-only.
             OSError: The disk is full, or another file call failed.
 
         Example:
@@ -556,7 +647,7 @@ class HostTable:
 
     def _read(self, stored: Mapping[str, table_files.StoredField], rows: range) -> None:
         for name, each in stored.items():
-            each.read_into(self[name][rows.start : rows.stop])
+            each.read_into(self.rows_of(name)[rows.start : rows.stop])
         self.settle()
         self.was_read = True
 
@@ -602,7 +693,7 @@ class HostTable:
         if self._placement is None:
             return
         if self.holder is not None and (holder := self.holder()) is not None:
-            holder.before_close()
+            holder.refuse_if_captured("closing its table")
         self.write_back()
         placement, self._placement = self._placement, None
         self._views.clear()

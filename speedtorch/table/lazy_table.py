@@ -12,6 +12,7 @@ from torch import Tensor
 from speedtorch.memory import host_memory
 from speedtorch.memory.placement import MemoryKind, check_kind
 from speedtorch.ops.shapes import row_shape
+from speedtorch.table.changed_rows import ChangedRows
 from speedtorch.table.claim import Claim
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit, Portion
@@ -104,6 +105,11 @@ class LazyTable:
     def field(self, name: str) -> Tensor:
         """All rows of a field `[rows, ...]`, where they are now."""
         return self.home_of(name).rows_of(name)
+
+    @property
+    def changes(self) -> ChangedRows | None:
+        """What notes the rows that are written, if that was asked for."""
+        return None if self._table is None else self._table.changes
 
     @property
     def memory(self) -> str | None:

@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 
 from speedtorch.memory import host_memory
 from speedtorch.ops.functions import pinned_copy
+from speedtorch.table.host_table import is_same
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.shared_rows import SharedRows
 
@@ -72,7 +73,7 @@ class WholeFields:
                 field[here.start : here.stop].copy_(value[there.start : there.stop])
         else:
             self._check_share(value, blocks)
-            if value.field.data_ptr() != field.data_ptr():
+            if not is_same(value.field, field):
                 for _, here in blocks:
                     field[here.start : here.stop].copy_(value.field[here.start : here.stop])
 
@@ -132,6 +133,8 @@ def given_in_place() -> Iterator[None]:
 
 def _convert(value: Tensor, field: Tensor) -> None:
     """Copies rows to those of a field, by blocks where they have to cross from a GPU."""
+    if is_same(value, field):
+        return
     if not value.is_cuda or field.is_cuda:
         field.copy_(value)
         return

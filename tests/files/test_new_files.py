@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from file_faults import NEW, count_calls, fail, interrupt, replace, snapshot
@@ -42,16 +43,22 @@ def test_files_that_were_not_there_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")], ids=["one file", "two files"])
 @pytest.mark.parametrize("there", [True, False], ids=["old files", "no old files"])
-@pytest.mark.parametrize("call", ["open", "reserve", "write", "fsync", "lock", "link", "rename"])
-def test_a_failing_call_leaves_the_folder_as_it_was(
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("open", "reserve", "write", "fsync", "lock", "make_folder", "rename", "move"),
+        "remove_folder",
+    ],
+)
+def test_a_failing_call_leaves_old_files_or_new_ones_after_the_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, there: bool, names: tuple[str, ...]
 ) -> None:
     start = {name: f"old {name}".encode() for name in names if there}
     for name, content in start.items():
         (tmp_path / name).write_bytes(content)
     times = count_calls(monkeypatch, lambda: replace(tmp_path, *names))[call]
-    # The last fsync is the folder's, after the switch.
-    for number in range(1, times + (call != "fsync")):
+    found: list[bool] = []
+    for number in range(1, times + 1):
         for name in names:
             (tmp_path / name).unlink(missing_ok=True)
         for name, content in start.items():
@@ -60,7 +67,16 @@ def test_a_failing_call_leaves_the_folder_as_it_was(
             fail(patch, call, number)
             with pytest.raises(OSError, match="Input/output error"):
                 replace(tmp_path, *names)
-        assert snapshot(tmp_path) == start
+        state = snapshot(tmp_path)
+        assert state in (start, {name: NEW[name] for name in names})
+        found.append(state != start)
+    assert found == sorted(found)  # once they have switched, an error comes too late for the old
+    if call in ("reserve", "write", "lock", "make_folder", "rename"):
+        assert not any(found)
+    elif call in ("move", "remove_folder"):
+        assert all(found)
+    else:
+        assert not found[0] and (found[-1] or (call, len(names)) == ("open", 1))
 
 
 def test_a_failing_sync_of_the_folder_says_that_the_new_file_is_there(
@@ -83,21 +99,82 @@ def test_an_error_of_the_writer_leaves_the_folder_as_it_was(
     assert snapshot(folder) == before
 
 
-def test_an_interrupt_between_two_switches_brings_the_first_file_back(
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_interrupt_after_the_switch_still_gives_all_files_their_names(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    real, left = system_calls.calls.move, [number]
+
+    def move(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        real(*args)
+
+    monkeypatch.setattr(system_calls.calls, "move", move)
+    with pytest.raises(KeyboardInterrupt):
+        replace(folder, "a", "b")
+    assert snapshot(folder) == NEW
+
+
+def test_a_disk_that_moves_no_file_keeps_the_new_ones_in_the_switch_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = snapshot(folder)
+    def move(*args: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(system_calls.calls, "move", move)
+        message = r"whole, in .*/\.a\.switch: loading and the next save find them there"
+        with pytest.raises(OSError, match=message):
+            replace(folder, "a", "b")
+        assert snapshot(folder / ".a.switch") == NEW
+        with pytest.raises(OSError, match="end of an earlier save; nothing of this one is in pla"):
+            replace(folder, "a", "b")
+    (folder / ".a.switch" / "b").write_bytes(b"of the earlier save")
+    with pytest.raises(RuntimeError), replace_files([folder / "a", folder / "b"]):
+        raise RuntimeError
+    assert snapshot(folder) == {"a": NEW["a"], "b": b"of the earlier save"}
+
+
+def test_a_save_of_the_first_name_alone_ends_one_of_several_files(folder: Path) -> None:
+    (folder / ".a.switch").mkdir()
+    (folder / ".a.switch" / "b").write_bytes(b"switched")
+    replace(folder, "a")
+    assert snapshot(folder) == {"a": NEW["a"], "b": b"switched"}
+
+
+def test_another_save_that_switches_first_is_completed_and_then_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = system_calls.calls.rename
 
     def rename(source: str, target: str) -> None:
-        if target.endswith("/b"):
-            raise KeyboardInterrupt
+        if not os.path.exists(folder / "other"):
+            (folder / "other").write_bytes(b"")
+            os.mkdir(target)
+            (Path(target) / "other").write_bytes(b"of another process")
         real(source, target)
 
     monkeypatch.setattr(system_calls.calls, "rename", rename)
-    with pytest.raises(KeyboardInterrupt):
+    replace(folder, "a", "b")
+    assert snapshot(folder) == {**NEW, "other": b"of another process"}
+
+
+def test_the_switch_folder_may_be_used_by_those_who_may_use_its_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.chmod(0o775)
+    seen: list[int] = []
+    real = system_calls.calls.rename
+    note = lambda *names: (seen.append(os.stat(names[0]).st_mode), real(*names))  # noqa: E731
+    monkeypatch.setattr(system_calls.calls, "rename", note)
+    before = os.umask(0o077)
+    try:
         replace(folder, "a", "b")
-    assert snapshot(folder) == before
+    finally:
+        os.umask(before)
+    assert [mode & 0o777 for mode in seen] == [0o775]
 
 
 @pytest.mark.dealt("there")
@@ -180,6 +257,70 @@ def test_a_folder_in_the_files_place_is_refused(folder: Path) -> None:
     with pytest.raises(IsADirectoryError, match="is a folder; name a file"):
         replace(folder, "a", "c")
     assert (folder / "a").read_bytes() == b"old a"
+
+
+@pytest.mark.parametrize("names", [("c",), ("a", "c")], ids=["one file", "two files"])
+@pytest.mark.parametrize("linked", [False, True], ids=["itself", "linked"])
+def test_a_named_pipe_is_not_replaced(folder: Path, linked: bool, names: tuple[str, ...]) -> None:
+    os.mkfifo(folder / ("pipe" if linked else "c"))
+    if linked:
+        (folder / "c").symlink_to("pipe")
+    before = sorted(os.listdir(folder))
+    with pytest.raises(ValueError, match=r"is a named pipe, socket or device; name|no symbolic li"):
+        replace(folder, *names)
+    assert sorted(os.listdir(folder)) == before
+    assert (folder / "a").read_bytes() == b"old a"
+
+
+def test_a_device_is_not_replaced(folder: Path) -> None:
+    (folder / "full").symlink_to("/dev/full")
+    with pytest.raises(ValueError, match=r"/dev/full: is a named pipe, socket or device"):
+        replace(folder, "full")
+
+
+@pytest.mark.parametrize("names", [("b",), ("a", "b")], ids=["one file", "two files"])
+def test_a_file_that_is_read_only_is_not_replaced(folder: Path, names: tuple[str, ...]) -> None:
+    (folder / "b").chmod(0o444)
+    before = snapshot(folder)
+    with pytest.raises(PermissionError, match=r"is read-only; make it writable, or choose.*/b'"):
+        replace(folder, *names)
+    assert snapshot(folder) == before
+
+
+def test_a_link_among_several_files_is_refused(folder: Path) -> None:
+    (folder / "link").symlink_to("a")
+    with pytest.raises(ValueError, match="/link: several files that switch .* no symbolic links"):
+        replace(folder, "b", "link")
+    assert (folder / "b").read_bytes() == b"old b"
+
+
+def test_several_files_of_several_folders_are_refused(folder: Path) -> None:
+    (folder / "inner").mkdir()
+    with pytest.raises(ValueError, match="inner/a: several files that switch .* one folder"):
+        replace(folder, "a", "inner/a")
+
+
+@pytest.mark.parametrize("letter", ["a", "\u4e2d", "\udcff"], ids=["ASCII", "3 bytes", "no UTF-8"])
+@pytest.mark.parametrize("ends", [("",), ("x", "y")], ids=["one file", "two files"])
+def test_every_name_that_the_file_system_takes_is_taken(
+    tmp_path: Path, letter: str, ends: tuple[str, ...]
+) -> None:
+    name = letter * (254 // len(os.fsencode(letter)))
+    replace(tmp_path, *(name + end for end in ends))
+    assert sorted(snapshot(tmp_path)) == [name + end for end in ends]
+
+
+def test_what_was_left_of_a_long_name_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "a" * 250
+    with monkeypatch.context() as patch:
+        patch.setattr(system_calls.calls, "unlink", lambda path: None)
+        with pytest.raises(RuntimeError), replace_files([tmp_path / name]):
+            raise RuntimeError
+    assert len(os.listdir(tmp_path)) == 1
+    replace(tmp_path, name)
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from file_faults import Journal, fail, interrupt, snapshot
+from file_faults import Journal, fail, interrupt, of_one_save, snapshot
 from safetensors.torch import save_file
 
-from speedtorch import HostTable
+from speedtorch import DataGadget, Embedding, HostTable
 from speedtorch.files import new_files, system_calls, table_files
 from speedtorch.files.npy_format import npy_header
 from speedtorch.files.safetensors_format import safetensors_header
@@ -34,7 +34,7 @@ def test_a_torn_save_leaves_the_old_one_whole(
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "npy"])
-def test_a_power_loss_during_a_save_leaves_files_that_load(
+def test_a_power_loss_during_a_save_leaves_the_old_or_the_new_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     path = tmp_path / f"t.{suffix}"
@@ -46,7 +46,7 @@ def test_a_power_loss_during_a_save_leaves_files_that_load(
     new = snapshot(tmp_path)
     for end in range(len(journal.events) + 1):
         for state in journal.after_power_loss(journal.events[:end]):
-            assert all(state[name] in (old[name], new[name]) for name in old)
+            assert of_one_save(state, path.name, *old) in (old, new)
     for state in journal.after_power_loss(journal.events):
         assert {name: state[name] for name in new} == new
 
@@ -150,6 +150,25 @@ def test_fields_of_different_row_counts_are_no_table(tmp_path: Path) -> None:
         open_fields(tmp_path / "t.safetensors"),
     ):
         pass
+
+
+def test_an_error_lists_some_of_many_fields(tmp_path: Path) -> None:
+    fields = {f"f{number}": torch.zeros(1) for number in range(50)}
+    save_fields(tmp_path / "t.safetensors", fields)
+    with pytest.raises(ValueError, match=r"it has f0, f1, .*, and 30 more: give the rows"):
+        Embedding.from_pretrained(tmp_path / "t.safetensors")
+    with pytest.raises(ValueError, match=r"the file holds f0, f1, .*, and 30 more; choose one"):
+        DataGadget(tmp_path / "t.safetensors")
+
+
+def test_a_save_in_a_folder_that_is_gone_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(FileNotFoundError, match=r"t\.npy"):
+        save_fields("t.npy", {"weight": torch.zeros(2)})
 
 
 def test_other_names_than_those_of_the_table_are_refused(tmp_path: Path) -> None:

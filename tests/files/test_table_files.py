@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import speedtorch
 from speedtorch import HostTable
 from speedtorch.files import system_calls, table_files
+from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import NPY_DTYPES
 from speedtorch.memory import host_memory
 
@@ -317,6 +318,8 @@ def test_every_file_call_goes_through_the_table_of_calls(
     table.close()
     speedtorch.save(tmp_path / "run", a=torch.ones(2))
     speedtorch.load(tmp_path / "run")
+    with pytest.raises(RuntimeError), replace_files([tmp_path / "a"]):
+        raise RuntimeError
     assert used == set(vars(system_calls.calls))
 
 

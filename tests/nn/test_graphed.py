@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -276,14 +276,108 @@ def test_what_would_move_the_rows_is_refused_while_a_graph_lives() -> None:
     ):
         with pytest.raises(RuntimeError, match=f"{refused}.*captured CUDA graph uses"):
             work()
-    before = world.embedding.table["weight"].clone()
-    del step
-    gc.collect()
-    torch.cuda.synchronize()
+    step(*batches(1)[0])
+    del step  # whose work is not done
     speedtorch.detach(world.optimizer)
+    before = world.embedding.table["weight"].clone()
     assert torch.equal(world.embedding.table["weight"], before)
     world.embedding.cpu()
     world.embedding.table.close()
+
+
+def copied(state: Any) -> Any:
+    """As a file would have it."""
+    return torch.load(io.BytesIO(saved(state)), weights_only=True)
+
+
+def saved(state: Any) -> bytes:
+    torch.save(state, file := io.BytesIO())
+    return file.getvalue()
+
+
+def churn() -> None:
+    """Writes to memory of the GPU that nobody has any more."""
+    for size in (4, 32, 128, 1024):
+        [torch.full((size,), 3.0, device="cuda") for _ in range(100)]
+
+
+@pytest.mark.parametrize("steps", [0, 3], ids=["before the first step", "later"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_that_is_loaded_is_the_graphs(name: str, steps: int) -> None:
+    plain, world = World(name, capacity=None), World(name)
+    step = world.graphed()
+    trained = batches(12)
+    for batch in trained[:steps]:
+        plain.step(*batch)
+        step(*batch)
+    kept = [copied(each.optimizer.state_dict()) for each in (plain, world)]
+    for batch in trained[steps:8]:
+        plain.step(*batch)
+        step(*batch)
+    for each, state in zip((plain, world), kept, strict=True):
+        each.optimizer.load_state_dict(state)
+        churn()
+    for number, batch in enumerate(trained):
+        plain.step(*batch)
+        (world.step if number % 5 == 3 else step)(*batch)
+        churn()
+    assert_same_worlds(world, plain)
+
+
+def test_a_tensor_that_a_setting_is_given_is_the_graphs() -> None:
+    plain, world = World("SGD, fused", capacity=None), World("SGD, fused")
+    step = world.graphed()
+    for number, batch in enumerate(batches(9)):
+        if number % 3 == 2:
+            for each in (plain, world):
+                rate = torch.tensor(0.1 / (1 + number), device="cuda")
+                each.optimizer.param_groups[0]["lr"] = rate
+            del rate
+            churn()
+        plain.step(*batch)
+        step(*batch)
+    assert_same_worlds(world, plain)
+
+
+def test_a_state_that_does_not_fit_the_graph_is_refused() -> None:
+    world = World()
+    step, (batch, *_) = world.graphed(), batches(1)
+    step(*batch)
+    state = copied(world.optimizer.state_dict())
+    state["state"][1]["exp_avg"] = torch.zeros(3)
+    right = copied(world.optimizer.state_dict())
+    world.optimizer.load_state_dict(state)
+    before = world.everything()["scale"]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'exp_avg' of Adam was .* \[8\] .* now \[3\]"):
+            step(*batch)
+    assert torch.equal(world.everything()["scale"], before)
+    world.optimizer.load_state_dict(right)
+    step(*batch)
+
+
+def test_what_is_left_of_a_step_before_is_told() -> None:
+    world = World()
+    loss = (world.embedding(batches(1)[0][0]) * world.scale).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"earlier step whose loss, .* let those go first"):
+        world.graphed()
+    del loss
+    plain = World(capacity=None)
+    step = world.graphed()
+    for batch in batches(3):
+        plain.step(*batch)
+        step(*batch)
+    assert_same_worlds(world, plain)
+
+
+def test_what_a_cycle_has_left_of_a_step_before_is_no_fault() -> None:
+    world = World()
+    cycle: list[Any] = [world.embedding(batches(1)[0][0]) * world.scale]
+    cycle[0].sum().backward()
+    cycle.append(cycle)
+    del cycle
+    world.graphed()
 
 
 def test_a_number_that_changes_is_refused() -> None:

@@ -123,6 +123,15 @@ def test_the_table_of_state_swappers_has_each_way_that_can_be_measured(
     assert digests == {facts["torch, all on the GPU"]["digest of the weights"]}
 
 
+@pytest.mark.examples
+def test_the_table_of_checkpoints_has_each_figure(
+    results: tuple[Path, dict[str, Any], str],
+) -> None:
+    lines = report.checkpoints_table(results[1]).splitlines()
+    assert len(lines) == 4 + 9
+    assert lines[6].startswith("| save: speedtorch.save | ")
+
+
 def test_ids_of_the_ngram_benchmark_depend_on_the_last_tokens_alone() -> None:
     tokens = torch.randint(5, (3, 40))
     for order in bench_ngram_tables.ORDERS:
@@ -150,6 +159,8 @@ def test_the_documents_tables_are_those_of_the_results() -> None:
     assert page == report.sleep_table(results)
     page = between(report.LAYERS.read_text(), report.BEGIN, report.END)
     assert page == report.state_table(results)
+    page = between(report.CHECKPOINTS.read_text(), report.BEGIN, report.END)
+    assert page == report.checkpoints_table(results)
     first = between(report.README.read_text(), report.FIRST, report.LAST)
     assert first == report.steps_table(results)
     assert len(first.splitlines()) > 2  # a name of a figure that is none leaves its line out

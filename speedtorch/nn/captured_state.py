@@ -1,0 +1,227 @@
+"""What a captured step trains and keeps: memory that a CUDA graph uses, whoever else refers to it.
+
+The optimizer may be given other tensors meanwhile: load_state_dict makes new ones. Then their
+numbers go to those of the graph, which become the optimizer's again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtorch.layers.sleeping_storages import times_moved
+from speedtorch.layers.state_tensors import state_tensors
+from speedtorch.optim.attached_state import AttachedState
+from speedtorch.optim.optimizer_copy import snapshot
+from speedtorch.optim.probe import learn_state
+from speedtorch.step.fixed_exchange import FixedExchange
+from speedtorch.step.trained_rows import TrainedRows
+from speedtorch.torch_internals import as_plain
+
+__all__ = ["CapturedState", "kept_as_before"]
+
+_Entries = dict[str, Any]
+
+
+class _Captured(NamedTuple):
+    """Of one optimizer, the dicts that have the graph's tensors, and what they had."""
+
+    state: Mapping[Tensor, _Entries]
+    groups: list[_Entries]
+    of_parameters: dict[Tensor, dict[str, Tensor]]
+    of_groups: list[dict[str, Tensor]]
+
+    def is_there(self, optimizer: Optimizer) -> bool:
+        state, groups = optimizer.state, optimizer.param_groups
+        if state is not self.state or groups is not self.groups:
+            return False
+        return len(state) == len(self.of_parameters) and all(
+            group.get(name) is each
+            for group, own in zip(groups, self.of_groups, strict=False)
+            for name, each in own.items()
+        )
+
+
+class CapturedState:
+    """The parameters and the optimizers' state that a CUDA graph uses, but for rows.
+
+    Args:
+        modules, optimizers: What the graph trains.
+        tables: Whose rows it trains.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        tables: Sequence[TrainedRows],
+    ) -> None:
+        self._modules, self._optimizers = nn.ModuleList(modules), optimizers
+        self._tables = {id(each.parameter): each for each in tables}
+        self._own = [self._captured(each) for each in optimizers]
+        self._moved = times_moved()
+        self._tensors = self._named()
+        self._places = {name: each.data_ptr() for name, each in self._tensors.items()}
+
+    def _named(self) -> dict[str, Tensor]:
+        found = state_tensors(self._modules, self._optimizers).of
+        of = {**found["weights"], **found["optimizer"]}
+        return {name: each for name, each in of.items() if each.is_cuda}
+
+    def _captured(self, optimizer: Optimizer) -> _Captured:
+        own = {
+            parameter: {n: v for n, v in of.items() if n not in self._names_of_rows(parameter)}
+            for parameter, of in optimizer.state.items()
+        }
+        groups = optimizer.param_groups
+        return _Captured(
+            optimizer.state,
+            groups,
+            {parameter: _tensors_in(of) for parameter, of in own.items()},
+            [_tensors_in(each) for each in groups],
+        )
+
+    def _names_of_rows(self, parameter: Tensor) -> tuple[str, ...]:
+        """What the exchange puts in place by itself."""
+        rows = self._tables.get(id(parameter))
+        state = None if rows is None else rows.state
+        return state.names if isinstance(state, AttachedState) else ()
+
+    def before_replay(self) -> None:
+        """Gives the graph's tensors what the optimizers were given; rows are at home.
+
+        Raises RuntimeError if that does not fit them, or if they lie elsewhere: nothing has
+        changed then.
+        """
+        for number, (optimizer, own) in enumerate(zip(self._optimizers, self._own, strict=True)):
+            if not own.is_there(optimizer):
+                self._take_over(optimizer, own)
+                self._own[number] = self._captured(optimizer)
+        if self._moved != times_moved():
+            self._check_places()
+
+    def _take_over(self, optimizer: Optimizer, own: _Captured) -> None:
+        given = {
+            each: {n: v for n, v in optimizer.state.get(each, {}).items() if v is not None}
+            for each in own.of_parameters
+        }
+        groups = optimizer.param_groups
+        if len(groups) != len(own.of_groups):
+            raise RuntimeError(
+                f"graphed: {type(optimizer).__name__} had {len(own.of_groups)} parameter groups at"
+                f" the capture and has {len(groups)}: graph the step again"
+            )
+        pairs = [(given[each], tensors) for each, tensors in own.of_parameters.items()]
+        for now, tensors in (*pairs, *zip(groups, own.of_groups, strict=True)):
+            _check_fits(optimizer, now, tensors)
+        with torch.no_grad(), as_plain():
+            for now, tensors in zip(groups, own.of_groups, strict=True):
+                _fill(tensors, now)
+                now.update(tensors)
+            for parameter, tensors in own.of_parameters.items():
+                missing = tensors.keys() - given[parameter].keys()
+                first = _first(optimizer, parameter) if missing else {}
+                _fill(tensors, {**first, **given[parameter]})
+                optimizer.state[parameter] = {**given[parameter], **tensors}
+        for rows in self._tables.values():
+            if isinstance(state := rows.state, AttachedState) and state.optimizer() is optimizer:
+                state.begin_replay()
+
+    def _check_places(self) -> None:
+        now = self._named()
+        for name, address in self._places.items():
+            if name not in now or now[name].data_ptr() != address:
+                raise RuntimeError(
+                    f"graphed: {name} is not where it was at the capture, as a TrainingState has"
+                    " put it to sleep since then: graph the step again once it is awake"
+                )
+        self._moved = times_moved()
+
+
+def _tensors_in(entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: each for name, each in entries.items() if isinstance(each, Tensor)}
+
+
+def _check_fits(
+    optimizer: Optimizer, now: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    for name, own in tensors.items():
+        value = now.get(name, own)
+        if not isinstance(value, Tensor) or value.shape != own.shape:
+            shape = list(value.shape) if isinstance(value, Tensor) else repr(value)
+            raise RuntimeError(
+                f"graphed: {name!r} of {type(optimizer).__name__} was a tensor of the shape"
+                f" {list(own.shape)} at the capture and is now {shape}: graph the step again"
+            )
+
+
+def _first(optimizer: Optimizer, parameter: Tensor) -> _Entries:
+    """The state of a parameter before its first step."""
+    learnt = learn_state(optimizer, parameter)
+    return {**learnt.scalar_state, **learnt.row_state}
+
+
+def _fill(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Gives tensors the numbers of others that have their names."""
+    for name, own in tensors.items():
+        if isinstance(value := values.get(name), Tensor) and value is not own:
+            own.copy_(value.expand_as(own))
+
+
+@contextmanager
+def kept_as_before(
+    modules: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    exchanges: Mapping[TrainedRows, FixedExchange],
+) -> Iterator[None]:
+    """What is trained within leaves rows, parameters, states and random numbers as they were."""
+    device = next(iter(exchanges.values())).device
+    held = {id(each.parameter) for each in exchanges}
+    others = [p for each in modules for p in (*each.parameters(), *each.buffers())]
+    others += [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    tensors = {id(p): p for p in others if id(p) not in held}
+    before = {key: (p, p.detach().clone()) for key, p in tensors.items()}
+    states = [
+        {p: {n: snapshot(v) for n, v in of.items()} for p, of in each.state.items()}
+        for each in optimizers
+    ]
+    random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    with as_plain():
+        for exchange in exchanges.values():
+            exchange.stand_still()
+    try:
+        yield
+    finally:
+        with as_plain():
+            for exchange in exchanges.values():
+                exchange.move_again()
+        torch.set_rng_state(random[0])
+        torch.cuda.set_rng_state(random[1], device)
+        with torch.no_grad(), as_plain():
+            for p, value in before.values():
+                p.copy_(value)
+            for optimizer, known in zip(optimizers, states, strict=True):
+                _put_back(optimizer, known, held)
+
+
+def _put_back(optimizer: Optimizer, known: dict[Tensor, _Entries], held: set[int]) -> None:
+    """Makes a state that of before, in the tensors of now, which a graph goes on to use."""
+    for parameter, state in optimizer.state.items():
+        before = known.get(parameter, {})
+        if missing := [name for name, value in state.items() if name not in before]:
+            learnt = learn_state(optimizer, parameter)
+            # The table has the state of rows; the optimizer gets it at its first step.
+            rows = {} if id(parameter) in held else learnt.row_state
+            first = {**learnt.scalar_state, **rows}
+            before = {**{name: first[name] for name in missing if name in first}, **before}
+        for name, value in state.items():
+            if isinstance(value, Tensor) and isinstance(before.get(name), Tensor):
+                if id(parameter) not in held or value.shape == before[name].shape:
+                    value.copy_(before[name].expand_as(value))
+            elif name in before:
+                state[name] = before[name]

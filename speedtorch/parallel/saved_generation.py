@@ -1,0 +1,284 @@
+"""SavedGeneration: what save() has written, to be read: whole, or rows over those of another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedtorch.files import safetensors_format
+from speedtorch.files.chunk_digests import CHUNK_BYTES, chunk_count, digests_of
+from speedtorch.files.file_format import StoredArray
+from speedtorch.files.generations import generations_of, path_of
+from speedtorch.files.saved_values import restored
+from speedtorch.files.system_calls import about, calls, open_to_read
+from speedtorch.layers.state_tensors import plain_tensors
+from speedtorch.table.progress import progress_bar
+
+__all__ = ["FORMAT", "THREADS", "VERSION", "VERSION_OF_DELTA", "SavedGeneration", "base_of"]
+
+FORMAT = "speedtorch checkpoint"
+VERSION, VERSION_OF_DELTA = 1, 2
+THREADS = 4
+_LARGEST_MANIFEST = 1 << 30
+
+
+class SavedGeneration:
+    """A generation to read.
+
+    Attributes:
+        number, path: Of it.
+        digest: Of its manifest, and so of all that it has.
+        base: That which it was written against, if it has only the changed rows of some tables.
+        ids_of: By the key of such a field: that of the ids of its rows.
+    """
+
+    def __init__(self, folder: str, number: int) -> None:
+        self.number, self.path = number, path_of(folder, number)
+        self.digest = ""
+        self.base: SavedGeneration | None = None
+        self.ids_of: dict[str, str] = {}
+        self._folder = folder
+        self._older = [each for each in generations_of(folder) if each != number]
+        self._stack = ExitStack()
+        self._arrays: dict[str, tuple[StoredArray, Tensor]] = {}
+        self._ranges: list[range] = []
+
+    def __enter__(self) -> SavedGeneration:
+        with self._stack:
+            with self._damage("manifest.json"):
+                self.manifest = self._manifest()
+                names = [self._checked(each) for each in self.manifest["files"]]
+            self._reads = {name: self._open(name) for name in names}
+            if "base" in self.manifest:
+                self.base = self._open_base(self.manifest["base"])
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def _damage(self, name: str) -> Iterator[None]:
+        """Says in errors which file it is, and what else there is."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            others = f"; load(..., generation={self._older[-1]}) is there" if self._older else ""
+            raise ValueError(
+                f"{os.path.join(self.path, name)}: is damaged, or none of ours: {error}{others}"
+            ) from error
+
+    def _manifest(self) -> dict[str, Any]:
+        text = _whole(os.path.join(self.path, "manifest.json"))
+        digest = _whole(os.path.join(self.path, "manifest.crc32"))
+        if f"{zlib.crc32(text):08x}\n".encode() != digest:
+            raise ValueError("its bytes are not those that were written")
+        content = json.loads(text)
+        version = VERSION_OF_DELTA if "base" in content else VERSION
+        if content["format"] != FORMAT or content["version"] != version:
+            raise ValueError(f"expected {FORMAT!r}, version {version}")
+        self.digest = hashlib.sha256(text).hexdigest()
+        if not isinstance(content["parts"], dict):
+            raise ValueError("its parts have no names")
+        for each in content["files"]:
+            numbers = [each["bytes"], *each["crc32"]]
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError("it has bytes or digests that are no numbers")
+        return dict(content)
+
+    def _open_base(self, entry: Any) -> SavedGeneration:
+        with self._damage("manifest.json"):
+            number, digest = _base_in(entry)
+            if number >= self.number:
+                raise ValueError(f"it was written against generation {number}, which came later")
+            self.ids_of = {str(key): str(ids) for key, ids in entry["rows"].items()}
+        with about(self.path, f"it was written against generation {number}"):
+            base = self._stack.enter_context(SavedGeneration(self._folder, number))
+        with self._damage("manifest.json"):
+            if base.digest != digest:
+                raise ValueError(f"generation {number} is another than it was written against")
+            for key, ids in self.ids_of.items():
+                self._check_rows(base.array(key), self._arrays[key][0], self._arrays[ids][0])
+        return base
+
+    @staticmethod
+    def _check_rows(whole: StoredArray, rows: StoredArray, ids: StoredArray) -> None:
+        """Raises ValueError unless these are rows of a field, and their ids."""
+        fits = rows.dtype == whole.dtype and rows.shape[1:] == whole.shape[1:]
+        if not fits or ids.dtype != torch.int64 or ids.shape != rows.shape[:1] or not whole.shape:
+            raise ValueError(f"rows {rows.shape} with ids {ids.shape} are none of {whole.shape}")
+
+    def array(self, key: str) -> StoredArray:
+        """The shape and dtype of all rows of a tensor."""
+        if self.base is not None and key in self.ids_of:
+            return self.base.array(key)
+        return self._arrays[key][0]
+
+    def has(self, key: str, like: Tensor) -> bool:
+        """Whether it has a tensor of the same shape and dtype under a key."""
+        try:
+            array = self.array(key)
+        except KeyError:
+            return False
+        return (tuple(array.shape), array.dtype) == (tuple(like.shape), like.dtype)
+
+    def changed_since(self, generation: int) -> dict[str, list[tuple[Tensor, Tensor]]] | None:
+        """Ids and rows that bring tables from a generation to this one, by key, in their order.
+
+        None if this one was not written against that, nor against one that was.
+        """
+        if self.number == generation:
+            return {}
+        if self.base is None or (before := self.base.changed_since(generation)) is None:
+            return None
+        keys = self.ids_of if self.base.number == generation else self.ids_of.keys() & before.keys()
+        return {key: [*before.get(key, []), self._rows(key)] for key in keys}
+
+    def _rows(self, key: str) -> tuple[Tensor, Tensor]:
+        """The ids of changed rows, all of them there, and the rows."""
+        ids, count = self._mapped(self.ids_of[key]), self.array(key).shape[0]
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+            with self._damage(self.ids_of[key]):
+                raise ValueError(f"it has ids that are none of {count:,} rows")
+        return ids, self._mapped(key)
+
+    @staticmethod
+    def _checked(entry: Any) -> str:
+        name = entry["name"]
+        if os.path.basename(name) != name or not name.endswith(".safetensors"):
+            raise ValueError(f"it names the file {name!r}")
+        return str(name)
+
+    def _open(self, name: str) -> Callable[..., None]:
+        """Opens a file, and maps its arrays, privately: what is written to them stays here."""
+        path = os.path.join(self.path, name)
+        read, size = self._stack.enter_context(open_to_read(path))
+        entry = self._entry(name)
+        with self._damage(name):
+            if size != entry["bytes"]:
+                raise ValueError(f"it has {size:,} bytes of {entry['bytes']:,}")
+            arrays = safetensors_format.read_arrays(read, size)
+        descriptor = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with about(path):
+                mapped = torch.frombuffer(calls.map_copy(descriptor, size), dtype=torch.uint8)
+        finally:
+            calls.close(descriptor)
+        self._ranges.append(range(mapped.data_ptr(), mapped.data_ptr() + size))
+        for key, array in arrays.items():
+            self._arrays[key] = array, mapped
+        return read
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return next(each for each in self.manifest["files"] if each["name"] == name)
+
+    def verify(self, progress: bool | None) -> None:
+        """Raises ValueError unless all bytes are those that were written."""
+        if self.base is not None:
+            self.base.verify(progress)
+        total = sum(each["bytes"] for each in self.manifest["files"])
+        with ThreadPoolExecutor(THREADS) as pool, progress_bar(total, progress, unit="B") as bar:
+            for name, read in self._reads.items():
+                entry = self._entry(name)
+                with self._damage(name):
+                    nbytes, count = entry["bytes"], chunk_count(entry["bytes"])
+                    if len(entry["crc32"]) != count:
+                        raise ValueError(f"it has {count} chunks of {len(entry['crc32'])}")
+                    runs = [range(k, min(k + 16, count)) for k in range(0, count, 16)]
+                    found = pool.map(partial(digests_of, read, nbytes), runs)
+                    for run, digests in zip(runs, found, strict=True):
+                        expected = entry["crc32"][run.start : run.stop]
+                        for number, digest, other in zip(run, digests, expected, strict=True):
+                            if digest != other:
+                                begin = number * CHUNK_BYTES
+                                raise ValueError(
+                                    f"its bytes from {begin:,} on are not those written"
+                                )
+                        bar.update(min(run.stop * CHUNK_BYTES, nbytes) - run.start * CHUNK_BYTES)
+
+    def value(self, name: str, instead: Mapping[str, Tensor], *, copies: bool) -> Any:
+        """The value of a part; its tensors are in the file's memory unless it `copies`.
+
+        Some may be given by their keys.
+        """
+
+        def found(key: str) -> Tensor:
+            if key in instead:
+                return instead[key]
+            made = self.tensor(key)
+            return made.clone() if copies else made
+
+        with self._damage("manifest.json"):
+            return restored(self.manifest["parts"][name], found)
+
+    def tensor(self, key: str) -> Tensor:
+        """A tensor in the file's memory, which is this process's own: with its changed rows."""
+        if self.base is None or key not in self.ids_of:
+            return self._mapped(key)
+        ids, rows = self._rows(key)
+        return self.base.tensor(key).index_copy_(0, ids, rows)
+
+    def _mapped(self, key: str) -> Tensor:
+        array, mapped = self._arrays[key]
+        made = torch.empty(0, dtype=array.dtype, device="cpu")
+        if array.nbytes == 0:
+            return made.view(array.shape)
+        storage, begin = mapped.untyped_storage(), array.offset
+        if begin % array.dtype.itemsize:  # none of our files
+            part = mapped[begin : begin + array.nbytes].clone()
+            storage, begin = part.untyped_storage(), 0
+        # No view of another tensor, which would keep that and with it the file.
+        strides = torch.empty(array.shape, device="meta").stride()
+        return made.set_(storage, begin // array.dtype.itemsize, array.shape, strides)
+
+    def let_go(self, optimizer: Optimizer) -> None:
+        """Gives an optimizer tensors of its own where it has kept those of the file."""
+        for _, each in plain_tensors("", dict(enumerate(optimizer.state.values()))):
+            if each.is_cpu and each.numel() and self._has(each.data_ptr()):
+                each.data = each.data.clone()
+
+    def _has(self, address: int) -> bool:
+        return any(address in each for each in self._ranges) or (
+            self.base is not None and self.base._has(address)
+        )
+
+
+def _whole(path: str) -> bytes:
+    """All of a small file."""
+    with open_to_read(path) as (read, size):
+        if size > _LARGEST_MANIFEST:
+            raise ValueError(f"it has {size:,} bytes, and the limit is {_LARGEST_MANIFEST:,}")
+        data = bytearray(size)
+        read(memoryview(data), 0)
+    return bytes(data)
+
+
+def _base_in(entry: Any) -> tuple[int, str]:
+    """The number and the digest of a generation, as a manifest has them."""
+    number, digest = entry["generation"], entry["sha256"]
+    if type(number) is not int or number < 1 or not isinstance(digest, str):
+        raise ValueError(f"it was written against {str(entry)[:80]}")
+    return number, digest
+
+
+def base_of(folder: str, number: int) -> int | None:
+    """The generation that another one was written against; None if it needs none, or is damaged.
+
+    Raises OSError of the disk.
+    """
+    try:
+        manifest = json.loads(_whole(os.path.join(path_of(folder, number), "manifest.json")))
+        return _base_in(manifest["base"])[0] if "base" in manifest else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # load() tells what it is

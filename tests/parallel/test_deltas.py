@@ -1,0 +1,282 @@
+"""Saves of the rows that have changed: with their base they are the table, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from file_faults import count_calls, fail
+from reference import as_bytes
+from torch import Tensor, nn, optim
+
+import speedtorch
+
+ROWS = 200
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cache": {"cache": "2KiB"},
+    "capacity": {"capacity": 8},
+    "bfloat16": {"stored": torch.bfloat16},
+}
+
+
+class Run:
+    """A table and a layer, with their optimizer."""
+
+    def __init__(self, device: str, seed: int = 0, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        emb = speedtorch.Embedding(ROWS, 4, device=device, **settings)
+        self.model = nn.ModuleDict({"emb": emb, "out": nn.Linear(4, 1, device=device)})
+        self.optimizer = optim.Adam(self.model.parameters(), lr=0.1)
+        speedtorch.attach(self.optimizer, self.model)
+        self.random = random.Random(seed)
+        self.device = device
+
+    def train(self, steps: int) -> Run:
+        for _ in range(steps):
+            ids = torch.tensor(self.random.choices(range(ROWS), k=6), device=self.device)
+            self.optimizer.zero_grad()
+            self.model["out"](self.model["emb"](ids)).square().mean().backward()
+            self.optimizer.step()
+        return self
+
+    @property
+    def table(self) -> speedtorch.HostTable:
+        table: speedtorch.HostTable = self.model["emb"].table
+        return table
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def tensors(self) -> list[Tensor]:
+        state = self.optimizer.state_dict()["state"]
+        kept = [torch.as_tensor(each) for of in state.values() for each in of.values()]
+        return [each.detach().clone() for each in (*self.model.state_dict().values(), *kept)]
+
+
+def assert_same(one: Run, other: Run) -> None:
+    for found, expected in zip(one.tensors(), other.tensors(), strict=True):
+        assert torch.equal(as_bytes(found.cpu()), as_bytes(expected.cpu()))
+
+
+def size(saved: speedtorch.types.Saved) -> int:
+    return sum(each.stat().st_size for each in Path(saved.path).iterdir())
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_base_and_deltas_are_the_table(how: str, device: str, tmp_path: Path) -> None:
+    run = Run(device, **SETTINGS[how]).train(3)
+    run.table.track_changes()
+    saved = speedtorch.save(tmp_path, **run.parts)
+    whole = size(saved)
+    for number in range(2, 5):
+        run.train(2)
+        saved = speedtorch.save(tmp_path, base=saved.generation, **run.parts, step=number)
+        assert (saved.generation, saved.base) == (number, number - 1)
+        assert size(saved) < whole / 2
+        again = Run(device, seed=7, **SETTINGS[how]).train(1)
+        assert speedtorch.load(tmp_path, **again.parts) == {"step": number}
+        assert_same(again, run)
+    again.random.setstate(run.random.getstate())
+    assert_same(again.train(3), run.train(3))
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_a_reader_takes_only_what_has_changed(how: str, device: str, tmp_path: Path) -> None:
+    run, reader = Run(device, **SETTINGS[how]).train(3), Run(device, seed=7, **SETTINGS[how])
+    run.table.track_changes()
+    reader.train(1)
+    speedtorch.save(tmp_path, keep=9, **run.parts)
+    speedtorch.load(tmp_path, **reader.parts)
+    reader.table.track_changes()
+    has = 1
+    for base, steps in ((1, 2), (2, 1), (2, 0)):
+        run.train(steps)
+        saved = speedtorch.save(tmp_path, keep=9, base=base, **run.parts)
+        if base != has:
+            continue
+        before = reader.table.track_changes()
+        speedtorch.load(tmp_path, since=has, **reader.parts)
+        assert_same(reader, run)
+        assert 0 < len(reader.table.changed(before)) < ROWS / 4
+        has = saved.generation
+    speedtorch.load(tmp_path, since=1, **reader.parts)  # which it no longer has: rows of 2 and 4
+    assert_same(reader, run)
+    with torch.no_grad():
+        reader.model["out"].weight.zero_()
+    speedtorch.load(tmp_path, since=3, **reader.parts)  # none of those before 4: all of it
+    assert_same(reader, run)
+
+
+def test_a_table_that_noted_nothing_goes_as_a_whole_once(tmp_path: Path) -> None:
+    run = Run("cpu").train(3)
+    first = speedtorch.save(tmp_path, **run.parts)
+    second = speedtorch.save(tmp_path, base=1, **run.train(1).parts)
+    third = speedtorch.save(tmp_path, base=2, **run.train(1).parts)
+    assert size(second) > size(first) * 0.9 > size(third) * 2
+    again = Run("cpu", seed=7)
+    again.table.track_changes()
+    speedtorch.load(tmp_path, **again.parts)
+    assert_same(again, run)
+    fourth = speedtorch.save(tmp_path, base=3, **again.train(1).parts)  # goes on after a restart
+    assert size(fourth) < size(first) / 2
+    speedtorch.load(tmp_path, **run.parts)
+    assert_same(again, run)
+
+
+def test_what_is_needed_stays(tmp_path: Path) -> None:
+    run = Run("cpu")
+    run.table.track_changes()
+    for number in range(1, 4):
+        speedtorch.save(tmp_path, keep=1, base=number - 1 or None, **run.train(1).parts)
+    assert sorted(os.listdir(tmp_path)) == [f"generation-0000000{n}" for n in (1, 2, 3)]
+    speedtorch.save(tmp_path, keep=2, **run.parts)
+    assert len(os.listdir(tmp_path)) == 4
+    speedtorch.save(tmp_path, keep=2, **run.parts)
+    assert sorted(os.listdir(tmp_path)) == [f"generation-0000000{n}" for n in (4, 5)]
+
+
+def test_other_changes_are_saved_as_well(tmp_path: Path) -> None:
+    run = Run("cpu").train(2)
+    run.table.track_changes()
+    speedtorch.save(tmp_path, **run.parts)
+    run.table["weight"][17] = 3.0
+    speedtorch.save(tmp_path, base=1, **run.parts)
+    run.table.scatter(torch.tensor([4]), torch.ones(1, 4), "exp_avg")
+    speedtorch.save(tmp_path, base=2, **run.parts)
+    again = Run("cpu", seed=7)
+    speedtorch.load(tmp_path, **again.parts)
+    assert_same(again, run)
+
+
+def test_random_runs(device: str, tmp_path: Path) -> None:
+    """Whatever is trained, written, saved against whichever generation and loaded again."""
+    for seed in range(6):
+        chance, folder = random.Random(seed), tmp_path / str(seed)
+        settings = chance.choice(list(SETTINGS.values()))
+        run = Run(device, seed, **settings)
+        run.table.track_changes()
+        kept: dict[int, list[Tensor]] = {}
+        for _ in range(12):
+            what = chance.choice(["train", "train", "save", "save", "load", "write", "scatter"])
+            if what == "train":
+                run.train(chance.randint(1, 3))
+            elif what == "save":
+                base = chance.choice([None, *kept]) if kept else None
+                saved = speedtorch.save(folder, keep=99, base=base, **run.parts)
+                kept[saved.generation] = run.tensors()
+            elif what == "load" and kept:
+                speedtorch.load(folder, generation=chance.choice(list(kept)), **run.parts)
+            elif what == "write":
+                run.table["weight"][chance.randrange(ROWS)] = 1.0
+            elif what == "scatter":
+                rows = torch.full((1, 4), 0.5, dtype=run.table["weight"].dtype)
+                run.table.scatter(torch.tensor([chance.randrange(ROWS)]), rows, "weight")
+        for number, expected in kept.items():
+            speedtorch.load(folder, generation=number, **run.parts)
+            for one, other in zip(run.tensors(), expected, strict=True):
+                assert torch.equal(as_bytes(one.cpu()), as_bytes(other.cpu()))
+
+
+def test_lookups_beside_a_delta_see_old_or_new_rows(device: str, tmp_path: Path) -> None:
+    run, reader = Run(device).train(1), Run(device, seed=7)
+    run.table.track_changes()
+    run.table.fill_(0)
+    speedtorch.save(tmp_path, keep=99, model=run.model)
+    speedtorch.load(tmp_path, model=reader.model)
+    reader.model.eval()
+    stop, wrong = threading.Event(), []
+
+    def serve() -> None:
+        ids = torch.arange(ROWS, device=device)
+        while not stop.is_set():
+            with torch.no_grad():
+                rows = reader.model["emb"](ids)
+            if not bool((rows == rows[:, :1]).all()):
+                wrong.append(rows.cpu())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for number in range(1, 9):
+        ids = torch.arange(number % 4, ROWS, 4)
+        run.table.scatter(ids, torch.full((len(ids), 4), float(number)), "weight")
+        speedtorch.save(tmp_path, keep=99, base=number, model=run.model)
+        speedtorch.load(tmp_path, since=number, model=reader.model)
+    stop.set()
+    thread.join()
+    assert not wrong
+    assert torch.equal(reader.table["weight"], run.table["weight"])
+
+
+def test_another_base_is_found(tmp_path: Path) -> None:
+    run = Run("cpu").train(1)
+    run.table.track_changes()
+    speedtorch.save(tmp_path, **run.parts)
+    speedtorch.save(tmp_path, base=1, **run.train(1).parts)
+    shutil.copytree(tmp_path / "generation-00000001", tmp_path / "kept")
+    shutil.rmtree(tmp_path / "generation-00000001")
+    again = Run("cpu", seed=7)
+    before = again.tensors()
+    with pytest.raises(FileNotFoundError, match="written against generation 1"):
+        speedtorch.load(tmp_path, **again.parts)
+    speedtorch.save(tmp_path / "other", **run.train(1).parts)
+    shutil.move(tmp_path / "other" / "generation-00000001", tmp_path)
+    with pytest.raises(ValueError, match="generation 1 is another than it was written against"):
+        speedtorch.load(tmp_path, **again.parts)
+    for one, other in zip(again.tensors(), before, strict=True):
+        assert torch.equal(one, other)
+    shutil.rmtree(tmp_path / "generation-00000001")
+    shutil.move(tmp_path / "kept", tmp_path / "generation-00000001")
+    path = tmp_path / "generation-00000001" / "tensors-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="generation-00000001.*not those written"):
+        speedtorch.load(tmp_path, **again.parts)
+
+
+def test_wrong_bases_are_told(tmp_path: Path) -> None:
+    run = Run("cpu")
+    with pytest.raises(FileNotFoundError, match="no generation of a checkpoint"):
+        speedtorch.save(tmp_path, base=1, **run.parts)
+    speedtorch.save(tmp_path, **run.parts)
+    for wrong in (2, 0, -1):
+        with pytest.raises(FileNotFoundError, match=rf"no generation {wrong}, but \[1\]"):
+            speedtorch.save(tmp_path, base=wrong, **run.parts)
+    assert os.listdir(tmp_path) == ["generation-00000001"]
+
+
+@pytest.mark.slow
+def test_a_call_that_fails_leaves_the_next_delta_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run("cpu").train(1)
+    run.table.track_changes()
+    first = speedtorch.save(tmp_path, keep=9, **run.parts)
+
+    def save() -> object:
+        return speedtorch.save(tmp_path, keep=2, base=first.generation, **run.parts)
+
+    run.train(1)
+    failed = 0
+    for name, count in count_calls(monkeypatch, save).items():
+        for number in range(1, count + 1, 2):
+            with monkeypatch.context() as patch:
+                fail(patch, name, number)
+                try:
+                    save()
+                except OSError:
+                    failed += 1
+            run.train(1)
+            save()
+            again = Run("cpu", seed=7)
+            speedtorch.load(tmp_path, **again.parts)
+            assert_same(again, run)
+    assert failed > 20

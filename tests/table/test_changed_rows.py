@@ -1,0 +1,208 @@
+"""Which rows of a table were written: all that were, and as a rule no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from torch import Tensor, nn, optim
+
+import speedtorch
+from speedtorch import HostTable
+
+ROWS = 50
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "capacity": {"capacity": 16},
+    "cache": {"cache": "1KiB"},
+    "capacity and cache": {"capacity": 16, "cache": "1KiB"},
+    "bfloat16": {"stored": torch.bfloat16},
+}
+
+
+class Run:
+    """An embedding whose table notes changes, and its optimizer."""
+
+    def __init__(self, device: str, **settings: Any) -> None:
+        self.emb = speedtorch.Embedding(ROWS, 4, device=device, **settings)
+        self.optimizer = optim.Adam(
+            self.emb.parameters(), lr=0.1, capturable=device == "cuda", foreach=False
+        )
+        speedtorch.attach(self.optimizer, self.emb)
+        self.train([0, 1])
+        self.table = self.emb.table
+        self.since = self.table.track_changes()
+
+    def train(self, *batches: list[int]) -> None:
+        device = self.emb.weight.device
+        given = [torch.tensor(ids, device=device) for ids in batches]
+        for ids in speedtorch.prefetch(given, self.emb, ids=lambda ids: ids):
+            self.step(ids)
+
+    def step(self, ids: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.emb(ids).sin().sum().backward()
+        self.optimizer.step()
+
+    def changed(self) -> list[int]:
+        return self.table.changed(self.since).tolist()
+
+
+@pytest.fixture(params=WAYS)
+def run(request: pytest.FixtureRequest, device: str) -> Run:
+    return Run(device, **WAYS[request.param])
+
+
+def test_trained_rows_are_told(run: Run) -> None:
+    assert run.changed() == []
+    run.train([3, 7, 3])
+    assert run.changed() == [3, 7]
+    run.train([7, 9], [20, 3], [1])
+    assert run.changed() == [1, 3, 7, 9, 20]
+
+
+def test_each_moment_has_its_own_rows(run: Run) -> None:
+    run.train([3, 7])
+    first, run.since = run.since, run.table.track_changes()
+    assert run.changed() == []
+    run.train([7, 8])
+    assert run.changed() == [7, 8]
+    assert run.table.changed(first).tolist() == [3, 7, 8]
+
+
+def test_what_only_reads_is_not_told(run: Run) -> None:
+    with torch.no_grad():
+        run.emb.eval()(torch.arange(ROWS, device=run.emb.weight.device))
+    run.emb.train()
+    run.emb.state_dict()
+    run.optimizer.state_dict()
+    run.table.gather(torch.arange(ROWS), "weight")
+    _ = run.table["weight"].clone(), run.table.record.sum()
+    run.emb.flush()
+    assert run.changed() == []
+
+
+def test_rows_of_scatter_are_told(run: Run) -> None:
+    weight = run.table["weight"]
+    rows = torch.ones(2, 4, dtype=weight.dtype)
+    run.table.scatter(torch.tensor([[5], [6]]), rows[:, None], "weight")
+    run.train([2])
+    assert run.changed() == [2, 5, 6]
+    with pytest.raises(IndexError):
+        run.table.scatter(torch.tensor([5, ROWS]), rows, "weight")
+    assert set(run.changed()) <= {2, 5, 6, ROWS - 1}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda run: run.table["weight"][3].fill_(1.0),
+        lambda run: run.table["exp_avg"].zero_(),
+        lambda run: run.table.record[2].zero_(),
+        lambda run: run.table.normal_(),
+        lambda run: run.table.fill_(2),
+        lambda run: run.emb.load_state_dict({"weight": torch.zeros(ROWS, 4)}),
+        lambda run: run.optimizer.load_state_dict(run.kept),
+        lambda run: nn.init.ones_(run.table["weight"]),
+        lambda run: torch.ops.speedtorch.pinned_scatter(
+            run.table["weight"],
+            torch.tensor([1]),
+            torch.ones(1, 4, dtype=run.table["weight"].dtype),
+            False,
+        ),
+    ],
+    ids=["view", "state", "record", "init", "fill", "load", "load state", "torch.nn.init", "op"],
+)
+def test_writes_that_name_no_rows_count_for_all(run: Any, write: Callable[[Any], object]) -> None:
+    run.kept = run.optimizer.state_dict()
+    run.train([4])
+    before = run.table.track_changes()
+    write(run)
+    run.train([3])
+    assert run.table.changed(before).tolist() == list(range(ROWS))
+    run.since = run.table.track_changes()
+    run.train([3])
+    assert run.changed() == [3]
+
+
+def test_a_table_without_a_module(device: str) -> None:
+    table = HostTable(ROWS, 4)
+    since = table.track_changes()
+    table.scatter(torch.tensor([8, 2], device=device), torch.ones(2, 4, device=device), "weight")
+    table.scatter(torch.tensor([9]), torch.ones(1, 4), accumulate=True)
+    assert table.changed(since).tolist() == [2, 8, 9]
+
+
+def test_modules_that_train_together_go_on_as_before(device: str) -> None:
+    worlds = []
+    for notes in (True, False):
+        torch.manual_seed(0)
+        pair = nn.ModuleDict({each: speedtorch.Embedding(ROWS, 4, device=device) for each in "ab"})
+        optimizer = optim.Adam(pair.parameters(), lr=0.1)
+        speedtorch.attach(optimizer, pair)
+        given = [{"a": torch.tensor([n, 2]), "b": torch.tensor([n, 3])} for n in (5, 6, 5, 9)]
+        tables = [pair[each].table for each in "ab"]
+        since: list[int] = []
+        loop = speedtorch.prefetch(
+            given, pair, ids=lambda of, pair=pair: {pair[each]: of[each] for each in "ab"}
+        )
+        for number, batch in enumerate(loop):
+            optimizer.zero_grad()
+            torch.stack([pair[each](batch[each]).sin().sum() for each in "ab"]).sum().backward()
+            optimizer.step()
+            if number == 0 and notes:
+                since = [each.track_changes() for each in tables]
+        told = [each.changed(n).tolist() for each, n in zip(tables, since, strict=False)]
+        worlds.append((told, [each["weight"].clone() for each in tables]))
+    (told, noted), (_, plain) = worlds
+    assert told == [[2, 5, 6, 9], [3, 5, 6, 9]]
+    assert all(torch.equal(one, other) for one, other in zip(noted, plain, strict=True))
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("way", [each for each in WAYS if "capacity" in each])
+def test_replays_of_a_graph_are_told(way: str) -> None:
+    run = Run("cuda", **WAYS[way])
+    example = torch.tensor([3, 4], device="cuda")
+    step = speedtorch.graphed(run.step, example, modules=run.emb, optimizers=run.optimizer)
+    run.since = run.table.track_changes()
+    assert run.changed() == []
+    step(torch.tensor([7, 9], device="cuda"))
+    step(torch.tensor([9, 1], device="cuda"))
+    assert run.changed() == [1, 7, 9]
+    run.since = run.table.track_changes()
+    step(torch.tensor([2, 2], device="cuda"))
+    assert run.changed() == [2]
+
+
+@NEEDS_GPU
+def test_a_graph_of_before_is_refused() -> None:
+    emb = speedtorch.Embedding(ROWS, 4, device="cuda", capacity=8)
+    sgd = optim.SGD(emb.parameters(), lr=0.1)
+
+    def train(ids: Tensor) -> None:
+        sgd.zero_grad()
+        emb(ids).sum().backward()
+        sgd.step()
+
+    ids = torch.tensor([1], device="cuda")
+    step = speedtorch.graphed(train, ids, modules=emb, optimizers=sgd)
+    with pytest.raises(RuntimeError, match="noting its changes is refused while a captured"):
+        emb.table.track_changes()
+    del step
+    emb.table.track_changes()
+
+
+def test_wrong_numbers_are_told() -> None:
+    table = HostTable(3, 1, memory="plain")
+    with pytest.raises(ValueError, match=r"track_changes\(\) has returned \(1 to 0\), got 1"):
+        table.changed(1)
+    table.track_changes()
+    for wrong in (0, 2):
+        with pytest.raises(ValueError, match=rf"\(1 to 1\), got {wrong}"):
+            table.changed(wrong)
+    empty = HostTable(0, 1, memory="plain")
+    assert empty.changed(empty.track_changes()).tolist() == []
