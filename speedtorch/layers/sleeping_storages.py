@@ -36,6 +36,8 @@ __all__ = ["SleepingStorages", "Slot", "times_moved"]
 
 # Torch's allocator begins a tensor there: neighbours on the device are neighbours on the host, too.
 _ALIGNMENT = 512
+# Up to here torch's allocator gives memory of segments of 2 MiB, and of no larger one.
+_SMALL = 1 << 20
 # Where CUDA begins an allocation, across whose end it copies nothing.
 _SEGMENT = 2 << 20
 # Of Weyl's sequence, which splitmix64 takes; as a signed number of 64 bits.
@@ -330,7 +332,7 @@ class SleepingStorages:
         try:
             for some in _pieces(empty):
                 # Torch cuts this up for the storages, which come to lie one after another.
-                nbytes = sum(_up(each.nbytes) for each in some)
+                nbytes = sum(_up(each.nbytes) for each in some if each.nbytes > _SMALL)
                 torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 for slot in some:
                     slot.storage.resize_(slot.nbytes)
